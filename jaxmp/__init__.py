@@ -1,0 +1,59 @@
+"""jaxmp: mixed precision for JAX and Flax, declared in one line, proved before it runs.
+
+>>> import jaxmp
+>>> jaxmp.get_policy("mixed_float16").compute_dtype
+dtype('float16')
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxmp import dtypes as dtypes
+    from jaxmp import formats as formats
+    from jaxmp import hardware as hardware
+    from jaxmp import linen as linen
+    from jaxmp import tree as tree
+    from jaxmp.loss_scale import DynamicLossScale as DynamicLossScale
+    from jaxmp.loss_scale import HeadroomLossScale as HeadroomLossScale
+    from jaxmp.loss_scale import NoOpLossScale as NoOpLossScale
+    from jaxmp.loss_scale import StaticLossScale as StaticLossScale
+    from jaxmp.optimizer import LossScalingState as LossScalingState
+    from jaxmp.optimizer import get_loss_scale as get_loss_scale
+    from jaxmp.optimizer import loss_scaling as loss_scaling
+    from jaxmp.optimizer import scale_loss as scale_loss
+    from jaxmp.optimizer import scaled_value_and_grad as scaled_value_and_grad
+    from jaxmp.optimizer import unscale as unscale
+    from jaxmp.optimizer import wrap_opt_state as wrap_opt_state
+    from jaxmp.policy import Policy as Policy
+    from jaxmp.policy import PolicyMap as PolicyMap
+    from jaxmp.policy import get_policy as get_policy
+    from jaxmp.training import TrainState as TrainState
+    from jaxmp.training import make_eval_step as make_eval_step
+    from jaxmp.training import make_train_step as make_train_step
+
+__version__ = "0.1.0"
+
+# Name to the module that has it ("" for a module itself). Imported on first use: `import jaxmp` stays light, and flax and
+# optax are loaded by those who use them.
+_EXPORTS = {
+    **dict.fromkeys(("dtypes", "formats", "hardware", "linen", "tree"), ""),
+    **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "NoOpLossScale", "StaticLossScale"), "loss_scale"),
+    **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),
+    **dict.fromkeys(("scaled_value_and_grad", "unscale", "wrap_opt_state"), "optimizer"),
+    **dict.fromkeys(("Policy", "PolicyMap", "get_policy"), "policy"),
+    **dict.fromkeys(("TrainState", "make_eval_step", "make_train_step"), "training"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
+    module = import_module(f"jaxmp.{_EXPORTS[name] or name}")
+    value = getattr(module, name) if _EXPORTS[name] else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

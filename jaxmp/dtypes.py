@@ -1,0 +1,86 @@
+"""Names of dtypes: what people write for them, and what jaxmp prints."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ALIASES = {
+    "f64": "float64",
+    "fp64": "float64",
+    "double": "float64",
+    "f32": "float32",
+    "fp32": "float32",
+    "full": "float32",
+    "single": "float32",
+    "f16": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "f8_e4m3": "float8_e4m3fn",
+    "e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+    "e5m2": "float8_e5m2",
+}
+_NAMES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+class UnknownDtypeError(ValueError):
+    """A name that is no dtype's."""
+
+
+def half_dtype() -> np.dtype:
+    """The half-precision dtype that ``"half"`` stands for: bfloat16 on TPU, else float16 (jmp's rule)."""
+    return np.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
+
+
+def canonical_dtype(dtype: Any) -> np.dtype:
+    """The floating NumPy dtype meant by a name, an alias or any dtype-like object.
+
+    Names are forgiving about case and surrounding space: ``"float16"``, ``"f16"``, ``"fp16"``, ``" BF16 "``,
+    ``"half"`` (see :func:`half_dtype`), ``"full"`` (float32).
+
+    Raises:
+      UnknownDtypeError: the name is unknown; the nearest known names are listed.
+      ValueError: the dtype is not a floating one.
+
+    >>> canonical_dtype("bf16")
+    dtype(bfloat16)
+    """
+    if isinstance(dtype, str):
+        text = dtype.strip().lower()
+        if text == "half":
+            return half_dtype()
+        name = _ALIASES.get(text, text)
+        if name in _NAMES:
+            return np.dtype(getattr(jnp, name))
+    try:
+        result = np.dtype(dtype)
+    except TypeError:
+        known = [*_NAMES, *_ALIASES, "half"]
+        raise UnknownDtypeError(
+            f"unknown dtype {dtype!r}; known names, nearest first: {nearest(str(dtype), known)}"
+        ) from None
+    if not jnp.issubdtype(result, jnp.floating):
+        raise ValueError(
+            f"a policy's dtypes must be floating, got {result.name}: integers, bools and keys are never cast; "
+            f"use one of {', '.join(_NAMES)}"
+        )
+    return result
+
+
+def nearest(word: str, known: Iterable[str], most: int = 8) -> str:
+    """``known`` as a comma-separated list, the names closest to ``word`` first (at most ``most`` of them)."""
+    names = list(dict.fromkeys(known))
+    similarity = {name: difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio() for name in names}
+    ranked = sorted(names, key=lambda name: -similarity[name])
+    return ", ".join(repr(name) for name in ranked[:most]) + (", …" if len(ranked) > most else "")
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether ``dtype`` is a floating dtype of at most 16 bits."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits <= 16

@@ -1,0 +1,54 @@
+"""Patterns on module paths and module classes: the one matcher that every adapter uses."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from typing import Any
+
+Path = tuple[str, ...]
+Pattern = str | type
+"""A glob on the module path, ``"type:GLOB"`` on the name of the module's class or a base of it, or a module class."""
+
+
+def check_pattern(pattern: Any) -> Pattern:
+    """``pattern`` itself if it is one, else a TypeError."""
+    if isinstance(pattern, (str, type)):
+        return pattern
+    raise TypeError(
+        f"a pattern is a glob on the module path such as '**/BatchNorm_*', or a module class, got {pattern!r}; "
+        "for a partial or an instance write its class"
+    )
+
+
+def is_class_pattern(pattern: Pattern) -> bool:
+    """Whether ``pattern`` speaks of classes and not of paths."""
+    return isinstance(pattern, type) or pattern.startswith("type:")
+
+
+def pattern_text(pattern: Pattern) -> str:
+    """``pattern`` as a string; a class becomes the pattern on its name."""
+    return f"type:{pattern.__name__}" if isinstance(pattern, type) else pattern
+
+
+def matches(pattern: Pattern, path: Path, cls: type | None) -> bool:
+    """Whether ``pattern`` matches the module of class ``cls`` (None if unknown) at ``path`` itself.
+
+    >>> matches("**/Dense_*", ("encoder", "Dense_0"), None), matches("encoder", ("encoder", "Dense_0"), None)
+    (True, False)
+    """
+    if isinstance(pattern, type):
+        return cls is not None and issubclass(cls, pattern)
+    if pattern.startswith("type:"):
+        names = [base.__name__ for base in cls.__mro__] if cls is not None else []
+        return any(fnmatch.fnmatchcase(name, pattern.removeprefix("type:")) for name in names)
+    return _glob(tuple(part for part in pattern.split("/") if part), path)
+
+
+@functools.lru_cache(maxsize=4096)
+def _glob(pattern: Path, path: Path) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_glob(pattern[1:], path[depth:]) for depth in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _glob(pattern[1:], path[1:])

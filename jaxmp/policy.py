@@ -1,0 +1,311 @@
+"""Policies: which dtype parameters are stored in, products are computed in, and results come out in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxmp import tree as _tree
+from jaxmp.dtypes import UnknownDtypeError, canonical_dtype, nearest
+from jaxmp.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pattern_text
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of one piece of a model. Frozen and hashable: a static argument of ``jax.jit``.
+
+    Attributes:
+      param_dtype: what parameters are stored in (master weights).
+      compute_dtype: what matrix products and convolutions run in.
+      output_dtype: what results are handed out in.
+      matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's own choice. On
+        a GPU that choice for float32 products is TensorFloat-32; ``"highest"`` asks for true float32.
+
+    The dtypes may be given as anything :func:`jaxmp.dtypes.canonical_dtype` reads. The scheme is that of Micikevicius et
+    al., "Mixed Precision Training", arXiv:1710.03740; the names are jmp's.
+
+    Raises:
+      ValueError: a dtype is unknown or not floating, or the precision is none that JAX knows.
+
+    >>> policy = Policy("float32", "float16", "float32")
+    >>> policy.cast_to_compute(jax.numpy.ones(3)).dtype
+    dtype('float16')
+    >>> str(policy)
+    'params=float32,compute=float16,output=float32'
+    """
+
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
+    output_dtype: np.dtype
+    matmul_precision: str | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "compute_dtype", "output_dtype"):
+            object.__setattr__(self, name, canonical_dtype(getattr(self, name)))
+        if self.matmul_precision is not None:
+            try:
+                jax.default_matmul_precision(self.matmul_precision)  # checks its argument when it is made
+            except ValueError:
+                raise ValueError(
+                    f"matmul_precision must be one that jax.default_matmul_precision takes, got "
+                    f"{self.matmul_precision!r}; use 'highest' for true float32, 'tensorfloat32', 'bfloat16', or None"
+                ) from None
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which products run at ``matmul_precision``; it changes nothing when that is None."""
+        return jax.default_matmul_precision(self.matmul_precision) if self.matmul_precision else contextlib.nullcontext()
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts the floating arrays of ``tree`` to the param dtype (see :func:`jaxmp.tree.cast`)."""
+        return _tree.cast(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts the floating arrays of ``tree`` to the compute dtype (see :func:`jaxmp.tree.cast`)."""
+        return _tree.cast(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts the floating arrays of ``tree`` to the output dtype (see :func:`jaxmp.tree.cast`)."""
+        return _tree.cast(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: Any) -> Policy:
+        """The same policy with another output dtype."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def wrap(self, fun: F) -> F:
+        """``fun`` with its floating arguments cast to the compute dtype and its results to the output dtype.
+
+        >>> half_dot = get_policy("mixed_float16").wrap(lambda x, y: x @ y)
+        >>> half_dot(jax.numpy.full((1, 1), 1 / 3), jax.numpy.ones((1, 1)))[0, 0]  # a third, rounded to float16
+        Array(0.33325195, dtype=float32)
+        """
+
+        @functools.wraps(fun)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.cast_to_compute((args, kwargs))
+            with self.precision():
+                return self.cast_to_output(fun(*args, **kwargs))
+
+        return wrapped  # type: ignore[return-value]
+
+    def __str__(self) -> str:
+        text = f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
+        return text if self.matmul_precision is None else f"{text},matmul_precision={self.matmul_precision}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyMap:
+    """A default policy and overrides for parts of a model; the first pattern that matches wins.
+
+    Args:
+      default: the policy of every module that no pattern matches; a PolicyMap here adds its own rules after these.
+      overrides: pattern to policy, in order. A string is a glob on the module path below the root: ``*`` stays within one
+        level, ``**`` crosses zero or more (``"**/BatchNorm_*"``, ``"encoder/layer_0"``); ``"type:*Norm"`` is a glob on
+        the name of the module's class and of its bases; a class matches its instances. A pattern covers the module it
+        matches and everything below.
+      strict: whether a pattern that matches nothing in the model is an error (see :meth:`check`).
+
+    Frozen and hashable like the policies in it.
+
+    Raises:
+      TypeError: a pattern is neither a string nor a class.
+
+    >>> policies = PolicyMap("mixed_float16", {"**/head": "float32"})
+    >>> policies.resolve(("decoder", "head", "Dense_0"))[0] == get_policy("float32")
+    True
+    """
+
+    default: Policy | PolicyMap
+    overrides: tuple[tuple[Pattern, Policy], ...] = ()
+    strict: bool = dataclasses.field(default=True, kw_only=True)
+
+    def __init__(self, default: Any, overrides: Mapping[Pattern, Any] | None = None, *, strict: bool = True) -> None:
+        rules = overrides.items() if isinstance(overrides, Mapping) else (overrides or ())
+        object.__setattr__(self, "default", get_policy(default))
+        object.__setattr__(
+            self, "overrides", tuple((check_pattern(pattern), _single(policy)) for pattern, policy in rules)
+        )
+        object.__setattr__(self, "strict", strict)
+
+    @property
+    def root(self) -> Policy:
+        """The policy of modules that no pattern matches; the root's output is cast to its output dtype."""
+        return self.default.root if isinstance(self.default, PolicyMap) else self.default
+
+    def resolve(self, path: Path, classes: Mapping[Path, type] | None = None) -> tuple[Policy, Pattern | None]:
+        """The policy of the module at ``path`` and the pattern that gave it (None for the default).
+
+        Args:
+          path: names of the modules from below the root down to this one; ``()`` is the root.
+          classes: the classes of this module and of those above it, by path, for patterns on classes.
+        """
+        prefixes = [path[:depth] for depth in range(len(path) + 1)]
+        for _, pattern, policy in self._rules():
+            if any(matches(pattern, prefix, (classes or {}).get(prefix)) for prefix in prefixes):
+                return policy, pattern
+        return self.root, None
+
+    def check(self, modules: Mapping[Path, type], variables: Collection[Path], complete: bool = True) -> None:
+        """Raises if a pattern of a strict map matched nothing.
+
+        Args:
+          modules: the classes of the modules visited, by path.
+          variables: the paths of the model's variables.
+          complete: whether every module that has variables was visited; if not, a pattern on classes may well match one
+            that was not, and is let pass.
+
+        Raises:
+          ValueError: naming the pattern and the nearest paths or classes of the model.
+        """
+        prefixes = {path[:depth] for path in variables for depth in range(len(path) + 1)}
+        for strict, pattern, _ in self._rules():
+            on_class = is_class_pattern(pattern)
+            if not strict or any(matches(pattern, path, cls) for path, cls in modules.items()):
+                continue
+            if not complete if on_class else any(matches(pattern, path, None) for path in prefixes):
+                continue
+            text = pattern_text(pattern)
+            if on_class:
+                known = sorted({cls.__name__ for cls in modules.values()})
+            else:
+                known = sorted("/".join(path) for path in {*modules, *prefixes} if path)
+            raise ValueError(
+                f"every pattern of a policy must match a module, but {text!r} matched none; "
+                f"nearest {'classes' if on_class else 'paths'}: {nearest(text, known) or 'none, the model has no submodules'}"
+            )
+
+    def _rules(self) -> Iterator[tuple[bool, Pattern, Policy]]:
+        for pattern, policy in self.overrides:
+            yield self.strict, pattern, policy
+        if isinstance(self.default, PolicyMap):
+            yield from self.default._rules()
+
+    def __str__(self) -> str:
+        for name, preset in PRESETS.items():
+            if preset == self:
+                return name
+        rules = [f"{pattern_text(pattern)} -> {policy}" for pattern, policy in self.overrides]
+        return "; ".join([str(self.default), *rules])
+
+
+def get_policy(policy: Any) -> Policy | PolicyMap:
+    """Reads a policy from whatever names one.
+
+    Args:
+      policy: a preset (``float32`` = ``O0``, ``tensorfloat32``, ``mixed_float16``, ``mixed_bfloat16``, ``float16`` =
+        ``O3``, ``bfloat16``, ``O2``: a :class:`PolicyMap`, mixed_float16 with norms in float32); a bare dtype for all
+        three; a string in jmp's long or short form (a missing compute dtype follows params, a missing output dtype
+        follows compute); ``"auto"`` for what suits the attached device; a Policy, a PolicyMap, or any object with jmp's
+        three attributes. Case and spaces are forgiven.
+
+    Raises:
+      ValueError: the name, the key or a dtype is unknown (known ones are listed, nearest first), or O1 was asked for.
+      TypeError: the object is none of the above.
+
+    >>> get_policy("p=f32, c=bf16, o=f32") == get_policy("mixed_bfloat16")
+    True
+    """
+    if isinstance(policy, (Policy, PolicyMap)):
+        return policy
+    if isinstance(policy, str):
+        return _parse(policy)
+    if all(hasattr(policy, name) for name in ("param_dtype", "compute_dtype", "output_dtype")):
+        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    raise TypeError(
+        f"a policy is a preset's name, a string such as 'params=float32,compute=float16,output=float32', a Policy or a "
+        f"PolicyMap, got {policy!r}; presets: {', '.join(PRESETS)}"
+    )
+
+
+def get_policy_map(policy: Any, overrides: Mapping[Pattern, Any] | None = None) -> PolicyMap:
+    """``policy`` with ``overrides`` in front of its own rules, as the adapters take them."""
+    return PolicyMap(get_policy(policy), overrides or {})
+
+
+def _single(policy: Any) -> Policy:
+    result = get_policy(policy)
+    if isinstance(result, PolicyMap):
+        raise TypeError(
+            f"an override names one policy for what its pattern covers, got the PolicyMap {result}; write its rules as patterns"
+        )
+    return result
+
+
+def _parse(text: str) -> Policy | PolicyMap:
+    default, *rules = text.split(";")
+    if rules:
+        pairs = [rule.partition("->") for rule in rules if rule.strip()]
+        return PolicyMap(_parse(default), {pattern.strip(): _parse(policy) for pattern, _, policy in pairs})
+    name = "".join(text.split())
+    presets = {preset.lower(): value for preset, value in PRESETS.items()}
+    if name.lower() in presets:
+        return presets[name.lower()]
+    if name.lower() == "auto":
+        from jaxmp import hardware
+
+        return _parse(hardware.recommended_policy())
+    if name.lower() == "o1":
+        raise ValueError(
+            "O1 casts operation by operation: it is jaxmp.autocast, which this version does not have yet; use 'O2' "
+            "(mixed_float16 with norms in float32) or 'mixed_float16'"
+        )
+    if "=" in name:
+        return _parse_fields(name)
+    try:
+        dtype = canonical_dtype(name)
+    except UnknownDtypeError:
+        known = [*PRESETS, "auto"]
+        raise ValueError(
+            f"unknown policy {text!r}; known policies, nearest first: {nearest(name, known, 10)}"
+        ) from None
+    return presets.get(dtype.name, Policy(dtype, dtype, dtype))
+
+
+def _parse_fields(text: str) -> Policy:
+    fields: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        field = _KEYS.get(key.lower())
+        if field is None:
+            known = ("params", "compute", "output", "matmul_precision", "p", "c", "o", "m")
+            raise ValueError(
+                f"unknown key {key!r} in policy {text!r}; known keys, nearest first: {nearest(key, known)}"
+            )
+        if field in fields:
+            raise ValueError(f"a policy names each dtype once, got {key!r} twice in {text!r}; remove one of them")
+        fields[field] = value
+    params = fields.pop("param_dtype", "float32")
+    compute = fields.pop("compute_dtype", params)
+    return Policy(params, compute, fields.pop("output_dtype", compute), **fields)
+
+
+_FLOAT32 = Policy("float32", "float32", "float32", matmul_precision="highest")
+_MIXED_FLOAT16 = Policy("float32", "float16", "float32")
+_FLOAT16 = Policy("float16", "float16", "float16")
+# Norms by the names of their classes, so that the preset needs neither Linen nor NNX; a model without norms is fine.
+_NORMS = tuple(f"type:*{kind}Norm" for kind in ("Batch", "Layer", "RMS", "Group", "Instance"))
+PRESETS: Mapping[str, Policy | PolicyMap] = {
+    "float32": _FLOAT32,
+    "tensorfloat32": dataclasses.replace(_FLOAT32, matmul_precision="tensorfloat32"),
+    "mixed_float16": _MIXED_FLOAT16,
+    "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
+    "float16": _FLOAT16,
+    "bfloat16": Policy("bfloat16", "bfloat16", "bfloat16"),
+    "O0": _FLOAT32,
+    "O2": PolicyMap(_MIXED_FLOAT16, {norm: _FLOAT32 for norm in _NORMS}, strict=False),
+    "O3": _FLOAT16,
+}
+_KEYS = {
+    **dict.fromkeys(("p", "params", "param", "param_dtype"), "param_dtype"),
+    **dict.fromkeys(("c", "compute", "compute_dtype"), "compute_dtype"),
+    **dict.fromkeys(("o", "output", "output_dtype"), "output_dtype"),
+    **dict.fromkeys(("m", "matmul_precision"), "matmul_precision"),
+}

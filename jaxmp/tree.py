@@ -1,0 +1,118 @@
+"""Casts, finiteness and selection over pytrees."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+T = TypeVar("T")
+
+
+def cast(tree: T, dtype: Any) -> T:
+    """Casts the floating arrays of ``tree`` to ``dtype`` and touches nothing else.
+
+    JAX arrays (tracers too), NumPy arrays and ``jax.ShapeDtypeStruct`` of a floating dtype are cast; integers, bools,
+    complex numbers, PRNG keys, ``None`` and Python scalars pass untouched. A leaf that has the dtype already is returned
+    itself, NumPy arrays stay NumPy arrays, and shardings are kept.
+
+    >>> cast({"w": jnp.ones(2), "n": 3}, jnp.float16)["w"].dtype
+    dtype('float16')
+    """
+    dtype = np.dtype(dtype)
+
+    def cast_leaf(leaf: Any) -> Any:
+        if not is_float_array(leaf) or leaf.dtype == dtype:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(dtype=dtype)
+        return leaf.astype(dtype)
+
+    return jax.tree.map(cast_leaf, tree)
+
+
+def is_float_array(leaf: Any) -> bool:
+    """Whether ``leaf`` is a JAX or NumPy array, or a ``ShapeDtypeStruct``, of a floating dtype."""
+    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    return isinstance(leaf, arrays) and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def widen(tree: T) -> T:
+    """Casts floating arrays narrower than 32 bits to float32; float64 and everything that is not floating stays."""
+
+    def widen_leaf(leaf: Any) -> Any:
+        return cast(leaf, jnp.float32) if is_float_array(leaf) and leaf.dtype.itemsize < 4 else leaf
+
+    return jax.tree.map(widen_leaf, tree)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """A bool scalar: no floating or complex leaf of ``tree`` holds an infinity or a NaN (True for an empty tree).
+
+    Every leaf is reduced by the sum of ``0 * x``, which is zero for finite numbers and NaN for all others, and the sums
+    are added up: one scalar is tested. Unlike a test per leaf this fuses with what produced the leaf, and on sharded
+    arrays it needs one scalar all-reduce and gathers nothing.
+
+    >>> all_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
+    Array(False, dtype=bool)
+    """
+    sums = [_zero_if_finite(leaf) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
+    return jnp.isfinite(reduce(jnp.add, sums)) if sums else jnp.array(True)
+
+
+def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
+    """A float32 scalar: zero when every element is finite, else NaN."""
+    array = jnp.asarray(leaf)
+    if jnp.iscomplexobj(array):
+        return _zero_if_finite(array.real) + _zero_if_finite(array.imag)
+    # Zeros and NaN survive the narrowing to float32 (of float64) and the widening (of half) exactly.
+    return jnp.sum((array * 0).astype(jnp.float32))
+
+
+def max_abs(tree: Any) -> jax.Array:
+    """The largest magnitude among the floating and complex leaves of ``tree``, a float32 scalar; NaN if one is NaN.
+
+    >>> max_abs([jnp.array([1.0, -3.0]), jnp.array(2.0)])
+    Array(3., dtype=float32)
+    """
+    largest = [
+        jnp.max(jnp.abs(leaf), initial=0).astype(jnp.float32) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)
+    ]
+    return reduce(jnp.maximum, largest, jnp.float32(0))
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return isinstance(leaf, (float, complex)) or (
+        hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+    )
+
+
+def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
+    """``on_true`` where the bool scalar ``pred`` holds, else ``on_false``, leaf by leaf and bit for bit.
+
+    Leaves that are the same object in both trees are passed on as they are. The dtypes of ``on_false`` are kept, so that
+    a state selected this way never changes its type from step to step.
+
+    Raises:
+      ValueError: the trees differ in structure.
+
+    >>> select_tree(jnp.array(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"]
+    Array([0., 0.], dtype=float32)
+    """
+
+    def select_leaf(new: Any, old: Any) -> Any:
+        if new is old:
+            return old
+        old = jnp.asarray(old)
+        return jnp.where(pred, jnp.asarray(new).astype(old.dtype), old)
+
+    return jax.tree.map(select_leaf, on_true, on_false)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A JAX key path as users write it: ``encoder/Dense_0/kernel``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
