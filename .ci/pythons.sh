@@ -1,0 +1,25 @@
+#!/bin/sh
+# Prints "VERSION PATH" of two Pythons on this machine that jaxmp supports and that can make virtual environments: the
+# default one (python3 where it is supported, else the newest there is), then the newest. Prints nothing if there is none.
+# An argument names the default one instead. Every candidate is run: a command on PATH can be a shim that fails.
+probe='
+import sys, ensurepip, venv
+if not (3, 11) <= sys.version_info[:2] <= (3, 13): sys.exit(1)
+print("%d.%d" % sys.version_info[:2], sys.executable)'
+try() { "$1" -c "$probe" 2>/dev/null; }
+
+default=$(try "${1:-python3}")
+[ -z "${1:-}" ] || [ -n "$default" ] || exit 0
+# version managers (pyenv, asdf, uv) keep one folder per version, side by side
+siblings=$(for command in python3 python; do
+  "$command" -c 'import os, sys; print(os.path.dirname(sys.base_prefix))' 2>/dev/null
+done | sort -u)
+newest=$({
+  [ -z "$default" ] || echo "$default"
+  for minor in 13 12 11; do try "python3.$minor"; done
+  for folder in $siblings; do
+    for python in "$folder"/*3.1[1-3]*/bin/python3; do [ ! -x "$python" ] || try "$python"; done
+  done
+} | sort -s -t. -k2,2nr | head -n 1)
+[ -n "$newest" ] || exit 0
+printf '%s\n' "${default:-$newest}" "$newest"

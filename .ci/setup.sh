@@ -1,0 +1,21 @@
+#!/bin/sh
+# setup.sh DIR default|newest [pins]: an environment in DIR with jaxmp (editable), the experiments and the tests, as pinned
+# in constraints.txt. With "pins" the pins are left out, to find the newest versions. PYTHON=... names the default Python.
+set -eu
+dir=$1 which=$2 pins=${3:-}
+found=$("$(dirname "$0")/pythons.sh" "${PYTHON:-}")
+if [ -z "$found" ]; then
+  echo "jaxmp needs Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip${PYTHON:+, and $PYTHON is not one}." >&2
+  echo "Install one (on Debian or Ubuntu: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3.12" >&2
+  exit 1
+fi
+if [ "$which" = default ]; then line=$(echo "$found" | head -n 1); else line=$(echo "$found" | tail -n 1); fi
+version=${line%% *} python=${line#* }
+start=$(date +%s)
+echo "Setting up $dir (Python $version): one or two minutes, about 1.2 GB on disk"
+[ "$("$dir/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] ||
+  "$python" -m venv --clear "$dir"
+"$dir/bin/python" -m pip install --quiet --disable-pip-version-check ${pins:+--upgrade --upgrade-strategy=eager} \
+  --editable '.[test]' $([ -n "$pins" ] || echo --constraint constraints.txt)
+touch "$dir/installed"
+echo "$dir is ready after $(($(date +%s) - start)) s"

@@ -1,0 +1,73 @@
+# make demo and make test set up what they need. ARGS="..." reaches the command, PYTHON=... chooses the interpreter.
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test compare benchmark doctor lint format types unit unit-newest docs pins clean
+
+PY := .venv/bin/python
+PYTEST := -m pytest -q -n logical --maxprocesses 8 --dist worksteal
+SOURCES := jaxmp experiments tests .ci
+export PYTHON
+export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/installed ## train on real data under five precisions and show what each did: about 4 minutes
+	@$(PY) -m experiments.compare --demo $(ARGS)
+
+test: lint types unit unit-newest ## every check, on the default Python and on the newest one there is
+
+compare: .venv/installed ## one task under several policies: make compare ARGS="--help"
+	@$(PY) -m experiments.compare $(ARGS)
+
+benchmark: .venv/installed ## what loss scaling costs, beside its peers: make benchmark ARGS="--help"
+	@$(PY) -m experiments.benchmarks.loss_scaling $(ARGS)
+
+doctor: .venv/installed ## what this machine computes fast, and what to fix
+	@$(PY) -m jaxmp.cli doctor $(ARGS)
+
+lint: .venv/installed ## ruff: rules and format
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+
+format: .venv/installed ## ruff rewrites what it can
+	$(PY) -m ruff check --fix $(SOURCES)
+	$(PY) -m ruff format $(SOURCES)
+
+types: .venv/installed ## mypy on the library
+	$(PY) -m mypy
+
+unit: .venv/installed ## the tests on the default Python: make unit ARGS="tests/test_cli.py -x"
+	$(PY) $(PYTEST) $(ARGS)
+
+unit-newest: .venv/installed ## the tests on the newest Python and JAX that this machine offers
+	@newest=$$(.ci/pythons.sh "$$PYTHON" | tail -n 1); \
+	current=$$($(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	if [ "$${newest%% *}" = "$$current" ]; then \
+	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
+	else \
+	  $(MAKE) --no-print-directory .venv-newest/installed && \
+	  echo ".venv-newest/bin/python $(PYTEST) $(ARGS)" && .venv-newest/bin/python $(PYTEST) $(ARGS); \
+	fi
+
+docs: .venv/installed ## the reference of the public names, as HTML in build/docs
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt
+	@$(PY) -m pdoc --docformat google --output-directory build/docs jaxmp
+
+pins: ## constraints.txt anew, from the newest versions there are: make pins PYTHON=python3.11
+	@rm -rf build/pins && mkdir -p build/pins
+	@.ci/setup.sh build/pins/oldest default pins
+	@.ci/setup.sh build/pins/newest newest pins
+	@for env in oldest newest; do build/pins/$$env/bin/python -m pip freeze --exclude-editable > build/pins/$$env.txt; done
+	@build/pins/oldest/bin/python .ci/pins.py build/pins/oldest.txt build/pins/newest.txt > constraints.txt
+	@rm -rf build/pins
+
+clean: ## remove the environments and everything that was built; runs and data stay
+	rm -rf .venv .venv-newest .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/installed: pyproject.toml constraints.txt .ci/setup.sh
+	@.ci/setup.sh .venv default
+
+.venv-newest/installed: pyproject.toml constraints.txt .ci/setup.sh
+	@.ci/setup.sh .venv-newest newest

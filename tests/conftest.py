@@ -1,0 +1,18 @@
+"""The conditions of every test: four host devices, strict dtype promotion, property tests that repeat exactly."""
+
+from __future__ import annotations
+
+import os
+
+# Read by JAX when it is first imported, so set before anything imports it. Subprocesses inherit both.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+
+import hypothesis
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# A first call compiles, so deadlines would measure XLA; derandomized, so that a red run is red again.
+hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.load_profile("jaxmp")
