@@ -1,0 +1,298 @@
+"""Loss scaling as an optax transform: unscale in float32, check, skip a non-finite step whole, adapt the scale.
+
+The transform wraps an optimizer; the scale lives in the optimizer's state, and :func:`scaled_value_and_grad` reads it from
+there. Nothing here talks to the host: a skipped step is a select on the device. After Micikevicius et al., "Mixed Precision
+Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmp.loss_scale import LossScale, as_loss_scale
+from jaxmp.tree import all_finite, max_abs, path_name, select_tree, widen
+
+T = TypeVar("T")
+
+
+class LossScalingState(NamedTuple):
+    """State of :func:`loss_scaling`.
+
+    Attributes:
+      inner_state: the state of the wrapped optimizer, as it was after the last step that was not skipped.
+      loss_scale: the loss-scale object that the next loss is to be scaled with.
+      skipped: int32 scalar, the steps skipped so far.
+      consecutive_skipped: int32 scalar, the steps skipped since the last one that was not.
+      last_finite: bool scalar, whether the last step was applied (True before the first).
+      grad_norm: float32 scalar, the global norm of the last unscaled gradients; None unless asked for.
+    """
+
+    inner_state: Any
+    loss_scale: LossScale
+    skipped: jax.Array
+    consecutive_skipped: jax.Array
+    last_finite: jax.Array
+    grad_norm: jax.Array | None
+
+
+def loss_scaling(
+    inner: optax.GradientTransformation,
+    loss_scale: LossScale,
+    *,
+    axis_name: Hashable | Sequence[Hashable] | None = None,
+    grad_norm: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it takes gradients of a scaled loss and skips steps that are not finite.
+
+    One update casts half gradients to float32, divides them by the scale that the loss was multiplied with, runs ``inner``
+    (which sees true gradients and float32 params, so that its state is float32 whatever the params are), and tests the
+    gradients and the updates for infinities and NaN in one reduction. If all are finite, the updates pass and the scale
+    may grow. If not, the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit for bit what it
+    was, and the scale backs off. With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32 training.
+
+    Around and inside other transforms: put it outside ``clip_by_global_norm`` (clipping must see true gradients), outside
+    ``multi_transform`` (one loss has one scale) and outside ``apply_if_finite`` (which would hide bad gradients from the
+    scale). Around ``optax.MultiSteps`` a bad microbatch drops that microbatch; inside it a bad microbatch drops the whole
+    window, and MultiSteps then needs ``should_skip_update_fn=optax.skip_not_finite``, or a NaN stays in its accumulator
+    for ever. Extra arguments go to ``inner`` as they come, but ``grad=`` is unscaled like the gradients themselves.
+
+    Args:
+      inner: any optax transform.
+      loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or jmp's objects.
+      axis_name: name or names of mapped axes (``pmap``, ``vmap``, ``shard_map``) whose members must all agree to apply or
+        skip a step. Not needed under plain ``jit`` with sharded arrays.
+      grad_norm: whether to keep the global norm of the unscaled gradients in the state.
+
+    Raises:
+      TypeError: ``loss_scale`` is no loss scale; the state comes from another optimizer; gradients are not floating.
+      ValueError: ``inner`` has a loss scale already; the gradients are empty or do not match the params.
+
+    >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
+    >>> params = {"w": jnp.array([2.0])}
+    >>> opt_state = tx.init(params)
+    >>> loss, grads = scaled_value_and_grad(lambda p: jnp.sum(p["w"] ** 2), opt_state)(params)
+    >>> grads["w"]  # 2 * w * 2**10
+    Array([4096.], dtype=float32)
+    >>> updates, opt_state = tx.update(grads, opt_state, params)
+    >>> optax.apply_updates(params, updates)["w"]
+    Array([1.6], dtype=float32)
+    """
+    inner = optax.with_extra_args_support(inner)
+    loss_scale = as_loss_scale(loss_scale)
+
+    def init(params: optax.Params) -> LossScalingState:
+        state = wrap_opt_state(inner.init(widen(params)), loss_scale)
+        return state._replace(grad_norm=jnp.zeros((), jnp.float32)) if grad_norm else state
+
+    def update(
+        updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, LossScalingState]:
+        _check_state(state)
+        _check_gradients(updates, params)
+        grads = state.loss_scale.unscale(widen(updates))
+        if "grad" in extra_args:
+            extra_args["grad"] = state.loss_scale.unscale(widen(extra_args["grad"]))
+        new_updates, inner_state = inner.update(grads, state.inner_state, widen(params), **extra_args)
+        _check_same_structure(inner_state, state.inner_state)
+
+        finite = all_finite((grads, new_updates))
+        grad_max = max_abs(grads) if state.loss_scale.needs_grad_max else None
+        if axis_name is not None:
+            finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
+            grad_max = None if grad_max is None else jax.lax.pmax(grad_max, axis_name)
+        bad = 1 - finite.astype(jnp.int32)
+        new_state = LossScalingState(
+            inner_state=select_tree(finite, inner_state, state.inner_state),
+            loss_scale=state.loss_scale.adjust(finite, grad_max),
+            skipped=state.skipped + bad,
+            consecutive_skipped=(state.consecutive_skipped + bad) * bad,
+            last_finite=finite,
+            grad_norm=optax.global_norm(grads) if grad_norm else None,
+        )
+        return jax.tree.map(lambda u: jnp.where(finite, u, jnp.array(-0.0, u.dtype)), new_updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale) -> LossScalingState:
+    """The state of ``loss_scaling(tx, loss_scale)`` around a state of ``tx`` that has been training already.
+
+    >>> tx = optax.adam(1e-3)
+    >>> opt_state = tx.init(jnp.ones(3))  # … and many steps later
+    >>> opt_state = wrap_opt_state(opt_state, jaxmp.DynamicLossScale())  # goes with loss_scaling(tx, …)
+
+    Raises:
+      ValueError: the state has a loss scale already.
+    """
+    if _find(opt_state):
+        raise ValueError(
+            "one loss has one scale, but this optimizer's state has a loss scale already: loss_scaling was put inside "
+            "loss_scaling; remove the inner one"
+        )
+    return LossScalingState(
+        inner_state=opt_state,
+        # Copies, so that a step that donates its state does not delete the arrays of the object the user holds.
+        loss_scale=jax.tree.map(jnp.array, as_loss_scale(loss_scale)),
+        skipped=jnp.zeros((), jnp.int32),
+        consecutive_skipped=jnp.zeros((), jnp.int32),
+        last_finite=jnp.array(True),
+        grad_norm=None,
+    )
+
+
+def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
+    """The one :class:`LossScalingState` in an optimizer's state, wherever it is nested.
+
+    Raises:
+      ValueError: there is none, or there are several.
+    """
+    found = _find(opt_state)
+    if not found:
+        raise ValueError(
+            f"the optimizer's state must contain a loss scale, got {type(opt_state).__name__} without one; wrap the "
+            "optimizer, tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and call tx.init again, or wrap a running "
+            "state with jaxmp.wrap_opt_state"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"one loss has one scale, but this optimizer's state has {len(found)}; put loss_scaling outside "
+            "multi_transform, or, for separate losses, pass the state that belongs to this loss"
+        )
+    return found[0]
+
+
+def get_loss_scale(opt_state: optax.OptState) -> LossScale:
+    """The loss-scale object in an optimizer's state, wherever it is nested.
+
+    >>> tx = optax.chain(loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)))
+    >>> get_loss_scale(tx.init(jnp.ones(2))).loss_scale
+    8.0
+
+    Raises:
+      ValueError: there is none, or there are several.
+    """
+    return get_loss_scaling_state(opt_state).loss_scale
+
+
+def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
+    """``loss`` in float32 times the scale in ``opt_state``, for use inside a function that is differentiated by hand.
+
+    Raises:
+      TypeError: the loss is float16.
+      ValueError: ``opt_state`` has no loss scale, or several.
+    """
+    return get_loss_scale(opt_state).scale(_float32_loss(loss))
+
+
+def unscale(grads: T, opt_state: optax.OptState) -> T:
+    """The true gradients in float32, for logging; ``loss_scaling`` itself takes the scaled ones.
+
+    Raises:
+      ValueError: ``opt_state`` has no loss scale, or several.
+    """
+    return get_loss_scale(opt_state).unscale(widen(grads))
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Like ``jax.value_and_grad``, but the gradients are those of the loss times the scale in ``opt_state``.
+
+    Returns a function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with
+    ``has_aux``: the true loss in float32, and scaled gradients of the params' dtypes for ``tx.update``.
+
+    Raises:
+      ValueError: ``opt_state`` has no loss scale, or several.
+      TypeError: the loss is float16 (its cotangent would be the scale itself and overflow), or an argument to
+        differentiate has leaves that are not floating.
+    """
+    loss_scale = get_loss_scale(opt_state)
+
+    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        result = fun(*args, **kwargs)
+        loss, aux = result if has_aux else (result, None)
+        loss = _float32_loss(loss)
+        return loss_scale.scale(loss), (loss, aux)
+
+    @functools.wraps(fun)
+    def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+        for argnum in (argnums,) if isinstance(argnums, int) else argnums:
+            _check_differentiable(args[argnum])
+        (_, (loss, aux)), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return value_and_grad
+
+
+def _find(opt_state: optax.OptState) -> list[LossScalingState]:
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
+    return [node for node in nodes if isinstance(node, LossScalingState)]
+
+
+def _float32_loss(loss: Any) -> jax.Array:
+    loss = jnp.asarray(loss)
+    if loss.dtype == jnp.float16:
+        raise TypeError(
+            "a loss to be scaled must be float32, got float16, in which the scale itself (the loss's cotangent) overflows; "
+            "compute the loss from float32 values, e.g. from logits.astype(jnp.float32)"
+        )
+    return widen(loss)
+
+
+def _check_differentiable(tree: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"only floating params have gradients, got {path_name(path)!r} of dtype {dtype}; move it out of the "
+                "params (into model_state, say) or cast it to a floating dtype"
+            )
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, LossScalingState):
+        raise TypeError(
+            f"loss_scaling's update takes the state that its own init made, got {type(state).__name__}; call tx.init "
+            "again, or wrap a running optimizer's state with jaxmp.wrap_opt_state"
+        )
+
+
+def _check_same_structure(new: Any, old: Any) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "the state must come from the optimizer that loss_scaling wraps, but the update changed its structure from "
+            f"{jax.tree.structure(old)} to {jax.tree.structure(new)}; call tx.init again"
+        )
+
+
+def _check_gradients(grads: Any, params: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    masked = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    if not leaves and not masked:
+        raise ValueError("an update needs gradients, got an empty tree; pass the gradients of the params given to init")
+    for path, leaf in leaves:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"gradients must be floating, got {path_name(path)!r} of dtype {jnp.result_type(leaf)}; move that param "
+                "into another collection, or mask it with optax.masked outside loss_scaling"
+            )
+    if params is None:
+        return
+    grad_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in leaves}
+    param_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    differing = [name for name in {**grad_shapes, **param_shapes} if grad_shapes.get(name) != param_shapes.get(name)]
+    if differing:
+        shown = "; ".join(
+            f"{name!r}: gradient {grad_shapes.get(name, 'missing')}, param {param_shapes.get(name, 'missing')}"
+            for name in differing[:5]
+        )
+        raise ValueError(
+            f"gradients and params must be the same tree with the same shapes, but {len(differing)} leaves differ: "
+            f"{shown}; pass the params that the gradients were taken of"
+        )
