@@ -54,7 +54,7 @@ class Format:
 def formats() -> tuple[Format, ...]:
     """Every format that jaxmp knows, widest first. TensorFloat-32, which is not a dtype, comes from its bit layout.
 
-    >>> {row.name: row.largest for row in formats()}["float16"]
+    >>> {row.name: row.largest for row in jaxmp.formats.formats()}["float16"]
     65504.0
     """
     rows = [format_of(getattr(jnp, name)) for name in _DTYPES]
@@ -72,7 +72,7 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
     Raises:
       ValueError: not a floating dtype, or one without a sign bit on top (float8_e8m0fnu, float4_e2m1fn).
 
-    >>> format_of("float16").smallest_subnormal
+    >>> jaxmp.formats.format_of("float16").smallest_subnormal
     5.960464477539063e-08
     """
     dtype = dtypes.canonical_dtype(dtype)
@@ -85,7 +85,7 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
         return math.isfinite(decode(pattern))
 
     one = int(np.ones((), dtype).view(f"uint{bits}"))
-    if decode(one | 1 << (bits - 1)) != -1.0:
+    if jnp.finfo(dtype).bits != bits or decode(one | 1 << (bits - 1)) != -1.0:
         raise ValueError(
             f"format_of reads formats of whole bytes whose top bit is the sign, got {dtype.name}; "
             f"those of formats() are {', '.join(_DTYPES)}"
@@ -114,7 +114,7 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
 def ieee_format(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
     """The format with this layout by the rules of IEEE 754: the top exponent is kept for infinity and NaN.
 
-    >>> ieee_format("binary16", 5, 10).largest
+    >>> jaxmp.formats.ieee_format("binary16", 5, 10).largest
     65504.0
     """
     bias = 2 ** (exponent_bits - 1) - 1

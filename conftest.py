@@ -1,0 +1,18 @@
+"""The names that the examples in docstrings use without importing them."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def names_in_examples(doctest_namespace):
+    """``jaxmp``, ``jax`` and its usual companions, by their usual names."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jaxmp
+
+    doctest_namespace.update(jaxmp=jaxmp, jax=jax, jnp=jnp, nn=nn, optax=optax)
