@@ -1,0 +1,383 @@
+"""A jitted train step that skips non-finite steps whole: params, optimizer, batch statistics and EMA together."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmp import tree as _tree
+from jaxmp._jaxpr.walk import product_dtypes
+from jaxmp.dtypes import nearest
+from jaxmp.loss_scale import NoOpLossScale
+from jaxmp.optimizer import (
+    get_loss_scale,
+    get_loss_scaling_state,
+    has_loss_scale,
+    loss_scaling,
+    scaled_value_and_grad,
+    unscale,
+    wrap_opt_state,
+)
+
+LossFn = Callable[[Any, Any, Any, Any], Any]
+"""``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)`` or ``(loss, new_model_state, metrics)``."""
+Metrics = dict[str, Any]
+
+_REMAT: dict[str, Any] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+_OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """What training carries from step to step; Flax's ``TrainState`` and what mixed precision adds. A pytree.
+
+    Attributes:
+      step: int32 scalar, the calls so far, skipped ones included.
+      skipped: int32 scalar, the calls that changed nothing.
+      params: the params, in their param dtype.
+      opt_state: the state of ``tx``, with the loss scale in it.
+      model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
+      ema_params: float32 exponential moving average of the params, or None.
+      rng: the key that each step splits, or None.
+      apply_fn: the model's apply function, static.
+      tx: the optimizer, static.
+    """
+
+    step: jax.Array
+    skipped: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    ema_params: Any
+    rng: Any
+    apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
+    tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        params: Any,
+        tx: optax.GradientTransformation,
+        apply_fn: Callable[..., Any] | None = None,
+        model_state: Any = None,
+        rng: Any = None,
+        ema: bool = False,
+        **fields: Any,
+    ) -> TrainState:
+        """A fresh state.
+
+        Args:
+          params: the params; the state takes them over, and a step that donates its state deletes these arrays.
+          tx: an optimizer in :func:`jaxmp.loss_scaling`; a bare one is wrapped with ``NoOpLossScale``, which skips
+            non-finite steps and scales nothing.
+          apply_fn: kept for the user, not used here.
+          model_state: variables that the loss function returns anew (batch statistics).
+          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing.
+          ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
+          **fields: further fields of a subclass.
+
+        Raises:
+          ValueError: the optimizer has several loss scales.
+        """
+        opt_state = tx.init(params)
+        if not has_loss_scale(opt_state):
+            tx, opt_state = loss_scaling(tx, NoOpLossScale()), wrap_opt_state(opt_state, NoOpLossScale())
+        get_loss_scale(opt_state)
+        return cls(
+            step=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=opt_state,
+            model_state=model_state,
+            ema_params=jax.tree.map(jnp.array, _tree.widen(params)) if ema else None,
+            rng=jax.random.key(rng) if isinstance(rng, int) else rng,
+            apply_fn=apply_fn,
+            tx=optax.with_extra_args_support(tx),
+            **fields,
+        )
+
+    def apply_gradients(
+        self, *, grads: Any, model_state: Any = None, ema_decay: float | None = None, **changes: Any
+    ) -> TrainState:
+        """The state after one optimizer step with ``grads``, the gradients of the scaled loss.
+
+        When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and the
+        moving average are those of before, bit for bit. Other ``changes`` are set in any case.
+        """
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        skipped = get_loss_scaling_state(opt_state).skipped - get_loss_scaling_state(self.opt_state).skipped
+        params = optax.apply_updates(_tree.widen(self.params), updates)
+        new = {"params": jax.tree.map(lambda new, old: new.astype(old.dtype), params, self.params)}
+        if model_state is not None:
+            new["model_state"] = _same_structure(model_state, self.model_state)
+        if ema_decay is not None:
+            new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
+        kept = _tree.select_tree(skipped == 0, new, {name: getattr(self, name) for name in new})
+        return self.replace(step=self.step + 1, skipped=self.skipped + skipped, opt_state=opt_state, **kept, **changes)
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    *,
+    accumulate_steps: int = 1,
+    ema_decay: float | None = None,
+    remat: str | Callable[..., Any] | None = None,
+    donate: bool = True,
+    max_consecutive_skips: int = 25,
+) -> TrainStep:
+    """A jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
+
+    Gradients are those of the scaled loss; a step in which they, or the updates, are not finite changes nothing but the
+    loss scale, the counters and the rng. The step is compiled once for equal shapes and never waits for the device.
+
+    ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the one
+    this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
+
+    Args:
+      loss_fn: ``loss_fn(params, model_state, batch, rng)`` returning ``(loss, new_model_state)`` or
+        ``(loss, new_model_state, metrics)``, the loss a float32 scalar, ``metrics`` a dict.
+      accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over axis
+        0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad microbatch skips
+        the step.
+      ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
+      remat: what the backward pass recomputes: None for nothing, ``"full"``, ``"dots"`` (keep products),
+        ``"dots_no_batch"``, the name of a policy in ``jax.checkpoint_policies``, or such a policy.
+      donate: whether the state's memory is reused; the state passed in is then deleted.
+      max_consecutive_skips: how many skipped steps in a row with a scale that cannot fall end the run.
+
+    Raises (here, or from the step):
+      ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``.
+      TypeError: the loss function returns something else; the loss is float16.
+      NonFiniteTrainingError: training can't go on; noticed some steps late, because only finished counters are read.
+
+    Warns once when the loss has float16 products and the optimizer no loss scale.
+
+    >>> def loss_fn(params, model_state, batch, rng):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
+    >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
+    >>> state = TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=tx)
+    >>> step = make_train_step(loss_fn)
+    >>> state, metrics = step(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
+    >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)
+    (1.0, 32768.0, 1)
+    """
+    if accumulate_steps < 1 or max_consecutive_skips < 1:
+        raise ValueError(
+            f"accumulate_steps and max_consecutive_skips count steps and must be at least 1, got {accumulate_steps} and "
+            f"{max_consecutive_skips}"
+        )
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay}; 0.999 averages over about 1,000 steps")
+    return TrainStep(_with_remat(_checked(loss_fn), remat), accumulate_steps, ema_decay, donate, max_consecutive_skips)
+
+
+class TrainStep:
+    """What :func:`make_train_step` returns. ``jitted`` is the compiled function, for ``lower`` and ``compile``."""
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        accumulate_steps: int,
+        ema_decay: float | None,
+        donate: bool,
+        max_consecutive_skips: int,
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._accumulate_steps = accumulate_steps
+        self._ema_decay = ema_decay
+        self._max_skips = max_consecutive_skips
+        self._warned = False
+        self._stuck = 0
+        self._reports: deque[jax.Array] = deque()
+        self.jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        self._read_reports(state, batch)
+        state, metrics, stuck = self.jitted(state, batch)
+        self._reports.append(stuck)
+        return state, metrics
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
+        if self._ema_decay is not None and state.ema_params is None:
+            raise ValueError("ema_decay needs a moving average to update: TrainState.create(..., ema=True)")
+        rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        loss, grads, model_state, metrics = self._gradients(state, batch, step_rng)
+        loss_scale = jnp.asarray(get_loss_scale(state.opt_state).loss_scale, jnp.float32)
+        grad_norm = optax.tree.norm(unscale(grads, state.opt_state))
+        new_state = state.apply_gradients(grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng)
+        skipped = new_state.skipped > state.skipped
+        # A scale that did not fall at a skipped step cannot.
+        stuck = skipped & (get_loss_scale(new_state.opt_state).loss_scale >= loss_scale)
+        own = dict(zip(_OWN_METRICS, (loss, grad_norm, loss_scale, skipped), strict=True))
+        return new_state, {**own, **metrics}, stuck
+
+    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
+
+        def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+            self._warn_if_unscaled(state, model_state, batch, rng)
+
+            def loss_fn(params: Any) -> Any:
+                return self._loss_fn(params, model_state, batch, rng)
+
+            fun = scaled_value_and_grad(loss_fn, state.opt_state, has_aux=True)
+            (loss, (new_model_state, metrics)), grads = fun(state.params)
+            return loss, grads, new_model_state, metrics
+
+        n = self._accumulate_steps
+        if n == 1:
+            return gradients(state.model_state, batch, rng)
+
+        def accumulate(carry: Any, microbatch: Any) -> Any:
+            total, model_state = carry
+            loss, grads, new_state, metrics = gradients(model_state, *microbatch)
+            total = jax.tree.map(jnp.add, total, _tree.widen(grads))
+            new_state = _tree.select_tree(True, _same_structure(new_state, model_state), model_state)
+            return (total, new_state), (loss, metrics)
+
+        rngs = None if rng is None else jax.random.split(rng, n)
+        zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params))
+        microbatches = jax.tree_util.tree_map_with_path(lambda path, leaf: _split(path, leaf, n), batch)
+        (total, model_state), (loss, metrics) = jax.lax.scan(
+            accumulate, (zeros, state.model_state), (microbatches, rngs)
+        )
+        mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
+        return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, mean[1]
+
+    def _warn_if_unscaled(self, state: TrainState, *args: Any) -> None:
+        if self._warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):
+            return
+        if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, *args)):
+            self._warned = True
+            warnings.warn(
+                "the loss has float16 products but the optimizer no loss scale, so that small gradients become zero; wrap "
+                "it: tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
+                stacklevel=2,
+            )
+
+    def _read_reports(self, state: TrainState, batch: Any) -> None:
+        while self._reports and self._reports[0].is_ready():
+            stuck = bool(jax.device_get(self._reports.popleft()))
+            self._stuck = self._stuck + 1 if stuck else 0
+            if self._stuck >= self._max_skips:
+                steps, self._stuck = self._stuck, 0
+                self._reports.clear()
+                raise NonFiniteTrainingError(self._explain(steps, state, batch))
+
+    def _explain(self, steps: int, state: TrainState, batch: Any) -> str:
+        """Says what is not finite, by computing this batch's gradients once more."""
+        loss, grads, _, _ = jax.jit(self._gradients)(state, batch, state.rng)
+        found = [
+            f"{what} {', '.join(repr(name) for name in names[:8])}{', …' if len(names) > 8 else ''}"
+            for what, tree in (("gradients of", grads), ("params", state.params), ("batch entries", batch))
+            if (names := _non_finite(tree))
+        ]
+        if not np.isfinite(loss):
+            found.insert(0, f"the loss ({loss})")
+        what = "; ".join(found) or "nothing in this batch's gradients, so it is the optimizer's updates"
+        return (
+            f"training must be finite to go on, but {steps} steps in a row were skipped at loss scale "
+            f"{float(get_loss_scale(state.opt_state).loss_scale):g}, which cannot fall; not finite now: {what}. Look for NaN "
+            "in the data, lower the learning rate, or compute the modules of these params in float32 (overrides)"
+        )
+
+
+class NonFiniteTrainingError(FloatingPointError):
+    """Too many steps in a row were not finite although the loss scale was as low as it can be."""
+
+
+def make_eval_step(loss_fn: LossFn, *, use_ema: bool = False) -> Callable[[TrainState, Any], Metrics]:
+    """A jitted ``step(state, batch) -> metrics``: the loss function without gradients; the state is left as it is.
+
+    Args:
+      loss_fn: as for :func:`make_train_step`; the model state that it returns is dropped.
+      use_ema: whether to evaluate ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
+
+    Raises (from the step):
+      ValueError: ``use_ema`` and the state has no moving average.
+    """
+    loss_fn = _checked(loss_fn)
+
+    @jax.jit
+    def step(state: TrainState, batch: Any) -> Metrics:
+        params = state.params
+        if use_ema:
+            if state.ema_params is None:
+                raise ValueError("use_ema needs a state with a moving average: TrainState.create(..., ema=True)")
+            params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
+        loss, (_, metrics) = loss_fn(params, state.model_state, batch, state.rng)
+        return {"loss": _tree.widen(loss), **metrics}
+
+    return step
+
+
+def _checked(loss_fn: LossFn) -> LossFn:
+    """``loss_fn`` in the form ``(loss, (model_state, metrics))`` that ``has_aux`` takes, its result checked."""
+
+    def checked(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        result = loss_fn(params, model_state, batch, rng)
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            raise TypeError(
+                "a loss function returns (loss, new_model_state) or (loss, new_model_state, metrics), got "
+                f"{type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}; return None as "
+                "the model state if there is none"
+            )
+        loss, new_model_state, metrics = (*result, {}) if len(result) == 2 else result
+        if taken := [name for name in metrics if name in _OWN_METRICS]:
+            raise ValueError(f"the step reports {', '.join(_OWN_METRICS)} itself, got a metric {taken[0]!r}; rename it")
+        return loss, (new_model_state, metrics)
+
+    return checked
+
+
+def _with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
+    if remat is None or remat == "none":
+        return loss_fn
+    if isinstance(remat, str):
+        policy = _REMAT.get(remat) or getattr(jax.checkpoint_policies, remat, None)
+        if policy is None:
+            known = ["none", *_REMAT, *(name for name in dir(jax.checkpoint_policies) if name.endswith("_saveable"))]
+            raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {nearest(remat, known, 12)}")
+        remat = policy
+    return jax.checkpoint(loss_fn, policy=remat)
+
+
+def _split(path: Any, leaf: Any, n: int) -> jax.Array:
+    """``leaf`` of shape (batch, …) as (n, batch / n, …), example i in microbatch i % n; a scalar is repeated."""
+    leaf = jnp.asarray(leaf)
+    if leaf.ndim == 0:
+        return jnp.broadcast_to(leaf, (n,))
+    if leaf.shape[0] % n:
+        raise ValueError(
+            f"accumulate_steps must divide the batch, got {n} for {leaf.shape[0]} examples in batch entry "
+            f"{_tree.path_name(path)!r}; use a batch of {n * (leaf.shape[0] // n + 1)}, say"
+        )
+    return jnp.moveaxis(leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:]), 1, 0)
+
+
+def _same_structure(new: Any, old: Any) -> Any:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "the loss function must return a model state of the structure it was given, but it was given "
+            f"{jax.tree.structure(old)} and returned {jax.tree.structure(new)}; pass it to TrainState.create(model_state=…)"
+        )
+    return new
+
+
+def _non_finite(tree: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [_tree.path_name(path) for path, leaf in leaves if not bool(_tree.all_finite(leaf))]
