@@ -16,9 +16,7 @@ def pins(file: str) -> dict[str, str]:
 
 
 oldest, newest = pins(sys.argv[1]), pins(sys.argv[2])
-print(
-    "# What jaxmp is developed and tested with, on the oldest supported Python and on newer ones. Written by `make pins`."
-)
+print("# What jaxmp is developed and tested with, on the oldest supported Python and on newer ones (make pins).")
 for name in sorted(oldest | newest):
     if oldest.get(name) == newest.get(name):
         print(oldest[name])
