@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Name to the module that has it ("" for a module itself). Imported on first use: `import jaxmp` stays light, and flax and
-# optax are loaded by those who use them.
+# Name to the module that has it ("" for a module itself). Imported on first use: `import jaxmp` stays light, and flax
+# and optax are loaded by those who use them.
 _EXPORTS = {
     **dict.fromkeys(("dtypes", "formats", "hardware", "linen", "tree"), ""),
     **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "NoOpLossScale", "StaticLossScale"), "loss_scale"),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jaxmp.loss_scale import LossScale, as_loss_scale
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, widen
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def loss_scaling(
     Array([1.6], dtype=float32)
     """
     inner = optax.with_extra_args_support(inner)
-    loss_scale = _as_loss_scale(loss_scale)
+    loss_scale = as_loss_scale(loss_scale)
 
     def init(params: optax.Params) -> LossScalingState:
         state = wrap_opt_state(inner.init(widen(params)), loss_scale)
@@ -142,7 +142,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale) -> LossScal
     return LossScalingState(
         inner_state=opt_state,
         # Copies, so that a step that donates its state does not delete the arrays of the object the user holds.
-        loss_scale=jax.tree.map(jnp.array, _as_loss_scale(loss_scale)),
+        loss_scale=jax.tree.map(jnp.array, as_loss_scale(loss_scale)),
         skipped=jnp.zeros((), jnp.int32),
         consecutive_skipped=jnp.zeros((), jnp.int32),
         last_finite=jnp.array(True),
@@ -242,24 +242,6 @@ def scaled_value_and_grad(
 def _find(opt_state: optax.OptState) -> list[LossScalingState]:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
     return [node for node in nodes if isinstance(node, LossScalingState)]
-
-
-def _as_loss_scale(loss_scale: Any) -> LossScale:
-    """``loss_scale`` itself, or ours for one of jmp's objects, known by their names and attributes."""
-    if isinstance(loss_scale, LossScale):
-        return loss_scale
-    kind = type(loss_scale).__name__
-    if kind == "DynamicLossScale" and hasattr(loss_scale, "min_loss_scale"):
-        names = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
-        return DynamicLossScale(**{name: getattr(loss_scale, name) for name in names})
-    if kind == "StaticLossScale" and hasattr(loss_scale, "loss_scale"):
-        return StaticLossScale(loss_scale.loss_scale)
-    if kind == "NoOpLossScale":
-        return NoOpLossScale()
-    raise TypeError(
-        f"loss_scaling takes a loss-scale object, got {loss_scale!r}; use jaxmp.DynamicLossScale(), "
-        "jaxmp.StaticLossScale(2.0**12), jaxmp.HeadroomLossScale() or jaxmp.NoOpLossScale()"
-    )
 
 
 def _float32_loss(loss: Any) -> jax.Array:

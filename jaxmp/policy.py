@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,11 +27,11 @@ class Policy:
       param_dtype: what parameters are stored in (master weights).
       compute_dtype: what matrix products and convolutions run in.
       output_dtype: what results are handed out in.
-      matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's own choice. On
-        a GPU that choice for float32 products is TensorFloat-32; ``"highest"`` asks for true float32.
+      matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's own choice.
+        On a GPU that choice for float32 products is TensorFloat-32; ``"highest"`` asks for true float32.
 
-    The dtypes may be given as anything :func:`jaxmp.dtypes.canonical_dtype` reads. The scheme is that of Micikevicius et
-    al., "Mixed Precision Training", arXiv:1710.03740; the names are jmp's.
+    The dtypes may be given as anything :func:`jaxmp.dtypes.canonical_dtype` reads. The scheme is that of Micikevicius
+    et al., "Mixed Precision Training", arXiv:1710.03740; the names are jmp's.
 
     Raises:
       ValueError: a dtype is unknown or not floating, or the precision is none that JAX knows.
@@ -48,6 +48,12 @@ class Policy:
     output_dtype: np.dtype
     matmul_precision: str | None = dataclasses.field(default=None, kw_only=True)
 
+    if TYPE_CHECKING:  # the fields are dtypes, the arguments whatever names one
+
+        def __init__(
+            self, param_dtype: Any, compute_dtype: Any, output_dtype: Any, *, matmul_precision: str | None = None
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
             object.__setattr__(self, name, canonical_dtype(getattr(self, name)))
@@ -62,7 +68,9 @@ class Policy:
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which products run at ``matmul_precision``; it changes nothing when that is None."""
-        return jax.default_matmul_precision(self.matmul_precision) if self.matmul_precision else contextlib.nullcontext()
+        return (
+            jax.default_matmul_precision(self.matmul_precision) if self.matmul_precision else contextlib.nullcontext()
+        )
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of ``tree`` to the param dtype (see :func:`jaxmp.tree.cast`)."""
@@ -107,10 +115,10 @@ class PolicyMap:
 
     Args:
       default: the policy of every module that no pattern matches; a PolicyMap here adds its own rules after these.
-      overrides: pattern to policy, in order. A string is a glob on the module path below the root: ``*`` stays within one
-        level, ``**`` crosses zero or more (``"**/BatchNorm_*"``, ``"encoder/layer_0"``); ``"type:*Norm"`` is a glob on
-        the name of the module's class and of its bases; a class matches its instances. A pattern covers the module it
-        matches and everything below.
+      overrides: pattern to policy, in order. A string is a glob on the module path below the root: ``*`` stays within
+        one level, ``**`` crosses zero or more (``"**/BatchNorm_*"``, ``"encoder/layer_0"``); ``"type:*Norm"`` is a glob
+        on the name of the module's class and of its bases; a class matches its instances. A pattern covers the module
+        it matches and everything below.
       strict: whether a pattern that matches nothing in the model is an error (see :meth:`check`).
 
     Frozen and hashable like the policies in it.
@@ -165,21 +173,19 @@ class PolicyMap:
         Raises:
           ValueError: naming the pattern and the nearest paths or classes of the model.
         """
-        prefixes = {path[:depth] for path in variables for depth in range(len(path) + 1)}
+        paths = {path[:depth] for path in variables for depth in range(len(path) + 1)}
         for strict, pattern, _ in self._rules():
             on_class = is_class_pattern(pattern)
-            if not strict or any(matches(pattern, path, cls) for path, cls in modules.items()):
+            matched = any(matches(pattern, path, cls) for path, cls in modules.items())
+            # A class that was not visited may have been matched; a path that was not visited shows in the variables.
+            unseen = not complete if on_class else any(matches(pattern, path, None) for path in paths)
+            if not strict or matched or unseen:
                 continue
-            if not complete if on_class else any(matches(pattern, path, None) for path in prefixes):
-                continue
-            text = pattern_text(pattern)
-            if on_class:
-                known = sorted({cls.__name__ for cls in modules.values()})
-            else:
-                known = sorted("/".join(path) for path in {*modules, *prefixes} if path)
+            known = {cls.__name__ for cls in modules.values()} if on_class else {"/".join(path) for path in paths}
+            near = nearest(pattern_text(pattern), sorted(known - {""})) or "none, the model has no submodules"
             raise ValueError(
-                f"every pattern of a policy must match a module, but {text!r} matched none; "
-                f"nearest {'classes' if on_class else 'paths'}: {nearest(text, known) or 'none, the model has no submodules'}"
+                f"every pattern of a policy must match a module, but {pattern_text(pattern)!r} matched none; "
+                f"nearest {'classes' if on_class else 'paths'}: {near}"
             )
 
     def _rules(self) -> Iterator[tuple[bool, Pattern, Policy]]:
@@ -234,7 +240,8 @@ def _single(policy: Any) -> Policy:
     result = get_policy(policy)
     if isinstance(result, PolicyMap):
         raise TypeError(
-            f"an override names one policy for what its pattern covers, got the PolicyMap {result}; write its rules as patterns"
+            f"an override names one policy for what its pattern covers, got the PolicyMap {result}; "
+            "write its rules as patterns"
         )
     return result
 

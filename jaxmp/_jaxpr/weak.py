@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def weaken(tree: T) -> T:
-    """``tree`` with its floating arrays weakly typed, as Python scalars are: a float32 one times a float16 one is float16."""
+    """``tree`` with its floating arrays weakly typed, as Python scalars are: float32 times float16 is then float16."""
     return _set_weak(tree, True)
 
 
