@@ -61,18 +61,17 @@ class LossScale:
         Half-precision leaves come back in float32, because what needed scaling to be seen in float16 would vanish from
         it again. Wider leaves keep their dtype; what ``scale`` leaves untouched is left untouched here.
         """
-
         ceiling = getattr(self, "max_loss_scale", self.loss_scale)
 
         @functools.cache
         def inverse(dtype: np.dtype) -> tuple[jax.Array, ...]:
-            scale = _constant(self.loss_scale, dtype)
+            scale = _constant(self.loss_scale, np.finfo(dtype).dtype)  # real, also for complex leaves
             if isinstance(ceiling, float) and ceiling <= 2.0**126:
-                return (1 / scale,)
-            # A larger scale's reciprocal is subnormal and may be flushed to zero, so it is taken in two parts, which the
+                return ((1 / scale).astype(dtype),)
+            # A larger scale's reciprocal is subnormal and may be flushed to zero: it is taken in two parts, which the
             # barrier keeps XLA from multiplying with each other.
-            second = jax.lax.optimization_barrier(jnp.where(scale.real > 2.0**126, 2.0**-64, 1.0).astype(dtype))
-            return 1 / (scale * second), second
+            second = jax.lax.optimization_barrier(jnp.where(scale > 2.0**126, 2.0**-64, 1.0).astype(scale.dtype))
+            return (1 / (scale * second)).astype(dtype), second.astype(dtype)
 
         def divide(x: jax.Array) -> jax.Array:
             wide = _wide(x.dtype)

@@ -1,7 +1,7 @@
 """Records what torch's GradScaler does, for tests/test_loss_scale.py to compare with.
 
-Run by hand where torch is installed: ``python tests/record_gradscaler.py`` writes tests/gradscaler_traces.json. The tests
-read that file and need no torch.
+Run by hand where torch is installed: ``python tests/record_gradscaler.py`` writes tests/gradscaler_traces.json. The
+tests read that file, and need no torch.
 """
 
 from __future__ import annotations
