@@ -16,6 +16,6 @@ echo "Setting up $dir (Python $version): one or two minutes, about 1.2 GB on dis
 [ "$("$dir/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] ||
   "$python" -m venv --clear "$dir"
 "$dir/bin/python" -m pip install --quiet --disable-pip-version-check ${pins:+--upgrade --upgrade-strategy=eager} \
-  --editable '.[test]' $([ -n "$pins" ] || echo --constraint constraints.txt)
+  --editable ".[test${pins:+,docs}]" $([ -n "$pins" ] || echo --constraint constraints.txt)
 touch "$dir/installed"
 echo "$dir is ready after $(($(date +%s) - start)) s"

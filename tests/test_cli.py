@@ -149,7 +149,8 @@ def test_output_survives_a_pipe_that_closes_and_an_ascii_terminal():
 
 
 def test_doctor_trains_here_and_says_everything(capsys, monkeypatch):
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    for variable in ("JAX_PLATFORMS", "COLUMNS"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: False)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
