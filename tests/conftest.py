@@ -16,3 +16,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A first call compiles, so deadlines would measure XLA; derandomized, so that a red run is red again.
 hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("jaxmp")
+
+# Scripts run by hand, where a library to compare with is installed; what they recorded lies beside them.
+collect_ignore_glob = ["record_*.py"]
