@@ -1,8 +1,8 @@
 """Loss scaling as an optax transform: unscale in float32, check, skip a non-finite step whole, adapt the scale.
 
-The transform wraps an optimizer; the scale lives in the optimizer's state, and :func:`scaled_value_and_grad` reads it from
-there. Nothing here talks to the host: a skipped step is a select on the device. After Micikevicius et al., "Mixed Precision
-Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
+The transform wraps an optimizer; the scale lives in the optimizer's state, and :func:`scaled_value_and_grad` reads it
+from there. Nothing here talks to the host: a skipped step is a select on the device. After Micikevicius et al., "Mixed
+Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
 """
 
 from __future__ import annotations
@@ -51,27 +51,30 @@ def loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it takes gradients of a scaled loss and skips steps that are not finite.
 
-    One update casts half gradients to float32, divides them by the scale that the loss was multiplied with, runs ``inner``
-    (which sees true gradients and float32 params, so that its state is float32 whatever the params are), and tests the
-    gradients and the updates for infinities and NaN in one reduction. If all are finite, the updates pass and the scale
-    may grow. If not, the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit for bit what it
-    was, and the scale backs off. With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32 training.
+    One update casts half gradients to float32, divides them by the scale that the loss was multiplied with, runs
+    ``inner`` (which sees true gradients and float32 params, so that its state is float32 whatever the params are), and
+    tests the gradients and the updates for infinities and NaN in one reduction. If all are finite, the updates pass and
+    the scale may grow. If not, the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit
+    for bit what it was, and the scale backs off. With ``NoOpLossScale`` only the skipping remains, for bfloat16 and
+    float32 training.
 
-    Around and inside other transforms: put it outside ``clip_by_global_norm`` (clipping must see true gradients), outside
-    ``multi_transform`` (one loss has one scale) and outside ``apply_if_finite`` (which would hide bad gradients from the
-    scale). Around ``optax.MultiSteps`` a bad microbatch drops that microbatch; inside it a bad microbatch drops the whole
-    window, and MultiSteps then needs ``should_skip_update_fn=optax.skip_not_finite``, or a NaN stays in its accumulator
-    for ever. Extra arguments go to ``inner`` as they come, but ``grad=`` is unscaled like the gradients themselves.
+    Around and inside other transforms: put it outside ``clip_by_global_norm`` (clipping must see true gradients),
+    outside ``multi_transform`` (one loss has one scale) and outside ``apply_if_finite`` (which would hide bad gradients
+    from the scale). Put it around ``optax.MultiSteps``: a bad microbatch then drops that microbatch. Inside MultiSteps
+    a bad microbatch drops the window, and a NaN stays in its accumulator for ever, unless it has
+    ``should_skip_update_fn=optax.skip_not_finite``; that drops bad microbatches before the scale hears of them, so that
+    only a static scale is of use there. Extra arguments go to ``inner`` as they come, but ``grad=`` is unscaled like
+    the gradients themselves.
 
     Args:
       inner: any optax transform.
-      loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or jmp's objects.
-      axis_name: name or names of mapped axes (``pmap``, ``vmap``, ``shard_map``) whose members must all agree to apply or
-        skip a step. Not needed under plain ``jit`` with sharded arrays.
+      loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or one of jmp's.
+      axis_name: name or names of mapped axes (``pmap``, ``vmap``, ``shard_map``) whose members must all agree to apply
+        or skip a step. Not needed under plain ``jit`` with sharded arrays.
       grad_norm: whether to keep the global norm of the unscaled gradients in the state.
-      check_updates: whether the updates are tested as well as the gradients. That catches an optimizer which overflows on
-        finite gradients, and costs one more pass over the optimizer's state: on a GPU, where elementwise optimizers run at
-        the speed of memory, about half as much again as the update itself. Without it the rule is torch's.
+      check_updates: whether the updates are tested as well as the gradients. That catches an optimizer which overflows
+        on finite gradients, and costs one more pass over the optimizer's state: on a GPU, where elementwise optimizers
+        run at the speed of memory, about half as much again as the update itself. Without it the rule is torch's.
 
     Raises:
       TypeError: ``loss_scale`` is no loss scale; the state comes from another optimizer; gradients are not floating.
@@ -102,7 +105,12 @@ def loss_scaling(
         grads = state.loss_scale.unscale(widen(updates))
         if "grad" in extra_args:
             extra_args["grad"] = state.loss_scale.unscale(widen(extra_args["grad"]))
-        new_updates, inner_state = inner.update(grads, state.inner_state, widen(params), **extra_args)
+        try:
+            new_updates, inner_state = inner.update(grads, state.inner_state, widen(params), **extra_args)
+        except Exception:
+            if params is not None:  # perhaps the state is another optimizer's, which explains the error better
+                _check_same_structure(jax.eval_shape(inner.init, widen(params)), state.inner_state)
+            raise
         _check_same_structure(inner_state, state.inner_state)
 
         finite = all_finite((grads, new_updates) if check_updates else grads)
@@ -119,7 +127,7 @@ def loss_scaling(
             last_finite=finite,
             grad_norm=optax.tree.norm(grads) if grad_norm else None,
         )
-        return jax.tree.map(lambda u: jnp.where(finite, u, jnp.array(-0.0, u.dtype)), new_updates), new_state
+        return jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -165,8 +173,8 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
     if not found:
         raise ValueError(
             f"the optimizer's state must contain a loss scale, got {type(opt_state).__name__} without one; wrap the "
-            "optimizer, tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and call tx.init again, or wrap a running "
-            "state with jaxmp.wrap_opt_state"
+            "optimizer, tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()), and call tx.init again, or wrap a "
+            "running state with jaxmp.wrap_opt_state"
         )
     if len(found) > 1:
         raise ValueError(
@@ -225,14 +233,17 @@ def scaled_value_and_grad(
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         result = fun(*args, **kwargs)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(f"with has_aux the function must return a pair (loss, aux), got {type(result).__name__}")
         loss, aux = result if has_aux else (result, None)
         loss = _float32_loss(loss)
         return loss_scale.scale(loss), (loss, aux)
 
     @functools.wraps(fun)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        for argnum in (argnums,) if isinstance(argnums, int) else argnums:
-            _check_differentiable(args[argnum])
+        for argnum in jax.tree.leaves(argnums):
+            if -len(args) <= argnum < len(args):  # JAX says it when there is no such argument
+                _check_differentiable(args[argnum])
         (_, (loss, aux)), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -248,8 +259,8 @@ def _float32_loss(loss: Any) -> jax.Array:
     loss = jnp.asarray(loss)
     if loss.dtype == jnp.float16:
         raise TypeError(
-            "a loss to be scaled must be float32, got float16, in which the scale itself (the loss's cotangent) overflows; "
-            "compute the loss from float32 values, e.g. from logits.astype(jnp.float32)"
+            "a loss to be scaled must be float32, got float16, in which the scale itself (the loss's cotangent) "
+            "overflows; compute the loss from float32 values, e.g. from logits.astype(jnp.float32)"
         )
     return widen(loss)
 
@@ -272,11 +283,13 @@ def _check_state(state: Any) -> None:
         )
 
 
-def _check_same_structure(new: Any, old: Any) -> None:
-    if jax.tree.structure(new) != jax.tree.structure(old):
+def _check_same_structure(own: Any, given: Any) -> None:
+    expected: Any = jax.tree.structure(own)
+    got: Any = jax.tree.structure(given)
+    if expected != got:
         raise ValueError(
-            "the state must come from the optimizer that loss_scaling wraps, but the update changed its structure from "
-            f"{jax.tree.structure(old)} to {jax.tree.structure(new)}; call tx.init again"
+            "the state must come from the optimizer that loss_scaling wraps, whose state has the structure "
+            f"{expected}, got {got}; call tx.init again"
         )
 
 
@@ -288,8 +301,8 @@ def _check_gradients(grads: Any, params: Any) -> None:
     for path, leaf in leaves:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
-                f"gradients must be floating, got {path_name(path)!r} of dtype {jnp.result_type(leaf)}; move that param "
-                "into another collection, or mask it with optax.masked outside loss_scaling"
+                f"gradients must be floating, got {path_name(path)!r} of dtype {jnp.result_type(leaf)}; move that "
+                "param into another collection, or mask it with optax.masked outside loss_scaling"
             )
     if params is None:
         return

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,20 +14,14 @@ import optax
 
 from jaxmp import tree as _tree
 from jaxmp._jaxpr.walk import product_dtypes
+from jaxmp._train_state import TrainState as TrainState
+from jaxmp._train_state import same_structure
 from jaxmp.dtypes import nearest
 from jaxmp.loss_scale import NoOpLossScale
-from jaxmp.optimizer import (
-    get_loss_scale,
-    get_loss_scaling_state,
-    has_loss_scale,
-    loss_scaling,
-    scaled_value_and_grad,
-    unscale,
-    wrap_opt_state,
-)
+from jaxmp.optimizer import get_loss_scale, scaled_value_and_grad, unscale
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
-"""``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)`` or ``(loss, new_model_state, metrics)``."""
+"""``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
 Metrics = dict[str, Any]
 
 _REMAT: dict[str, Any] = {
@@ -39,95 +32,6 @@ _REMAT: dict[str, Any] = {
     "everything": jax.checkpoint_policies.everything_saveable,
 }
 _OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
-
-
-class TrainState(flax.struct.PyTreeNode):
-    """What training carries from step to step; Flax's ``TrainState`` and what mixed precision adds. A pytree.
-
-    Attributes:
-      step: int32 scalar, the calls so far, skipped ones included.
-      skipped: int32 scalar, the calls that changed nothing.
-      params: the params, in their param dtype.
-      opt_state: the state of ``tx``, with the loss scale in it.
-      model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
-      ema_params: float32 exponential moving average of the params, or None.
-      rng: the key that each step splits, or None.
-      apply_fn: the model's apply function, static.
-      tx: the optimizer, static.
-    """
-
-    step: jax.Array
-    skipped: jax.Array
-    params: Any
-    opt_state: Any
-    model_state: Any
-    ema_params: Any
-    rng: Any
-    apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
-    tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        params: Any,
-        tx: optax.GradientTransformation,
-        apply_fn: Callable[..., Any] | None = None,
-        model_state: Any = None,
-        rng: Any = None,
-        ema: bool = False,
-        **fields: Any,
-    ) -> TrainState:
-        """A fresh state.
-
-        Args:
-          params: the params; the state takes them over, and a step that donates its state deletes these arrays.
-          tx: an optimizer in :func:`jaxmp.loss_scaling`; a bare one is wrapped with ``NoOpLossScale``, which skips
-            non-finite steps and scales nothing.
-          apply_fn: kept for the user, not used here.
-          model_state: variables that the loss function returns anew (batch statistics).
-          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing.
-          ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
-          **fields: further fields of a subclass.
-
-        Raises:
-          ValueError: the optimizer has several loss scales.
-        """
-        opt_state = tx.init(params)
-        if not has_loss_scale(opt_state):
-            tx, opt_state = loss_scaling(tx, NoOpLossScale()), wrap_opt_state(opt_state, NoOpLossScale())
-        get_loss_scale(opt_state)
-        return cls(
-            step=jnp.zeros((), jnp.int32),
-            skipped=jnp.zeros((), jnp.int32),
-            params=params,
-            opt_state=opt_state,
-            model_state=model_state,
-            ema_params=jax.tree.map(jnp.array, _tree.widen(params)) if ema else None,
-            rng=jax.random.key(rng) if isinstance(rng, int) else rng,
-            apply_fn=apply_fn,
-            tx=optax.with_extra_args_support(tx),
-            **fields,
-        )
-
-    def apply_gradients(
-        self, *, grads: Any, model_state: Any = None, ema_decay: float | None = None, **changes: Any
-    ) -> TrainState:
-        """The state after one optimizer step with ``grads``, the gradients of the scaled loss.
-
-        When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and the
-        moving average are those of before, bit for bit. Other ``changes`` are set in any case.
-        """
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        skipped = get_loss_scaling_state(opt_state).skipped - get_loss_scaling_state(self.opt_state).skipped
-        params = optax.apply_updates(_tree.widen(self.params), updates)
-        new = {"params": jax.tree.map(lambda new, old: new.astype(old.dtype), params, self.params)}
-        if model_state is not None:
-            new["model_state"] = _same_structure(model_state, self.model_state)
-        if ema_decay is not None:
-            new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
-        kept = _tree.select_tree(skipped == 0, new, {name: getattr(self, name) for name in new})
-        return self.replace(step=self.step + 1, skipped=self.skipped + skipped, opt_state=opt_state, **kept, **changes)
 
 
 def make_train_step(
@@ -144,15 +48,15 @@ def make_train_step(
     Gradients are those of the scaled loss; a step in which they, or the updates, are not finite changes nothing but the
     loss scale, the counters and the rng. The step is compiled once for equal shapes and never waits for the device.
 
-    ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the one
-    this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
+    ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the
+    one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
 
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng)`` returning ``(loss, new_model_state)`` or
         ``(loss, new_model_state, metrics)``, the loss a float32 scalar, ``metrics`` a dict.
-      accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over axis
-        0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad microbatch skips
-        the step.
+      accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over
+        axis 0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad
+        microbatch skips the step.
       ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
       remat: what the backward pass recomputes: None for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, the name of a policy in ``jax.checkpoint_policies``, or such a policy.
@@ -168,7 +72,7 @@ def make_train_step(
 
     >>> def loss_fn(params, model_state, batch, rng):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
-    >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
+    >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
     >>> state = TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=tx)
     >>> step = make_train_step(loss_fn)
     >>> state, metrics = step(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
@@ -177,8 +81,8 @@ def make_train_step(
     """
     if accumulate_steps < 1 or max_consecutive_skips < 1:
         raise ValueError(
-            f"accumulate_steps and max_consecutive_skips count steps and must be at least 1, got {accumulate_steps} and "
-            f"{max_consecutive_skips}"
+            f"accumulate_steps and max_consecutive_skips count steps and must be at least 1, got {accumulate_steps} "
+            f"and {max_consecutive_skips}"
         )
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay}; 0.999 averages over about 1,000 steps")
@@ -202,10 +106,11 @@ class TrainStep:
         self._max_skips = max_consecutive_skips
         self._warned = False
         self._stuck = 0
-        self._reports: deque[jax.Array] = deque()
+        self._reports: deque[Any] = deque()
         self.jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step; see :func:`make_train_step`."""
         self._read_reports(state, batch)
         state, metrics, stuck = self.jitted(state, batch)
         self._reports.append(stuck)
@@ -218,7 +123,9 @@ class TrainStep:
         loss, grads, model_state, metrics = self._gradients(state, batch, step_rng)
         loss_scale = jnp.asarray(get_loss_scale(state.opt_state).loss_scale, jnp.float32)
         grad_norm = optax.tree.norm(unscale(grads, state.opt_state))
-        new_state = state.apply_gradients(grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng)
+        new_state = state.apply_gradients(
+            grads=grads, model_state=model_state, ema_decay=self._ema_decay, extra_args={"value": loss}, rng=rng
+        )
         skipped = new_state.skipped > state.skipped
         # A scale that did not fall at a skipped step cannot.
         stuck = skipped & (get_loss_scale(new_state.opt_state).loss_scale >= loss_scale)
@@ -236,7 +143,7 @@ class TrainStep:
 
             fun = scaled_value_and_grad(loss_fn, state.opt_state, has_aux=True)
             (loss, (new_model_state, metrics)), grads = fun(state.params)
-            return loss, grads, new_model_state, metrics
+            return loss, grads, same_structure(new_model_state, model_state), metrics
 
         n = self._accumulate_steps
         if n == 1:
@@ -246,8 +153,7 @@ class TrainStep:
             total, model_state = carry
             loss, grads, new_state, metrics = gradients(model_state, *microbatch)
             total = jax.tree.map(jnp.add, total, _tree.widen(grads))
-            new_state = _tree.select_tree(True, _same_structure(new_state, model_state), model_state)
-            return (total, new_state), (loss, metrics)
+            return (total, _tree.select_tree(True, new_state, model_state)), (loss, metrics)
 
         rngs = None if rng is None else jax.random.split(rng, n)
         zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params))
@@ -264,8 +170,8 @@ class TrainStep:
         if "float16" in product_dtypes(jax.make_jaxpr(self._loss_fn)(state.params, *args)):
             self._warned = True
             warnings.warn(
-                "the loss has float16 products but the optimizer no loss scale, so that small gradients become zero; wrap "
-                "it: tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
+                "the loss has float16 products but the optimizer no loss scale, so that small gradients become zero; "
+                "wrap it: tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())",
                 stacklevel=2,
             )
 
@@ -291,8 +197,9 @@ class TrainStep:
         what = "; ".join(found) or "nothing in this batch's gradients, so it is the optimizer's updates"
         return (
             f"training must be finite to go on, but {steps} steps in a row were skipped at loss scale "
-            f"{float(get_loss_scale(state.opt_state).loss_scale):g}, which cannot fall; not finite now: {what}. Look for NaN "
-            "in the data, lower the learning rate, or compute the modules of these params in float32 (overrides)"
+            f"{float(get_loss_scale(state.opt_state).loss_scale):g}, which cannot fall; not finite now: {what}. Look "
+            "for NaN in the data, lower the learning rate, or compute the modules of these params in float32 (by "
+            "overrides)"
         )
 
 
@@ -337,6 +244,10 @@ def _checked(loss_fn: LossFn) -> LossFn:
                 "the model state if there is none"
             )
         loss, new_model_state, metrics = (*result, {}) if len(result) == 2 else result
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"a loss function's metrics must be a dict of names and values, got {type(metrics).__name__}"
+            )
         if taken := [name for name in metrics if name in _OWN_METRICS]:
             raise ValueError(f"the step reports {', '.join(_OWN_METRICS)} itself, got a metric {taken[0]!r}; rename it")
         return loss, (new_model_state, metrics)
@@ -348,11 +259,13 @@ def _with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
     if remat is None or remat == "none":
         return loss_fn
     if isinstance(remat, str):
-        policy = _REMAT.get(remat) or getattr(jax.checkpoint_policies, remat, None)
-        if policy is None:
-            known = ["none", *_REMAT, *(name for name in dir(jax.checkpoint_policies) if name.endswith("_saveable"))]
-            raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {nearest(remat, known, 12)}")
-        remat = policy
+        # Those that are policies and not functions that make one.
+        names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
+        policies = {**_REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
+        if remat not in policies:
+            known = nearest(remat, ["none", *policies], 12)
+            raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
+        remat = policies[remat]
     return jax.checkpoint(loss_fn, policy=remat)
 
 
@@ -367,15 +280,6 @@ def _split(path: Any, leaf: Any, n: int) -> jax.Array:
             f"{_tree.path_name(path)!r}; use a batch of {n * (leaf.shape[0] // n + 1)}, say"
         )
     return jnp.moveaxis(leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:]), 1, 0)
-
-
-def _same_structure(new: Any, old: Any) -> Any:
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise ValueError(
-            "the loss function must return a model state of the structure it was given, but it was given "
-            f"{jax.tree.structure(old)} and returned {jax.tree.structure(new)}; pass it to TrainState.create(model_state=…)"
-        )
-    return new
 
 
 def _non_finite(tree: Any) -> list[str]:

@@ -17,8 +17,8 @@ def cast(tree: T, dtype: Any) -> T:
     """Casts the floating arrays of ``tree`` to ``dtype`` and touches nothing else.
 
     JAX arrays (tracers too), NumPy arrays and ``jax.ShapeDtypeStruct`` of a floating dtype are cast; integers, bools,
-    complex numbers, PRNG keys, ``None`` and Python scalars pass untouched. A leaf that has the dtype already is returned
-    itself, NumPy arrays stay NumPy arrays, and shardings are kept.
+    complex numbers, PRNG keys, ``None`` and Python scalars pass untouched. A leaf that has the dtype already is
+    returned itself, NumPy arrays stay NumPy arrays, and shardings are kept.
 
     >>> cast({"w": jnp.ones(2), "n": 3}, jnp.float16)["w"].dtype
     dtype('float16')
@@ -94,11 +94,12 @@ def _is_inexact(leaf: Any) -> bool:
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     """``on_true`` where the bool scalar ``pred`` holds, else ``on_false``, leaf by leaf and bit for bit.
 
-    Leaves that are the same object in both trees are passed on as they are. The dtypes of ``on_false`` are kept, so that
-    a state selected this way never changes its type from step to step.
+    Leaves that are the same object in both trees are passed on as they are. The dtypes of ``on_false`` are kept, so
+    that a state selected this way never changes its type from step to step.
 
     Raises:
       ValueError: the trees differ in structure.
+      TypeError: two leaves differ in shape.
 
     >>> select_tree(jnp.array(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"]
     Array([0., 0.], dtype=float32)
@@ -107,8 +108,9 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     def select_leaf(new: Any, old: Any) -> Any:
         if new is old:
             return old
-        old = jnp.asarray(old)
-        return jnp.where(pred, jnp.asarray(new).astype(old.dtype), old)
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        # PRNG keys have no astype; and unlike jnp.where, select broadcasts nothing.
+        return jax.lax.select(jnp.asarray(pred), new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
     return jax.tree.map(select_leaf, on_true, on_false)
 

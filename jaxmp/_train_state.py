@@ -1,0 +1,160 @@
+"""What training carries from step to step, and how a step that is skipped leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmp import tree as _tree
+from jaxmp.loss_scale import NoOpLossScale
+from jaxmp.optimizer import (
+    LossScalingState,
+    get_loss_scale,
+    get_loss_scaling_state,
+    has_loss_scale,
+    loss_scaling,
+)
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """What training carries from step to step; Flax's ``TrainState`` and what mixed precision adds. A pytree.
+
+    Attributes:
+      step: int32 scalar, the calls so far, skipped ones included.
+      skipped: int32 scalar, the calls that changed nothing.
+      params: the params, in their param dtype.
+      opt_state: the state of ``tx``, with the loss scale in it.
+      model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
+      ema_params: float32 exponential moving average of the params, or None.
+      rng: the key that each step splits, or None.
+      apply_fn: the model's apply function, static.
+      tx: the optimizer, static.
+    """
+
+    step: jax.Array
+    skipped: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    ema_params: Any
+    rng: Any
+    apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
+    tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        params: Any,
+        tx: optax.GradientTransformation,
+        apply_fn: Callable[..., Any] | None = None,
+        model_state: Any = None,
+        rng: Any = None,
+        ema: bool = False,
+        **fields: Any,
+    ) -> TrainState:
+        """A fresh state.
+
+        Args:
+          params: the params. The state takes over these arrays, like those of ``model_state`` and ``rng``, and a step
+            that donates its state deletes them.
+          tx: an optimizer in :func:`jaxmp.loss_scaling`; a bare one is wrapped with ``NoOpLossScale``, which skips
+            non-finite steps and scales nothing.
+          apply_fn: kept for the user, not used here.
+          model_state: variables that the loss function returns anew (batch statistics).
+          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing.
+          ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
+          **fields: further fields of a subclass.
+
+        Raises:
+          ValueError: the optimizer has several loss scales.
+        """
+        opt_state = tx.init(params)
+        if not has_loss_scale(opt_state):
+            tx = loss_scaling(tx, NoOpLossScale())
+            opt_state = tx.init(params)
+        get_loss_scale(opt_state)
+        state = cls(
+            step=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=opt_state,
+            model_state=model_state,
+            ema_params=_tree.widen(params) if ema else None,
+            rng=jax.random.key(rng) if isinstance(rng, (int, np.integer)) else rng,
+            apply_fn=apply_fn,
+            tx=optax.with_extra_args_support(tx),
+            **fields,
+        )
+        return _settled(state)
+
+    def apply_gradients(
+        self,
+        *,
+        grads: Any,
+        model_state: Any = None,
+        ema_decay: float | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> TrainState:
+        """The state after one optimizer step with ``grads``, the gradients of the scaled loss.
+
+        When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and
+        the moving average are those of before, bit for bit. Other ``changes`` are set in any case. ``extra_args`` go to
+        the optimizer's update (``{"value": loss}`` for ``optax.contrib.reduce_on_plateau``).
+        """
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **(extra_args or {}))
+        skipped = get_loss_scaling_state(opt_state).skipped - get_loss_scaling_state(self.opt_state).skipped
+        if not isinstance(opt_state, LossScalingState):
+            # A transform around loss_scaling, such as MultiSteps, may drop bad gradients before it.
+            skipped = jnp.maximum(skipped, 1 - _tree.all_finite(grads).astype(jnp.int32))
+        params = optax.apply_updates(_tree.widen(self.params), updates)
+        new = {"params": jax.tree.map(lambda new, old: new.astype(old.dtype), params, self.params)}
+        if model_state is not None:
+            new["model_state"] = same_structure(model_state, self.model_state)
+        if ema_decay is not None:
+            new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
+        kept = _tree.select_tree(skipped == 0, new, {name: getattr(self, name) for name in new})
+        return self.replace(step=self.step + 1, skipped=self.skipped + skipped, opt_state=opt_state, **kept, **changes)
+
+
+def same_structure(new: Any, old: Any) -> Any:
+    """The model state ``new``, if it has the structure of ``old``."""
+    returned: Any = jax.tree.structure(new)
+    given: Any = jax.tree.structure(old)
+    if returned != given:
+        raise ValueError(
+            f"the loss function must return a model state of the structure it was given, but it was given {given} and "
+            f"returned {returned}; pass the whole of it to "
+            "TrainState.create(model_state=…), or return None if there is none"
+        )
+    return new
+
+
+def _settled(state: TrainState) -> TrainState:
+    """``state`` in the form that a step gives it, so that the first step and those after it share one compilation.
+
+    That is arrays of strong type on all devices of sharded params; and none twice, for a buffer can be donated only
+    once.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(state.params) if isinstance(leaf, jax.Array)]
+    shardings = [leaf.sharding for leaf in arrays if not isinstance(leaf, jax.core.Tracer)]
+    mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+    seen: set[int] = set()
+
+    def settle(leaf: Any) -> Any:
+        again = id(leaf) in seen
+        seen.add(id(leaf))
+        leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=again)
+        if mesh is None or isinstance(leaf, jax.core.Tracer) or isinstance(leaf.sharding, NamedSharding):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(settle, state)
