@@ -181,7 +181,11 @@ class PolicyMap:
             unseen = not complete if on_class else any(matches(pattern, path, None) for path in paths)
             if not strict or matched or unseen:
                 continue
-            known = {cls.__name__ for cls in modules.values()} if on_class else {"/".join(path) for path in paths}
+            known = (
+                {cls.__name__ for cls in modules.values()}
+                if on_class
+                else {"/".join(path) for path in paths.union(modules)}
+            )
             near = nearest(pattern_text(pattern), sorted(known - {""})) or "none, the model has no submodules"
             raise ValueError(
                 f"every pattern of a policy must match a module, but {pattern_text(pattern)!r} matched none; "

@@ -1,0 +1,24 @@
+"""The README's code runs as printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_examples_of_the_readme_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
+    example, own_step = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    scope: dict[str, object] = {}
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not strict about dtypes
+        exec(example, scope)
+        exec(own_step, scope)
+        state, batch, step = scope["state"], scope["batch"], scope["step"]
+        params, opt_state, loss = step(state.params, state.opt_state, batch)
+    assert re.fullmatch(r"loss 0\.0\d+, loss scale 32768, skipped 0\n", capsys.readouterr().out)
+    assert jax.tree.structure(params) == jax.tree.structure(state.params)
+    assert float(loss) < 0.1 and int(opt_state.skipped) == 0
