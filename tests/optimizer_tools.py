@@ -1,0 +1,69 @@
+"""What the tests of the optimizer and of the train step share: a small problem, and comparison bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+def standard(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """``tx`` under JAX's usual dtype promotion, which optax itself needs (Adam's bias correction); ours stays strict."""
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        with jax.numpy_dtype_promotion("standard"):
+            return tx.init(params)
+
+    def update(*args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"):
+            return tx.update(*args, **kwargs)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def bits(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
+    """Dtype, shape and bytes of every leaf; of a key, those of its data."""
+
+    def of_leaf(leaf):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        return str(array.dtype), array.shape, array.tobytes()
+
+    return [of_leaf(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and bits(a) == bits(b)
+
+
+def problem(seed: int = 0, dtype: Any = jnp.float32) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Params of a network of two layers, and a batch of 8 examples of 3 numbers with 2 targets."""
+    rng = np.random.default_rng(seed)
+    params = {
+        "hidden": {"w": rng.normal(size=(3, 4)), "b": np.zeros(4)},
+        "out": {"w": rng.normal(size=(4, 2))},
+    }
+    batch = {"x": rng.normal(size=(8, 3)), "y": rng.normal(size=(8, 2))}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jax.tree.map(lambda x: jnp.asarray(x, dtype), batch)
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(batch["x"] @ params["hidden"]["w"] + params["hidden"]["b"])
+    return jnp.mean(((hidden @ params["out"]["w"] - batch["y"]) ** 2).astype(jnp.float32))
+
+
+def train_loss(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
+    """``loss_fn`` in the form that the train step takes."""
+    return loss_fn(params, batch), model_state
+
+
+def replace_element(tree: Any, leaf: int, value: float) -> Any:
+    """``tree`` with ``value`` as the last element of its ``leaf``-th leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    leaves[leaf] = leaves[leaf].ravel().at[-1].set(value).reshape(leaves[leaf].shape)
+    return structure.unflatten(leaves)

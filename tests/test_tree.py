@@ -1,0 +1,203 @@
+"""Casts, finiteness and selection over pytrees, against NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from optimizer_tools import same_bits
+
+from jaxmp import tree
+
+HALF = [jnp.float16, jnp.bfloat16]
+
+
+# ---- cast and widen
+
+
+def test_cast_touches_floating_arrays_of_every_kind_and_nothing_else():
+    key = jax.random.key(0)
+    mixed = {
+        "jax": jnp.ones(2),
+        "numpy": np.ones(2),
+        "numpy_scalar": np.float32(1.5),
+        "half": jnp.ones(2, jnp.bfloat16),
+        "struct": jax.ShapeDtypeStruct((3,), jnp.float32),
+        "int": jnp.arange(2),
+        "bool": jnp.array(True),
+        "complex": jnp.array(1j),
+        "key": key,
+        "none": None,
+        "float": 0.1,
+        "name": "text",
+    }
+    got = tree.cast(mixed, jnp.float16)
+    for name in ("jax", "numpy", "numpy_scalar", "half", "struct"):
+        assert got[name].dtype == jnp.float16
+    for name in ("int", "bool", "complex", "key", "none", "float", "name"):
+        assert got[name] is mixed[name]
+    assert isinstance(got["numpy"], np.ndarray) and isinstance(got["numpy_scalar"], np.float16)
+    assert got["struct"].shape == (3,)
+
+
+def test_casting_to_the_dtype_a_leaf_has_is_no_operation():
+    mixed = {"a": jnp.ones(2, jnp.float16), "b": np.ones(2, np.float16), "c": jax.ShapeDtypeStruct((), jnp.float16)}
+    got = tree.cast(mixed, jnp.float16)
+    assert all(got[name] is mixed[name] for name in mixed)
+    assert not jax.make_jaxpr(lambda x: tree.cast(x, jnp.float16))(mixed["a"]).eqns
+
+
+def test_cast_rounds_to_nearest_even_and_overflows_to_infinity():
+    x = np.array([1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, 2.0**-25, -(2.0**-24), np.nan], np.float32)
+    with np.errstate(over="ignore"):
+        expected = x.astype(np.float16)
+    np.testing.assert_array_equal(tree.cast(jnp.asarray(x), jnp.float16), expected)
+
+
+def test_cast_and_widen_keep_shardings_and_work_under_jit():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    x = jax.device_put(jnp.arange(8.0), sharding)
+    half = tree.cast(x, jnp.float16)
+    assert half.sharding == sharding
+    assert tree.widen(half).sharding == sharding
+    assert jax.jit(tree.widen)(half).dtype == jnp.float32
+    assert tree.cast(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding), jnp.float16).sharding == sharding
+
+
+def test_widen_brings_narrow_floats_to_float32_exactly_and_leaves_the_rest():
+    narrow = {str(d): jnp.array([1.5, -2.0], d) for d in (jnp.float16, jnp.bfloat16, jnp.float8_e5m2)}
+    wide = {"f32": jnp.ones(2), "f64": np.ones(2), "int": jnp.arange(2), "bool": True, "c": jnp.array(1j), "none": None}
+    got = tree.widen({**narrow, **wide})
+    for name in narrow:
+        assert got[name].dtype == jnp.float32
+        np.testing.assert_array_equal(got[name], [1.5, -2.0])
+    assert all(got[name] is wide[name] for name in wide)
+
+
+# ---- all_finite and max_abs
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16, jnp.complex64, np.float64])
+def test_one_bad_element_in_one_leaf_is_found(bad, dtype):
+    make = np.asarray if dtype == np.float64 else jnp.asarray
+    good = {"a": make(np.ones((2, 3)), dtype), "b": [make(np.zeros(5), dtype)]}
+    assert tree.all_finite(good)
+    for leaf in range(2):
+        leaves = jax.tree.leaves(good)
+        array = np.array(leaves[leaf])
+        array.ravel()[-1] = bad
+        leaves[leaf] = make(array, dtype)
+        assert not tree.all_finite(leaves)
+
+
+def test_a_bad_imaginary_part_is_found():
+    assert not tree.all_finite(jnp.array([1 + 1j * np.inf]))
+    assert not tree.all_finite(jnp.array([complex(1, np.nan)]))
+
+
+def test_infinities_of_both_signs_do_not_cancel():
+    assert not tree.all_finite([jnp.array([jnp.inf, -jnp.inf]), jnp.array(-jnp.inf), jnp.array(jnp.inf)])
+
+
+def test_the_largest_and_smallest_finite_numbers_are_finite():
+    for dtype in (jnp.float32, *HALF):
+        info = jnp.finfo(dtype)
+        assert tree.all_finite([jnp.full(1000, info.max), jnp.full(1000, info.min), jnp.full(3, info.tiny)])
+    with jax.enable_x64(True):
+        assert tree.all_finite(jnp.full(3, 1e308))  # finite in its own dtype, though not in float32
+    assert tree.all_finite(jnp.array(3e38 + 3e38j))
+
+
+def test_what_has_no_infinities_is_finite():
+    for empty in ({}, None, [], jnp.zeros((0, 3)), {"n": jnp.arange(3), "k": jax.random.key(0), "b": True, "s": "x"}):
+        assert tree.all_finite(empty)
+        assert tree.all_finite(empty).shape == ()
+    assert not tree.all_finite({"python": float("nan")})
+
+
+def test_finiteness_is_a_bool_scalar_under_jit_and_one_per_member_under_vmap():
+    x = jnp.array([[1.0, 2.0], [jnp.nan, 1.0], [0.0, -jnp.inf]])
+    np.testing.assert_array_equal(jax.vmap(tree.all_finite)({"x": x}), [True, False, False])
+    assert jax.jit(tree.all_finite)(x).dtype == jnp.bool_
+
+
+@given(st.lists(st.lists(st.floats(width=32), max_size=4), max_size=3))
+def test_finiteness_and_largest_magnitude_agree_with_numpy(lists):
+    arrays = [np.array(values, np.float32) for values in lists]
+    flat = np.concatenate([*arrays, np.zeros(1, np.float32)])
+    leaves = [jnp.asarray(array) for array in arrays]
+    assert bool(tree.all_finite(leaves)) == np.isfinite(flat).all()
+    largest = np.abs(flat).max()
+    tiny = np.finfo(np.float32).tiny  # a CPU may flush what is smaller
+    np.testing.assert_allclose(tree.max_abs(leaves), largest if np.isnan(largest) or largest >= tiny else 0, atol=tiny)
+
+
+def test_max_abs_is_float32_ignores_integers_and_keeps_nan():
+    assert tree.max_abs({}) == 0 and tree.max_abs({}).dtype == jnp.float32
+    assert tree.max_abs([jnp.array([2.0, -3.0], jnp.float16), jnp.array([100]), jnp.zeros(0)]) == 3
+    assert tree.max_abs([jnp.array(3 + 4j), jnp.array(1.0)]) == 5
+    assert jnp.isnan(tree.max_abs([jnp.array([1.0, jnp.nan]), jnp.array(5.0)]))
+    assert jnp.isnan(tree.max_abs([jnp.array(5.0), jnp.array([jnp.nan, 1.0])]))
+    assert tree.max_abs(jnp.array([-jnp.inf])) == jnp.inf
+
+
+# ---- select_tree
+
+
+def special_tree(seed):
+    nan_with_payload = np.array([0x7FC00123, 0xFF800001], np.uint32).view(np.float32)
+    return {
+        "float": jnp.array([-0.0, 0.0, jnp.inf, -jnp.inf, float(seed)]),
+        "nan": jnp.asarray(nan_with_payload),
+        "half": jnp.array([seed], jnp.float16),
+        "int": jnp.array([seed, -1]),
+        "bool": jnp.array(bool(seed % 2)),
+        "complex": jnp.array(complex(-0.0, -0.0)),
+        "key": jax.random.key(seed),
+        "keys": jax.random.split(jax.random.key(seed), 2),
+        "old_key": jax.random.PRNGKey(seed),
+        "empty": jnp.zeros((0, 2)),
+        "none": None,
+        "masked": optax.MaskedNode(),
+    }
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_selection_is_bit_for_bit_for_every_kind_of_leaf(transform):
+    a, b = special_tree(1), special_tree(2)
+    select = transform(tree.select_tree)
+    assert same_bits(select(jnp.array(True), a, b), a)
+    assert same_bits(select(jnp.array(False), a, b), b)
+
+
+def test_selection_keeps_the_dtypes_of_what_is_kept():
+    got = tree.select_tree(True, {"a": jnp.ones(2), "n": 3.0}, {"a": jnp.zeros(2, jnp.float16), "n": jnp.array(0)})
+    assert got["a"].dtype == jnp.float16 and got["n"].dtype == jnp.int32 and got["n"] == 3
+
+
+def test_selection_passes_on_the_same_object_and_what_nobody_looks_at():
+    marker = object()  # no array at all
+    assert tree.select_tree(jnp.array(True), {"a": marker}, {"a": marker})["a"] is marker
+
+
+def test_selection_under_vmap_has_one_flag_per_member():
+    got = jax.vmap(tree.select_tree)(jnp.array([True, False]), jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    np.testing.assert_array_equal(got, [[1, 1, 1], [0, 0, 0]])
+
+
+def test_trees_or_leaves_that_do_not_match_are_refused():
+    with pytest.raises(ValueError, match="key mismatch|keys|structure"):
+        tree.select_tree(True, {"a": 1}, {"b": 1})
+    with pytest.raises(TypeError, match="same shapes"):
+        tree.select_tree(True, jnp.ones(3), jnp.zeros(()))
+
+
+def test_a_path_reads_as_users_write_it():
+    paths = jax.tree_util.tree_leaves_with_path({"encoder": [{"kernel": 1}]})
+    assert tree.path_name(paths[0][0]) == "encoder/0/kernel"
