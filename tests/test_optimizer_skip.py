@@ -1,0 +1,212 @@
+"""A step that is not finite changes nothing but the loss scale and the counters, and training goes on as if it had not been."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from optimizer_tools import bits, loss_fn, problem, replace_element, same_bits, standard
+
+import jaxmp
+from jaxmp import DynamicLossScale, loss_scaling, scaled_value_and_grad
+
+BAD = [np.inf, -np.inf, np.nan]
+
+
+def run(tx, params, state, batch, bad=None, leaf=0):
+    """One step, ``bad`` put into one element of one leaf of the gradients."""
+    _, grads = scaled_value_and_grad(loss_fn, state)(params, batch)
+    if bad is not None:
+        grads = replace_element(grads, leaf, bad)
+    updates, state = tx.update(grads, state, params)
+    return updates, optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("leaf", [0, 1, 2])
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_step_changes_no_bit_of_params_or_state_and_the_scale_backs_off(bad, leaf):
+    params, batch = problem()
+    params["out"]["w"] = params["out"]["w"].at[0].set(jnp.array([-0.0, 0.0]))
+    tx = loss_scaling(standard(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))), DynamicLossScale())
+    _, params, before = run(tx, params, tx.init(params), batch)
+    params["hidden"]["b"] = params["hidden"]["b"].at[0].set(-0.0)
+    updates, new_params, after = run(tx, params, before, batch, bad, leaf)
+    assert all((leaf == 0).all() and np.signbit(leaf).all() for leaf in jax.tree.leaves(updates))
+    assert same_bits(new_params, params)
+    assert same_bits(after.inner_state, before.inner_state)
+    assert after.loss_scale.loss_scale == before.loss_scale.loss_scale / 2 == 2.0**14
+    assert after.loss_scale.counter == 0 and before.loss_scale.counter == 1
+    assert (after.skipped, after.consecutive_skipped, after.last_finite) == (1, 1, False)
+
+
+def test_a_step_that_follows_resets_the_consecutive_count_only():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+    state = tx.init(params)
+    seen = []
+    for bad in (np.nan, np.inf, None, np.nan):
+        _, params, state = run(tx, params, state, batch, bad)
+        seen.append((int(state.skipped), int(state.consecutive_skipped), bool(state.last_finite)))
+    assert seen == [(1, 1, False), (2, 2, False), (2, 0, True), (3, 1, False)]
+
+
+def test_training_goes_on_as_if_the_bad_batches_had_not_been():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale())
+    runs = []
+    for pattern in ([None] * 4, [np.nan, None, None, np.inf, -np.inf, None, None]):
+        end, state = params, tx.init(params)
+        for bad in pattern:
+            _, end, state = run(tx, end, state, batch, bad)
+        runs.append((end, state.inner_state))
+    assert same_bits(*runs)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_updates_that_are_not_finite_skip_the_step_although_the_gradients_are(value):
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: jnp.where(g > 0, value, g), updates), state + 1
+
+    inner = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+    params = {"w": jnp.array([1.0, -0.0])}
+    tx = loss_scaling(inner, DynamicLossScale())
+    updates, state = tx.update({"w": jnp.array([-1.0, 1.0])}, tx.init(params), params)
+    assert same_bits(optax.apply_updates(params, updates), params)
+    assert state.inner_state == 0 and state.skipped == 1 and state.loss_scale.loss_scale == 2.0**14
+    updates, state = tx.update({"w": jnp.array([-1.0, -1.0])}, state, params)
+    assert state.inner_state == 1 and state.skipped == 1
+
+
+def test_a_clip_whose_norm_overflows_skips_the_step():
+    params = jnp.ones(2)
+    tx = loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.scale(1e30)), jaxmp.NoOpLossScale())
+    grads = jnp.array([3e38, 3e38])  # finite; the norm is not, and the clipped gradient is 0: nothing to skip
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert state.last_finite and (updates == 0).all()
+    divide = optax.stateless(lambda updates, params: updates / jnp.sum(updates * 0))
+    tx = loss_scaling(divide, jaxmp.NoOpLossScale())
+    updates, state = tx.update(jnp.ones(2), tx.init(params), params)
+    assert not state.last_finite and np.signbit(updates).all()
+
+
+def test_without_the_check_of_the_updates_only_gradients_count_as_in_torch():
+    tx = loss_scaling(optax.scale(jnp.inf), DynamicLossScale(), check_updates=False)
+    updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+    assert jnp.isinf(updates).all() and state.last_finite
+    updates, state = tx.update(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
+    assert (updates == 0).all() and not state.last_finite
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.complex64])
+def test_adding_the_skipped_updates_changes_no_bit_of_other_dtypes(dtype):
+    special = [-0.0, 0.0, 1.5, -np.inf] if dtype != jnp.complex64 else [complex(-0.0, -0.0), complex(-0.0, 0.0), 1j]
+    params = jnp.array(special, dtype)
+    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
+    updates, state = tx.update(jnp.full(len(special), jnp.nan, dtype), tx.init(params), params)
+    with jax.numpy_dtype_promotion("standard"):
+        assert bits(optax.apply_updates(params, updates)) == bits(params)
+    assert state.skipped == 1
+
+
+def test_params_that_hold_nan_or_infinity_already_stay_what_they_are():
+    params = jnp.array([jnp.nan, jnp.inf, 1.0])
+    tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale())
+    updates, state = tx.update(jnp.ones(3), tx.init(params), params)  # weight decay of NaN is NaN: the step is skipped
+    np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
+    assert state.skipped == 1
+
+
+def test_float16_gradients_that_overflow_under_the_scale_are_found_and_the_scale_falls_until_they_do_not():
+    params = {"w": jnp.ones(2, jnp.float16)}
+    tx = loss_scaling(optax.sgd(2.0**-10), DynamicLossScale(2.0**15))
+    state = tx.init(params)
+    scales = []
+    for _ in range(5):
+        loss, grads = scaled_value_and_grad(lambda p: jnp.sum(p["w"].astype(jnp.float32)) * 8, state)(params)
+        assert loss == 16
+        scales.append(int(state.loss_scale.loss_scale))
+        updates, state = tx.update(grads, state, params)
+    assert scales == [2**15, 2**14, 2**13, 2**12, 2**12]  # 8 * 2**13 is 65536, float16's infinity
+    assert state.skipped == 3 and (updates["w"] == -(2.0**-7)).all()
+
+
+def test_two_losses_with_their_own_optimizers_skip_and_back_off_on_their_own():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+    states = [tx.init(params), tx.init(params)]
+    _, _, good = run(tx, params, states[0], batch)
+    _, kept, bad = run(tx, params, states[1], batch, np.inf)
+    assert (good.skipped, bad.skipped) == (0, 1) and same_bits(kept, params)
+    assert (good.loss_scale.loss_scale, bad.loss_scale.loss_scale) == (2.0**15, 2.0**14)
+
+
+def test_skipping_works_with_every_kind_of_loss_scale():
+    params, batch = problem()
+    scales = [jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(64.0), jaxmp.HeadroomLossScale(), DynamicLossScale()]
+    expected = [1, 64, 2.0**14, 2.0**14]
+    for scale, after in zip(scales, expected, strict=True):
+        tx = loss_scaling(standard(optax.adam(1e-2)), scale)
+        _, new_params, state = run(tx, params, tx.init(params), batch, np.nan)
+        assert same_bits(new_params, params) and state.skipped == 1
+        assert jaxmp.get_loss_scale(state).loss_scale == after
+
+
+class AnySequenceOfSteps(RuleBasedStateMachine):
+    """Any mix of finite and bad steps against an optimizer that is not told of the bad ones, and torch's rule in Python."""
+
+    @initialize(
+        start=st.sampled_from([1.0, 2.0, 2.0**10, 2.0**24]),
+        period=st.integers(1, 4),
+        factor=st.sampled_from([2.0, 4.0]),
+        lowest=st.sampled_from([1.0, 0.25]),
+    )
+    def begin(self, start, period, factor, lowest):
+        self.params = self.plain_params = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[0.5]])}
+        self.scale, self.counter, self.period, self.factor, self.lowest = start, 0, period, factor, lowest
+        loss_scale = DynamicLossScale(start, period=period, factor=factor, min_loss_scale=lowest)
+        self.tx, self.plain = loss_scaling(optax.sgd(0.1, momentum=0.9), loss_scale), optax.sgd(0.1, momentum=0.9)
+        self.state, self.plain_state = self.tx.init(self.params), self.plain.init(self.params)
+        self.skipped = self.consecutive = 0
+
+    def step(self, grads):
+        scaled = jax.tree.map(lambda g: g * self.scale, grads)
+        updates, self.state = self.tx.update(scaled, self.state, self.params)
+        self.params = optax.apply_updates(self.params, updates)
+
+    @rule(values=st.lists(st.floats(-4, 4, width=16), min_size=3, max_size=3))
+    def good(self, values):
+        values = [round(value * 256) / 256 for value in values]  # no product of theirs is subnormal
+        grads = {"a": jnp.array(values[:2], jnp.float32), "b": jnp.full((1, 1), values[2], jnp.float32)}
+        self.step(grads)
+        updates, self.plain_state = self.plain.update(grads, self.plain_state)
+        self.plain_params = optax.apply_updates(self.plain_params, updates)
+        self.counter += 1
+        if self.counter >= self.period:
+            self.counter = 0
+            if self.scale * self.factor <= 2.0**24:
+                self.scale *= self.factor
+        self.consecutive = 0
+        self.check()
+
+    @rule(value=st.sampled_from(BAD), leaf=st.integers(0, 1))
+    def bad(self, value, leaf):
+        self.step(replace_element(jax.tree.map(jnp.ones_like, self.params), leaf, value))
+        self.scale, self.counter = max(self.scale / self.factor, self.lowest), 0
+        self.skipped, self.consecutive = self.skipped + 1, self.consecutive + 1
+        self.check()
+
+    def check(self):
+        assert same_bits(self.params, self.plain_params)
+        assert same_bits(self.state.inner_state, self.plain_state)
+        assert float(self.state.loss_scale.loss_scale) == self.scale
+        assert int(self.state.loss_scale.counter) == self.counter
+        assert int(self.state.skipped) == self.skipped and int(self.state.consecutive_skipped) == self.consecutive
+
+
+AnySequenceOfSteps.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
+TestAnySequenceOfSteps = AnySequenceOfSteps.TestCase
