@@ -11,7 +11,7 @@ import optax
 
 
 def standard(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """``tx`` under JAX's usual dtype promotion, which optax itself needs (Adam's bias correction); ours stays strict."""
+    """``tx`` under JAX's usual dtype promotion, which Adam's bias correction in optax needs; our code stays strict."""
     tx = optax.with_extra_args_support(tx)
 
     def init(params):

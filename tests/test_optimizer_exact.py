@@ -1,4 +1,4 @@
-"""A power-of-two scale changes no bit of training in float32, and half gradients lose nothing that float32 would keep."""
+"""A power-of-two scale changes no bit of training in float32, and half gradients lose nothing that float32 keeps."""
 
 from __future__ import annotations
 

@@ -1,0 +1,243 @@
+"""loss_scaling around and inside optax's other wrappers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizer_tools import loss_fn, problem, same_bits, standard
+
+import jaxmp
+from jaxmp import DynamicLossScale, get_loss_scale, loss_scaling, scaled_value_and_grad
+
+
+def run(tx, pattern, params, batch, **extra):
+    """Steps with true gradients (True) or with a NaN in one of them (False); returns params and state."""
+    state = tx.init(params)
+    for good in pattern:
+        _, grads = scaled_value_and_grad(loss_fn, state)(params, batch)
+        if not good:
+            grads["out"]["w"] = grads["out"]["w"].at[1, 1].set(jnp.nan)
+        updates, state = tx.update(grads, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def compiled(tx):
+    """For what contains a lax.cond, which would be compiled anew at every step."""
+    return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
+
+
+def close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
+
+
+def test_in_a_chain_it_stands_inside_or_outside():
+    params, batch = problem()
+    outside = loss_scaling(standard(optax.chain(optax.clip(0.1), optax.adam(1e-2))), DynamicLossScale())
+    inside = standard(optax.chain(loss_scaling(optax.chain(optax.clip(0.1), optax.adam(1e-2)), DynamicLossScale())))
+    halves = optax.chain(
+        loss_scaling(standard(optax.chain(optax.clip(0.1), optax.scale_by_adam())), DynamicLossScale()),
+        optax.scale(-1e-2),
+    )
+    ends = [run(tx, [True, False, True], params, batch) for tx in (outside, inside, halves)]
+    assert same_bits(ends[0][0], ends[1][0])
+    close(ends[0][0], ends[2][0])
+    for _, state in ends:
+        assert get_loss_scale(state).loss_scale == 2.0**14
+
+
+def test_masked_inside_and_outside():
+    params, batch = problem()
+    mask = {"hidden": {"w": True, "b": False}, "out": {"w": True}}
+    frozen = jax.tree.map(lambda on: not on, mask)
+    outside = loss_scaling(
+        standard(optax.chain(optax.masked(optax.adam(1e-2), mask), optax.masked(optax.set_to_zero(), frozen))),
+        DynamicLossScale(),
+    )
+    inside = standard(
+        optax.chain(
+            optax.masked(loss_scaling(optax.adam(1e-2), DynamicLossScale()), mask),
+            optax.masked(optax.set_to_zero(), frozen),
+        )
+    )
+    for tx in (outside, inside):
+        end, state = run(tx, [True, False, True], params, batch)
+        expected, _ = run(tx, [True, True], params, batch)
+        assert same_bits(end, expected) and same_bits(end["hidden"]["b"], params["hidden"]["b"])
+        assert get_loss_scale(state).loss_scale == 2.0**14
+
+
+def test_a_mask_that_lets_no_param_through_is_no_error():
+    params, _ = problem()
+    tx = standard(
+        optax.masked(loss_scaling(optax.adam(1e-2), DynamicLossScale()), jax.tree.map(lambda _: False, params))
+    )
+    updates, state = tx.update(params, tx.init(params), params)
+    assert same_bits(updates, params) and state.inner_state.last_finite
+
+
+def test_around_multi_transform_one_loss_has_one_scale():
+    params, batch = problem()
+    tx = loss_scaling(
+        standard(optax.multi_transform({"a": optax.adam(1e-2), "s": optax.sgd(0.1)}, {"hidden": "a", "out": "s"})),
+        DynamicLossScale(),
+    )
+    end, state = run(tx, [True, False, True], params, batch)
+    assert same_bits(end, run(tx, [True, True], params, batch)[0])
+    assert get_loss_scale(state).loss_scale == 2.0**14 and state.skipped == 1
+
+
+def test_inside_multi_transform_every_loss_has_its_own_scale_and_the_whole_state_has_none():
+    params, _ = problem()
+    parts = {
+        "a": loss_scaling(optax.adam(1e-2), DynamicLossScale()),
+        "s": loss_scaling(optax.sgd(0.1), DynamicLossScale()),
+    }
+    tx = standard(optax.multi_transform(parts, {"hidden": "a", "out": "s"}))
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="one loss has one scale, but this optimizer's state has 2"):
+        get_loss_scale(state)
+    own = {name: state.inner_states[name] for name in parts}
+    grads = jax.tree.map(lambda p: jnp.ones_like(p) * get_loss_scale(own["a"]).loss_scale, params)
+    grads["out"]["w"] = grads["out"]["w"].at[0, 0].set(jnp.inf)
+    updates, state = tx.update(grads, state, params)
+    scales = {name: float(get_loss_scale(state.inner_states[name]).loss_scale) for name in parts}
+    assert scales == {"a": 2.0**15, "s": 2.0**14}
+    assert (updates["out"]["w"] == 0).all() and (updates["hidden"]["w"] != 0).all()
+
+
+def test_a_schedule_inside_does_not_advance_on_a_skipped_step():
+    params, batch = problem()
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    tx = loss_scaling(standard(optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)), DynamicLossScale())
+    _, state = run(tx, [True, False, False, True], params, batch)
+    assert state.inner_state.count == 2
+    np.testing.assert_allclose(state.inner_state.hyperparams["learning_rate"], 0.9, rtol=1e-6)
+    _, state = run(loss_scaling(standard(optax.adam(schedule)), DynamicLossScale()), [True, False, True], params, batch)
+    assert [int(leaf) for leaf in jax.tree.leaves(state.inner_state) if leaf.dtype == jnp.int32] == [2, 2]
+
+
+def test_inject_hyperparams_around_it_keeps_working():
+    params, batch = problem()
+
+    def make(learning_rate):
+        return loss_scaling(optax.sgd(learning_rate), DynamicLossScale())
+
+    tx = standard(optax.inject_hyperparams(make)(learning_rate=0.1))
+    end, state = run(tx, [True, False, True], params, batch)
+    assert get_loss_scale(state).loss_scale == 2.0**14
+    close(end, run(loss_scaling(optax.sgd(0.1), DynamicLossScale()), [True, True], params, batch)[0])
+    state.hyperparams["learning_rate"] = jnp.float32(0.0)
+    _, grads = scaled_value_and_grad(loss_fn, state)(params, batch)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(tx.update(grads, state, params)[0]))
+
+
+# ---- MultiSteps
+
+
+def test_around_multi_steps_a_bad_microbatch_is_dropped_and_the_window_grows_by_one():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()), DynamicLossScale())
+    tx = compiled(tx)
+    end, state = run(tx, [True, False, True], params, batch)
+    assert state.inner_state.gradient_step == 1 and state.inner_state.mini_step == 0
+    assert get_loss_scale(state).loss_scale == 2.0**14
+    assert same_bits(end, run(tx, [True, True], params, batch)[0]) and not same_bits(end, params)
+    unfinished, _ = run(tx, [True, False], params, batch)
+    assert same_bits(unfinished, params)
+
+
+def test_inside_multi_steps_that_skip_a_bad_microbatch_is_dropped_before_the_scale_hears_of_it():
+    params, batch = problem()
+    tx = loss_scaling(optax.adam(1e-2), jaxmp.StaticLossScale(2.0**10))
+    tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
+    tx = compiled(standard(tx))
+    end, state = run(tx, [True, False, True], params, batch)
+    assert state.gradient_step == 1 and state.inner_opt_state.skipped == 0
+    assert same_bits(end, run(tx, [True, True], params, batch)[0]) and not same_bits(end, params)
+
+
+def test_inside_multi_steps_without_the_skip_nothing_bad_is_applied_but_optax_never_recovers():
+    params, batch = problem()
+    tx = loss_scaling(optax.adam(1e-2), DynamicLossScale())
+    tx = compiled(standard(optax.MultiSteps(tx, 2).gradient_transformation()))
+    end, state = run(tx, [True, False] + [True] * 6, params, batch)
+    assert same_bits(end, params)
+    assert jnp.isnan(state.acc_grads["out"]["w"][1, 1])
+    assert state.inner_opt_state.skipped == 4 and get_loss_scale(state).loss_scale == 2.0**11
+
+
+# ---- apply_if_finite
+
+
+def test_around_apply_if_finite_the_scale_decides():
+    params, batch = problem()
+    tx = compiled(loss_scaling(standard(optax.apply_if_finite(optax.adam(1e-2), 2)), DynamicLossScale()))
+    end, state = run(tx, [True, False, False, False, False, True], params, batch)
+    assert same_bits(end, run(tx, [True, True], params, batch)[0])
+    assert get_loss_scale(state).loss_scale == 2.0**11 and state.inner_state.total_notfinite == 0
+
+
+def test_inside_apply_if_finite_nothing_bad_is_applied_even_when_optax_gives_up():
+    params, batch = problem()
+    tx = compiled(standard(optax.apply_if_finite(loss_scaling(optax.adam(1e-2), DynamicLossScale()), 2)))
+    end, state = run(tx, [True] + [False] * 4 + [True], params, batch)
+    assert same_bits(end, run(tx, [True, True], params, batch)[0])
+    assert state.total_notfinite == 4 and state.inner_state.skipped == 2  # the last two got through to it
+    assert get_loss_scale(state).loss_scale == 2.0**13
+
+
+# ---- extra arguments and optax.contrib
+
+
+def squares(params):
+    return jnp.sum((params["w"] - 0.5) ** 2)
+
+
+EXTRA = {
+    "polyak_sgd": lambda: optax.polyak_sgd(0.5),
+    "backtracking": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5, store_grad=True)),
+    "lbfgs with zoom": lambda: optax.lbfgs(),
+}
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_transforms_that_need_extra_arguments_see_true_values_and_gradients(name):
+    params = plain_params = {"w": jnp.array([1.0, -2.0, 3.0])}
+    tx, plain = loss_scaling(standard(EXTRA[name]()), DynamicLossScale()), standard(EXTRA[name]())
+    state, plain_state = tx.init(params), plain.init(params)
+    for _ in range(2):
+        value, grad = scaled_value_and_grad(squares, state)(params)
+        updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=squares)
+        params = optax.apply_updates(params, updates)
+        value, grad = jax.value_and_grad(squares)(plain_params)
+        updates, plain_state = plain.update(grad, plain_state, plain_params, value=value, grad=grad, value_fn=squares)
+        plain_params = optax.apply_updates(plain_params, updates)
+    assert same_bits(params, plain_params) and same_bits(state.inner_state, plain_state)
+
+
+def test_an_inner_transform_without_extra_arguments_is_given_none():
+    params, batch = problem()
+    run(loss_scaling(optax.sgd(0.1), DynamicLossScale()), [True], params, batch, value=1.0, anything="else")
+
+
+CONTRIB = {
+    "schedule_free": lambda: optax.contrib.schedule_free_sgd(1e-2, b1=0.9),
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "noise with a typed key": lambda: optax.add_noise(0.1, 0.1, jax.random.key(0)),
+    "dog": lambda: optax.contrib.dog(1.0),
+}
+
+
+@pytest.mark.parametrize("name", CONTRIB)
+def test_optimizers_of_optax_contrib_skip_whole(name):
+    params, batch = problem()
+    tx = compiled(loss_scaling(standard(CONTRIB[name]()), DynamicLossScale()))
+    end, state = run(tx, [True, False, True], params, batch)
+    expected, expected_state = run(tx, [True, True], params, batch)
+    assert same_bits(end, expected) and same_bits(state.inner_state, expected_state.inner_state)
+    assert state.skipped == 1 and not same_bits(end, params)

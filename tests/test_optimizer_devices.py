@@ -1,0 +1,271 @@
+"""Under jit, scan, vmap and on several devices: one program, no host, one reduction, every device of one mind."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optimizer_tools import loss_fn, problem, same_bits, standard
+
+import jaxmp
+from jaxmp import DynamicLossScale, loss_scaling, scaled_value_and_grad
+
+SCALES = [jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(2.0**10), DynamicLossScale(), jaxmp.HeadroomLossScale()]
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def make_step(tx):
+    def step(params, state, batch):
+        loss, grads = scaled_value_and_grad(loss_fn, state)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def with_nan(batch):
+    return {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
+
+
+def mesh_of_four(kind=AxisType.Auto):
+    return jax.make_mesh((4,), ("d",), axis_types=(kind,))
+
+
+def collectives(compiled):
+    text = compiled.as_text()
+    return {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+
+
+# ---- one program on one device
+
+
+def primitives(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=lambda scale: type(scale).__name__)
+def test_a_step_has_no_branch_no_callback_and_no_loop(scale):
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adamw(1e-2)), scale)
+    names = set(primitives(jax.make_jaxpr(make_step(tx))(params, tx.init(params), batch).jaxpr))
+    assert "select_n" in names and "tanh" in names  # the walk does see the step
+    assert not {name for name in names if "callback" in name or name in ("cond", "while", "infeed", "outfeed")}
+
+
+def test_fifty_steps_with_skips_are_compiled_once_and_never_touch_the_host():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale(period=7))
+    step = jax.jit(make_step(tx), donate_argnums=(0, 1))
+    state, bad = tx.init(params), with_nan(batch)
+    params = jax.tree.map(jnp.copy, params)
+    with jax.transfer_guard("disallow"):
+        for i in range(50):
+            params, state, _ = step(params, state, bad if i % 11 == 10 else batch)
+    assert step._cache_size() == 1
+    assert state.skipped == 4
+    assert state.loss_scale.loss_scale == 2.0**15  # four times down, and up after each seven of the ten between
+
+
+def test_a_scan_over_steps_equals_the_steps():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)), jaxmp.HeadroomLossScale())
+    step = jax.jit(make_step(tx))
+    batches = [batch, with_nan(batch), batch, batch]
+    one_by_one, state = params, tx.init(params)
+    for each in batches:
+        one_by_one, state, _ = step(one_by_one, state, each)
+
+    def body(carry, each):
+        params, state, loss = make_step(tx)(*carry, each)
+        return (params, state), loss
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    (scanned, scanned_state), losses = jax.jit(lambda c, b: jax.lax.scan(body, c, b))(
+        (params, tx.init(params)), stacked
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scanned, one_by_one)
+    assert scanned_state.skipped == state.skipped == 1 and jnp.isnan(losses[1])
+    assert jaxmp.get_loss_scale(scanned_state).loss_scale == jaxmp.get_loss_scale(state).loss_scale
+
+
+def test_donating_the_state_leaves_the_optimizer_usable_for_a_second_run():
+    params, batch = problem()
+    loss_scale = DynamicLossScale()
+    tx = loss_scaling(standard(optax.adam(1e-2)), loss_scale)
+    step = jax.jit(make_step(tx), donate_argnums=1)
+    ends = []
+    for _ in range(2):
+        state = tx.init(params)
+        end, new_state, _ = step(params, state, batch)
+        assert state.skipped.is_deleted() and not new_state.skipped.is_deleted()
+        ends.append(end)
+    assert same_bits(*ends) and step._cache_size() == 1
+    assert loss_scale.loss_scale == 2.0**15  # the object in the user's hands is still there
+
+
+# ---- populations and mapped axes
+
+
+def test_in_a_population_only_the_bad_member_skips():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+    members = jax.tree.map(lambda x: jnp.stack([x, 2 * x, 3 * x]), params)
+    states = jax.vmap(tx.init)(members)
+    batches = jax.tree.map(lambda x: jnp.stack([x] * 3), batch)
+    batches["x"] = batches["x"].at[1, 0, 0].set(jnp.inf)
+    new, states, _ = jax.jit(jax.vmap(make_step(tx)))(members, states, batches)
+    np.testing.assert_array_equal(states.skipped, [0, 1, 0])
+    np.testing.assert_array_equal(jaxmp.get_loss_scale(states).loss_scale, [2.0**15, 2.0**14, 2.0**15])
+    for i, unchanged in enumerate([False, True, False]):
+        member = [jax.tree.map(lambda x, i=i: x[i], tree) for tree in (members, new)]
+        assert same_bits(*member) == unchanged
+    assert not states.inner_state[0].mu["out"]["w"][1].any()
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map", "shard_map_unchecked"])
+def test_an_infinity_on_one_device_makes_every_device_skip_and_keep_the_same_scale(mapping):
+    params, _ = problem()
+    scale = DynamicLossScale() if mapping == "pmap" else jaxmp.HeadroomLossScale()
+    tx = loss_scaling(standard(optax.adam(1e-2)), scale, axis_name="d")
+    grads = jax.tree.map(lambda p: jnp.stack([p, p, p, 2 * p]), params)  # every device has gradients of its own
+    bad = {**grads, "out": {"w": grads["out"]["w"].at[2, 0, 0].set(jnp.inf)}}
+
+    def update(grads, state):
+        if "shard_map" in mapping:
+            grads = jax.tree.map(lambda g: g[0], grads)
+        updates, state = tx.update(grads, state, params)
+        if "shard_map" in mapping:
+            updates, state = jax.tree.map(lambda x: jnp.asarray(x)[None], (updates, state))
+        return updates, state
+
+    if mapping == "vmap":
+        mapped = jax.jit(jax.vmap(update, in_axes=(0, None), axis_name="d"))
+    elif mapping == "pmap":
+        mapped = jax.pmap(update, in_axes=(0, None), axis_name="d")
+    else:
+        specs = {"in_specs": (PartitionSpec("d"), PartitionSpec()), "out_specs": PartitionSpec("d")}
+        mapped = jax.jit(jax.shard_map(update, mesh=mesh_of_four(), check_vma=mapping == "shard_map", **specs))
+    updates, state = mapped(bad, tx.init(params))
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(updates))
+    np.testing.assert_array_equal(state.skipped, [1] * 4)
+    np.testing.assert_array_equal(jaxmp.get_loss_scale(state).loss_scale, [2.0**14] * 4)
+
+    updates, state = mapped(grads, tx.init(params))
+    assert all(np.asarray(leaf).any() for name, leaf in updates["out"].items())
+    np.testing.assert_array_equal(state.last_finite, [True] * 4)
+    assert len(set(np.asarray(jaxmp.get_loss_scale(state).loss_scale).tolist())) == 1
+
+
+def test_gradients_averaged_by_shard_map_keep_a_replicated_state():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale(), axis_name="d")
+    specs = (PartitionSpec(), PartitionSpec(), PartitionSpec("d"))
+
+    def step(params, state, batch):
+        _, grads = scaled_value_and_grad(lambda p, b: jax.lax.pmean(loss_fn(p, b), "d"), state)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(
+        jax.shard_map(step, mesh=mesh_of_four(), in_specs=specs, out_specs=(PartitionSpec(), PartitionSpec()))
+    )
+    got, state = step(params, tx.init(params), batch)
+    expected, _, _ = jax.jit(
+        make_step(tx_without_axis := loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale()))
+    )(params, tx_without_axis.init(params), batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), got, expected)
+    _, state = step(params, tx.init(params), with_nan(batch))
+    assert state.skipped == 1 and state.loss_scale.loss_scale == 2.0**14
+
+
+# ---- jit with sharded arrays
+
+
+def sharded_problem(layout):
+    """Eight hidden units, params replicated or sharded over axis 0 of the mesh, and a batch sharded over examples."""
+    mesh = mesh_of_four()
+    sharded, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("d",), ()))
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "hidden": {"w": jax.random.normal(keys[0], (4, 8)), "b": jnp.zeros(8)},
+        "out": {"w": jax.random.normal(keys[1], (8, 2))},
+    }
+    batch = {"x": jax.random.normal(keys[2], (16, 4)), "y": jax.random.normal(keys[3], (16, 2))}
+    return jax.device_put(params, sharded if layout == "sharded" else replicated), jax.device_put(batch, sharded)
+
+
+@pytest.mark.parametrize("scale", SCALES[2:], ids=lambda scale: type(scale).__name__)
+def test_the_update_of_sharded_params_adds_one_all_reduce_and_gathers_nothing(scale):
+    params, _ = sharded_problem("sharded")
+    plain = standard(optax.adamw(1e-2))
+    tx = loss_scaling(plain, scale)
+    counts = []
+    for each in (plain, tx):
+        counts.append(collectives(jax.jit(each.update).lower(params, each.init(params), params).compile()))
+    assert counts[0] == dict.fromkeys(COLLECTIVES, 0)
+    # Headroom's reduction is a maximum and the check's a sum, which one instruction can't be.
+    assert counts[1] == counts[0] | {"all-reduce": 1 + scale.needs_grad_max}
+
+
+def test_a_step_on_replicated_params_communicates_no_more_than_without_loss_scaling():
+    params, batch = sharded_problem("replicated")
+    plain = standard(optax.adamw(1e-2))
+
+    def plain_step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = plain.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    tx = loss_scaling(plain, DynamicLossScale())
+    compiled = [
+        jax.jit(step).lower(params, opt.init(params), batch).compile()
+        for step, opt in ((plain_step, plain), (make_step(tx), tx))
+    ]
+    assert collectives(compiled[0]) == collectives(compiled[1])
+
+
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+def test_a_sharded_step_equals_that_of_one_device_and_keeps_its_shardings(layout):
+    params, batch = sharded_problem(layout)
+    tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale())
+    step = jax.jit(make_step(tx))
+    state, lone_params, lone_batch = tx.init(params), *jax.device_get((params, batch))
+    lone_state = tx.init(lone_params)
+    for each, lone_each in (
+        (batch, lone_batch),
+        (with_nan(batch), jax.device_get(with_nan(batch))),
+        (batch, lone_batch),
+    ):
+        new, state, _ = step(params, state, each)
+        lone_params, lone_state, _ = step(lone_params, lone_state, lone_each)
+        for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
+            assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+        for moment in (state.inner_state[0].mu, state.inner_state[0].nu):
+            jax.tree.map(lambda m, p: np.testing.assert_equal(m.sharding.spec, p.sharding.spec), moment, new)
+        shards = [float(shard.data) for shard in state.loss_scale.loss_scale.addressable_shards]
+        assert shards == [float(lone_state.loss_scale.loss_scale)] * 4
+        params = new
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, lone_params)
+    assert state.skipped == 1
+
+
+def test_a_mesh_with_explicit_shardings_works_too():
+    params, batch = jax.device_get(sharded_problem("sharded"))
+    with jax.set_mesh(mesh_of_four(AxisType.Explicit)):
+        params = jax.device_put(params, PartitionSpec())
+        batch = jax.device_put(batch, PartitionSpec("d"))
+        tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale())
+        new, state, _ = jax.jit(make_step(tx))(params, tx.init(params), batch)
+        updates, state = jax.jit(tx.update)(batch, tx.init(batch), batch)
+    assert state.last_finite and updates["x"].sharding.is_equivalent_to(batch["x"].sharding, 2)
+    assert not same_bits(new, params)
