@@ -157,7 +157,7 @@ def test_skipping_works_with_every_kind_of_loss_scale():
 
 
 class AnySequenceOfSteps(RuleBasedStateMachine):
-    """Any mix of finite and bad steps, against an optimizer that is not told of the bad ones and torch's rule in Python."""
+    """Any mix of finite and bad steps: an optimizer that is not told of the bad ones, and torch's rule in Python."""
 
     @initialize(
         start=st.sampled_from([1.0, 2.0, 2.0**10, 2.0**24]),

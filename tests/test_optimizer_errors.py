@@ -1,0 +1,171 @@
+"""What is wrong is said where it enters: the rule, what came, the remedy."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizer_tools import standard
+
+import jaxmp
+from jaxmp import DynamicLossScale, loss_scaling, scaled_value_and_grad
+
+
+def tx_of(inner=None):
+    return loss_scaling(inner or optax.sgd(0.1), DynamicLossScale())
+
+
+@pytest.mark.parametrize("wrong", [2.0**15, None, "dynamic", DynamicLossScale])
+def test_what_is_no_loss_scale_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"a loss scale must be one of jaxmp's or jmp's, got .*DynamicLossScale\(\)"):
+        loss_scaling(optax.sgd(0.1), wrong)
+
+
+def test_loss_scaling_inside_loss_scaling_is_refused():
+    for inner in (tx_of(), optax.chain(optax.clip(1.0), tx_of()), optax.apply_if_finite(tx_of(), 3)):
+        with pytest.raises(
+            ValueError, match=r"one loss has one scale.*loss_scaling was put inside loss_scaling; remove"
+        ):
+            tx_of(inner).init(jnp.ones(2))
+    with pytest.raises(ValueError, match="has a loss scale already"):
+        jaxmp.wrap_opt_state(tx_of().init(jnp.ones(2)), DynamicLossScale())
+
+
+def test_a_state_without_a_loss_scale_is_refused_by_every_reader():
+    state = optax.adam(1e-3).init(jnp.ones(2))
+    text = r"must contain a loss scale, got tuple without one; wrap the optimizer, .*jaxmp\.wrap_opt_state"
+    readers = [
+        lambda: jaxmp.get_loss_scale(state),
+        lambda: jaxmp.scale_loss(1.0, state),
+        lambda: jaxmp.unscale(jnp.ones(2), state),
+        lambda: scaled_value_and_grad(jnp.sum, state),
+    ]
+    for read in readers:
+        with pytest.raises(ValueError, match=text):
+            read()
+
+
+def test_a_state_with_several_loss_scales_is_refused():
+    state = optax.chain(tx_of(), tx_of()).init(jnp.ones(2))
+    with pytest.raises(
+        ValueError, match="has 2; put loss_scaling outside multi_transform, or, for separate losses, pass"
+    ):
+        jaxmp.get_loss_scale(state)
+
+
+def test_a_float16_loss_is_refused():
+    state = tx_of().init(jnp.ones(2))
+    text = r"must be float32, got float16, .*overflows; compute the loss from float32 values, e.g. from logits.astype"
+    with pytest.raises(TypeError, match=text):
+        scaled_value_and_grad(lambda p: jnp.sum(p.astype(jnp.float16)), state)(jnp.ones(2))
+    with pytest.raises(TypeError, match=text):
+        jaxmp.scale_loss(jnp.float16(1), state)
+
+
+def test_params_that_are_not_floating_are_named():
+    state = tx_of().init(jnp.ones(2))
+    params = {"w": jnp.ones(2), "table": {"ids": jnp.arange(3)}}
+    with pytest.raises(TypeError, match="only floating params have gradients, got 'table/ids' of dtype int32; move it"):
+        scaled_value_and_grad(lambda p: jnp.sum(p["w"]), state)(params)
+    with pytest.raises(TypeError, match="'table/ids'"):
+        scaled_value_and_grad(lambda a, p: jnp.sum(a), state, argnums=(0, 1))(jnp.ones(2), params)
+
+
+def test_gradients_that_are_not_floating_are_named():
+    tx = tx_of()
+    params = {"w": jnp.ones(2), "n": jnp.ones(3)}
+    for wrong, dtype in ((jnp.arange(3), "int32"), (np.zeros(3, bool), "bool")):
+        with pytest.raises(TypeError, match=f"gradients must be floating, got 'n' of dtype {dtype}; move that param"):
+            tx.update({"w": jnp.ones(2), "n": wrong}, tx.init(params), params)
+
+
+def test_gradients_that_jax_makes_for_integer_params_are_refused():
+    params = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    grads = jax.grad(lambda p: jnp.sum(p["w"]), allow_int=True)(params)
+    tx = tx_of()
+    with pytest.raises(TypeError, match=r"gradients must be floating, got 'n' of dtype .*float0"):
+        tx.update(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("empty", [{}, [], None, {"frozen": None}])
+def test_empty_gradients_are_refused(empty):
+    tx = tx_of()
+    with pytest.raises(
+        ValueError, match="an update needs gradients, got an empty tree; pass the gradients of the params"
+    ):
+        tx.update(empty, tx.init(empty), empty)
+
+
+def test_trees_that_do_not_match_are_told_leaf_by_leaf():
+    tx = tx_of()
+    params = {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 3)), "c": jnp.ones(())}}
+    grads = {"a": jnp.ones(3), "b": {"w": jnp.ones((2, 3)), "d": jnp.ones(())}}
+    text = (
+        "gradients and params must be the same tree with the same shapes, but 3 leaves differ: "
+        "'a': gradient (3,), param (2,); 'b/d': gradient (), param missing; 'b/c': gradient missing, param (); "
+        "pass the params that the gradients were taken of"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tx.update(grads, tx.init(params), params)
+
+
+def test_a_state_of_another_type_is_refused():
+    for state in (optax.adam(1e-3).init(jnp.ones(2)), None):
+        with pytest.raises(
+            TypeError, match=r"takes the state that its own init made, got .*; call tx.init again, or wrap"
+        ):
+            tx_of().update(jnp.ones(2), state, jnp.ones(2))
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    adam, momentum = tx_of(standard(optax.adam(1e-3))), tx_of(standard(optax.sgd(0.1, momentum=0.9)))
+    changing = tx_of(
+        optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, (1,)))
+    )
+    text = r"must come from the optimizer that loss_scaling wraps, whose state has the structure .*; call tx.init again"
+    for tx, other in ((adam, momentum), (momentum, adam), (changing, changing)):
+        with pytest.raises(ValueError, match=text):
+            tx.update(jnp.ones(2), other.init(jnp.ones(2)), jnp.ones(2))
+
+
+def test_an_inner_transform_that_fails_for_another_reason_says_so_itself():
+    def fail(updates, state, params=None):
+        raise RuntimeError("its own trouble")
+
+    tx = tx_of(optax.GradientTransformation(lambda params: (), fail))
+    for params in (jnp.ones(2), None):
+        with pytest.raises(RuntimeError, match="its own trouble"):
+            tx.update(jnp.ones(2), tx.init(jnp.ones(2)), params)
+
+
+def test_a_state_for_params_of_other_shapes_is_refused():
+    tx = tx_of(standard(optax.adam(1e-3)))
+    with pytest.raises((TypeError, ValueError), match=r"shape|broadcast"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(())), jnp.ones(3))
+
+
+def test_a_function_with_aux_must_return_a_pair():
+    state = tx_of().init(jnp.ones(2))
+    for result in (lambda p: jnp.sum(p), lambda p: [jnp.sum(p), 1], lambda p: (jnp.sum(p), 1, 2)):
+        with pytest.raises(TypeError, match=r"with has_aux the function must return a pair \(loss, aux\), got"):
+            scaled_value_and_grad(result, state, has_aux=True)(jnp.ones(2))
+
+
+def test_what_jax_refuses_it_refuses_in_its_own_words():
+    state = tx_of().init(jnp.ones(2))
+    with pytest.raises(TypeError, match="requires at least 1 positional arguments"):
+        scaled_value_and_grad(lambda p: jnp.sum(p), state)(p=jnp.ones(2))
+    with pytest.raises(TypeError, match="scalar-output"):
+        scaled_value_and_grad(lambda p: p, state)(jnp.ones(2))
+
+
+def test_errors_come_while_tracing_too():
+    tx = tx_of()
+    with pytest.raises(ValueError, match="got an empty tree"):
+        jax.jit(tx.update)({}, tx.init({}), {})
+    with pytest.raises(TypeError, match="must be float32, got float16"):
+        jax.jit(lambda s: scaled_value_and_grad(lambda p: p.astype(jnp.float16), s)(1.0))(tx.init(jnp.ones(2)))

@@ -1,0 +1,212 @@
+"""Reading, wrapping, saving and restoring the state, and the functions that read the scale from it."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+
+import cloudpickle
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from optimizer_tools import bits, loss_fn, problem, replace_element, same_bits, standard
+
+import jaxmp
+from jaxmp import DynamicLossScale, get_loss_scale, loss_scaling, scaled_value_and_grad
+from jaxmp.optimizer import get_loss_scaling_state, has_loss_scale
+
+SCALES = [
+    jaxmp.NoOpLossScale(),
+    jaxmp.StaticLossScale(2.0**10),
+    DynamicLossScale(2.0**13, period=3, hysteresis=2),
+    jaxmp.HeadroomLossScale(),
+]
+NAMES = dict(argvalues=SCALES, ids=lambda scale: type(scale).__name__)
+
+
+def train(tx, params, state, batch, pattern):
+    """Steps with true gradients, and with a NaN in one of them where the pattern says False."""
+    for good in pattern:
+        _, grads = scaled_value_and_grad(loss_fn, state)(params, batch)
+        updates, state = tx.update(grads if good else replace_element(grads, 1, np.nan), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+# ---- finding the scale, scaling by hand
+
+
+def test_the_state_is_a_named_tuple_of_the_documented_fields():
+    state = loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(jnp.ones(2))
+    fields = ("inner_state", "loss_scale", "skipped", "consecutive_skipped", "last_finite", "grad_norm")
+    assert state._fields == fields and isinstance(state, jaxmp.LossScalingState)
+    assert (state.skipped.dtype, state.consecutive_skipped.dtype, state.last_finite.dtype) == ("int32", "int32", "bool")
+    assert state.last_finite
+
+
+@pytest.mark.parametrize("scale", **NAMES)
+def test_the_scale_is_found_wherever_it_is_nested(scale):
+    inner = loss_scaling(optax.sgd(0.1), scale)
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    nests = [
+        inner,
+        optax.chain(optax.identity(), optax.chain(inner)),
+        optax.masked(inner, {"a": True, "b": False}),
+        optax.multi_transform({"x": inner, "y": optax.set_to_zero()}, {"a": "x", "b": "y"}),
+        optax.MultiSteps(inner, 2),
+        optax.apply_if_finite(inner, 2),
+    ]
+    for tx in nests:
+        state = tx.init(params)
+        assert has_loss_scale(state) and type(get_loss_scale(state)) is type(scale)
+        assert get_loss_scale(state).loss_scale == scale.loss_scale
+    assert not has_loss_scale(optax.adam(1e-3).init(params))
+    wrapped = {"optimizer": [inner.init(params)], "step": 3}  # any tree does, such as a checkpoint
+    assert get_loss_scaling_state(wrapped).skipped == 0
+
+
+def test_scaling_a_loss_by_hand_is_what_scaled_value_and_grad_does():
+    params, batch = problem()
+    state = loss_scaling(optax.sgd(0.1), DynamicLossScale()).init(params)
+    by_hand = jax.grad(lambda p: jaxmp.scale_loss(loss_fn(p, batch), state))(params)
+    loss, grads = scaled_value_and_grad(loss_fn, state)(params, batch)
+    assert same_bits(by_hand, grads)
+    assert jaxmp.scale_loss(loss, state) == loss * 2.0**15
+    assert jaxmp.scale_loss(jnp.array(1.5, jnp.bfloat16), state).dtype == jnp.float32
+    assert jaxmp.scale_loss(1.5, state) == 1.5 * 2**15
+
+
+def test_argnums_aux_and_keyword_arguments_are_those_of_jax():
+    state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(jnp.ones(1))
+
+    def fun(a, n, b, *, power=1):
+        return jnp.sum(a * b["x"] ** power) * n, {"sum": a + 1, "text": "kept"}
+
+    a, n, b = jnp.array([1.0, 2.0]), 3, {"x": jnp.array([3.0, 4.0])}
+    for argnums in (0, 2, -1, (0, 2), [2], np.int64(0)):
+        (loss, aux), grads = scaled_value_and_grad(fun, state, argnums=argnums, has_aux=True)(a, n, b, power=2)
+        (value, _), expected = jax.value_and_grad(fun, argnums=argnums, has_aux=True)(a, n, b, power=2)
+        assert loss == value and aux["text"] == "kept" and (aux["sum"] == a + 1).all()
+        assert same_bits(grads, jax.tree.map(lambda g: 4 * g, expected))
+    assert scaled_value_and_grad(lambda p: p**2, state)(3.0)[1] == 24  # a Python float has a gradient too
+
+
+def test_functions_without_a_name_can_be_differentiated():
+    state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(jnp.ones(1))
+    assert scaled_value_and_grad(functools.partial(jnp.dot, jnp.ones(2)), state)(jnp.ones(2))[0] == 2
+    assert scaled_value_and_grad(loss_fn, state).__name__ == "loss_fn"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_the_loss_comes_back_in_float32_and_gradients_in_the_dtypes_of_the_params(dtype):
+    params = {"half": jnp.ones(2, dtype), "full": jnp.ones(2)}
+    state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0)).init(params)
+
+    def fun(params):
+        return jnp.sum(params["half"].astype(jnp.bfloat16)) + jnp.sum(params["full"]).astype(jnp.bfloat16)
+
+    loss, grads = scaled_value_and_grad(fun, state)(params)
+    assert loss.dtype == jnp.float32 and loss == 4
+    assert grads["half"].dtype == dtype and grads["full"].dtype == jnp.float32
+    true = jaxmp.unscale(grads, state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(true)} == {jnp.dtype("float32")}
+    assert all((leaf == 1).all() for leaf in jax.tree.leaves(true))
+
+
+def test_a_bfloat16_loss_is_not_rounded_again_by_its_scale():
+    """A float32 product of 1.0078125 and a scale of 3 is exact; in bfloat16 it would not be."""
+    state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(3.0)).init(jnp.ones(1))
+    assert jaxmp.scale_loss(jnp.array(1.0078125, jnp.bfloat16), state) == 3.0234375
+
+
+# ---- wrapping, other kinds of scale
+
+
+def test_a_running_adam_is_wrapped_without_losing_its_moments():
+    params, batch = problem()
+    plain = standard(optax.adam(1e-2))
+    state = plain.init(params)
+
+    def plain_step(params, state):
+        updates, state = plain.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(3):
+        params, state = plain_step(params, state)
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+    wrapped_params, wrapped = train(tx, params, jaxmp.wrap_opt_state(state, DynamicLossScale()), batch, [True, True])
+    for _ in range(2):
+        params, state = plain_step(params, state)
+    assert same_bits(wrapped_params, params) and same_bits(wrapped.inner_state, state)
+
+
+def test_the_headroom_scale_is_handed_the_largest_gradient_and_skips_nothing_in_steady_state():
+    """Float16 gradients that shrink and grow by less than the headroom: no overflow, and never far below it."""
+    tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(headroom=4, period=4))
+    update = jax.jit(tx.update)
+    state, rng = tx.init(jnp.ones(3)), np.random.default_rng(0)
+    for _ in range(60):
+        true = jnp.asarray(rng.normal(size=3) * 0.01 * 2.0 ** rng.uniform(-1, 1), jnp.float32)
+        scaled = (true * state.loss_scale.loss_scale).astype(jnp.float16)
+        _, state = update(scaled, state)
+    assert state.skipped == 0
+    assert 0.01 < state.loss_scale.running_max < 0.1
+    assert 2.0**14 <= state.loss_scale.loss_scale <= 2.0**19
+    _, state = update(jnp.full(3, jnp.inf, jnp.float16), state)
+    assert state.skipped == 1
+
+
+def test_the_objects_of_jmp_are_accepted():
+    params, batch = problem()
+    for theirs, start, after in [
+        (jmp.NoOpLossScale(), 1, 1),
+        (jmp.StaticLossScale(jnp.float32(8.0)), 8, 8),
+        (jmp.DynamicLossScale(jnp.float32(2.0**30), period=3, factor=4), 2.0**30, 2.0**28),
+    ]:
+        tx = loss_scaling(standard(optax.adam(1e-2)), theirs)
+        state = tx.init(params)
+        assert get_loss_scale(state).loss_scale == start
+        _, state = train(tx, params, state, batch, [False])
+        assert get_loss_scale(state).loss_scale == after and state.skipped == 1
+    assert get_loss_scale(state).period == 3
+
+
+# ---- saving and restoring
+
+
+def restored(state, how):
+    if how == "flax bytes":
+        blank = jax.tree.map(jnp.zeros_like, state)
+        return flax.serialization.from_bytes(blank, flax.serialization.to_bytes(state))
+    if how == "flax dict":
+        return flax.serialization.from_state_dict(state, flax.serialization.to_state_dict(state))
+    return (pickle if how == "pickle" else cloudpickle).loads((pickle if how == "pickle" else cloudpickle).dumps(state))
+
+
+@pytest.mark.parametrize("scale", **NAMES)
+def test_a_state_saved_mid_run_continues_bit_for_bit(scale):
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))), scale, grad_norm=True)
+    params, state = train(tx, params, tx.init(params), batch, [True, False, True, True])
+    end = train(tx, params, state, batch, [False, True, True])
+    for how in ("flax bytes", "flax dict", "pickle", "cloudpickle"):
+        copy = restored(state, how)
+        assert same_bits(copy, state)
+        assert vars(copy.loss_scale).keys() == vars(state.loss_scale).keys()
+        assert jax.tree.structure(copy.loss_scale) == jax.tree.structure(state.loss_scale)
+        assert same_bits(train(tx, params, copy, batch, [False, True, True]), end)
+
+
+def test_a_restored_state_needs_no_second_compilation():
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+    update, grads = jax.jit(tx.update), jax.grad(loss_fn)(params, batch)
+    _, state = update(grads, tx.init(params), params)
+    traces = []
+    counted = jax.jit(lambda *args: traces.append(1) or tx.update(*args))
+    ends = [counted(grads, each, params) for each in (state, restored(state, "pickle"), restored(state, "flax bytes"))]
+    assert len(traces) == 1 and bits(ends[0]) == bits(ends[1]) == bits(ends[2])
