@@ -1,0 +1,148 @@
+"""What is wrong with a train step is said where it enters: the rule, what came, the remedy."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optimizer_tools import problem, train_loss
+
+import jaxmp
+from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_eval_step, make_train_step
+
+
+def state_of(params=1.0, **fields):
+    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
+    return TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=tx, **fields)
+
+
+@pytest.mark.parametrize("wrong", [{"accumulate_steps": 0}, {"max_consecutive_skips": 0}])
+def test_numbers_of_steps_below_one_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"count steps and must be at least 1, got .*0"):
+        make_train_step(train_loss, **wrong)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, 1.5, float("nan")])
+def test_a_decay_that_is_no_decay_is_refused(decay):
+    with pytest.raises(
+        ValueError, match=r"ema_decay must lie in \[0, 1\), got .*; 0.999 averages over about 1,000 steps"
+    ):
+        make_train_step(train_loss, ema_decay=decay)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("dot", "dots"),
+        ("fulll", "full"),
+        ("save_only_these_names", ""),
+        ("__class__", ""),
+        ("nothing_savable", "nothing"),
+    ],
+)
+def test_an_unknown_remat_policy_lists_those_there_are_nearest_first(name, nearest):
+    with pytest.raises(ValueError, match=f"unknown remat policy '{name}'; known, nearest first: .?{nearest}") as error:
+        make_train_step(train_loss, remat=name)
+    for known in ("full", "dots_no_batch", "everything"):
+        assert known in str(error.value)
+
+
+def test_a_moving_average_must_be_asked_for_when_the_state_is_made():
+    params, batch = problem()
+    with pytest.raises(
+        ValueError, match=r"ema_decay needs a moving average to update: TrainState.create\(..., ema=True"
+    ):
+        make_train_step(train_loss, ema_decay=0.9)(state_of(params), batch)
+    with pytest.raises(
+        ValueError, match=r"use_ema needs a state with a moving average: TrainState.create\(..., ema=True"
+    ):
+        make_eval_step(train_loss, use_ema=True)(state_of(params), batch)
+
+
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [
+        (lambda p: p, r"\w*Tracer"),
+        (lambda p: (p,), "tuple of 1"),
+        (lambda p: (p, None, {}, {}), "tuple of 4"),
+        (lambda p: [p, None], "list"),
+        (lambda p: {"loss": p}, "dict"),
+    ],
+)
+@pytest.mark.parametrize("make", [make_train_step, make_eval_step])
+def test_a_loss_function_that_returns_something_else_is_told_what_to_return(make, result, got):
+    text = (
+        rf"returns \(loss, new_model_state\) or \(loss, new_model_state, metrics\), got {got}; return None as the model"
+    )
+    with pytest.raises(TypeError, match=text):
+        make(lambda p, s, b, r: result(p))(state_of(), 1.0)
+
+
+@pytest.mark.parametrize("make", [make_train_step, make_eval_step])
+def test_metrics_must_be_a_dict_with_names_of_their_own(make):
+    with pytest.raises(TypeError, match=r"metrics must be a dict of names and values, got \w*"):
+        make(lambda p, s, b, r: (p, s, p))(state_of(), 1.0)
+    for name in ("loss", "grad_norm", "loss_scale", "skipped"):
+        text = f"the step reports loss, grad_norm, loss_scale, skipped itself, got a metric '{name}'; rename it"
+        with pytest.raises(ValueError, match=text):
+            make(lambda p, s, b, r, name=name: (p, s, {"other": p, name: p}))(state_of(), 1.0)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_model_state_of_another_structure_is_refused(accumulate_steps):
+    given = {"batch_stats": {"mean": jnp.zeros(2)}}
+    for returned in ({"batch_stats": {}}, None, {**given, "cache": jnp.zeros(1)}):
+        step = make_train_step(
+            lambda p, s, b, r, new=returned: (p * jnp.mean(b), new), accumulate_steps=accumulate_steps
+        )
+        with pytest.raises(
+            ValueError, match=r"must return a model state of the structure it was given, but .*return None"
+        ):
+            step(state_of(model_state=given), jnp.ones(2))
+    step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), given), accumulate_steps=accumulate_steps)
+    with pytest.raises(ValueError, match=r"pass the whole of it to TrainState.create\(model_state=…\)"):
+        step(state_of(), jnp.ones(2))
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_model_state_of_another_shape_is_refused(accumulate_steps):
+    step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), jnp.ones(3)), accumulate_steps=accumulate_steps)
+    with pytest.raises(TypeError, match="same shapes"):
+        step(state_of(model_state=jnp.ones(())), jnp.ones(2))
+
+
+def test_a_batch_that_does_not_divide_is_named():
+    step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b["x"]["y"]), s), accumulate_steps=4)
+    text = "accumulate_steps must divide the batch, got 4 for 6 examples in batch entry 'x/y'; use a batch of 8, say"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        step(state_of(), {"x": {"y": jnp.ones(6)}})
+
+
+def test_a_float16_loss_is_refused_by_the_step_and_taken_by_the_evaluation():
+    def loss(params, model_state, batch, rng):
+        return jnp.sum(params).astype(jnp.float16), model_state
+
+    with pytest.raises(TypeError, match="a loss to be scaled must be float32, got float16"):
+        make_train_step(loss)(state_of(), 1.0)
+    assert make_eval_step(loss)(state_of(), 1.0)["loss"].dtype == jnp.float32
+
+
+def test_a_loss_that_is_no_scalar_and_params_without_gradients_are_refused():
+    with pytest.raises(TypeError, match="scalar-output"):
+        make_train_step(lambda p, s, b, r: (p * b, s))(state_of(), jnp.ones(3))
+    with pytest.raises(TypeError, match="only floating params have gradients, got 'ids' of dtype int32; move it out"):
+        make_train_step(lambda p, s, b, r: (p["w"], s))(state_of({"w": 1.0, "ids": 1}), 1.0)
+
+
+def test_an_optimizer_with_several_loss_scales_is_refused_when_the_state_is_made():
+    parts = {name: loss_scaling(optax.sgd(0.1), DynamicLossScale()) for name in "ab"}
+    tx = optax.multi_transform(parts, {"x": "a", "y": "b"})
+    with pytest.raises(ValueError, match="one loss has one scale, but this optimizer's state has 2"):
+        TrainState.create(params={"x": jnp.ones(()), "y": jnp.ones(())}, tx=tx)
+
+
+def test_what_training_stops_with_is_an_arithmetic_error():
+    assert issubclass(jaxmp.training.NonFiniteTrainingError, ArithmeticError)

@@ -1,0 +1,225 @@
+"""One bad batch changes nothing in a real Linen model, and training that can't go on says why."""
+
+from __future__ import annotations
+
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizer_tools import bits, problem, same_bits, standard, train_loss
+
+import jaxmp
+from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
+from jaxmp.training import NonFiniteTrainingError
+
+
+class Net(nn.Module):
+    """BatchNorm and Dropout, as on any image."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(8)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        x = nn.Dropout(0.5, deterministic=not train)(nn.relu(x))
+        return nn.Dense(2)(x)
+
+
+def linen_run(accumulate_steps=1, tx=None):
+    model = Net()
+    _, batch = problem()
+
+    def loss(params, model_state, batch, rng):
+        variables = {"params": params, **model_state}
+        out, new = model.apply(variables, batch["x"], train=True, rngs={"dropout": rng}, mutable=["batch_stats"])
+        return jnp.mean((out - batch["y"]) ** 2), new, {"largest": jnp.max(out)}
+
+    with jax.numpy_dtype_promotion("standard"):  # BatchNorm's own arithmetic needs it
+        variables = model.init(jax.random.key(0), batch["x"], train=False)
+    params = variables.pop("params")
+    tx = tx or loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale())
+    state = TrainState.create(params=params, tx=tx, model_state=variables, rng=1, ema=True)
+    return state, make_train_step(loss, ema_decay=0.9, accumulate_steps=accumulate_steps, donate=False), batch
+
+
+def contents(state):
+    """What a skipped step must not change."""
+    scaling = jaxmp.optimizer.get_loss_scaling_state(state.opt_state)
+    return state.params, scaling.inner_state, state.model_state, state.ema_params
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 4])
+def test_a_batch_with_one_nan_in_mid_training_changes_no_bit_of_params_moments_statistics_or_average(accumulate_steps):
+    with jax.numpy_dtype_promotion("standard"):
+        state, step, batch = linen_run(accumulate_steps)
+        bad = {**batch, "x": batch["x"].at[5, 1].set(jnp.nan)}  # in one of four microbatches
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        before, untouched = state, contents(state)
+        state, metrics = step(state, bad)
+        assert bool(metrics["skipped"]) and same_bits(contents(state), untouched)
+        assert not same_bits(state.rng, before.rng)
+        assert (state.step, state.skipped) == (4, 1)
+        assert state.opt_state.loss_scale.loss_scale == 2.0**14
+        assert jnp.isnan(metrics["loss"]) and metrics["loss_scale"] == 2.0**15
+
+        # Had the batch not been, but for the draw: the run goes on in the same bits.
+        state, _ = step(state, batch)
+        expected, _ = step(before.replace(rng=jax.random.split(before.rng)[0]), batch)
+        assert not bool(_["skipped"]) and same_bits(contents(state), contents(expected))
+        assert not same_bits(state.model_state, untouched[2])
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(contents(state)))
+
+
+@pytest.mark.parametrize("side", ["around", "inside"])
+def test_with_multi_steps_a_bad_microbatch_leaves_the_statistics_alone_too(side):
+    inner = standard(optax.adam(1e-2))
+    if side == "around":
+        tx = loss_scaling(standard(optax.MultiSteps(inner, 2).gradient_transformation()), DynamicLossScale())
+    else:
+        tx = loss_scaling(inner, jaxmp.StaticLossScale(2.0**10))
+        tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
+    with jax.numpy_dtype_promotion("standard"):
+        state, step, batch = linen_run(tx=tx)
+        bad = {**batch, "x": batch["x"].at[0, 0].set(jnp.inf)}
+        state, _ = step(state, batch)
+        untouched = contents(state)
+        state, metrics = step(state, bad)
+        assert bool(metrics["skipped"]) and state.skipped == 1 and same_bits(contents(state), untouched)
+        state, metrics = step(state, batch)
+        assert not bool(metrics["skipped"]) and not same_bits(state.params, untouched[0])
+
+
+def test_apply_gradients_by_hand_skips_whole_and_sets_what_it_is_told():
+    params, _ = problem()
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+    state = TrainState.create(params=params, tx=tx, model_state={"n": jnp.zeros(())}, ema=True)
+    bad = jax.tree.map(lambda p: p * jnp.nan, params)
+    skipped = state.apply_gradients(grads=bad, model_state={"n": jnp.ones(())}, ema_decay=0.9, rng=jax.random.key(1))
+    assert same_bits(contents(skipped), contents(state)) and skipped.skipped == 1 and skipped.step == 1
+    assert same_bits(skipped.rng, jax.random.key(1))
+    moved = state.apply_gradients(grads=params, model_state={"n": jnp.ones(())}, ema_decay=0.9)
+    assert moved.model_state["n"] == 1 and moved.skipped == 0
+    assert not same_bits(moved.params, params) and not same_bits(moved.ema_params, params)
+    kept = state.apply_gradients(grads=params)
+    assert kept.model_state is state.model_state and kept.ema_params is state.ema_params
+
+
+# ---- training that can't go on
+
+
+def fails_within(step, state, batch, steps):
+    """The number of steps after which the error came, and its text."""
+    for i in range(steps):
+        try:
+            state, metrics = step(state, batch)
+        except NonFiniteTrainingError as error:
+            return i, str(error)
+        jax.block_until_ready(metrics)
+        time.sleep(0.001)
+    return None, ""
+
+
+@pytest.mark.parametrize("scale", [jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(8.0), DynamicLossScale(1.0)])
+def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_so_many_steps(scale):
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=5)
+    batch["x"] = batch["x"].at[3, 0].set(jnp.nan)
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), scale))
+    at, text = fails_within(step, state, batch, 12)
+    assert 5 <= at <= 8
+    assert f"5 steps in a row were skipped at loss scale {float(scale.loss_scale):g}, which cannot fall" in text
+    assert "the loss (nan); gradients of 'hidden/b', 'hidden/w', 'out/w'; batch entries 'x'. Look for NaN in" in text
+
+
+@pytest.mark.parametrize("scale", [DynamicLossScale(2.0**10), jaxmp.HeadroomLossScale(loss_scale=2.0**10)])
+def test_while_the_scale_can_fall_the_run_goes_on(scale):
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=3)
+    bad = {**batch, "x": batch["x"] * jnp.inf}
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), scale))
+    at, text = fails_within(step, state, bad, 20)
+    assert 13 <= at <= 16 and "3 steps in a row were skipped at loss scale 1," in text
+
+
+def test_finite_steps_in_between_begin_the_count_anew():
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=3)
+    bad = {**batch, "x": batch["x"] * jnp.nan}
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.01), jaxmp.NoOpLossScale()))
+    for i in range(24):
+        state, metrics = step(state, batch if i % 3 == 2 else bad)
+        jax.block_until_ready(metrics)
+    assert state.skipped == 16
+
+
+def test_only_the_params_concerned_are_named():
+    params, batch = problem()
+
+    def loss(params, model_state, batch, rng):
+        return jnp.sum(params["hidden"]["w"]) + jnp.sqrt(jnp.sum(0 * params["out"]["w"])), model_state
+
+    step = make_train_step(loss, max_consecutive_skips=2)
+    state = TrainState.create(params=params, tx=optax.sgd(0.1))
+    _, text = fails_within(step, state, batch, 9)
+    assert "not finite now: gradients of 'out/w'. Look" in text
+
+
+def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
+    step = make_train_step(lambda p, s, b, r: (sum(p), s), max_consecutive_skips=2)
+    state = TrainState.create(params=(jnp.ones(()),) * 10, tx=optax.scale(jnp.inf))
+    assert "nothing in this batch's gradients, so it is the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
+    step = make_train_step(lambda p, s, b, r: (sum(p) * jnp.nan, s), max_consecutive_skips=2)
+    state = TrainState.create(params=(jnp.ones(()),) * 10, tx=optax.sgd(0.1))
+    assert "gradients of '0', '1', '2', '3', '4', '5', '6', '7', …." in fails_within(step, state, 1.0, 9)[1]
+
+
+def test_multi_steps_that_hide_bad_microbatches_from_a_dynamic_scale_are_found_out():
+    """They skip for ever: the scale never hears that it is too high."""
+    params, batch = problem(dtype=jnp.float16)
+    tx = loss_scaling(standard(optax.sgd(0.1)), DynamicLossScale(2.0**24))
+    tx = optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
+    step = make_train_step(train_loss, max_consecutive_skips=3)
+    at, text = fails_within(step, TrainState.create(params=params, tx=standard(tx)), batch, 9)
+    assert at <= 6 and "at loss scale 1.67772e+07, which cannot fall; not finite now: gradients of" in text
+
+
+def test_two_runs_go_through_one_step_function_and_after_an_error_a_third():
+    _, batch = problem()
+    bad = {**batch, "x": batch["x"] * jnp.nan}
+    tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
+    step = make_train_step(train_loss, max_consecutive_skips=3)
+    first, second, third = (TrainState.create(params=problem(seed)[0], tx=tx) for seed in range(3))
+    alone, _ = make_train_step(train_loss, donate=False)(second, batch)
+    first, _ = step(first, batch)
+    second, _ = step(second, batch)
+    assert bits(second.params) == bits(alone.params)
+    assert fails_within(step, first, bad, 9)[0] is not None
+    for _ in range(2):
+        third, metrics = step(third, bad)
+    third, metrics = step(third, batch)
+    assert not metrics["skipped"] and third.skipped == 2
+    assert step.jitted._cache_size() == 1
+
+
+def test_reading_the_reports_never_waits_for_the_device():
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=1)
+
+    class Unfinished:
+        def is_ready(self):
+            return False
+
+        def __array__(self, *args, **kwargs):
+            raise AssertionError("waited")
+
+    step._reports.append(Unfinished())
+    bad = {**batch, "x": batch["x"] * jnp.nan}
+    state = TrainState.create(params=params, tx=optax.sgd(0.1))
+    with jax.transfer_guard("disallow"):
+        for _ in range(4):
+            state, _ = step(state, bad)
+    assert len(step._reports) == 5

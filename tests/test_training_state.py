@@ -1,0 +1,193 @@
+"""TrainState: how it is made, what it can be made of, saving and restoring it, several devices."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import flax.serialization
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optimizer_tools import bits, problem, same_bits, standard, train_loss
+
+import jaxmp
+from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
+
+
+def sgd():
+    return loss_scaling(optax.sgd(0.1, momentum=0.9), DynamicLossScale(period=2))
+
+
+def test_a_fresh_state_has_the_documented_fields():
+    params, _ = problem()
+    state = TrainState.create(apply_fn=len, params=params, tx=sgd(), model_state={"n": 1.0}, rng=0, ema=True)
+    assert (state.step, state.skipped) == (0, 0) and state.step.dtype == state.skipped.dtype == jnp.int32
+    assert state.apply_fn is len and state.model_state["n"] == 1
+    assert same_bits(state.params, params) and same_bits(state.ema_params, params)
+    assert same_bits(state.rng, jax.random.key(0))
+    bare = TrainState.create(params=params, tx=sgd())
+    assert bare.model_state is bare.ema_params is bare.rng is bare.apply_fn is None
+    assert state.replace(step=state.step + 1).step == 1
+
+
+def test_a_bare_optimizer_is_wrapped_so_that_it_skips_and_scales_nothing():
+    params, batch = problem()
+    state = TrainState.create(params=params, tx=optax.sgd(0.1))
+    assert type(jaxmp.get_loss_scale(state.opt_state)) is jaxmp.NoOpLossScale
+    new, metrics = make_train_step(train_loss, donate=False)(state, {**batch, "x": batch["x"] * jnp.nan})
+    assert bool(metrics["skipped"]) and metrics["loss_scale"] == 1 and same_bits(new.params, state.params)
+
+
+def test_a_subclass_may_have_fields_of_its_own():
+    class WithCounts(TrainState):
+        seen: Any = None
+        name: str = flax.struct.field(pytree_node=False, default="")
+
+    params, batch = problem()
+    state = WithCounts.create(params=params, tx=sgd(), seen=jnp.zeros(()), name="run")
+    state, _ = make_train_step(train_loss)(state, batch)
+    assert type(state) is WithCounts and state.name == "run" and state.seen == 0
+    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params), seen=state.seen + 8)
+    assert state.seen == 8 and state.step == 2
+
+
+SHARING = {
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "dog": lambda: optax.contrib.dog(1.0),
+    "lookahead's own": lambda: optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s)),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated(name):
+    params, batch = problem()
+    params["hidden"]["b2"] = params["hidden"]["b"]  # and params that are the same array
+
+    def loss(params, *args):
+        return train_loss(params, *args)
+
+    state = TrainState.create(params=params, tx=loss_scaling(standard(SHARING[name]()), DynamicLossScale()), ema=True)
+    state, _ = make_train_step(loss, ema_decay=0.9)(state, batch)
+    assert state.step == 1 and same_bits(state.params["hidden"]["b2"], jnp.zeros(4))
+
+
+def test_states_of_weak_type_or_numpy_are_compiled_for_once():
+    params = {"weak": jnp.asarray(1.0), "numpy": np.ones(3, np.float32)}
+    assert params["weak"].weak_type
+    step = make_train_step(lambda p, s, b, r: (p["weak"] * jnp.sum(p["numpy"]) * b, {"n": s["n"] + 1}))
+    state = TrainState.create(params=params, tx=sgd(), model_state={"n": 0}, ema=True)
+    for _ in range(3):
+        state, _ = step(state, jnp.float32(0.1))
+    assert step.jitted._cache_size() == 1 and state.model_state["n"] == 3
+
+
+def test_a_state_can_be_made_under_jit_and_in_the_abstract():
+    params, _ = problem()
+
+    def create(params):
+        return TrainState.create(params=params, tx=tx, rng=0, ema=True, model_state={"n": jnp.zeros(())})
+
+    tx = sgd()
+    assert same_bits(jax.jit(create)(params), create(params))
+    shapes = jax.eval_shape(create, params)
+    assert jax.tree.map(lambda x: x.shape, shapes.params) == jax.tree.map(lambda x: x.shape, params)
+
+
+@pytest.mark.parametrize("how", ["flax dict", "flax bytes", "pickled leaves"])
+def test_a_state_saved_in_mid_run_continues_bit_for_bit(how):
+    params, batch = problem()
+    rng = jax.random.PRNGKey(0)  # flax writes no typed keys into bytes
+    state = TrainState.create(params=params, tx=sgd(), model_state={"n": jnp.zeros(())}, rng=rng, ema=True)
+    step = make_train_step(
+        lambda p, s, b, r: (train_loss(p, s, b, r)[0], {"n": s["n"] + 1}), ema_decay=0.9, donate=False
+    )
+    bad = {**batch, "x": batch["x"] * jnp.inf}
+    for each in (batch, bad, batch):
+        state, _ = step(state, each)
+    blank = TrainState.create(
+        params=jax.tree.map(jnp.zeros_like, params), tx=state.tx, model_state={"n": jnp.ones(())}, rng=1, ema=True
+    )
+    if how == "flax dict":
+        copy = flax.serialization.from_state_dict(blank, flax.serialization.to_state_dict(state))
+    elif how == "flax bytes":
+        copy = flax.serialization.from_bytes(blank, flax.serialization.to_bytes(state))
+    else:
+        copy = jax.tree.unflatten(jax.tree.structure(blank), pickle.loads(pickle.dumps(jax.tree.leaves(state))))
+    assert bits(copy) == bits(state) and copy.opt_state.loss_scale.period == 2
+    for each in (bad, batch, batch):
+        state, _ = step(state, each)
+        copy, _ = step(copy, each)
+    assert bits(copy) == bits(state) and state.skipped == 2
+
+
+# ---- several devices
+
+
+def sharded_state(layout, kind=AxisType.Auto):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
+    sharded, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("d",), ()))
+    rng = np.random.default_rng(0)
+    params = {"hidden": {"w": rng.normal(size=(4, 8)), "b": np.zeros(8)}, "out": {"w": rng.normal(size=(8, 2))}}
+    batch = {"x": rng.normal(size=(16, 4)), "y": rng.normal(size=(16, 2))}
+    params, batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+
+    def create(params):
+        return TrainState.create(params=params, tx=tx, model_state={"n": jnp.zeros(())}, rng=0, ema=True)
+
+    placed = jax.device_put(params, sharded if layout == "sharded" else replicated)
+    return create(placed), jax.device_put(batch, sharded), create(params), batch
+
+
+@pytest.fixture
+def compilations():
+    """How many programs XLA has compiled since the last ``clear``, as a list."""
+    seen: list[str] = []
+    active = [True]
+
+    def listen(event, duration, **kwargs):
+        if active[0] and event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    active[0] = False  # there is no public way to take a listener off
+
+
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_are(layout, compilations):
+    state, batch, lone, lone_batch = sharded_state(layout)
+    step = make_train_step(train_loss, ema_decay=0.9, donate=False)
+    bad = {**batch, "x": batch["x"].at[3, 0].set(jnp.inf)}
+    compilations.clear()
+    first, _ = step(state, batch)
+    assert len(compilations) == 1
+    second, _ = step(first, bad)
+    third, _ = step(second, batch)
+    assert len(compilations) == 1
+    for name in ("params", "ema_params", "opt_state", "model_state", "step"):
+        for before, after in zip(*(jax.tree.leaves(getattr(s, name)) for s in (state, third)), strict=True):
+            assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+    assert [float(s.data) for s in third.opt_state.loss_scale.loss_scale.addressable_shards] == [2.0**14] * 4
+    for each in (lone_batch, jax.device_get(bad), lone_batch):
+        lone, _ = step(lone, each)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), third.params, lone.params)
+    assert third.skipped == lone.skipped == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_microbatches_of_a_sharded_batch_stay_where_they_are(kind):
+    state, batch, lone, lone_batch = sharded_state("replicated", kind)
+    step = make_train_step(train_loss, accumulate_steps=4, donate=False)
+    text = step.jitted.lower(state, batch).compile().as_text()
+    moved = re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
+    assert not moved and re.search(r" all-reduce(?:-start)?\(", text)
+    new, _ = step(state, batch)
+    expected, _ = step(lone, lone_batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), new.params, expected.params)

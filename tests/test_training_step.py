@@ -1,0 +1,281 @@
+"""The train step against loops written by hand: losses, gradients, microbatches, moving average, remat, metrics."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizer_tools import bits, loss_fn, problem, same_bits, standard, train_loss
+
+import jaxmp
+from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_eval_step, make_train_step
+
+
+def adam_state(params, scale=None, **fields):
+    tx = loss_scaling(standard(optax.adam(1e-2)), scale or DynamicLossScale())
+    return TrainState.create(params=jax.tree.map(jnp.array, params), tx=tx, **fields)
+
+
+def test_steps_equal_a_loop_written_by_hand_in_every_bit():
+    params, batch = problem()
+    plain = standard(optax.adam(1e-2))
+    by_hand, plain_state = params, plain.init(params)
+    state, step = adam_state(params), make_train_step(train_loss)
+    with jax.disable_jit():  # operation by operation: a compiler may contract two of them into one
+        for _ in range(3):
+            loss, grads = jax.value_and_grad(loss_fn)(by_hand, batch)
+            updates, plain_state = plain.update(grads, plain_state)
+            by_hand = optax.apply_updates(by_hand, updates)
+            state, metrics = step(state, batch)
+            assert bits(metrics["loss"]) == bits(loss)
+            assert bits(metrics["grad_norm"]) == bits(optax.tree.norm(grads))
+    assert same_bits(state.params, by_hand) and same_bits(state.opt_state.inner_state, plain_state)
+    assert (state.step, state.skipped) == (3, 0)
+
+
+def test_steps_are_compiled_once_never_wait_and_reuse_the_memory_of_the_state():
+    params, batch = problem()
+    state = adam_state(params, rng=0, ema=True, model_state={"n": jnp.zeros(())})
+    bad = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
+    traces = []
+
+    def loss(params, model_state, batch, rng):
+        traces.append(1)
+        return loss_fn(params, batch), {"n": model_state["n"] + 1}, {"own": jnp.float32(1)}
+
+    step = make_train_step(loss, ema_decay=0.9)
+    first = state
+    with jax.transfer_guard("disallow"):
+        for i in range(30):
+            state, metrics = step(state, bad if i % 5 == 2 else batch)
+    assert step.jitted._cache_size() == 1 and len(traces) == 1
+    arrays = jax.tree.leaves((first.params, first.opt_state.inner_state, first.ema_params, first.model_state))
+    assert all(leaf.is_deleted() for leaf in arrays)
+    assert (state.step, state.skipped) == (30, 6) and state.model_state["n"] == 24
+    assert metrics["own"] == 1
+
+
+def test_without_donation_the_old_state_can_still_be_used():
+    params, batch = problem()
+    state, step = adam_state(params, rng=0), make_train_step(train_loss, donate=False)
+    assert same_bits(step(state, batch), step(state, batch))
+
+
+# ---- microbatches
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_microbatches_give_the_gradient_of_the_whole_batch(n):
+    params, batch = problem()
+    whole, metrics = make_train_step(train_loss, donate=False)(adam_state(params), batch)
+    split, split_metrics = make_train_step(train_loss, accumulate_steps=n)(adam_state(params), batch)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), split.params, whole.params)
+    assert split.opt_state.loss_scale.counter == 1  # only full batches count
+    assert split.step == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_gradients_are_accumulated_in_float32(dtype):
+    """2048 + 1 is 2048 in float16 (and in bfloat16), so a half accumulator would lose three of four examples."""
+
+    def loss(params, model_state, batch, rng):
+        return jnp.mean((batch * params).astype(jnp.float32)), model_state
+
+    tx = loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
+    state = TrainState.create(params=jnp.ones((), dtype), tx=tx)
+    _, metrics = make_train_step(loss, accumulate_steps=4)(state, jnp.array([2048, 1, 1, 1], dtype))
+    assert metrics["grad_norm"] == 2051 / 4
+
+
+def test_microbatches_take_every_nth_example_in_order_and_see_the_model_state_of_the_one_before():
+    def loss(params, model_state, batch, rng):
+        seen = model_state["seen"].at[model_state["count"]].set(batch["i"])
+        state = {"seen": seen, "count": model_state["count"] + 1}
+        return params * jnp.mean(batch["x"] * batch["temperature"]), state, {"first": batch["i"][0], "both": batch["i"]}
+
+    model_state = {"seen": jnp.zeros((3, 2), jnp.int32), "count": jnp.zeros((), jnp.int32)}
+    state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1), model_state=model_state)
+    batch = {"i": jnp.arange(6), "x": jnp.ones(6), "temperature": jnp.float32(2.0)}  # a scalar goes to every one
+    state, metrics = make_train_step(loss, accumulate_steps=3)(state, batch)
+    np.testing.assert_array_equal(state.model_state["seen"], [[0, 3], [1, 4], [2, 5]])
+    assert state.model_state["seen"].dtype == jnp.int32 and metrics["loss"] == 2
+    assert metrics["first"] == 1  # the mean of 0, 1 and 2
+    np.testing.assert_array_equal(metrics["both"], [1, 4])
+
+
+def test_every_microbatch_draws_anew():
+    def loss(params, model_state, batch, rng):
+        return params * 0.0, model_state, {"draw": jax.random.uniform(rng), "square": jax.random.uniform(rng) ** 2}
+
+    state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1), rng=0)
+    _, metrics = make_train_step(loss, accumulate_steps=4)(state, jnp.ones(4))
+    assert metrics["square"] - metrics["draw"] ** 2 > 1e-4  # they vary
+
+
+# ---- moving average, remat, rng
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_moving_average_is_that_of_the_unrounded_params_in_float32(dtype):
+    params = jnp.array([1.0, -2.0], dtype)
+    state = TrainState.create(params=params, tx=optax.sgd(2.0**-12), ema=True)
+    assert state.ema_params.dtype == jnp.float32
+
+    def loss(params, model_state, batch, rng):
+        return jnp.sum(params.astype(jnp.float32) * batch), model_state
+
+    step = make_train_step(loss, ema_decay=0.75)
+    current, average = np.array([1.0, -2.0]), np.array([1.0, -2.0])
+    for _ in range(3):
+        state, _ = step(state, jnp.array([1.0, 4.0]))
+        unrounded = current - 2.0**-12 * np.array([1.0, 4.0])
+        average = 0.75 * average + 0.25 * unrounded
+        current = np.asarray(jnp.asarray(unrounded, dtype), np.float64)
+        np.testing.assert_allclose(state.ema_params, average, rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(state.params, np.float64), current)
+    if dtype == jnp.bfloat16:  # where a step of 2**-12 vanishes from the param 1, but not from its average
+        assert state.params[0] == 1 and state.ema_params[0] < 1
+
+
+def test_a_step_without_decay_leaves_the_moving_average_alone():
+    params, batch = problem()
+    state, _ = make_train_step(train_loss)(adam_state(params, ema=True), batch)
+    assert same_bits(state.ema_params, params) and not same_bits(state.params, params)
+
+
+REMAT = ["full", "dots", "dots_no_batch", "nothing", "everything", "dots_saveable", "checkpoint_dots"]
+
+
+@pytest.mark.parametrize("remat", [*REMAT, jax.checkpoint_policies.dots_saveable])
+def test_every_kind_of_remat_gives_the_same_gradients(remat):
+    params, batch = problem()
+    step = make_train_step(train_loss, remat=remat)
+    assert "remat" in str(jax.make_jaxpr(step.jitted)(adam_state(params), batch))
+    with jax.disable_jit():
+        expected = make_train_step(train_loss, remat="none")(adam_state(params), batch)
+        assert bits(step(adam_state(params), batch)) == bits(expected)
+
+
+def test_the_rng_may_be_none_a_number_or_a_key_and_advances():
+    def loss(params, model_state, batch, rng):
+        return params * 0.0, model_state, {} if rng is None else {"draw": jax.random.uniform(rng)}
+
+    def draws(rng):
+        state = TrainState.create(params=jnp.ones(()), tx=optax.sgd(0.1), rng=rng)
+        step, seen = make_train_step(loss, donate=False), []
+        for _ in range(3):
+            state, metrics = step(state, jnp.ones(1))
+            seen.append(float(metrics["draw"]) if "draw" in metrics else None)
+        return seen, state.rng
+
+    assert draws(None) == ([None] * 3, None)
+    typed, _ = draws(jax.random.key(3))
+    assert len(set(typed)) == 3
+    for same in (3, np.int64(3), jax.random.PRNGKey(3)):
+        assert draws(same)[0] == typed
+
+
+# ---- metrics, dtypes, evaluation
+
+
+def test_the_metrics_are_the_true_loss_the_scale_used_and_the_users_own():
+    params, batch = problem()
+
+    def loss(params, model_state, batch, rng):
+        value = loss_fn(params, batch)
+        return value, model_state, {"accuracy": value * 2, "per_class": jnp.arange(3), "nested": {"a": True}}
+
+    state = adam_state(params, DynamicLossScale(2.0**10, period=1))
+    step = make_train_step(loss)
+    seen = []
+    for each in (batch, batch, {**batch, "y": batch["y"] * jnp.inf}, batch):
+        state, metrics = step(state, each)
+        seen.append((float(metrics["loss_scale"]), bool(metrics["skipped"])))
+    assert seen == [(2.0**10, False), (2.0**11, False), (2.0**12, True), (2.0**11, False)]
+    assert set(metrics) == {"loss", "grad_norm", "loss_scale", "skipped", "accuracy", "per_class", "nested"}
+    assert metrics["accuracy"] == metrics["loss"] * 2 and metrics["per_class"].dtype == jnp.int32
+    assert metrics["skipped"].dtype == jnp.bool_ and metrics["loss_scale"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("scale", [jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(4.0), jaxmp.HeadroomLossScale()])
+def test_every_kind_of_loss_scale_reports_what_it_is(scale):
+    params, batch = problem()
+    expected = float(scale.loss_scale)
+    _, metrics = make_train_step(train_loss)(adam_state(params, scale), batch)
+    assert metrics["loss_scale"] == expected and metrics["loss_scale"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_params_in_half_precision_stay_so_and_their_moments_are_float32(dtype):
+    params, batch = problem(dtype=dtype)
+    tx = standard(optax.adam(1e-2))
+    for wrapped in (loss_scaling(tx, DynamicLossScale(2.0**8)), tx):  # a bare optimizer is wrapped by the state
+        state = TrainState.create(params=jax.tree.map(jnp.array, params), tx=wrapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # float16 products without a scale
+            state, metrics = make_train_step(train_loss, accumulate_steps=2)(state, batch)
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
+        moments = jax.tree.leaves((state.opt_state.inner_state[0].mu, state.opt_state.inner_state[0].nu))
+        assert {leaf.dtype for leaf in moments} == {jnp.dtype("float32")}
+        assert not metrics["skipped"] and not same_bits(state.params, params)
+
+
+def test_an_optimizer_that_needs_the_loss_gets_it():
+    params, batch = problem()
+    plateau = standard(optax.chain(optax.sgd(0.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)))
+    state = TrainState.create(params=params, tx=loss_scaling(plateau, DynamicLossScale()))
+    step = make_train_step(train_loss)
+    for _ in range(6):
+        state, _ = step(state, batch)
+    assert state.opt_state.inner_state[1].scale < 1
+
+
+def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_where_it_is_true():
+    def warned(dtype, scale, remat=None):
+        def loss(params, model_state, batch, rng):
+            return jnp.mean((batch.astype(dtype) @ params.astype(dtype)).astype(jnp.float32)), model_state
+
+        step = make_train_step(loss, remat=remat)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state = TrainState.create(params=jnp.ones((3, 1)), tx=loss_scaling(optax.sgd(0.1), scale))
+            for size in (2, 2, 4):  # two compilations
+                state, _ = step(state, jnp.ones((size, 3)))
+        return [str(warning.message) for warning in caught]
+
+    messages = warned(jnp.float16, jaxmp.NoOpLossScale())
+    assert len(messages) == 1
+    assert "float16 products but the optimizer no loss scale" in messages[0]
+    assert "tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())" in messages[0]
+    assert len(warned(jnp.float16, jaxmp.NoOpLossScale(), remat="full")) == 1
+    for quiet in ((jnp.float32, jaxmp.NoOpLossScale()), (jnp.bfloat16, jaxmp.NoOpLossScale()), (jnp.float16, None)):
+        assert warned(quiet[0], quiet[1] or DynamicLossScale()) == []
+
+
+def test_evaluation_changes_no_state_and_can_use_the_moving_average():
+    params, batch = problem(dtype=jnp.bfloat16)
+
+    def loss(params, model_state, batch, rng):
+        dtypes.add(params["out"]["w"].dtype)
+        return loss_fn(params, batch), {"n": model_state["n"] + 1}, {"n": model_state["n"]}
+
+    dtypes = set()
+    tx = loss_scaling(standard(optax.adam(1e-1)), DynamicLossScale())
+    state = TrainState.create(params=params, tx=tx, model_state={"n": jnp.zeros(())}, ema=True, rng=0)
+    step = make_train_step(loss, ema_decay=0.5)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    before = bits(state)
+    now, averaged = make_eval_step(loss)(state, batch), make_eval_step(loss, use_ema=True)(state, batch)
+    assert bits(state) == before
+    assert set(now) == {"loss", "n"} and now["n"] == 3 and now["loss"].dtype == jnp.float32
+    np.testing.assert_allclose(now["loss"], loss_fn(state.params, batch), rtol=1e-2)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.ema_params)
+    np.testing.assert_allclose(averaged["loss"], loss_fn(half, batch), rtol=1e-2)
+    assert averaged["loss"] != now["loss"] and dtypes == {jnp.dtype("bfloat16")}
