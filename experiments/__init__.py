@@ -1,0 +1,1 @@
+"""Experiments on real data: one readable script each, and the data, models and benchmarks they share."""

@@ -1,0 +1,116 @@
+"""The flags that every training script has, and how a script is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+import tyro
+
+from experiments.data import DataError
+
+C = TypeVar("C")
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """Flags of every training script."""
+
+    policy: str = "auto"
+    """Precision: float32, tensorfloat32, mixed_float16, mixed_bfloat16, float16, bfloat16, O0, O2, O3, a string such as
+    params=float32,compute=float16,output=float32, or auto for what suits the device."""
+    loss_scale: str = "auto"
+    """Loss scale: none, static:4096, dynamic or headroom, the last two with parameters if need be, as in
+    dynamic:loss_scale=1024,period=100 or headroom:headroom=3. auto is dynamic where the policy computes in float16."""
+    opt_level: Annotated[Literal["O0", "O1", "O2", "O3"] | None, tyro.conf.arg(metavar="{O0,O1,O2,O3}")] = None
+    """Apex's name for a policy together with its loss scale, in place of --policy."""
+    override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
+    """Another policy for the modules whose path matches, as in '**/Dense_1=float32'."""
+    remat: str = "none"
+    """What the backward pass computes again in place of keeping it: none, full, dots, dots_no_batch, or the name of a
+    policy of jax.checkpoint_policies."""
+    accumulate: int = 1
+    """Microbatches a step; must divide the batch."""
+    ema: float = 0.0
+    """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
+    seed: int = 0
+    """Seed of the params and of the order of the examples."""
+    evaluate_every: int = 50
+    """Steps between evaluations on held-out examples; 0 evaluates at the end only."""
+    data_dir: Folder = None
+    """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
+    run_dir: Folder = None
+    """Folder to write config, metrics, curves and summary to. (default: runs/NAME-TIME)"""
+
+
+def require(flag: str, value: float, least: float, below: float = float("inf")) -> None:
+    """Checks a number from the command line.
+
+    Raises:
+      ValueError: it is not in [least, below).
+    """
+    if not least <= value < below:
+        limit = "" if below == float("inf") else f" and below {below:g}"
+        raise ValueError(f"{flag} must be at least {least:g}{limit}, got {value:g}")
+
+
+def check(config: Any) -> None:
+    """Checks the numbers that every training script takes.
+
+    Raises:
+      ValueError: one is out of range.
+    """
+    require("--batch-size", config.batch_size, 1)
+    require("--accumulate", config.accumulate, 1)
+    require("--ema", config.ema, 0, 1)
+    require("--seed", config.seed, 0, 2**31)
+    require("--evaluate-every", config.evaluate_every, 0)
+    if not config.learning_rate > 0:
+        raise ValueError(f"--learning-rate must be positive, got {config.learning_rate:g}")
+    if config.batch_size % config.accumulate:
+        raise ValueError(
+            f"--accumulate must divide --batch-size, got {config.accumulate} for batches of {config.batch_size}"
+        )
+
+
+def parse(config_type: type[C], description: str) -> C:
+    """The flags of this process. ``--help`` ends it with exit code 0, an unknown flag with 2."""
+    return tyro.cli(config_type, description=description, config=(tyro.conf.OmitArgPrefixes,))
+
+
+@contextmanager
+def bad_values_end_it() -> Iterator[None]:
+    """What a value from the command line breaks in here is one line on stderr and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, DataError, OSError) as error:
+        fail(str(error))
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Ends the process with one line on stderr."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def plain_warnings() -> None:
+    """Warnings as one line each, without the place in the code."""
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+
+
+def main(config_type: type[C], train: Callable[[C], Any], description: str) -> None:
+    """Runs a training script: flags, training, and errors that a user can act on."""
+    config = parse(config_type, description)
+    plain_warnings()
+    try:
+        train(config)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+    except FloatingPointError as error:  # NonFiniteTrainingError
+        fail(str(error), 1)

@@ -1,0 +1,177 @@
+"""Trains the same task under several policies and loss scales, and shows what each did to result, time and memory.
+
+python -m experiments.compare --task pysource --policies mixed_float16 mixed_bfloat16 --loss-scales none dynamic headroom
+python -m experiments.compare --demo
+
+Every policy is trained with every seed; one that computes in float16 under each of the loss scales, others without one. A
+policy may name its own: float16@static:4096. Float32 is always there, as what the others are measured against. The run
+folder holds compare.md, compare.json and compare.png. --demo runs both tasks in under 4 minutes on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+if not __package__:  # started as a file: the folder above this one has the packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import jax.numpy as jnp
+import rich.console
+import tyro
+
+from experiments import cli, comparison_report, image_classification, language_modeling, plots
+from experiments.comparison import BASELINE, Outcome, compare
+from experiments.environment import environment
+from experiments.experiment import Experiment
+from experiments.precision import compute_dtype, read_policy
+from experiments.progress import Progress
+from experiments.runs import run_folder, write_json
+
+TASKS = {"digits": image_classification, "pysource": language_modeling}
+METRICS = {"digits": "accuracy", "pysource": "loss"}  # what the picture shows of each
+_DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16", "float16@none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Flags of the comparison."""
+
+    task: Literal["digits", "pysource"] = "digits"
+    """digits: image classification. pysource: next-token prediction."""
+    policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]")] = ("mixed_float16", "mixed_bfloat16")
+    """Policies beside float32, each perhaps with its loss scale after an @."""
+    loss_scales: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SCALE")] = ("none", "dynamic")
+    """Loss scales for policies that compute in float16 and name none: none, static:4096, dynamic, headroom."""
+    seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="SEED")] = (0, 1, 2)
+    """Seeds to train with."""
+    steps: int = 0
+    """Steps to train; 0 for what the task has as its own."""
+    batch_size: int = 0
+    """Examples a step; 0 for what the task has as its own."""
+    override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
+    """Another policy for the modules whose path matches, in all but float32."""
+    remat: str = "none"
+    """What the backward pass computes again, in all: none, full, dots, dots_no_batch."""
+    rounds: int = 7
+    """Rounds of timing."""
+    demo: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Both tasks, under float32, mixed_float16 with and without scaling, mixed_bfloat16 and float16."""
+    data_dir: cli.Folder = None
+    """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
+    run_dir: cli.Folder = None
+    """Folder to write tables and picture to. (default: runs/compare-TIME)"""
+
+
+def variants(policies: tuple[str, ...], loss_scales: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Policies with their loss scales, the baseline first, none twice.
+
+    Raises:
+      ValueError: a policy or a loss scale is unknown.
+    """
+    found = [BASELINE]
+    for text in policies:
+        policy, at, own = text.partition("@")
+        half = compute_dtype(read_policy(policy, own or "none")[0]) == jnp.float16
+        found += [(policy, scale) for scale in ([own] if at else loss_scales if half else ["none"])]
+    for policy, scale in found:
+        read_policy(policy, scale)
+    return list(dict.fromkeys(found))
+
+
+def plan(config: Config) -> list[Config]:
+    """The comparisons to make: one, or the demo's two."""
+    if not config.demo:
+        return [config]
+    both = dataclasses.replace(config, policies=_DEMO_POLICIES)
+    text = dataclasses.replace(both, task="pysource", seeds=(0,), rounds=min(config.rounds, 5))
+    return [text, dataclasses.replace(both, task="digits", seeds=(0, 1, 2))]
+
+
+def prepare(config: Config) -> dict[tuple[str, str], Experiment]:
+    """The task of ``config`` under each policy and loss scale.
+
+    Raises:
+      ValueError: a flag has a value that cannot be.
+      DataError: the data cannot be had.
+    """
+    for flag, value in (("--steps", config.steps), ("--batch-size", config.batch_size)):
+        cli.require(flag, value, 0)
+    cli.require("--rounds", config.rounds, 1)
+    cli.require("the number of --seeds", len(config.seeds), 1)
+    for seed in config.seeds:
+        cli.require("--seeds", seed, 0, 2**31)
+    task: Any = TASKS[config.task]
+    given = {name: value for name in ("steps", "batch_size") if (value := getattr(config, name))}
+    experiments = {}
+    for policy, loss_scale in variants(config.policies, config.loss_scales):
+        override = () if (policy, loss_scale) == BASELINE else config.override
+        flags = task.Config(
+            policy=policy,
+            loss_scale=loss_scale,
+            override=override,
+            remat=config.remat,
+            data_dir=config.data_dir,
+            **given,
+        )
+        experiments[policy, loss_scale] = task.prepare(flags)
+    return experiments
+
+
+def main(config: Config) -> dict[str, list[Outcome]]:
+    started = time.perf_counter()
+    with cli.bad_values_end_it():
+        prepared = [(part, prepare(part)) for part in plan(config)]
+        folder = run_folder("compare", config.run_dir)
+    total = sum(
+        len(part.seeds) * sum(experiment.steps for experiment in experiments.values()) + part.rounds
+        for part, experiments in prepared
+    )
+    with Progress("compare", total) as progress:
+        results = {
+            part.task: compare(experiments, list(part.seeds), part.rounds, progress, part.task)
+            for part, experiments in prepared
+        }
+    report(results, folder, time.perf_counter() - started)
+    return results
+
+
+def report(results: dict[str, list[Outcome]], folder: Path, seconds: float) -> None:
+    """Shows the tables, writes them with the picture and the numbers, and says in a sentence what they show."""
+    where = environment()
+    tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes)]
+    sentences = [comparison_report.sentence(task, outcomes) for task, outcomes in results.items()]
+    conclusion = f"{'; '.join(sentences)}."
+    conclusion = conclusion[0].upper() + conclusion[1:]
+    plots.comparison(results, METRICS, folder / "compare.png", f"{where['device']}, {where['date'][:10]}")
+
+    lines = ["# Comparison", "", conclusion, "", "![comparison](compare.png)", ""]
+    lines += [f"- {name}: {value}" for name, value in where.items()] + [f"- duration: {seconds:.0f} s", ""]
+    (folder / "compare.md").write_text("\n".join([*lines, *(table.markdown() for table in tables)]))
+    write_json(
+        folder / "compare.json",
+        {
+            "environment": where,
+            "seconds": seconds,
+            "conclusion": conclusion,
+            "tasks": {task: [comparison_report.as_json(o, all_[0]) for o in all_] for task, all_ in results.items()},
+        },
+    )
+    console = rich.console.Console()
+    if not console.is_terminal:
+        console = rich.console.Console(width=140)
+    for table in tables:
+        table.show(console)
+        console.print()
+    for outcome in [o for all_ in results.values() for o in all_ if o.failure]:
+        console.print(f"{outcome.label} stopped: {outcome.failure}", markup=False, highlight=False)
+    console.print(f"{where['device']}, {where['versions']}, {seconds:.0f} s", markup=False, highlight=False)
+    console.print(conclusion, style="bold", markup=False, highlight=False)
+    console.print(f"Picture: {folder / 'compare.png'}", markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

@@ -1,0 +1,86 @@
+"""Prepares a set with tensorflow-datasets as array_record files and reads it whole; TensorFlow is never imported."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from experiments.data.digits import Digits
+from experiments.data.errors import DataError
+from experiments.data.pysource import pysource
+
+BUILDERS: dict[str, Callable[..., tfds.core.DatasetBuilder]] = {"digits": Digits, "pysource": pysource}
+
+Columns = dict[str, Any]  # feature to array (fixed shape), or to list of bytes
+
+
+def default_data_dir() -> Path:
+    """Where sets are kept unless a folder is named: ``$XDG_CACHE_HOME/jaxmp/data`` or ``~/.cache/jaxmp/data``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp" / "data"
+
+
+def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> dict[str, Columns]:
+    """All of a set, in its stored order: split to columns, a column an array or, for text, a list of bytes.
+
+    The first call prepares the set under ``data_dir`` (see :func:`default_data_dir`); later ones read it there. Several
+    processes may do so at once.
+
+    Raises:
+      DataError: the set is unknown, or the folder cannot be written.
+    """
+    if name not in BUILDERS:
+        raise DataError(f"unknown data set {name!r}; there are: {', '.join(BUILDERS)}")
+    root = Path(data_dir or default_data_dir()).expanduser().absolute()
+    try:
+        with _quiet():
+            final = Path(BUILDERS[name](data_dir=root).data_dir)
+            if not final.is_dir():
+                _prepare(name, root, final)
+            sources = BUILDERS[name](data_dir=root, file_format="array_record").as_data_source()
+            return {split: _columns(source) for split, source in sources.items()}
+    except OSError as error:
+        raise DataError(f"cannot keep {name} under {root} ({error}); name another folder with --data-dir") from error
+
+
+def _prepare(name: str, root: Path, final: Path) -> None:
+    """Prepares in a folder of its own and moves the result: of two processes one wins, and nobody sees half a set."""
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".preparing-", dir=root) as scratch:
+        builder = BUILDERS[name](data_dir=scratch, file_format="array_record")
+        builder.download_and_prepare()
+        final.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.rename(builder.data_dir, final)
+        except OSError:  # it is there already
+            if not final.is_dir():
+                raise
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without TFDS's progress bars, its announcement on stdout and absl's advice."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    tfds.disable_progress_bar()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        tfds.enable_progress_bar()
+        logger.setLevel(level)
+
+
+def _columns(source: Any) -> Columns:
+    records = source.__getitems__(range(len(source)))
+    columns = {key: [record[key] for record in records] for key in records[0]}
+    return {key: column if isinstance(column[0], bytes) else np.asarray(column) for key, column in columns.items()}

@@ -1,0 +1,42 @@
+"""Where a result comes from: device, versions, date and command."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+import jaxmp
+
+_PACKAGES = ("jaxmp", "jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def environment(packages: tuple[str, ...] = ()) -> dict[str, str]:
+    """Device, versions of Python and of the packages that matter (and of ``packages``), date and command."""
+    device = jax.devices()[0]
+    cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
+    versions = [f"{name} {version(name)}" for name in (*_PACKAGES, *packages)]
+    return {
+        "device": f"{jax.device_count()} × {device.device_kind} ({device.platform}{cores})",
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+        "date": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
+        "command": command(),
+    }
+
+
+def version(package: str) -> str:
+    """The installed version of a package; jaxmp's own needs no installation."""
+    return jaxmp.__version__ if package == "jaxmp" else metadata.version(package)
+
+
+def command() -> str:
+    """The command line of this process, as one would type it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["python", "-m", spec.name] if spec else ["python", Path(sys.argv[0]).name]
+    return shlex.join([*program, *sys.argv[1:]])

@@ -1,0 +1,56 @@
+"""What the experiments hand to the loop that trains them, and to `compare`, which trains them under several policies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+
+import jaxmp
+
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One task under one policy, ready to train.
+
+    Attributes:
+      loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, model_state, metrics)``.
+      step: the train step, ``step(state, batch) -> (state, metrics)``.
+      eval_step: ``eval_step(state, batch) -> metrics``.
+      init_params: seed to fresh params.
+      create: params, which it takes over, to the state that training starts from.
+      train_batches: seed to batches for ever.
+      test_batches: the held-out batches, the same every time.
+      steps: how many steps to train.
+      batch_size: examples a step.
+      precision: what the policy and the loss scale are, as text.
+    """
+
+    loss_fn: Callable[..., Any]
+    step: Any
+    eval_step: Callable[[jaxmp.TrainState, Batch], dict[str, jax.Array]]
+    init_params: Callable[[int], Any]
+    create: Callable[[Any], jaxmp.TrainState]
+    train_batches: Callable[[int], Iterator[Batch]]
+    test_batches: Callable[[], Iterable[Batch]]
+    steps: int
+    batch_size: int
+    precision: dict[str, str]
+
+    def init(self, seed: int) -> jaxmp.TrainState:
+        """A fresh state."""
+        return self.create(self.init_params(seed))
+
+    def evaluate(self, state: jaxmp.TrainState) -> dict[str, float]:
+        """The metrics of ``eval_step`` on the held-out examples, averaged over examples; waits for the device."""
+        results = []
+        for batch in self.test_batches():
+            results.append((len(jax.tree.leaves(batch)[0]), self.eval_step(state, batch)))
+        total = sum(size for size, _ in results)
+        metrics = jax.device_get([metrics for _, metrics in results])
+        sizes = [size for size, _ in results]
+        return {name: sum(n * float(m[name]) for n, m in zip(sizes, metrics, strict=True)) / total for name in metrics[0]}

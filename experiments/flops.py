@@ -1,0 +1,79 @@
+"""FLOPs of a function's products by dtype, counted in its jaxpr: what tensor cores could run of it."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+import jaxmp
+
+# What tensor cores multiply, from Volta to Blackwell; tensorfloat32 is how they take float32.
+TENSOR_CORE_DTYPES = ("float16", "bfloat16", "tensorfloat32", "float8_e4m3fn", "float8_e5m2")
+
+
+def count(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """FLOPs of the matrix products and convolutions in one call ``fun(*args)``, by dtype of the operands.
+
+    A multiply-add is two. Padding is counted like the rest. A scan counts its body as often as it runs, ``cond`` its
+    costliest branch, a ``while`` loop's body once, for nobody knows how often it runs; kernels that hide their products
+    (Pallas, cuDNN) count nothing. Operands of two dtypes count as the wider. Float32 at precision ``high`` is
+    ``tensorfloat32``, at ``highest`` ``float32``, and without a precision what the device makes of it.
+
+    Args:
+      fun: a function that JAX can trace; jitted ones too.
+      *args: arrays or ``jax.ShapeDtypeStruct``; nothing is computed.
+    """
+    tf32_by_default = jax.default_backend() == "gpu" and "tensorfloat32" in jaxmp.hardware.detect().tensor_cores
+    return dict(_of_jaxpr(jax.make_jaxpr(fun)(*args).jaxpr, "tensorfloat32" if tf32_by_default else "float32"))
+
+
+def tensor_core_share(flops: dict[str, int]) -> float:
+    """The share of the FLOPs in dtypes that tensor cores multiply; 0 if there are none."""
+    total = sum(flops.values())
+    return sum(flops.get(dtype, 0) for dtype in TENSOR_CORE_DTYPES) / total if total else 0.0
+
+
+def _of_jaxpr(jaxpr: Any, default_float32: str) -> collections.Counter[str]:
+    total: collections.Counter[str] = collections.Counter()
+    for eqn in jaxpr.eqns:
+        match eqn.primitive.name:
+            case "dot_general":
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                terms = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+                total[_dtype(eqn, default_float32)] += 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+            case "conv_general_dilated":
+                kernel = eqn.invars[1].aval.shape
+                terms = math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+                total[_dtype(eqn, default_float32)] += 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+            case "cond":
+                branches = [_of_jaxpr(branch, default_float32) for branch in _inner(eqn.params["branches"])]
+                total += max(branches, key=lambda branch: branch.total())
+            case name:
+                times = eqn.params["length"] if name == "scan" else 1
+                for inner in _inner(tuple(eqn.params.values())):
+                    for dtype, flops in _of_jaxpr(inner, default_float32).items():
+                        total[dtype] += times * flops
+    return total
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    """The jaxprs in an equation's parameter, open or closed, alone or in a tuple."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _inner(item)
+    elif hasattr(value, "eqns"):
+        yield getattr(value, "jaxpr", value)
+
+
+def _dtype(eqn: Any, default_float32: str) -> str:
+    dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
+    if dtype != "float32":
+        return dtype
+    precision = eqn.params["precision"]  # None, a Precision for each operand, or a preset of operand and sum dtypes
+    name = getattr(precision[0] if isinstance(precision, tuple) else precision, "name", "DEFAULT").split("_")[0]
+    named = {"HIGHEST": "float32", "HIGH": "tensorfloat32", "F32": "float32", "TF32": "tensorfloat32"}
+    return {**named, "BF16": "bfloat16", "F16": "float16"}.get(name, default_float32)

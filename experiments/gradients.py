@@ -1,0 +1,67 @@
+"""How many gradients a format turned into zeros: of the parameters, and of the activations on the way to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import jaxmp
+
+
+def zero_share(reference: Any, grads: Any) -> float:
+    """Of the entries that are not zero in ``reference``, the share that is exactly zero in ``grads``.
+
+    Args:
+      reference: a tree of gradients, float32's.
+      grads: the gradients of the same thing in another format, scaled or not.
+
+    Raises:
+      ValueError: the trees do not match, or ``reference`` is zero everywhere.
+    """
+    pairs = jax.tree.leaves(jax.tree.map(lambda r, g: ((r != 0).sum(), ((r != 0) & (g == 0)).sum()), reference, grads))
+    counts = [int(count) for count in jax.device_get(pairs)]
+    nonzero, lost = sum(counts[::2]), sum(counts[1::2])
+    if not nonzero:
+        raise ValueError("the reference gradients must not all be zero: a share of nothing has no value")
+    return lost / nonzero
+
+
+def gradients(loss_fn: Callable[..., Any], state: jaxmp.TrainState, batch: Any) -> tuple[Any, list[jax.Array]]:
+    """The gradients of the scaled loss for the params, and for the output of every layer.
+
+    A layer is a Linen module called while the loss is computed that calls no other. Its output's gradient comes in the
+    dtype of that output, as backpropagation hands it to the layer: what is zero there is lost to all that lies below.
+
+    Args:
+      loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, ...)`` around a Linen model.
+      state: its params and its loss scale are used.
+      batch: one batch.
+    """
+    outputs: list[jax.ShapeDtypeStruct] = []
+
+    def run(params: Any, probes: list[jax.Array] | None) -> jax.Array:
+        calls = 0
+
+        def add_probe(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+            nonlocal calls
+            before = calls
+            output = method(*args, **kwargs)
+            if calls > before or not isinstance(output, jax.Array) or not jnp.issubdtype(output.dtype, jnp.floating):
+                return output
+            calls += 1
+            if probes is None:
+                outputs.append(jax.ShapeDtypeStruct(output.shape, output.dtype))
+                return output
+            return output + probes[calls - 1]
+
+        with nn.intercept_methods(add_probe):
+            return loss_fn(params, state.model_state, batch, state.rng)[0]
+
+    jax.eval_shape(lambda params: run(params, None), state.params)
+    probes = [jnp.zeros(output.shape, output.dtype) for output in outputs]
+    _, grads = jax.jit(jaxmp.scaled_value_and_grad(run, state.opt_state, argnums=(0, 1)))(state.params, probes)
+    return grads

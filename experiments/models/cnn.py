@@ -1,0 +1,28 @@
+"""The classic small model for MNIST: one convolution, pooling, two dense layers."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+
+
+class CNN(nn.Module):
+    """Images (batch, height, width, channels) to logits (batch, classes).
+
+    Attributes:
+      classes: number of labels.
+      features: channels of the convolution.
+      hidden: width of the first dense layer.
+    """
+
+    classes: int = 10
+    features: int = 32
+    hidden: int = 128
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Conv(self.features, (3, 3))(images))
+        x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = x.reshape(len(x), -1)
+        x = nn.relu(nn.Dense(self.hidden)(x))
+        return nn.Dense(self.classes)(x)

@@ -1,0 +1,122 @@
+"""Pictures of runs and comparisons, drawn without a display."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib import ticker
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from experiments.comparison import Outcome
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart; float32 is the black line.
+COLORS = ("#222222", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
+_GREY = "#6B6B6B"
+
+
+def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
+    """A plain frame: no box, a light grid, the title to the left."""
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel(x, fontsize=9, color=_GREY)
+    axes.set_ylabel(y, fontsize=9, color=_GREY)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#BBBBBB")
+    axes.tick_params(labelsize=8, colors=_GREY)
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Loss, accuracy and loss scale of one run against its steps; held-out values as dots, skipped steps as ticks."""
+    train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
+    steps = [row["step"] for row in train]
+    figure = Figure(figsize=(10.5, 3.2), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 3), ("loss", "accuracy", "loss_scale"), strict=True):
+        style(axes, name.replace("_", " "), "step")
+        axes.plot(steps, [row[name] for row in train], color=COLORS[2], linewidth=1.2, label="training")
+        if name == "loss_scale":
+            axes.set_yscale("log", base=2)
+            for row in train:
+                if row["skipped"]:
+                    axes.axvline(row["step"], color=COLORS[1], linewidth=0.8, alpha=0.6)
+        else:
+            axes.plot([row["step"] for row in test], [row[name] for row in test], "o-", color=COLORS[1],
+                      markersize=4, linewidth=1, label="held out")  # fmt: skip
+            axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.savefig(path, dpi=110)
+
+
+def comparison(results: dict[str, list[Outcome]], metrics: dict[str, str], path: Path, caption: str) -> None:
+    """A row a task: training loss against steps, held-out result, and gradients that became zero of each variant."""
+    figure = Figure(figsize=(12, 0.5 + 3.1 * len(results)), layout="constrained")
+    grid = figure.subplots(len(results), 3, squeeze=False, width_ratios=(1.2, 1, 0.8))
+    for (task, outcomes), (left, middle, right) in zip(results.items(), grid, strict=True):
+        _training(left, task, outcomes)
+        _held_out(middle, outcomes, metrics[task])
+        _zeros(right, outcomes)
+        for axes in (middle, right):
+            axes.set_yticks(range(len(outcomes)), [outcome.label for outcome in outcomes])
+            axes.set_ylim(len(outcomes) - 0.4, -0.6)
+            axes.tick_params(axis="y", length=0, labelsize=9, labelcolor="#222222")
+            axes.spines["left"].set_visible(False)
+            axes.grid(axis="y", visible=False)
+        right.set_yticklabels([])
+    figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
+    figure.savefig(path, dpi=110)
+
+
+def _training(axes: Any, task: str, outcomes: list[Outcome]) -> None:
+    style(axes, f"{task}: training loss", "step")
+    for i, outcome in reversed(list(enumerate(outcomes))):  # float32 on top
+        runs = [run for run in outcome.curves if run]
+        length = min(map(len, runs), default=0)
+        if not length:
+            continue
+        values = np.mean([run[:length] for run in runs], axis=0)
+        width = max(1, length // 40)
+        values = np.convolve(values, np.ones(width) / width, "valid")
+        skip = len(values) // 6  # the first fall, alike in all, would flatten the rest
+        axes.plot(range(width + skip, length + 1), values[skip:], color=_color(i), linewidth=1.6, label=outcome.label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8)
+
+
+def _held_out(axes: Any, outcomes: list[Outcome], metric: str) -> None:
+    unit, scale, digits = (" in %", 100, 1) if metric == "accuracy" else ("", 1, 3)
+    style(axes, f"held-out {metric}{unit}{', mean and seeds' if len(outcomes[0].test) > 1 else ''}")
+    axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+    means = [scale * np.mean([test[metric] for test in outcome.test]) for outcome in outcomes]
+    axes.axvline(means[0], color=COLORS[0], linewidth=1, linestyle=(0, (4, 3)))
+    for i, (outcome, mean) in enumerate(zip(outcomes, means, strict=True)):
+        if not np.isfinite(mean):
+            axes.text(means[0], i, "  not finite", va="center", fontsize=9, color=_color(i))
+            continue
+        if len(outcome.test) > 1:
+            seeds = [scale * test[metric] for test in outcome.test]
+            axes.plot(seeds, [i] * len(seeds), "o", color=_color(i), markersize=4, alpha=0.35, markeredgewidth=0)
+        axes.plot([mean], [i], "o", color=_color(i), markersize=9)
+        axes.annotate(f"{mean:.{digits}f}", (mean, i), (0, 8), textcoords="offset points", ha="center", fontsize=9)
+    axes.margins(x=0.15)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
+
+
+def _zeros(axes: Any, outcomes: list[Outcome]) -> None:
+    style(axes, "activation gradients turned to zero, in %")
+    axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+    shares = [100 * outcome.zero_activations for outcome in outcomes]
+    axes.barh(range(len(shares)), shares, color=[_color(i) for i in range(len(shares))], height=0.5)
+    for i, share in enumerate(shares):
+        axes.annotate(f"{share:.3g}", (share, i), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_xlim(0, max(1.0, 1.2 * max(shares)))
+
+
+def _color(i: int) -> str:
+    return COLORS[i % len(COLORS)]

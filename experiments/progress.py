@@ -1,0 +1,65 @@
+"""A progress bar on a terminal; a line every now and then where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+import rich.console
+import rich.progress
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Shows how far a run is, and how it does, on stderr. A context manager.
+
+    Args:
+      title: what is running.
+      total: how many steps there are.
+      quiet: whether to show nothing.
+    """
+
+    def __init__(self, title: str, total: int, quiet: bool = False) -> None:
+        self._title, self._total, self._quiet = title, total, quiet
+        self._console = rich.console.Console(stderr=True)
+        self._done, self._last_line = 0, time.monotonic()
+        self._bar: rich.progress.Progress | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not quiet:
+            self._bar = rich.progress.Progress(
+                "[bold]{task.description}",
+                rich.progress.BarColumn(bar_width=24),
+                rich.progress.MofNCompleteColumn(),
+                rich.progress.TimeRemainingColumn(compact=True),
+                "{task.fields[text]}",
+                console=self._console,
+            )
+            self._task = self._bar.add_task(title, total=total, text="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, steps: int, text: str, title: str | None = None) -> None:
+        """Shows that so many more steps are done, ``text`` beside the bar, and from now on ``title`` before it."""
+        self._done += steps
+        self._title = title or self._title
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, text=text, description=self._title)
+            return
+        now = time.monotonic()
+        if not self._quiet and (self._done == self._total or now - self._last_line > _SECONDS_BETWEEN_LINES):
+            self._last_line = now
+            print(f"{self._title}  {self._done}/{self._total}  {text}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if not self._quiet:
+            (self._bar.console if self._bar is not None else self._console).print(text, markup=False, highlight=False)

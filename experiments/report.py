@@ -1,0 +1,41 @@
+"""Tables, once for the terminal and once as Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import rich.console
+import rich.table
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Cells of text under headings; the first ``left`` columns are aligned left, the others right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    left: int = 1
+    notes: tuple[str, ...] = ()
+
+    def show(self, console: rich.console.Console) -> None:
+        """Prints it."""
+        table = rich.table.Table(title=self.title, title_justify="left", title_style="bold", header_style="bold")
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if i < self.left else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+        for note in self.notes:
+            console.print(note, style="dim", markup=False, highlight=False)
+
+    def markdown(self) -> str:
+        """As Markdown, under a heading."""
+        lines = [f"## {self.title}", "", _row(self.columns)]
+        lines.append(_row(tuple("---" if i < self.left else "---:" for i in range(len(self.columns)))))
+        lines += [_row(row) for row in self.rows]
+        return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

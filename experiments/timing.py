@@ -1,0 +1,56 @@
+"""Times several functions fairly: all in one process, warm, in turn, each call waited for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+K = TypeVar("K")
+
+
+def interleaved(
+    functions: Mapping[K, Callable[[], Any]],
+    rounds: int,
+    block_ms: float = 100.0,
+    after_round: Callable[[int], None] = lambda _: None,
+) -> dict[K, list[float]]:
+    """Milliseconds a call takes, one figure a round for each function.
+
+    In a round every function has its turn, in an order that rotates; a turn is as many calls in a row as take about
+    ``block_ms``, and ends when the device has finished. What drifts (clock, temperature, neighbours) hits all alike.
+
+    Args:
+      functions: name to function; what it returns is waited for.
+      rounds: how many rounds to time, after one to warm up and one to see how long a call takes.
+      block_ms: how long a turn should take, in milliseconds.
+      after_round: called with the number of each round.
+    """
+    calls = dict.fromkeys(functions, 1)
+    times: dict[K, list[float]] = {name: [] for name in functions}
+    names = list(functions)
+    for round_ in range(-2, rounds):
+        shift = round_ % len(names)
+        for name in names[shift:] + names[:shift]:
+            started = time.perf_counter()
+            for _ in range(calls[name]):
+                result = functions[name]()
+            jax.block_until_ready(result)
+            milliseconds = 1000 * (time.perf_counter() - started) / calls[name]
+            if round_ == -1:
+                calls[name] = max(1, round(block_ms / max(milliseconds, 1e-3)))
+            elif round_ >= 0:
+                times[name].append(milliseconds)
+        after_round(round_)
+    return times
+
+
+def quartiles(times: list[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile."""
+    if len(times) < 2:
+        return times[0], times[0], times[0]
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, middle, high
