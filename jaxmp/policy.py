@@ -148,6 +148,11 @@ class PolicyMap:
         """The policy of modules that no pattern matches; the root's output is cast to its output dtype."""
         return self.default.root if isinstance(self.default, PolicyMap) else self.default
 
+    @property
+    def patterns(self) -> list[Pattern]:
+        """The patterns of this map and of the one it adds to, in the order in which they are tried."""
+        return [pattern for _, pattern, _ in self._rules()]
+
     def resolve(self, path: Path, classes: Mapping[Path, type] | None = None) -> tuple[Policy, Pattern | None]:
         """The policy of the module at ``path`` and the pattern that gave it (None for the default).
 

@@ -1,0 +1,232 @@
+"""Linen models as other people write them, and the oracle: the same model with ``dtype=`` written by hand."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._jaxpr.walk import PRODUCTS, equations
+
+HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+
+# Linen's own norms and cells add half and float32 arrays, also where every dtype was written by hand.
+standard_promotion = functools.partial(jax.numpy_dtype_promotion, "standard")
+
+# Compiled in a fraction of the time; what is compared is compiled alike.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def data(*shape: int, seed: int = 7) -> jax.Array:
+    """Normal float32 numbers, most of which no half format holds exactly."""
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def rngs(seed: int = 0) -> dict[str, jax.Array]:
+    return dict(zip(("params", "dropout", "noise"), jax.random.split(jax.random.key(seed), 3), strict=True))
+
+
+def products(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    """The operand dtypes of every product that ``fun`` traces to, in order; ``float16*float32`` where they differ."""
+    jaxpr = jax.make_jaxpr(functools.partial(fun, **kwargs))(*args)
+    found = [[v.aval.dtype.name for v in eqn.invars[:2]] for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
+    return ["*".join(dict.fromkeys(names)) for names in found]
+
+
+def shapes(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The shapes and dtypes of the variables of ``model``."""
+    return jax.eval_shape(functools.partial(model.init, **kwargs), rngs(), *args)
+
+
+def model_products(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+    """The operand dtypes of every product that ``model`` traces to."""
+    return products(functools.partial(model.apply, rngs=rngs(1)), shapes(model, *args, **kwargs), *args, **kwargs)
+
+
+def same_bits(got: Any, want: Any) -> None:
+    """Asserts that two trees have the same structure, dtypes and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert jnp.result_type(a) == jnp.result_type(b), f"{name}: {jnp.result_type(a)} is not {jnp.result_type(b)}"
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
+
+
+def zeros(shapes: Any) -> Any:
+    """Arrays of zeros in the shapes that ``jax.eval_shape`` returns."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def dtypes_of(tree: Any) -> set[str]:
+    return {jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)}
+
+
+def float32(tree: Any) -> Any:
+    """``tree`` with its floating arrays in float32: what a policy does to the output of a model."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """A function of params and other collections: the sum of squares of what ``model`` returns, and that itself."""
+
+    def loss(params: Any, rest: Any) -> tuple[jax.Array, Any]:
+        out = float32(model.apply({"params": params, **rest}, *args, rngs=rngs(1), **kwargs))
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(out) if leaf.dtype == jnp.float32), out
+
+    return loss
+
+
+def split(variables: Any) -> tuple[Any, Any]:
+    return variables["params"], {name: value for name, value in variables.items() if name != "params"}
+
+
+def gives_the_same_bits(model: nn.Module, by_hand: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> None:
+    """Asserts that outputs and gradients of ``model`` are those of ``by_hand``, bit for bit."""
+    run = [quick_jit(jax.grad(loss_of(m, *args, **kwargs), has_aux=True)) for m in (model, by_hand)]
+    got, want = (fun(*split(variables)) for fun in run)
+    same_bits(got, want)
+    assert dtypes_of(got[0]) == {"float32"}
+
+
+def is_as_by_hand(model: nn.Module, by_hand: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> None:
+    """Asserts that ``model`` and its gradients are the same computation as ``by_hand``."""
+    functions = (jax.grad(loss_of(m, *args, **kwargs), has_aux=True) for m in (model, by_hand))
+    same_computation(*functions, *split(variables))
+
+
+def same_computation(fun: Callable[..., Any], other: Callable[..., Any], *args: Any) -> None:
+    """Asserts that two functions are the same computation, operation for operation: stronger than equal bits."""
+    got, want = (jax.make_jaxpr(f, return_shape=True)(*args) for f in (fun, other))
+    assert got[1] == want[1]
+    assert computation(got[0]) == computation(want[0])
+
+
+_CALLS = ("pjit", "jit", "remat", "remat2", "checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call")
+
+
+def computation(jaxpr: Any, inputs: Any = None) -> list[str]:
+    """For each output a fingerprint of it as an expression of the inputs; a cast to the same dtype is no operation."""
+    known: dict[Any, Any] = dict(
+        zip(_open(jaxpr).constvars, map(_fingerprint, getattr(jaxpr, "consts", ())), strict=True)
+    )
+    jaxpr = _open(jaxpr)
+    known.update(zip(jaxpr.invars, range(len(jaxpr.invars)) if inputs is None else inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return _fingerprint(atom.val) if hasattr(atom, "val") else known[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.params["new_dtype"]:
+            results = operands
+        elif eqn.primitive.name in _CALLS:
+            results = computation(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], operands)
+        else:
+            params = {name: _param(value) for name, value in sorted(eqn.params.items()) if name != "weak_type"}
+            whole = _digest(eqn.primitive.name, operands, params)
+            results = [f"{whole}.{index}" for index in range(len(eqn.outvars))]
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _param(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_param(item) for item in value]
+    return computation(value) if hasattr(_open(value), "eqns") else repr(value)
+
+
+def _fingerprint(value: Any) -> str:
+    if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return _digest(array.dtype.name, array.shape, array.tobytes())
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha1(repr(parts).encode()).hexdigest()
+
+
+# --- the residual network of Flax's examples, in small: modules handed around as partials, a dtype with a default -----
+
+ModuleDef = Any
+
+
+class Bottleneck(nn.Module):
+    filters: int
+    conv: ModuleDef
+    norm: ModuleDef
+    strides: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.relu(self.norm()(self.conv(self.filters, (1, 1))(x)))
+        y = nn.relu(self.norm()(self.conv(self.filters, (3, 3), self.strides)(y)))
+        y = self.norm(scale_init=nn.initializers.zeros_init())(self.conv(2 * self.filters, (1, 1))(y))
+        if x.shape != y.shape:
+            x = self.norm(name="norm_proj")(self.conv(2 * self.filters, (1, 1), self.strides, name="conv_proj")(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    classes: int = 3
+    dtype: Any = jnp.float32
+    conv: ModuleDef = nn.Conv
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
+        conv = functools.partial(self.conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        x = nn.relu(norm(name="bn_init")(conv(4, (3, 3), (2, 2), name="conv_init")(x)))
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        for stage in range(2):
+            x = Bottleneck(4 * 2**stage, conv=conv, norm=norm, strides=1 + stage)(x)
+        x = nn.Dense(self.classes, dtype=self.dtype)(jnp.mean(x, axis=(1, 2)))
+        return jnp.asarray(x, self.dtype)
+
+
+class Tied(nn.Module):
+    """Embeddings that are used a second time for the logits."""
+
+    hand: Any = None
+
+    def setup(self) -> None:
+        self.embed = nn.Embed(5, 4, dtype=self.hand)
+        self.hidden = nn.Dense(4, dtype=self.hand)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.embed.attend(self.hidden(self.embed(ids)))
+
+
+class Linear(nn.Module):
+    """A layer that has no ``dtype`` field; with ``hand``, the same with its casts written by hand."""
+
+    features: int = 3
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+        bias = self.param("bias", nn.initializers.normal(), (self.features,))
+        if self.hand is not None:
+            x, kernel, bias = (value.astype(self.hand) for value in (x, kernel, bias))
+        return jnp.dot(x, kernel) + bias
+
+
+class MLP(nn.Module):
+    features: tuple[int, ...] = (4, 3)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for width in self.features:
+            x = nn.relu(nn.Dense(width)(x))
+        return x

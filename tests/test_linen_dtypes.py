@@ -1,0 +1,348 @@
+"""Linen's own layers under a policy compute what ``dtype=`` written by hand gives, on the params of the bare module."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from linen_zoo import (
+    HALVES,
+    MLP,
+    Tied,
+    data,
+    dtypes_of,
+    float32,
+    gives_the_same_bits,
+    is_as_by_hand,
+    model_products,
+    products,
+    quick_jit,
+    rngs,
+    same_bits,
+    same_computation,
+    shapes,
+    standard_promotion,
+    zeros,
+)
+
+from jaxmp.linen import apply_policy
+
+IMAGE, SEQUENCE, VECTOR = (2, 4, 4, 3), (2, 3, 4), (2, 6)
+
+LAYERS: dict[str, tuple[Any, Any]] = {
+    "Dense": (lambda **hand: nn.Dense(3, **hand), data(*VECTOR)),
+    "DenseGeneral": (lambda **hand: nn.DenseGeneral((2, 3), axis=(-2, -1), **hand), data(*SEQUENCE)),
+    "Einsum": (lambda **hand: nn.Einsum((4, 3), "abc,cd->abd", **hand), data(*SEQUENCE)),
+    "Conv": (lambda **hand: nn.Conv(3, (3, 3), **hand), data(*IMAGE)),
+    "ConvLocal": (lambda **hand: nn.ConvLocal(3, (3, 3), **hand), data(*IMAGE)),
+    "ConvTranspose": (lambda **hand: nn.ConvTranspose(3, (3, 3), **hand), data(*IMAGE)),
+    "Embed and attend": (lambda dtype=None: Tied(dtype), jnp.array([[0, 4, 2]])),
+    "MultiHeadDotProductAttention": (
+        lambda **hand: nn.MultiHeadDotProductAttention(num_heads=2, **hand),
+        data(*SEQUENCE),
+    ),
+    "attention with dropout": (
+        lambda **hand: nn.MultiHeadDotProductAttention(num_heads=2, dropout_rate=0.5, deterministic=False, **hand),
+        data(*SEQUENCE),
+    ),
+    "Dropout between layers": (
+        lambda **hand: nn.Sequential([nn.Dense(4, **hand), nn.Dropout(0.5, deterministic=False), nn.Dense(3, **hand)]),
+        data(*VECTOR),
+    ),
+    "WeightNorm": (lambda **hand: nn.WeightNorm(nn.Dense(3, **hand), **hand), data(*VECTOR)),
+    "RNN of LSTMCell": (lambda **hand: nn.RNN(nn.LSTMCell(4, **hand)), data(*SEQUENCE)),
+    "RNN of GRUCell": (lambda **hand: nn.RNN(nn.GRUCell(4, **hand)), data(*SEQUENCE)),
+    "RNN of MGUCell": (lambda **hand: nn.RNN(nn.MGUCell(4, **hand)), data(*SEQUENCE)),
+    "RNN of ConvLSTMCell": (lambda **hand: nn.RNN(nn.ConvLSTMCell(2, (2, 2), **hand)), data(1, 2, 3, 3, 1)),
+    "Bidirectional": (
+        lambda **hand: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **hand)), nn.RNN(nn.GRUCell(3, **hand))),
+        data(*SEQUENCE),
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_is_the_computation_that_dtype_written_by_hand_gives(layer, policy):
+    make, x = LAYERS[layer]
+    model = apply_policy(make(), policy)
+    with standard_promotion():
+        variables = shapes(make(), x)
+        same_computation(model.init, make().init, rngs(), x)
+        is_as_by_hand(model, make(dtype=HALVES[policy]), variables, x)
+        assert set(model_products(model, x)) == {HALVES[policy]}
+
+
+@pytest.mark.parametrize(
+    ("layer", "policy"),
+    [
+        ("Dense", "mixed_float16"),
+        ("Conv", "mixed_bfloat16"),
+        ("Embed and attend", "mixed_float16"),
+        ("MultiHeadDotProductAttention", "mixed_float16"),
+        ("RNN of LSTMCell", "mixed_bfloat16"),
+    ],
+)
+def test_a_layer_gives_the_bits_that_dtype_written_by_hand_gives(layer, policy):
+    make, x = LAYERS[layer]
+    with standard_promotion():
+        variables = make().init(rngs(), x)
+        gives_the_same_bits(apply_policy(make(), policy), make(dtype=HALVES[policy]), variables, x)
+
+
+def test_an_optimized_cell_casts_its_gates_one_by_one_and_gives_the_bits_that_dtype_written_by_hand_gives():
+    def make(**hand: Any) -> nn.Module:
+        return nn.RNN(nn.OptimizedLSTMCell(4, **hand))
+
+    x = data(*SEQUENCE)
+    variables = quick_jit(make().init)(rngs(), x)
+    model = apply_policy(make(), "mixed_float16")
+    with standard_promotion():
+        gives_the_same_bits(model, make(dtype="float16"), variables, x)
+        assert set(products(model.apply, variables, x)) == {"float16"}
+
+
+NORMS = {
+    "LayerNorm": nn.LayerNorm,
+    "RMSNorm": nn.RMSNorm,
+    "GroupNorm": functools.partial(nn.GroupNorm, num_groups=2),
+    "InstanceNorm": nn.InstanceNorm,
+    "BatchNorm": functools.partial(nn.BatchNorm, use_running_average=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_between_layers_computes_what_dtype_written_by_hand_gives(norm):
+    def make(**hand: Any) -> nn.Module:
+        return nn.Sequential([nn.Dense(4, **hand), NORMS[norm](**hand), nn.Dense(3, **hand)])
+
+    x = data(*SEQUENCE)
+    with standard_promotion():
+        variables = shapes(make(), x)
+        is_as_by_hand(apply_policy(make(), "mixed_float16"), make(dtype=jnp.float16), variables, x)
+
+
+def test_attention_with_normalized_queries_and_float32_softmax_computes_what_dtype_written_by_hand_gives():
+    make = functools.partial(
+        nn.MultiHeadDotProductAttention, num_heads=2, normalize_qk=True, force_fp32_for_softmax=True
+    )
+    x = data(*SEQUENCE)
+    with standard_promotion():
+        variables = shapes(make(), x)
+        model, by_hand = apply_policy(make(), "mixed_bfloat16"), make(dtype=jnp.bfloat16)
+        is_as_by_hand(model, by_hand, variables, x)
+        assert products(model.apply, variables, x) == products(by_hand.apply, variables, x)
+
+
+def test_spectral_norm_computes_what_dtype_written_by_hand_gives_and_its_statistics_stay_float32():
+    def make(**hand: Any) -> nn.Module:
+        return nn.SpectralNorm(nn.Dense(3, **hand), **hand)
+
+    x = data(*VECTOR)
+    variables = quick_jit(functools.partial(make().init, update_stats=False))(rngs(), x)
+    model, by_hand = apply_policy(make(), "mixed_float16"), make(dtype=jnp.float16)
+    apply = {"update_stats": True, "mutable": ["batch_stats"]}
+    got, state = quick_jit(functools.partial(model.apply, **apply))(variables, x)
+    want, state_by_hand = quick_jit(functools.partial(by_hand.apply, **apply))(variables, x)
+    same_bits((got, state), (float32(want), state_by_hand))
+    assert dtypes_of(state) == {"float32"}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_batch_norm_in_training_gives_the_statistics_that_dtype_written_by_hand_gives_in_float32(policy):
+    def make(**hand: Any) -> nn.Module:
+        return nn.Sequential([nn.Dense(4, **hand), nn.BatchNorm(use_running_average=False, **hand)])
+
+    def apply(model: nn.Module) -> Any:
+        return lambda variables: float32(model.apply(variables, x, mutable=["batch_stats"]))
+
+    x = data(*VECTOR)
+    with standard_promotion():
+        variables = shapes(make(), x)
+        same_computation(apply(apply_policy(make(), policy)), apply(make(dtype=HALVES[policy])), variables)
+        assert dtypes_of(apply_policy(make(), policy).apply(zeros(variables), x, mutable=True)[1]) == {"float32"}
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.MGUCell, nn.SimpleCell])
+def test_a_cell_called_by_hand_gives_the_carry_and_output_that_dtype_written_by_hand_gives(cell):
+    x = data(2, 4)
+    carry = cell(4).initialize_carry(jax.random.key(0), x.shape)
+    model, by_hand = apply_policy(cell(4), "mixed_float16"), cell(4, dtype="float16")
+    with standard_promotion():
+        variables = shapes(cell(4), carry, x)
+        is_as_by_hand(model, by_hand, variables, carry, x)
+        assert set(products(model.apply, variables, carry, x)) == {"float16"}
+
+
+def test_an_rnn_of_simple_cells_keeps_its_carry_float32_where_dtype_written_by_hand_needs_a_half_one():
+    x = data(*SEQUENCE)
+    model, by_hand = apply_policy(nn.RNN(nn.SimpleCell(4)), "mixed_float16"), nn.RNN(nn.SimpleCell(4, dtype="float16"))
+    variables = model.init(rngs(), x)
+    with pytest.raises(TypeError, match="carry"):
+        by_hand.apply(variables, x)
+    want = by_hand.apply(variables, x, initial_carry=jnp.zeros((2, 4), jnp.float16))
+    same_bits(model.apply(variables, x), float32(want))
+
+
+def test_an_rnn_returns_the_last_carry_of_sequences_of_several_lengths_as_dtype_written_by_hand_does():
+    def make(**hand: Any) -> nn.Module:
+        return nn.RNN(nn.GRUCell(3, **hand), return_carry=True, reverse=True, keep_order=True)
+
+    x, lengths = data(*SEQUENCE), jnp.array([1, 3])
+    with standard_promotion():
+        variables = shapes(make(), x)
+        model = apply_policy(make(), "mixed_bfloat16")
+        is_as_by_hand(model, make(dtype="bfloat16"), variables, x, seq_lengths=lengths)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_decoding_step_by_step_fills_a_half_cache_as_dtype_written_by_hand_does(policy):
+    def make(**hand: Any) -> nn.Module:
+        return nn.MultiHeadDotProductAttention(num_heads=2, decode=True, **hand)
+
+    x = data(*SEQUENCE)
+    model, by_hand = apply_policy(make(), policy), make(dtype=HALVES[policy])
+    same_computation(model.init, by_hand.init, rngs(), x)
+    variables = shapes(model, x)
+    assert variables["cache"]["cached_key"].dtype == HALVES[policy]
+
+    def step(model: nn.Module) -> Any:
+        def apply(variables: Any, token: jax.Array) -> Any:
+            out, cache = model.apply(variables, token, mutable=["cache"])
+            return out.astype(jnp.float32), cache
+
+        return apply
+
+    same_computation(step(model), step(by_hand), variables, x[:, :1])
+    assert jax.eval_shape(step(model), variables, x[:, :1])[1]["cache"] == variables["cache"]
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_a_pure_half_preset_is_dtype_and_param_dtype_written_by_hand(policy):
+    def make(**hand: Any) -> nn.Module:
+        # JAX has no orthogonal initializer in half precision.
+        cell = nn.GRUCell(3, recurrent_kernel_init=nn.initializers.lecun_normal(), **hand)
+        return nn.Sequential([nn.Dense(4, **hand), nn.RNN(cell), nn.Conv(3, (2,), **hand)])
+
+    x = data(*SEQUENCE)
+    model, by_hand = apply_policy(make(), policy), make(dtype=policy, param_dtype=policy)
+    same_computation(model.init, by_hand.init, rngs(), x)
+    variables = shapes(model, x)
+    assert dtypes_of(variables) == {policy}
+    same_computation(model.apply, by_hand.apply, variables, x)
+
+
+def test_float32_is_the_bare_model_with_every_product_at_the_highest_precision():
+    x = data(*VECTOR)
+    model = apply_policy(MLP(), "float32")
+    variables = shapes(model, x)
+    with jax.default_matmul_precision("highest"):
+        same_computation(apply_policy(MLP(), "float32").apply, MLP().apply, variables, x)
+
+
+def test_float32_widens_a_half_input():
+    x = data(*VECTOR).astype(jnp.bfloat16)
+    model = apply_policy(MLP(), "float32")
+    assert set(model_products(model, x)) == {"float32"}
+
+
+# --- who has the last word on a dtype ---------------------------------------------------------------------------------
+
+
+def test_a_dtype_that_the_author_gave_stays():
+    x = data(*VECTOR)
+    model = apply_policy(nn.Sequential([nn.Dense(4), nn.Dense(3, dtype="float32")]), "mixed_bfloat16")
+    assert model_products(model, x) == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("pattern", ["layers_1", "**/layers_1", "type:Dense", nn.Dense, "*"])
+def test_an_override_beats_the_dtype_that_the_author_gave(pattern):
+    x = data(*VECTOR)
+    bare = nn.Sequential([nn.Conv(4, (1,)), nn.Dense(3, dtype="float32")])
+    model = apply_policy(bare, "mixed_bfloat16", {pattern: "mixed_float16"})
+    assert model_products(model, x)[1] == "float16"
+
+
+def test_a_param_dtype_that_the_author_gave_stays_unless_an_override_covers_it():
+    x = data(*VECTOR)
+    bare = nn.Sequential([nn.Dense(4, param_dtype=jnp.bfloat16), nn.Dense(3)])
+    params = apply_policy(bare, "mixed_float16").init(rngs(), x)["params"]
+    assert [dtypes_of(params[name]) for name in ("layers_0", "layers_1")] == [{"bfloat16"}, {"float32"}]
+    params = apply_policy(bare, "mixed_float16", {"layers_0": "mixed_float16"}).init(rngs(), x)["params"]
+    assert dtypes_of(params) == {"float32"}
+
+
+@pytest.mark.parametrize("default", [jnp.float32, "float32", jnp.dtype("float32")])
+def test_a_default_is_recognised_however_the_dtype_is_spelled(default):
+    class Model(nn.Module):
+        dtype: Any = jnp.float32
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3, dtype=self.dtype)(x)
+
+    x = data(*VECTOR)
+    model = apply_policy(Model(default), "mixed_float16")
+    assert model_products(model, x) == ["float16"]
+
+
+def test_an_integer_dtype_field_is_no_compute_dtype():
+    class Tokens(nn.Module):
+        dtype: Any = jnp.int32
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(nn.one_hot(jnp.asarray(x, self.dtype), 5))
+
+    model, ids = apply_policy(Tokens(), "mixed_float16"), jnp.array([0, 3])
+    assert model_products(model, ids) == ["float16"]
+
+
+def test_what_lies_below_a_container_without_a_dtype_follows_its_own_path():
+    class Block(nn.Module):
+        dtype: Any = None
+
+        @nn.compact
+        def __call__(self, x):
+            x = x if self.dtype is None else x.astype(self.dtype)
+            return nn.Dense(3, dtype=self.dtype, name="fine")(x), nn.Dense(3, dtype=self.dtype, name="rough")(x)
+
+    x = data(*VECTOR)
+    model = apply_policy(Block(), "mixed_bfloat16", {"fine": "float32"})
+    assert model_products(model, x) == ["float32", "bfloat16"]
+
+    def fine(variables: Any) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return nn.Dense(3).apply({"params": variables["params"]["fine"]}, x)
+
+    same_computation(lambda variables: model.apply(variables, x)[0], fine, shapes(model, x))
+
+
+def test_a_parent_reads_the_dtype_that_its_submodule_computes_in():
+    class Model(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(3)
+
+        def __call__(self, x):
+            return self.dense(x) + jnp.ones((), self.dense.dtype)
+
+    x = data(*VECTOR)
+    model = apply_policy(Model(), "mixed_float16")
+    assert jax.eval_shape(model.apply, shapes(model, x), x).dtype == jnp.float32
+
+
+def test_outputs_are_cast_at_the_root_only_and_integers_pass():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(3)(x)
+            return {"logits": y, "top": jnp.argmax(y, -1), "inside": jnp.array(y.dtype == jnp.float16)}
+
+    x = data(*VECTOR)
+    model = apply_policy(Model(), "params=float32,compute=float16,output=bfloat16")
+    out = model.apply(model.init(rngs(), x), x)
+    assert (out["logits"].dtype, out["top"].dtype, bool(out["inside"])) == (jnp.bfloat16, jnp.int32, True)
