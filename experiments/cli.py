@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
+from experiments.allocator import keep_freed_memory
 from experiments.data import DataError
 
 C = TypeVar("C")
@@ -108,6 +109,7 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
     """Runs a training script: flags, training, and errors that a user can act on."""
     config = parse(config_type, description)
     plain_warnings()
+    keep_freed_memory()
     try:
         train(config)
     except KeyboardInterrupt:

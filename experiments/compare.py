@@ -1,11 +1,11 @@
 """Trains the same task under several policies and loss scales, and shows what each did to result, time and memory.
 
-python -m experiments.compare --task pysource --policies mixed_float16 mixed_bfloat16 --loss-scales none dynamic headroom
+python -m experiments.compare --task pysource --policies mixed_float16 --loss-scales none static:4096 dynamic headroom
 python -m experiments.compare --demo
 
-Every policy is trained with every seed; one that computes in float16 under each of the loss scales, others without one. A
-policy may name its own: float16@static:4096. Float32 is always there, as what the others are measured against. The run
-folder holds compare.md, compare.json and compare.png. --demo runs both tasks in under 4 minutes on two CPU cores.
+Every policy is trained with every seed; one that computes in float16 under each of the loss scales, others without
+one. A policy may name its own: float16@static:4096. Float32 is always there, as what the others are measured against.
+The run folder holds compare.md, compare.json and compare.png. --demo runs both tasks in under 4 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from experiments.progress import Progress
 from experiments.runs import run_folder, write_json
 
 TASKS = {"digits": image_classification, "pysource": language_modeling}
-METRICS = {"digits": "accuracy", "pysource": "loss"}  # what the picture shows of each
+METRICS = {"digits": "accuracy", "pysource": "loss"}  # what picture and sentence show of each
 _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16", "float16@none")
 
 
@@ -131,7 +131,7 @@ def main(config: Config) -> dict[str, list[Outcome]]:
         for part, experiments in prepared
     )
     with Progress("compare", total) as progress:
-        results = {
+        results: dict[str, list[Outcome]] = {
             part.task: compare(experiments, list(part.seeds), part.rounds, progress, part.task)
             for part, experiments in prepared
         }
@@ -143,7 +143,7 @@ def report(results: dict[str, list[Outcome]], folder: Path, seconds: float) -> N
     """Shows the tables, writes them with the picture and the numbers, and says in a sentence what they show."""
     where = environment()
     tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes)]
-    sentences = [comparison_report.sentence(task, outcomes) for task, outcomes in results.items()]
+    sentences = [comparison_report.sentence(task, outcomes, METRICS[task]) for task, outcomes in results.items()]
     conclusion = f"{'; '.join(sentences)}."
     conclusion = conclusion[0].upper() + conclusion[1:]
     plots.comparison(results, METRICS, folder / "compare.png", f"{where['device']}, {where['date'][:10]}")

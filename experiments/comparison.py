@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -39,7 +41,7 @@ class Outcome:
       device_bytes: the device's peak; None where it does not count.
       device_bytes_is_bound: whether another variant had reached that peak before, so that this one's is no higher.
       flops: FLOPs of a step's products, by dtype.
-      zero_activations: share of the activations' gradients that became zero, see :func:`experiments.gradients.zero_share`.
+      zero_activations: share of the activations' gradients that became zero (:func:`experiments.gradients.zero_share`).
       zero_params: the same of the params' gradients.
     """
 
@@ -88,11 +90,10 @@ def compare(
     batch = next(baseline.train_batches(seeds[0]))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # it is what we want to see
-        for outcome, experiment in zip(outcomes, experiments, strict=True):
-            progress.advance(0, "compiling", f"{title}: {outcome.label}")
-            state = start(experiment, baseline, seeds[0])
-            outcome.step_bytes = memory.of_compiled(experiment.step.jitted.lower(state, batch).compile())
-            outcome.flops = flops.count(experiment.step.jitted, state, batch)
+        progress.advance(0, "compiling", title)
+        # XLA compiles on one core. On a GPU it also measures kernels, which another compilation would disturb.
+        with ThreadPoolExecutor(os.cpu_count() if jax.default_backend() == "cpu" else 1) as pool:
+            list(pool.map(lambda outcome, experiment: _compile(outcome, experiment, batch), outcomes, experiments))
 
         final: list[Any] = [None] * len(variants)
         # The device's peak never falls, so the leanest goes first: then each sets a peak of its own.
@@ -124,6 +125,12 @@ def compare(
         for outcome, variant in zip(outcomes, variants, strict=True):
             outcome.milliseconds = times[variant]
     return outcomes
+
+
+def _compile(outcome: Outcome, experiment: Experiment, batch: Any) -> None:
+    state = jax.eval_shape(experiment.init, 0)
+    outcome.step_bytes = memory.of_compiled(experiment.step.jitted.lower(state, batch).compile())
+    outcome.flops = flops.count(experiment.step.jitted, state, batch)
 
 
 def start(experiment: Experiment, baseline: Experiment, seed: int) -> jaxmp.TrainState:

@@ -13,8 +13,8 @@ from experiments.report import Table
 from experiments.timing import quartiles
 
 RESULT_COLUMNS = (
-    "policy", "loss scale", "held-out loss", "accuracy %", "Δ loss", "Δ points", "zero gradients %: activations", "params",
-    "skipped", "final scale",
+    "policy", "loss scale", "held-out loss", "accuracy %", "Δ loss", "Δ points",
+    "zero gradients %: activations", "params", "skipped", "final scale",
 )  # fmt: skip
 COST_COLUMNS = ("policy", "loss scale", "ms/step", "quartiles", "step MiB", "device MiB")
 RULE_COLUMNS = (
@@ -23,15 +23,16 @@ RULE_COLUMNS = (
 )  # fmt: skip
 
 NOTES = {
-    "result": "Mean ± standard deviation over the seeds. Δ: the mean difference to float32 with the same seeds; points of "
-    "accuracy. Zero gradients: of the entries that are not zero in float32, the share that is exactly zero here, for the "
-    "same batch at the params where float32 ended, with the loss scale that this run ended with; activations are the "
-    "outputs of the layers, params the params. Skipped: steps in all runs. Final scale: of the first seed.",
-    "cost": "Time: median and quartiles of warm steps, all variants in turn in one process. Step MiB: what the compiled "
-    "step needs at most (arguments, results and temporaries). Device MiB: the device's own peak; ≤ where another variant had "
-    "set it before, – where the device does not count.",
-    "rule": "The rule that users apply, against float32. FLOPs: those of a step's products and convolutions whose operands "
-    "are float16, bfloat16, float8 or tensorfloat32, whatever the device at hand makes of them.",
+    "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds; points are "
+    "of accuracy. Zero gradients: of the entries that are not zero in float32, the share that is exactly zero here, "
+    "for one batch, at the params where float32 ended, with the loss scale that this run ended with; an activation is "
+    "the output of a layer. Skipped: steps in all runs. Final scale: the first seed's.",
+    "cost": "Time: median and quartiles of warm steps, all variants in turn in one process. Step MiB: what the "
+    "compiled step needs at most (arguments, results and temporaries). Device MiB: the device's own peak; ≤ where "
+    "another variant had set it before, – where the device does not count.",
+    "rule": "The rule that users apply, against float32. Accuracy loss: in points. FLOPs: those of a step's products "
+    "and convolutions whose operands are float16, bfloat16, float8 or tensorfloat32, whatever this device makes of "
+    "them.",
 }
 
 
@@ -55,23 +56,21 @@ def mean(outcome: Outcome, metric: str) -> float:
 
 def difference(outcome: Outcome, baseline: Outcome, metric: str) -> float:
     """Mean over the seeds of the difference to the baseline with the same seed."""
-    return statistics.fmean(
-        own[metric] - other[metric] for own, other in zip(outcome.test, baseline.test, strict=True)
-    )
+    return statistics.fmean(own[metric] - other[metric] for own, other in zip(outcome.test, baseline.test, strict=True))
 
 
 def criteria(outcome: Outcome, baseline: Outcome) -> list[Criterion]:
     """The acceptance rule, criterion by criterion, in the order of :data:`RULE_COLUMNS`."""
     speed_up = median_ms(baseline) / median_ms(outcome)
-    known = outcome.step_bytes is not None and baseline.step_bytes
-    saved = 1 - outcome.step_bytes / baseline.step_bytes if known else math.nan
+    bytes_, reference = outcome.step_bytes, baseline.step_bytes
+    saved = 1 - bytes_ / reference if bytes_ is not None and reference else math.nan
     lost = -100 * difference(outcome, baseline, "accuracy")
     share = flops.tensor_core_share(outcome.flops)
     finite = not outcome.failure and all(math.isfinite(test["loss"]) for test in outcome.test)
     return [
         Criterion(f"{speed_up:.2f}×", speed_up > 2),
-        Criterion(f"{saved:.0%}" if known else "?", saved > 0.3),
-        Criterion(f"{lost:.2f}", lost < 0.5),
+        Criterion("?" if math.isnan(saved) else f"{saved:.0%}", saved > 0.3),
+        Criterion(f"{round(lost, 2) + 0.0:.2f}", lost < 0.5),
         Criterion(f"{share:.0%}", share > 0.8),
         Criterion("", finite),
     ]
@@ -98,26 +97,50 @@ def as_json(outcome: Outcome, baseline: Outcome) -> dict[str, Any]:
     }
 
 
-def sentence(title: str, outcomes: list[Outcome]) -> str:
-    """One sentence, made from the numbers: what the formats did to the held-out result of this task."""
+def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
+    """What the formats did to the held-out result of this task, made from the numbers.
+
+    A result counts as worse than float32's if it is so by more than two standard deviations over float32's seeds, and
+    by more than 0.02 of loss or 0.5 points of accuracy.
+    """
     baseline, *others = outcomes
-    failed = [o.label for o in others if o.failure or not math.isfinite(mean(o, "loss"))]
-    deltas = {o.label: difference(o, baseline, "loss") for o in others if o.label not in failed}
-    spread = max(0.02, 2 * _deviation(baseline, "loss"))  # a held-out loss moves by that much for no reason
-    worse = {label: delta for label, delta in deltas.items() if delta > spread}
-    start = f"on {title} float32 ends at a held-out loss of {mean(baseline, 'loss'):.2f}"
+    sign, scale, least, unit = (1, 1, 0.02, "") if metric == "loss" else (-1, 100, 0.5, " points")
+    threshold = max(least, 2 * scale * _deviation(baseline, metric))
+    failed = [o for o in others if o.failure or not math.isfinite(mean(o, metric))]
+    deltas = {id(o): sign * scale * difference(o, baseline, metric) for o in others if o not in failed}
+    worse = [o for o in others if deltas.get(id(o), 0) > threshold]
+    near = [o for o in others if id(o) in deltas and o not in worse]
+    shown = f"{mean(baseline, 'loss'):.2f}" if metric == "loss" else f"{100 * mean(baseline, 'accuracy'):.1f} %"
+    side = "above" if metric == "loss" else "below"
     parts = []
     if worse:
-        zeros = {o.label: o.zero_activations for o in others}
-        listed = [f"{label} {delta:.2f} above ({zeros[label]:.0%} of its activation gradients are zero)" for label, delta in worse.items()]
-        parts.append(f"{_and(listed)}")
-    near = [delta for label, delta in deltas.items() if label not in worse]
+        gaps = _range([deltas[id(o)] for o in worse], ".2f")
+        zeros = _range([100 * o.zero_activations for o in worse], ".0f")
+        ends = "ends" if len(worse) == 1 else "end"
+        its = "its" if len(worse) == 1 else "their"
+        parts.append(
+            f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} float32's held-out {metric} of {shown} "
+            f"({zeros} % of {its} activation gradients became zero)"
+        )
     if near:
-        who = "the others" if worse else "every other policy"
-        parts.append(f"{who} within {max(abs(delta) for delta in near):.3f} of it")
+        who = _and([_spoken(o) for o in near])
+        what = "it" if worse else f"float32's held-out {metric} of {shown}"
+        most = max(abs(deltas[id(o)]) for o in near)
+        parts.append(f"{who} {'ends' if len(near) == 1 else 'end'} within {max(most, 0.001):.3f}{unit} of {what}")
     if failed:
-        parts.append(f"{_and(failed)} nowhere, for it was not finite")
-    return f"{start}, {_and(parts)}"
+        parts.append(f"{_and([_spoken(o) for o in failed])} did not stay finite")
+    return f"on {title} {', '.join(parts) or f'float32 ends at a held-out {metric} of {shown}'}"
+
+
+def _spoken(outcome: Outcome) -> str:
+    if outcome.loss_scale != "none":
+        return f"{outcome.policy} with {outcome.loss_scale} scaling"
+    return f"{outcome.policy} without scaling" if "float16" in outcome.flops else outcome.policy
+
+
+def _range(values: list[float], form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
 def _deviation(outcome: Outcome, metric: str) -> float:

@@ -1,4 +1,4 @@
-"""What the experiments hand to the loop that trains them, and to `compare`, which trains them under several policies."""
+"""What an experiment hands to the loop that trains it, and to `compare`, which trains it under several policies."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ class Experiment:
 
     def evaluate(self, state: jaxmp.TrainState) -> dict[str, float]:
         """The metrics of ``eval_step`` on the held-out examples, averaged over examples; waits for the device."""
-        results = []
+        sizes, results = [], []
         for batch in self.test_batches():
-            results.append((len(jax.tree.leaves(batch)[0]), self.eval_step(state, batch)))
-        total = sum(size for size, _ in results)
-        metrics = jax.device_get([metrics for _, metrics in results])
-        sizes = [size for size, _ in results]
-        return {name: sum(n * float(m[name]) for n, m in zip(sizes, metrics, strict=True)) / total for name in metrics[0]}
+            sizes.append(len(jax.tree.leaves(batch)[0]))
+            results.append(self.eval_step(state, batch))
+        results = jax.device_get(results)
+        return {
+            name: sum(size * float(metrics[name]) for size, metrics in zip(sizes, results, strict=True)) / sum(sizes)
+            for name in results[0]
+        }

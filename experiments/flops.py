@@ -51,7 +51,7 @@ def _of_jaxpr(jaxpr: Any, default_float32: str) -> collections.Counter[str]:
                 total[_dtype(eqn, default_float32)] += 2 * math.prod(eqn.outvars[0].aval.shape) * terms
             case "cond":
                 branches = [_of_jaxpr(branch, default_float32) for branch in _inner(eqn.params["branches"])]
-                total += max(branches, key=lambda branch: branch.total())
+                total.update(max(branches, key=lambda branch: sum(branch.values())))
             case name:
                 times = eqn.params["length"] if name == "scan" else 1
                 for inner in _inner(tuple(eqn.params.values())):

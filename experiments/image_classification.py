@@ -2,8 +2,9 @@
 
 python -m experiments.image_classification --policy mixed_float16
 
-With the defaults (1,797 real digits of 8×8 pixels, 20 epochs, AdamW) this takes about 10 s on two CPU cores and ends near
-98 % of held-out digits read right. The run folder holds config.json, metrics.csv, curves.png, summary.json and summary.md.
+With the defaults (1,797 real digits of 8×8 pixels, 20 epochs, AdamW) this takes about 10 s on two CPU cores and reads
+99 % of the held-out digits right. The run folder holds config.json, metrics.csv, curves.png, summary.json and
+summary.md.
 """
 
 from __future__ import annotations

@@ -16,10 +16,7 @@ def of_compiled(compiled: Any) -> int | None:
     if stats is None:
         return None
     return (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
+        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
     )
 
 

@@ -15,8 +15,8 @@ _STEPS_LATE = 8
 def accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """The share of examples whose label has the largest logit, a float32 scalar.
 
-    A tie of n logits counts 1/n, the chance of guessing right: half logits tie more often than float32's, and argmax, which
-    takes the first (here the most frequent token), would count that for or against them. It also costs less than argmax.
+    A tie of n logits counts 1/n, the chance of guessing right: half logits tie more often than float32's, and argmax,
+    which takes the first (among tokens the most frequent), would count that for or against them. It is faster, too.
 
     Args:
       logits: float32 (batch, classes).

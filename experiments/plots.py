@@ -53,7 +53,7 @@ def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 def comparison(results: dict[str, list[Outcome]], metrics: dict[str, str], path: Path, caption: str) -> None:
     """A row a task: training loss against steps, held-out result, and gradients that became zero of each variant."""
     figure = Figure(figsize=(12, 0.5 + 3.1 * len(results)), layout="constrained")
-    grid = figure.subplots(len(results), 3, squeeze=False, width_ratios=(1.2, 1, 0.8))
+    grid = figure.subplots(len(results), 3, squeeze=False, width_ratios=(1.15, 1, 0.85))
     for (task, outcomes), (left, middle, right) in zip(results.items(), grid, strict=True):
         _training(left, task, outcomes)
         _held_out(middle, outcomes, metrics[task])
@@ -71,7 +71,7 @@ def comparison(results: dict[str, list[Outcome]], metrics: dict[str, str], path:
 
 def _training(axes: Any, task: str, outcomes: list[Outcome]) -> None:
     style(axes, f"{task}: training loss", "step")
-    for i, outcome in reversed(list(enumerate(outcomes))):  # float32 on top
+    for i, outcome in enumerate(outcomes):
         runs = [run for run in outcome.curves if run]
         length = min(map(len, runs), default=0)
         if not length:
@@ -80,13 +80,17 @@ def _training(axes: Any, task: str, outcomes: list[Outcome]) -> None:
         width = max(1, length // 40)
         values = np.convolve(values, np.ones(width) / width, "valid")
         skip = len(values) // 6  # the first fall, alike in all, would flatten the rest
-        axes.plot(range(width + skip, length + 1), values[skip:], color=_color(i), linewidth=1.6, label=outcome.label)
+        # The baseline lies broad beneath, and every other curve is dashed, so that curves that coincide all show.
+        dashes = {"linestyle": (0, (4, 3)), "zorder": 3} if i % 2 == 0 else {}
+        look = {"linewidth": 1.6, **dashes} if i else {"linewidth": 5, "alpha": 0.25}
+        axes.plot(range(width + skip, length + 1), values[skip:], color=_color(i), label=outcome.label, **look)
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+    low, high = axes.get_ylim()
+    ticks = (1, 2, 5) if high > 5 * low else (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=ticks))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_locator(ticker.NullLocator())
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, handlelength=2.6)
 
 
 def _held_out(axes: Any, outcomes: list[Outcome], metric: str) -> None:
@@ -103,13 +107,13 @@ def _held_out(axes: Any, outcomes: list[Outcome], metric: str) -> None:
             seeds = [scale * test[metric] for test in outcome.test]
             axes.plot(seeds, [i] * len(seeds), "o", color=_color(i), markersize=4, alpha=0.35, markeredgewidth=0)
         axes.plot([mean], [i], "o", color=_color(i), markersize=9)
-        axes.annotate(f"{mean:.{digits}f}", (mean, i), (0, 8), textcoords="offset points", ha="center", fontsize=9)
-    axes.margins(x=0.15)
+        axes.annotate(f"{mean:.{digits}f}", (mean, i), (9, 5), textcoords="offset points", fontsize=9)
+    axes.margins(x=0.22)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
 
 
 def _zeros(axes: Any, outcomes: list[Outcome]) -> None:
-    style(axes, "activation gradients turned to zero, in %")
+    style(axes, "activation gradients zeroed, %")
     axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
     shares = [100 * outcome.zero_activations for outcome in outcomes]
     axes.barh(range(len(shares)), shares, color=[_color(i) for i in range(len(shares))], height=0.5)

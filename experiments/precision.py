@@ -54,20 +54,20 @@ def compute_dtype(policy: Any) -> Any:
 def read_loss_scale(text: str) -> Any:
     """The loss scale that ``text`` names: ``none``, ``static:4096``, ``dynamic``, ``headroom``.
 
-    After a colon come the class's parameters: ``dynamic:loss_scale=1024,period=100``; the first may go without its name.
+    After a colon come the class's parameters, ``dynamic:loss_scale=1024,period=100``; the first needs no name.
 
     Raises:
       ValueError: the kind or a parameter is unknown, or a value out of range.
     """
     kind, _, rest = text.strip().partition(":")
     if kind not in _KINDS:
-        raise ValueError(f"unknown loss scale {text!r}; known, nearest first: {nearest(kind, _KINDS)}, as in static:4096")
-    fields = [field for field in dataclasses.fields(_KINDS[kind]) if field.name not in _NO_FLAGS] if kind != "none" else []
-    names = [field.name for field in fields]
+        known = nearest(kind, _KINDS)
+        raise ValueError(f"unknown loss scale {text!r}; known, nearest first: {known}; write static:4096, say")
+    names = [field.name for field in dataclasses.fields(_KINDS[kind]) if field.init and field.name not in _NO_FLAGS]
     values: dict[str, Any] = {}
     for position, part in enumerate(filter(None, rest.split(","))):
-        name, equals, value = (names[0], "=", part) if position == 0 and "=" not in part and names else part.partition("=")
-        if not equals or name not in names:
+        name, _, value = part.partition("=") if "=" in part or position or not names else (names[0], "=", part)
+        if name not in names:
             known = nearest(name, names) if names else "none at all"
             raise ValueError(f"the loss scale {kind!r} has no parameter {part!r}; its parameters: {known}")
         try:

@@ -1,4 +1,4 @@
-"""A training run's folder and what is shown while it trains: config, metrics, curves, summary; no sync with the device."""
+"""A training run's folder (config, metrics, curves, summary) and what is shown meanwhile, without syncs every step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def run_folder(name: str, folder: Path | None) -> Path:
 class Run:
     """One training run. A context manager: the bar stops and the metrics' file is closed when it ends."""
 
-    def __init__(self, name: str, config: dict[str, Any], experiment: Experiment, folder: Path | None, evaluate_every: int):
+    def __init__(
+        self, name: str, config: dict[str, Any], experiment: Experiment, folder: Path | None, evaluate_every: int
+    ) -> None:
         self.folder = run_folder(name, folder)
         self._name, self._experiment, self._evaluate_every = name, experiment, evaluate_every
         self._environment = environment()
@@ -72,7 +74,8 @@ class Run:
 
     def steps(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """As many batches as there are steps, timing how long each is waited for."""
-        for self._step in range(1, self._experiment.steps + 1):
+        while self._step < self._experiment.steps:
+            self._step += 1
             started = time.perf_counter()
             batch = next(batches)
             if self._step > 1:

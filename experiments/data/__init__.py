@@ -2,9 +2,9 @@
 
 `digits` (images) and `pysource` (text) come from what is installed on the machine: nothing is downloaded.
 
-Every set goes through :func:`read`, which prepares it in the data folder the first time and returns its splits as plain
-columns. :mod:`experiments.data.images` and :mod:`experiments.data.text` put the columns on the device and make batches there.
-To add a set, add its builder to ``BUILDERS``: a local one, or ``tfds.builder`` for one that tensorflow-datasets has.
+Every set goes through :func:`read`, which prepares it in the data folder the first time and returns its splits as
+plain columns. :mod:`experiments.data.images` and :mod:`experiments.data.text` put the columns on the device and make
+batches there. To add a set, add its builder to ``BUILDERS``: a local one, or one that tensorflow-datasets has.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import tensorflow_datasets as tfds
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """Images of 8×8 pixels (0 to 255, 17 levels) and labels 0 to 9; every fifth example of each class is for the test."""
+    """Images of 8×8 pixels in 17 levels from 0 to 255, labels 0 to 9; every fifth of each class is for the test."""
 
     VERSION = tfds.core.Version("1.0.0")
 

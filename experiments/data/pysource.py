@@ -1,4 +1,4 @@
-"""`pysource`: real text that every machine has, the sources of Python's own standard library, as a local TFDS builder."""
+"""`pysource`: real text that every machine has, the sources of Python's standard library, as a local TFDS builder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.data.errors import DataError
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """The ``.py`` files of this Python's standard library, tests included, as (name below the library, path), sorted."""
+    """The ``.py`` files of this Python's standard library, its tests too, as sorted pairs (name below it, path)."""
     root = Path(sysconfig.get_path("stdlib"))
     named = ((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py") if path.is_file())
     installed = ("site-packages/", "dist-packages/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -48,13 +49,25 @@ def windows(tokens: jax.Array, context: int, batch_size: int, seed: int) -> Iter
     Yields:
       ``context``: int32 (batch, context); ``target``: int32 (batch,), the token that follows.
     """
+    last = _last_start(tokens, context)
+    key = jax.random.key(seed)
+    for step in itertools.count():
+        starts = _random_starts(key, step, last, batch_size)
+        yield _cut(tokens, starts, context)
+
+
+def spread(tokens: jax.Array, context: int, batch_size: int, batches: int) -> Iterator[Batch]:
+    """So many batches of windows evenly spread over the whole text, for evaluation: the same every time."""
+    last = _last_start(tokens, context)
+    starts = np.linspace(0, last, batches * batch_size).astype(np.int32).reshape(batches, batch_size)
+    for batch in starts:
+        yield _cut(tokens, jnp.asarray(batch), context)
+
+
+def _last_start(tokens: jax.Array, context: int) -> int:
     if len(tokens) <= context:
         raise DataError(f"a context must be shorter than the text of {len(tokens)} tokens, got --context {context}")
-    key = jax.random.key(seed)
-    step = 0
-    while True:
-        yield _windows(tokens, key, step, context, batch_size)
-        step += 1
+    return len(tokens) - context - 1
 
 
 def _pairs(documents: Sequence[bytes]) -> np.ndarray:
@@ -62,8 +75,12 @@ def _pairs(documents: Sequence[bytes]) -> np.ndarray:
     return np.frombuffer(whole, np.dtype(">u2")).astype(np.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("context", "batch_size"))
-def _windows(tokens: jax.Array, key: jax.Array, step: int, context: int, batch_size: int) -> Batch:
-    starts = jax.random.randint(jax.random.fold_in(key, step), (batch_size, 1), 0, len(tokens) - context)
-    window = tokens[starts + jnp.arange(context + 1)]
+@functools.partial(jax.jit, static_argnames="batch_size")
+def _random_starts(key: jax.Array, step: int, last: int, batch_size: int) -> jax.Array:
+    return jax.random.randint(jax.random.fold_in(key, step), (batch_size,), 0, last + 1)
+
+
+@functools.partial(jax.jit, static_argnames="context")
+def _cut(tokens: jax.Array, starts: jax.Array, context: int) -> Batch:
+    window = tokens[starts[:, None] + jnp.arange(context + 1)]
     return {"context": window[:, :-1], "target": window[:, -1]}

@@ -1,4 +1,4 @@
-"""Models in plain Flax Linen: none has a dtype in its code, :func:`jaxmp.linen.apply_policy` says what they compute in."""
+"""Models in plain Flax Linen, without a dtype in their code: :func:`jaxmp.linen.apply_policy` brings the precision."""
 
 from __future__ import annotations
 
