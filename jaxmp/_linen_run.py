@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import weakref
@@ -21,11 +22,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import Scope
 
 from jaxmp import tree as _tree
 from jaxmp._jaxpr.weak import promoting_weak_operands, strengthen, weaken
 from jaxmp.dtypes import is_half
-from jaxmp.patterns import Path, is_class_pattern, pattern_text
+from jaxmp.patterns import Path, Pattern, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
 Variables = Mapping[str, Any]
@@ -44,13 +46,13 @@ class Root:
 
     def mark(self, module: nn.Module) -> None:
         """Marks the scope of ``module``, and so every scope below that is still to come, as belonging to this root."""
-        _set_flag(module, _ROOT_FLAG, hash(self))
+        assert module.scope is not None
+        _set_flag(module.scope, _ROOT_FLAG, hash(self))
 
 
-def _set_flag(module: nn.Module, name: str, value: int) -> None:
-    assert module.scope is not None
-    if module.scope.flags.get(name) != value:
-        module.scope.flags = module.scope.flags.copy({name: value})
+def _set_flag(scope: Scope, name: str, value: int) -> None:
+    if scope.flags.get(name) != value:
+        scope.flags = scope.flags.copy({name: value})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,7 @@ def running(module: nn.Module, root: Root, make_variables: Callable[[], Variable
     first, _running.intercepting = not _running.intercepting, True
     _running.runs.append(run)
     try:
+        run.decide(module)
         with nn.intercept_methods(_intercept) if first else contextlib.nullcontext():
             yield
         run.finish()
@@ -164,22 +167,24 @@ class Run:
 
     # --- what is decided for a module ---
 
-    def decide(self, module: nn.Module) -> _Decision:
-        """Sets ``module`` up for its policy, once, and remembers what was decided."""
-        path = module.path[len(self.path) :]
+    def decide(self, module: nn.Module, born_in: Scope | None = None) -> _Decision:
+        """Sets ``module`` up for its policy, once, and remembers what was decided; ``born_in``: its scope to be."""
+        scope: Any = born_in or module.scope
+        path = scope.path[len(self.path) :]
         self.modules.setdefault(path, type(module))
+        classes = {self.prefix + known: cls for known, cls in self.modules.items()}
+        policy, pattern = self.policies.resolve(self.prefix + path, classes)
+        _set_flag(scope, _POLICY_FLAG, hash((policy, pattern, self.prefix + path if self.by_path else None)))
+        scope.push = functools.partial(_push, weakref.ref(scope), weakref.ref(module))
         decision = vars(module).get(_DECISION)
         if decision is None:
-            decision = self._decide(module, path)
+            decision = self._decide(module, path, policy, pattern)
             if self.variables is not None:
                 object.__setattr__(module, _DECISION, decision)
         self.decisions[path] = decision
         return decision
 
-    def _decide(self, module: nn.Module, path: Path) -> _Decision:
-        classes = {self.prefix + known: cls for known, cls in self.modules.items()}
-        policy, pattern = self.policies.resolve(self.prefix + path, classes)
-        _set_flag(module, _POLICY_FLAG, hash((policy, pattern, self.prefix + path if self.by_path else None)))
+    def _decide(self, module: nn.Module, path: Path, policy: Policy, pattern: Pattern | None) -> _Decision:
         here = self._at(path)
         owns_params = here is None or bool(_own(here.get(_PARAMS, {})))
         has_children = here is not None and any(_children(collection) for collection in here.values())
@@ -227,8 +232,7 @@ class Run:
         # A helper method, or the body of a lifted transform: the inputs are already what they should be.
         inside = caller is not None and caller.run is self and caller.path == module.path
         follows = caller is not None and caller.follows and not inside
-        as_root = not path and not self.prefix and all(frame.run is not self for frame in _running.frames)
-        inputs = (strengthen((args, kwargs))) if follows else (args, kwargs)
+        inputs = strengthen((args, kwargs)) if follows else (args, kwargs)
         if decision.inputs is not None and not inside:
             inputs = decision.inputs(inputs, decision.policy)
         frame = _Frame(self, module.path, decision.inputs is _follow)
@@ -243,7 +247,7 @@ class Run:
 
         if frame.follows and not inside:
             result = strengthen(result)
-        if as_root:
+        if module is self.module and not inside and not self.prefix:  # here too: Linen captures it as an intermediate
             result = decision.policy.cast_to_output(result)
         result = _as_carry(result, args)
         return weaken(result) if follows else result
@@ -321,6 +325,17 @@ class Run:
             )
 
 
+def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
+    """``scope.push`` that decides for the submodule whose scope it makes, before anyone reads its fields or flags."""
+    made = Scope.push(scope(), name, *args, **kwargs)
+    parent = module()
+    child = parent._state.children.get(made.name) if parent is not None else None
+    run = _running.run_of(parent) if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") else None
+    if run is not None and isinstance(child, nn.Module):
+        run.decide(child, made)
+    return made
+
+
 def _cast(tree: Any, policy: Policy) -> Any:
     return policy.cast_to_compute(tree)
 
@@ -364,26 +379,25 @@ def _then(after: Callable[[Any], Any], before: Callable[..., Any]) -> Callable[.
 
 def _as_carry(result: Any, args: Any) -> Any:
     """The ``result`` of the body of a loop, with the new carry in the dtypes of the old one, ``args[0]``."""
-    loop = _loop_around(sys._getframe(1))
-    new = result[0] if loop == "scan" and isinstance(result, tuple) and result else result
-    if loop is None or not args or not _same_structure(new, args[0]):
+    if not args or not _is_loop_body(sys._getframe(1)):
         return result
-    new = jax.tree.map(_like, new, args[0])
-    return (new, *result[1:]) if loop == "scan" else new
+    if _same_structure(result, args[0]):
+        return jax.tree.map(_like, result, args[0])
+    if isinstance(result, tuple) and result and _same_structure(result[0], args[0]):
+        return (jax.tree.map(_like, result[0], args[0]), *result[1:])
+    return result
 
 
-def _loop_around(frame: Any) -> str | None:
-    """Which lifted loop calls the method that runs, if one does, and not another method of a module."""
+def _is_loop_body(frame: Any) -> bool:
+    """Whether it is a lifted loop that calls the method that runs, and not another method of a module."""
     methods = 0
     while frame is not None and methods < 2:
         code, module = frame.f_code, frame.f_globals.get("__name__")
         methods += code is nn.Module._call_wrapped_method.__code__
-        if module == "flax.core.axes_scan":
-            return "scan"
-        if module == "flax.core.lift" and code.co_name == "body_wrapper":
-            return "while"
+        if module == "flax.core.axes_scan" or (module == "flax.core.lift" and code.co_name == "body_wrapper"):
+            return True
         frame = frame.f_back
-    return None
+    return False
 
 
 def _like(new: Any, old: Any) -> Any:

@@ -70,14 +70,19 @@ class _Policied(_Object):
     jaxmp_root: Root
 
     def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Every method of a Linen module comes through here, also `BaseClass.method` handed to `apply`.
+        # Methods of Linen modules come through here, also `BaseClass.method` handed to `apply`; transformed ones do
+        # not.
+        return self._run(fun, args, kwargs, super()._call_wrapped_method)
+
+    def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any, call: Callable[[Any, Any, Any], Any]) -> Any:
         checking = self.scope is not None and isinstance(self.scope.root, _linen_module.TestScope)
         if self.scope is None or checking or is_running(self):
-            return super()._call_wrapped_method(fun, args, kwargs)
+            return call(fun, args, kwargs)
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
         bare_variables = _bare_variables(self, fun, args, kwargs) if creates and fun.__name__ != "setup" else None
         with running(self, self.jaxmp_root, bare_variables):
-            return super()._call_wrapped_method(fun, args, kwargs)
+            result = call(fun, args, kwargs)
+        return result if self.jaxmp_root.prefix else self._cast_to_output(result)
 
     def _register_submodules(self, name: str, value: Any) -> None:
         self.jaxmp_root.mark(self)  # before the scopes of the submodules exist
@@ -114,6 +119,19 @@ class _Policied(_Object):
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
 
 
+# What Linen makes of a method; that of a method decorated with a lifted transform, or of a transformed class, is
+# another.
+_WRAPPER = nn.Dense.__call__.__code__
+
+
+def _entrance(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(method, args, kwargs, lambda fun, args, kwargs: fun(self, *args, **kwargs))
+
+    return enter
+
+
 @functools.cache
 def _policied_class(base: Any, root: Root) -> Any:
     # The root is the class's and not a field: lifted transforms hand the fields of one class to the constructor of
@@ -124,6 +142,10 @@ def _policied_class(base: Any, root: Root) -> Any:
     # Linen names submodules after their class: the name must not change.
     Policied.__name__, Policied.__qualname__, Policied.__module__ = base.__name__, base.__qualname__, base.__module__
     Policied.__doc__ = base.__doc__
+    for name in dir(base):
+        method = getattr(base, name)
+        if hasattr(method, "method_handler_wrapped") and method.__code__ is not _WRAPPER:
+            setattr(Policied, name, _entrance(method))
     return Policied
 
 

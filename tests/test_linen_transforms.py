@@ -1,0 +1,360 @@
+"""Lifted transforms under a policy: the same model with ``dtype=`` by hand, and with the carry cast back by hand."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from linen_zoo import (
+    HALVES,
+    Linear,
+    data,
+    dtypes_of,
+    is_as_by_hand,
+    model_products,
+    products,
+    quick_jit,
+    rngs,
+    same_computation,
+    shapes,
+    standard_promotion,
+    zeros,
+)
+
+from jaxmp.linen import apply_policy
+
+X = data(2, 4)
+
+
+class Block(nn.Module):
+    """Keeps the shape of its input; ``hand`` is the dtype written by hand."""
+
+    hand: Any = None
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.Dense(4, dtype=self.hand)(nn.tanh(nn.Dense(5, dtype=self.hand)(x)))
+        return nn.Dropout(self.rate, deterministic=False)(y)
+
+
+class Step(nn.Module):
+    """A block as the body of a loop. Written by hand, it has to cast back to the dtype of its carry."""
+
+    hand: Any = None
+    rate: float = 0.0
+    block: Any = Block
+
+    @nn.compact
+    def __call__(self, carry: jax.Array, x: Any = None) -> tuple[jax.Array, jax.Array]:
+        y = self.block(self.hand, self.rate)(carry if x is None else carry * x)
+        return (y if self.hand is None else y.astype(carry.dtype)), y
+
+
+def scanned(hand: Any = None, step: Any = Step, **kwargs: Any) -> nn.Module:
+    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "dropout": True}, "length": 3}
+    return nn.scan(step, **{**options, **kwargs})(hand, 0.5)
+
+
+class Calls(nn.Module):
+    """Calls a transformed function, or a transformed class, from a compact method."""
+
+    call: Any
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> Any:
+        return self.call(self, x, self.hand)
+
+
+class Decorated(nn.Module):
+    transform: Any
+    hand: Any = None
+
+    def setup(self) -> None:
+        self.block = Block(self.hand)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.transform(lambda mdl, x: mdl.block(nn.tanh(x)))(self, x)
+
+
+class DecoratedMethod(nn.Module):
+    hand: Any = None
+
+    @nn.remat
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(nn.Dense(4, dtype=self.hand)(x))
+
+    @functools.partial(nn.remat, prevent_cse=False)
+    @nn.compact
+    def head(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(3, dtype=self.hand, name="head")(x)
+
+
+class DecoratedScan(nn.Module):
+    """The form in which Flax's own sequence examples write it."""
+
+    hand: Any = None
+
+    @functools.partial(nn.scan, variable_broadcast="params", in_axes=1, out_axes=1, split_rngs={"params": False})
+    @nn.compact
+    def __call__(self, carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return nn.GRUCell(4, dtype=self.hand)(carry, x)
+
+
+def functional_scan(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
+    scan = nn.scan(
+        lambda block, carry, _: (block(carry).astype(carry.dtype) if hand else block(carry), None),
+        variable_broadcast="params",
+        split_rngs={"params": False},
+        length=3,
+    )
+    return scan(Block(hand), x, None)[0]
+
+
+def functional_while(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
+    block = Block(hand)
+    block(x)  # makes the params: a while loop can't
+
+    def body(block: nn.Module, carry: Any) -> Any:
+        y = block(carry[1])
+        return carry[0] + 1, y.astype(x.dtype) if hand else y
+
+    return nn.while_loop(lambda _, carry: carry[0] < 3, body, block, (0, x))[1]
+
+
+class Branches(nn.Module):
+    hand: Any = None
+
+    def setup(self) -> None:
+        self.block, self.dense = Block(self.hand), nn.Dense(4, dtype=self.hand)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.is_initializing():
+            self.dense(x), self.block(x)
+        x = nn.switch(jnp.int32(1), [lambda mdl, x: mdl.block(x), lambda mdl, x: mdl.dense(x)], self, x)
+        return nn.cond(x[0, 0] > 0, lambda mdl, x: mdl.block(x), lambda mdl, x: mdl.dense(x), self, x)
+
+
+def functional_remat_scan(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
+    def body(block: nn.Module, x: jax.Array) -> jax.Array:
+        return block(x).astype(x.dtype) if hand else block(x)
+
+    return nn.remat_scan(body, lengths=(2, 2))(Block(hand), x)
+
+
+def functional_vjp(mdl: nn.Module, x: jax.Array, hand: Any) -> Any:
+    y, pullback = nn.vjp(lambda block, x: block(x), Block(hand), x)
+    return y, pullback(jnp.ones_like(y))[1]
+
+
+def mapped_variables(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
+    halve = functools.partial(jax.tree.map, lambda w: w / 2)
+    return nn.map_variables(nn.Dense, "params", trans_in_fn=halve, init=mdl.is_initializing())(3, dtype=hand)(x)
+
+
+SHARED = {"params": False, "dropout": True}
+BROADCAST: dict[str, Any] = {"variable_axes": {}, "variable_broadcast": "params", "split_rngs": SHARED}
+OVER_BATCH = {"variable_axes": {"params": None}, "split_rngs": SHARED}
+ENSEMBLE = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "dropout": True}}
+MODELS: dict[str, Any] = {
+    "scan": scanned,
+    "scan with shared params": functools.partial(
+        scanned, variable_axes={}, variable_broadcast="params", split_rngs=SHARED
+    ),
+    "scan of remat": lambda hand=None: scanned(hand, nn.remat(Step, prevent_cse=False)),
+    "scan whose step has a remat": lambda hand=None: scanned(hand, functools.partial(Step, block=nn.remat(Block))),
+    "remat of scan": lambda hand=None: nn.remat(type(scanned()))(hand),
+    "remat_scan": functools.partial(Calls, functional_remat_scan),
+    "remat": lambda hand=None: nn.remat(Block, static_argnums=())(hand, 0.5),
+    "remat inside": lambda hand=None: nn.Sequential([nn.remat(Block)(hand), nn.Dense(3, dtype=hand)]),
+    "remat that saves products": lambda hand=None: nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable)(hand),
+    "vmap over members": lambda hand=None: nn.vmap(Block, **ENSEMBLE, in_axes=None, axis_size=3)(hand, 0.5),
+    "vmap over examples": lambda hand=None: nn.vmap(Block, variable_axes={"params": None}, split_rngs=SHARED)(
+        hand, 0.5
+    ),
+    "scan of vmap": lambda hand=None: scanned(hand, nn.vmap(Step, **ENSEMBLE)),
+    "jit": lambda hand=None: nn.jit(Block)(hand),
+    "jit of a method": lambda hand=None: Decorated(nn.jit, hand),
+    "remat of a method": lambda hand=None: Decorated(nn.remat, hand),
+    "named_call of a method": lambda hand=None: Decorated(nn.named_call, hand),
+    "decorated methods": lambda hand=None: DecoratedMethod(hand),
+    "functional scan": functools.partial(Calls, functional_scan),
+    "while_loop": functools.partial(Calls, functional_while),
+    "cond and switch": Branches,
+    "vjp": functools.partial(Calls, functional_vjp),
+    "map_variables": functools.partial(Calls, mapped_variables),
+}
+NOT_DIFFERENTIABLE = ("while_loop",)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_transformed_model_is_the_computation_that_dtype_written_by_hand_gives(name, policy):
+    make, half = MODELS[name], HALVES[policy]
+    model, by_hand = apply_policy(make(), policy), make(hand=half)
+    same_computation(model.init, make().init, rngs(), X)
+    assert set(model_products(model, X)) == {half}
+    if name in NOT_DIFFERENTIABLE:
+        variables = shapes(make(), X)
+        same_computation(model.apply, lambda v, x: by_hand.apply(v, x).astype(jnp.float32), variables, X)
+    else:
+        is_as_by_hand(model, by_hand, shapes(make(), X), X)
+
+
+def test_a_cell_scanned_by_a_decorated_method_is_the_computation_that_dtype_written_by_hand_gives():
+    carry, x = jnp.zeros((2, 4)), data(2, 3, 4)
+    with standard_promotion():
+        model, by_hand = apply_policy(DecoratedScan(), "mixed_bfloat16"), DecoratedScan("bfloat16")
+        is_as_by_hand(model, by_hand, shapes(DecoratedScan(), carry, x), carry, x)
+
+
+OVER_MEMBERS = functools.partial(nn.vmap, **ENSEMBLE, in_axes=None, axis_size=2)
+
+
+@pytest.mark.parametrize("transform", [nn.remat, nn.jit, OVER_MEMBERS])
+def test_a_layer_without_a_dtype_field_follows_the_policy_through_a_transform(transform):
+    model, by_hand = apply_policy(transform(Linear)(), "mixed_float16"), transform(Linear)(hand=jnp.float16)
+    assert model_products(model, X) == ["float16"]
+    is_as_by_hand(model, by_hand, shapes(by_hand, X), X)
+
+
+class Cell(nn.Module):
+    """A recurrent cell of someone who knows of no dtypes."""
+
+    @nn.compact
+    def __call__(self, carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w = self.param("w", nn.initializers.lecun_normal(), (4, 4))
+        u = self.param("u", nn.initializers.lecun_normal(), (4, 4))
+        carry = jnp.tanh(carry @ w + x @ u)
+        return carry, carry * 2
+
+
+@pytest.mark.parametrize("carry_dtype", ["float32", "float16", "bfloat16"])
+def test_a_scanned_cell_without_a_dtype_field_keeps_the_dtype_of_its_carry(carry_dtype):
+    scan = nn.scan(Cell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
+    model, carry, x = apply_policy(scan(), "mixed_float16"), jnp.zeros((2, 4), carry_dtype), data(2, 3, 4)
+    assert model_products(model, carry, x) == ["float16", "float16"]
+    jaxpr = jax.make_jaxpr(model.apply)(shapes(model, carry, x), carry, x)
+    (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    assert [var.aval.dtype.name for var in loop.outvars] == [carry_dtype, "float16"]
+
+
+def test_a_carry_keeps_its_integers_and_its_structure():
+    class Count(nn.Module):
+        @nn.compact
+        def __call__(self, carry, _):
+            count, x = carry["count"], carry["x"]
+            return {"count": count + 1, "x": nn.Dense(4)(x)}, count
+
+    model = apply_policy(
+        nn.scan(Count, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(), "mixed_bfloat16"
+    )
+    carry = {"count": jnp.int32(0), "x": X}
+    (out, counts) = jax.eval_shape(model.apply, shapes(model, carry, None), carry, None)
+    assert (out["count"].dtype, out["x"].dtype, counts.dtype) == (jnp.int32, jnp.float32, jnp.int32)
+
+
+class Statistics(nn.Module):
+    """Layers that keep running means, written in the dtype of what they see."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
+        y = nn.Dense(4)(x)
+        mean = self.variable("batch_stats", "mean", lambda: jnp.zeros(4))
+        newest = self.variable("batch_stats", "newest", lambda: jnp.mean(y, 0))
+        if not self.is_initializing():
+            mean.value = jnp.mean(y, 0)
+            newest.value = {"a": jnp.mean(y, 0)}["a"]
+        return y, None
+
+
+@pytest.mark.parametrize("how", [{"variable_carry": "batch_stats"}, {"variable_axes": {"params": 0, "batch_stats": 0}}])
+def test_statistics_written_in_half_by_a_scanned_layer_stay_float32(how):
+    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+    model = apply_policy(nn.scan(Statistics, **{**options, **how})(), "mixed_float16")
+    variables = zeros(shapes(Statistics(), X))
+    for name in ["params"] if "variable_carry" in how else ["params", "batch_stats"]:
+        variables[name] = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), variables[name])
+    _, state = model.apply(variables, X, None, mutable="batch_stats")
+    assert jax.eval_shape(lambda: state["batch_stats"]) == jax.eval_shape(lambda: variables["batch_stats"])
+
+
+def test_statistics_that_begin_as_what_half_layers_gave_are_float32():
+    assert dtypes_of(shapes(apply_policy(Statistics(), "mixed_float16"), X)) == {"float32"}
+
+
+# --- nn.jit keeps what it traced: never for another policy ------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """Tells when it is traced."""
+
+    note: Any
+    width: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.note(self.path)
+        return nn.Dense(self.width)(x)
+
+
+class Stack(nn.Module):
+    block: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = self.block()(x)
+        return x
+
+
+def test_nn_jit_traces_once_for_each_policy_and_reuses_the_trace():
+    traces: list[Any] = []
+    bare = Stack(functools.partial(nn.jit(Counted), traces.append))
+    variables = bare.init(rngs(), X)
+    seen = {}
+    for policy in (None, "mixed_float16", "mixed_bfloat16", "float32", None, "mixed_float16"):
+        model = apply_policy(bare, policy) if policy else bare
+        before = len(traces)
+        same_again = products(model.apply, variables, X)
+        assert seen.setdefault(policy, same_again) == same_again
+        model.apply(variables, X)
+        assert len(traces) - before <= 2
+    assert list(map(set, seen.values())) == [{"float32"}, {"float16"}, {"bfloat16"}, {"float32"}]
+
+
+@pytest.mark.parametrize("pattern", ["JitCounted_1", "*_1", "**/JitCounted_1/*"])
+def test_nn_jit_does_not_reuse_for_one_module_what_it_traced_for_its_sibling_under_another_policy(pattern):
+    model = apply_policy(Stack(functools.partial(nn.jit(Counted), print)), "mixed_float16", {pattern: "float32"})
+    assert model_products(model, X) == ["float16", "float32"]
+
+
+def test_nn_jit_of_a_layer_does_not_reuse_what_it_traced_for_its_sibling_under_another_policy():
+    model = apply_policy(Stack(functools.partial(nn.jit(nn.Dense), 4)), "mixed_float16", {"JitDense_0": "float32"})
+    assert model_products(model, X) == ["float32", "float16"]
+
+
+def test_nn_jit_shares_its_trace_between_siblings_under_one_policy():
+    traces: list[Any] = []
+    model = apply_policy(Stack(functools.partial(nn.jit(Counted), traces.append)), "mixed_float16")
+    variables = shapes(model, X)
+    traces.clear()
+    products(model.apply, variables, X.astype(jnp.float16))
+    assert traces == [("JitCounted_0",)]
+
+
+def test_a_compiled_function_of_the_model_is_not_compiled_again():
+    traces: list[Any] = []
+    model = apply_policy(Stack(functools.partial(Counted, traces.append)), "mixed_float16")
+    variables = model.init(rngs(), X)
+    before = len(traces)
+    step = quick_jit(model.apply)
+    for _ in range(3):
+        step(variables, X)
+    assert len(traces) == before + 2
