@@ -69,7 +69,8 @@ class TrainState(flax.struct.PyTreeNode):
             non-finite steps and scales nothing.
           apply_fn: kept for the user, not used here.
           model_state: variables that the loss function returns anew (batch statistics).
-          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing.
+          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing. Flax writes no typed keys
+            into bytes: use ``jax.random.PRNGKey`` with ``flax.serialization.to_bytes``.
           ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
           **fields: further fields of a subclass.
 
@@ -109,6 +110,9 @@ class TrainState(flax.struct.PyTreeNode):
         When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and
         the moving average are those of before, bit for bit. Other ``changes`` are set in any case. ``extra_args`` go to
         the optimizer's update (``{"value": loss}`` for ``optax.contrib.reduce_on_plateau``).
+
+        Raises:
+          ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
         """
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **(extra_args or {}))
         skipped = get_loss_scaling_state(opt_state).skipped - get_loss_scaling_state(self.opt_state).skipped
@@ -120,6 +124,8 @@ class TrainState(flax.struct.PyTreeNode):
         if model_state is not None:
             new["model_state"] = same_structure(model_state, self.model_state)
         if ema_decay is not None:
+            if self.ema_params is None:
+                raise ValueError("ema_decay needs a moving average to update: TrainState.create(..., ema=True)")
             new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
         kept = _tree.select_tree(skipped == 0, new, {name: getattr(self, name) for name in new})
         return self.replace(step=self.step + 1, skipped=self.skipped + skipped, opt_state=opt_state, **kept, **changes)

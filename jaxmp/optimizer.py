@@ -94,8 +94,7 @@ def loss_scaling(
     loss_scale = as_loss_scale(loss_scale)
 
     def init(params: optax.Params) -> LossScalingState:
-        state = wrap_opt_state(inner.init(widen(params)), loss_scale)
-        return state._replace(grad_norm=jnp.zeros((), jnp.float32)) if grad_norm else state
+        return wrap_opt_state(inner.init(widen(params)), loss_scale, grad_norm=grad_norm)
 
     def update(
         updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
@@ -132,8 +131,10 @@ def loss_scaling(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale) -> LossScalingState:
+def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
     """The state of ``loss_scaling(tx, loss_scale)`` around a state of ``tx`` that has been training already.
+
+    ``grad_norm`` is what :func:`loss_scaling` is given.
 
     >>> tx = optax.adam(1e-3)
     >>> opt_state = tx.init(jnp.ones(3))  # … and many steps later
@@ -154,7 +155,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale) -> LossScal
         skipped=jnp.zeros((), jnp.int32),
         consecutive_skipped=jnp.zeros((), jnp.int32),
         last_finite=jnp.array(True),
-        grad_norm=None,
+        grad_norm=jnp.zeros((), jnp.float32) if grad_norm else None,
     )
 
 

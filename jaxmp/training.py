@@ -117,8 +117,6 @@ class TrainStep:
         return state, metrics
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
-        if self._ema_decay is not None and state.ema_params is None:
-            raise ValueError("ema_decay needs a moving average to update: TrainState.create(..., ema=True)")
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         loss, grads, model_state, metrics = self._gradients(state, batch, step_rng)
         loss_scale = jnp.asarray(get_loss_scale(state.opt_state).loss_scale, jnp.float32)

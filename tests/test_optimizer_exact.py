@@ -100,6 +100,20 @@ def test_the_inner_state_is_float32_for_half_params(name, dtype):
     assert new_state.last_finite
 
 
+def test_the_inner_transform_sees_float32_params_and_gradients():
+    """Else weight decay would round to half precision."""
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.extend(leaf.dtype for leaf in jax.tree.leaves((updates, params)))
+        return jax.tree.map(lambda g, p: g + 0.1 * p, updates, params), state
+
+    params = jnp.array([1.0009765625], jnp.float16)
+    tx = loss_scaling(optax.GradientTransformation(lambda params: (), update), DynamicLossScale())
+    updates, _ = tx.update(jnp.zeros(1, jnp.float16), tx.init(params), params)
+    assert set(seen) == {jnp.dtype("float32")} and updates == jnp.float32(0.1) * jnp.float32(1.0009765625)
+
+
 def test_clipping_sees_true_gradients():
     params, batch = problem()
     half = jax.tree.map(lambda g: (g * 2.0**8).astype(jnp.float16), jax.grad(loss_fn)(params, batch))

@@ -144,6 +144,15 @@ def test_a_running_adam_is_wrapped_without_losing_its_moments():
     assert same_bits(wrapped_params, params) and same_bits(wrapped.inner_state, state)
 
 
+@pytest.mark.parametrize("grad_norm", [False, True])
+def test_a_wrapped_state_has_the_structure_that_updates_keep(grad_norm):
+    params, batch = problem()
+    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale(), grad_norm=grad_norm)
+    wrapped = jaxmp.wrap_opt_state(optax.sgd(0.1).init(params), DynamicLossScale(), grad_norm=grad_norm)
+    assert same_bits(wrapped, tx.init(params))
+    assert jax.tree.structure(train(tx, params, wrapped, batch, [True])[1]) == jax.tree.structure(wrapped)
+
+
 def test_the_headroom_scale_is_handed_the_largest_gradient_and_skips_nothing_in_steady_state():
     """Float16 gradients that shrink and grow by less than the headroom: no overflow, and never far below it."""
     tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(headroom=4, period=4))

@@ -57,6 +57,10 @@ def test_a_moving_average_must_be_asked_for_when_the_state_is_made():
     ):
         make_train_step(train_loss, ema_decay=0.9)(state_of(params), batch)
     with pytest.raises(
+        ValueError, match=r"ema_decay needs a moving average to update: TrainState.create\(..., ema=True"
+    ):
+        state_of(params).apply_gradients(grads=params, ema_decay=0.9)
+    with pytest.raises(
         ValueError, match=r"use_ema needs a state with a moving average: TrainState.create\(..., ema=True"
     ):
         make_eval_step(train_loss, use_ema=True)(state_of(params), batch)
