@@ -69,8 +69,8 @@ class TrainState(flax.struct.PyTreeNode):
             non-finite steps and scales nothing.
           apply_fn: kept for the user, not used here.
           model_state: variables that the loss function returns anew (batch statistics).
-          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing. Flax writes no typed keys
-            into bytes: use ``jax.random.PRNGKey`` with ``flax.serialization.to_bytes``.
+          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing. Flax writes no typed
+            keys into bytes: use ``jax.random.PRNGKey`` with ``flax.serialization.to_bytes``.
           ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
           **fields: further fields of a subclass.
 
