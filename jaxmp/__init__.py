@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxmp.policy import Policy as Policy
     from jaxmp.policy import PolicyMap as PolicyMap
     from jaxmp.policy import get_policy as get_policy
+    from jaxmp.training import NonFiniteTrainingError as NonFiniteTrainingError
     from jaxmp.training import TrainState as TrainState
     from jaxmp.training import make_eval_step as make_eval_step
     from jaxmp.training import make_train_step as make_train_step
@@ -42,7 +43,7 @@ _EXPORTS = {
     **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),
     **dict.fromkeys(("scaled_value_and_grad", "unscale", "wrap_opt_state"), "optimizer"),
     **dict.fromkeys(("Policy", "PolicyMap", "get_policy"), "policy"),
-    **dict.fromkeys(("TrainState", "make_eval_step", "make_train_step"), "training"),
+    **dict.fromkeys(("NonFiniteTrainingError", "TrainState", "make_eval_step", "make_train_step"), "training"),
 }
 
 

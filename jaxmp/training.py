@@ -125,8 +125,10 @@ class TrainStep:
             grads=grads, model_state=model_state, ema_decay=self._ema_decay, extra_args={"value": loss}, rng=rng
         )
         skipped = new_state.skipped > state.skipped
-        # A scale that did not fall at a skipped step cannot.
-        stuck = skipped & (get_loss_scale(new_state.opt_state).loss_scale >= loss_scale)
+        # A scale that did not fall at a skipped step cannot, unless hysteresis forgives that step.
+        new_scale = get_loss_scale(new_state.opt_state)
+        forgiven = getattr(new_scale, "countdown", None)
+        stuck = skipped & (new_scale.loss_scale >= loss_scale) & (True if forgiven is None else forgiven == 0)
         own = dict(zip(_OWN_METRICS, (loss, grad_norm, loss_scale, skipped), strict=True))
         return new_state, {**own, **metrics}, stuck
 

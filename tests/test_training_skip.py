@@ -135,7 +135,14 @@ def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_so_many_steps(sc
     assert "the loss (nan); gradients of 'hidden/b', 'hidden/w', 'out/w'; batch entries 'x'. Look for NaN in" in text
 
 
-@pytest.mark.parametrize("scale", [DynamicLossScale(2.0**10), jaxmp.HeadroomLossScale(loss_scale=2.0**10)])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        DynamicLossScale(2.0**10),
+        jaxmp.HeadroomLossScale(loss_scale=2.0**10),
+        DynamicLossScale(2.0**6, hysteresis=5),
+    ],
+)
 def test_while_the_scale_can_fall_the_run_goes_on(scale):
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=3)
