@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import sys
 import threading
 import weakref
@@ -34,7 +35,7 @@ Variables = Mapping[str, Any]
 _PARAMS = "params"
 # Collections of what modules computed, in the dtype they computed it in. All others keep the dtypes of the bare module.
 _ACTIVATIONS = ("cache", "intermediates", "perturbations")
-_ROOT_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_policy", "_jaxmp_decision"
+_ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", "jaxmp_policy", "_jaxmp_decision"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,10 @@ class Root:
 
     def mark(self, module: nn.Module) -> None:
         """Marks the scope of ``module``, and so every scope below that is still to come, as belonging to this root."""
-        assert module.scope is not None
-        _set_flag(module.scope, _ROOT_FLAG, hash(self))
+        scope: Any = module.scope
+        if scope.flags.get(_ROOT_FLAG, hash(self)) != hash(self):
+            _set_flag(scope, _OUTER_FLAG, scope.flags[_ROOT_FLAG])
+        _set_flag(scope, _ROOT_FLAG, hash(self))
 
 
 def _set_flag(scope: Scope, name: str, value: int) -> None:
@@ -98,18 +101,22 @@ def is_running(module: nn.Module | None = None) -> bool:
 
 
 @contextlib.contextmanager
-def running(module: nn.Module, root: Root, make_variables: Callable[[], Variables] | None) -> Iterator[None]:
+def running(
+    module: nn.Module, root: Root, make_variables: Callable[[], Variables] | None, by_method: bool
+) -> Iterator[Run]:
     """A run of ``module`` as the root.
 
     Args:
       module: bound to a scope.
       root: its policies.
       make_variables: when variables are about to be made, makes those of the module without policies.
+      by_method: whether what runs is a method of the module, and not a function that calls some.
     """
     root.mark(module)
-    run = Run(module, root, make_variables)
+    run = Run(module, root, make_variables, by_method)
+    outer_token = run.module.scope.flags.get(_OUTER_FLAG)
     for outer in _running.runs:
-        if outer.covers(run.path):
+        if outer.token == outer_token and outer.covers(run.path):
             outer.nested.append(run.path[len(outer.path) :])
             outer.modules.setdefault(run.path[len(outer.path) :], type(module))
     first, _running.intercepting = not _running.intercepting, True
@@ -117,7 +124,7 @@ def running(module: nn.Module, root: Root, make_variables: Callable[[], Variable
     try:
         run.decide(module)
         with nn.intercept_methods(_intercept) if first else contextlib.nullcontext():
-            yield
+            yield run
         run.finish()
     finally:
         _running.runs.remove(run)
@@ -134,8 +141,10 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
 class Run:
     """The modules met while a method of a root runs, and what was decided for each. Paths are relative to the root."""
 
-    def __init__(self, module: nn.Module, root: Root, make_variables: Callable[[], Variables] | None) -> None:
-        self.module, self.path, self.token = module, module.path, hash(root)
+    def __init__(
+        self, module: Any, root: Root, make_variables: Callable[[], Variables] | None, by_method: bool
+    ) -> None:
+        self.module, self.path, self.token, self.by_method = module, module.path, hash(root), by_method
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
         self.variables = self._foresee() if make_variables else _shapes(module.variables)
         self.modules: dict[Path, type] = {}
@@ -186,8 +195,8 @@ class Run:
 
     def _decide(self, module: nn.Module, path: Path, policy: Policy, pattern: Pattern | None) -> _Decision:
         here = self._at(path)
-        owns_params = here is None or bool(_own(here.get(_PARAMS, {})))
         has_children = here is not None and any(_children(collection) for collection in here.values())
+        owns_params = here is None or bool(_own(here.get(_PARAMS, {})))
 
         defaults = {field.name: field.default for field in dataclasses.fields(module)}
         for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
@@ -209,6 +218,8 @@ class Run:
 
         _hand_out_params(module, policy, store="param_dtype" not in defaults)
         kept = None if is_half(policy.compute_dtype) else f"override {pattern_text(pattern or '**')!r}"
+        cls: Any = type(module)
+        owns_params = owns_params or (has_children and _asks_for_params(cls))
         inputs = None
         if owns_params or (pattern is not None and not has_children):
             inputs = _follow if owns_params and has_children else _cast
@@ -247,10 +258,13 @@ class Run:
 
         if frame.follows and not inside:
             result = strengthen(result)
-        if module is self.module and not inside and not self.prefix:  # here too: Linen captures it as an intermediate
-            result = decision.policy.cast_to_output(result)
+        if self.by_method and (caller is None or caller.run is not self):  # before Linen captures it as an intermediate
+            result = self.cast_output(result)
         result = _as_carry(result, args)
         return weaken(result) if follows else result
+
+    def cast_output(self, result: Any) -> Any:
+        return result if self.prefix else self.decisions[()].policy.cast_to_output(result)
 
     def _decide_children(self, module: nn.Module) -> None:
         # Before they are called: a parent may read their dtypes, or call a method that Linen does not wrap.
@@ -289,7 +303,6 @@ class Run:
 
     def _restore_params(self, make_variables: Callable[[], Variables]) -> None:
         """Replaces params that were stored rounded, as ``nn.map_variables`` does, by those of the bare module."""
-        assert self.module.scope is not None
         if not self.module.is_mutable_collection(_PARAMS):
             return
         params = self.module.scope._mutable_collection(_PARAMS)
@@ -344,6 +357,21 @@ def _follow(tree: Any, policy: Policy) -> Any:
     # In a module with params and submodules an input, or what a submodule returns, may meet a param or go on to a
     # float32 submodule. Weakly typed it keeps its digits, and takes the dtype of the first param it meets.
     return weaken(tree)
+
+
+@functools.cache
+def _asks_for_params(cls: Any) -> bool:
+    """Whether a method of ``cls`` mentions ``param``: a param that is a dict looks like a submodule's."""
+    own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    codes = [
+        inspect.unwrap(value).__code__ for base in own for value in vars(base).values() if inspect.isfunction(value)
+    ]
+    while codes:
+        code = codes.pop()
+        if "param" in code.co_names:
+            return True
+        codes += [const for const in code.co_consts if inspect.iscode(const)]
+    return False
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -72,36 +73,30 @@ class _Policied(_Object):
     def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Methods of Linen modules come through here, also `BaseClass.method` handed to `apply`; transformed ones do
         # not.
-        return self._run(fun, args, kwargs, super()._call_wrapped_method)
+        call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
+        return self._run(call, _linen_module.wrap_method_once(fun), args, kwargs, by_method=fun.__name__ != "setup")
 
-    def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any, call: Callable[[Any, Any, Any], Any]) -> Any:
+    def _run(
+        self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, by_method: bool = False
+    ) -> Any:
         checking = self.scope is not None and isinstance(self.scope.root, _linen_module.TestScope)
         if self.scope is None or checking or is_running(self):
-            return call(fun, args, kwargs)
+            return call()
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
-        bare_variables = _bare_variables(self, fun, args, kwargs) if creates and fun.__name__ != "setup" else None
-        with running(self, self.jaxmp_root, bare_variables):
-            result = call(fun, args, kwargs)
-        return result if self.jaxmp_root.prefix else self._cast_to_output(result)
+        setting_up = getattr(method, "__name__", None) == "setup"
+        bare_variables = _bare_variables(self, method, args, kwargs) if creates and not setting_up else None
+        with running(self, self.jaxmp_root, bare_variables, by_method) as run:
+            return run.cast_output(call())
 
     def _register_submodules(self, name: str, value: Any) -> None:
         self.jaxmp_root.mark(self)  # before the scopes of the submodules exist
         super()._register_submodules(name, value)
 
-    # A function as `method` may call submodules only: no method of the root runs that could cast.
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().apply(variables, *args, **kwargs)
-        if kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates"):
-            return self._cast_to_output(result[0]), result[1]
-        return self._cast_to_output(result)
+    def apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return super().apply(*args, method=_as_one_run(method), **kwargs)
 
-    def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
-        result, variables = super().init_with_output(*args, **kwargs)
-        return self._cast_to_output(result), variables
-
-    def _cast_to_output(self, result: Any) -> Any:
-        root = self.jaxmp_root
-        return root.policies.resolve(root.prefix, {root.prefix: type(self)})[0].cast_to_output(result)
+    def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
 
     def clone(self, **kwargs: Any) -> Any:
         with _views.off():
@@ -119,23 +114,27 @@ class _Policied(_Object):
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
 
 
-# What Linen makes of a method; that of a method decorated with a lifted transform, or of a transformed class, is
-# another.
+# What Linen wraps every method in. A method decorated with a lifted transform, or of a transformed class, has another.
 _WRAPPER = nn.Dense.__call__.__code__
 
 
 def _entrance(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._run(method, args, kwargs, lambda fun, args, kwargs: fun(self, *args, **kwargs))
+        return self._run(functools.partial(method, self, *args, **kwargs), method, args, kwargs)
 
     return enter
 
 
+def _as_one_run(method: Any) -> Any:
+    """``method`` as ``apply`` takes it; a function that calls methods or submodules is one run and not one for each."""
+    known = method is None or isinstance(method, str) or inspect.ismethod(method)
+    return method if known or hasattr(method, "method_handler_wrapped") else _entrance(method)
+
+
 @functools.cache
 def _policied_class(base: Any, root: Root) -> Any:
-    # The root is the class's and not a field: lifted transforms hand the fields of one class to the constructor of
-    # another.
+    # The root is no field of the module: lifted transforms hand the fields of one class to the constructor of another.
     class Policied(_Policied, base):
         jaxmp_root = root
 
@@ -167,8 +166,8 @@ def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None) ->
     return _policied_class(base, root)(**fields, name=name, parent=None)
 
 
-def _bare_variables(module: Any, fun: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
-    """Makes the variables that ``fun``, a method of ``module``, makes in the same place without policies."""
+def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
+    """Makes the variables that ``method`` of ``module`` makes in the same place without policies."""
     base, given = _base(type(module)), module.scope
     fields = _fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
 
@@ -177,7 +176,7 @@ def _bare_variables(module: Any, fun: Callable[..., Any], args: Any, kwargs: Any
         context = _linen_module._context
         table, context.call_info_stack = context.call_info_stack, []  # `tabulate` must not list these calls
         try:
-            _linen_module.wrap_method_once(fun)(base(**fields, parent=scope), *args, **kwargs)
+            method(base(**fields, parent=scope), *args, **kwargs)
         finally:
             context.call_info_stack = table
         return scope.variables()

@@ -47,7 +47,8 @@ def shapes(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def model_products(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
     """The operand dtypes of every product that ``model`` traces to."""
-    return products(functools.partial(model.apply, rngs=rngs(1)), shapes(model, *args, **kwargs), *args, **kwargs)
+    apply = functools.partial(model.apply, rngs=rngs(1), mutable=["batch_stats"])
+    return products(apply, shapes(model, *args, **kwargs), *args, **kwargs)
 
 
 def same_bits(got: Any, want: Any) -> None:
@@ -97,7 +98,7 @@ def gives_the_same_bits(model: nn.Module, by_hand: nn.Module, variables: Any, *a
 
 def is_as_by_hand(model: nn.Module, by_hand: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> None:
     """Asserts that ``model`` and its gradients are the same computation as ``by_hand``."""
-    functions = (jax.grad(loss_of(m, *args, **kwargs), has_aux=True) for m in (model, by_hand))
+    functions = (jax.grad(loss_of(m, *args, **kwargs), has_aux=True, allow_int=True) for m in (model, by_hand))
     same_computation(*functions, *split(variables))
 
 

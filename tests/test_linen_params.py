@@ -1,0 +1,362 @@
+"""Modules that know of no dtypes, inputs that must keep their digits, and the variables that a policy leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from jax import lax
+from linen_zoo import (
+    HALVES,
+    MLP,
+    Linear,
+    ResNet,
+    Tied,
+    data,
+    dtypes_of,
+    float32,
+    gives_the_same_bits,
+    is_as_by_hand,
+    model_products,
+    quick_jit,
+    rngs,
+    same_bits,
+    same_computation,
+    shapes,
+    standard_promotion,
+)
+
+from jaxmp.linen import apply_policy
+
+X, IMAGE = data(2, 4), data(2, 4, 4, 3)
+normal = nn.initializers.normal(1.0)
+
+
+def half(hand: Any, *values: Any) -> Any:
+    """``values`` in the dtype that is written by hand, if one is."""
+    cast = [value if hand is None else value.astype(hand) for value in values]
+    return cast if len(cast) > 1 else cast[0]
+
+
+class DotGeneral(nn.Module):
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x, w = half(self.hand, x, self.param("w", normal, (x.shape[-1], 3)))
+        return lax.dot_general(x, w, (((1,), (0,)), ((), ())))
+
+
+class Convolution(nn.Module):
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x, w = half(self.hand, x, self.param("w", normal, (3, 3, x.shape[-1], 2)))
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+class SetUp(nn.Module):
+    hand: Any = None
+
+    def setup(self):
+        self.w = self.param("w", normal, (4, 3))
+
+    def __call__(self, x):
+        return jnp.dot(*half(self.hand, x, self.w))
+
+
+class PytreeParams(nn.Module):
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        def init(key, shape):
+            return {"w": normal(key, shape), "steps": jnp.zeros((), jnp.int32), "b": [jnp.ones(3), None]}
+
+        tree = self.param("tree", init, (4, 3))
+        x, w, b = half(self.hand, x, tree["w"], tree["b"][0])
+        return x @ w + b + tree["steps"].astype(w.dtype)
+
+
+class Partitioned(nn.Module):
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.with_partitioning(normal, (None, "model")), (4, 3))
+        return jnp.dot(*half(self.hand, x, w))
+
+
+class Norm(nn.Module):
+    """A norm of someone's own."""
+
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x, scale = half(self.hand, x, self.param("scale", nn.initializers.ones, (x.shape[-1],)))
+        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+LEAVES = {
+    "jnp.dot": (lambda hand=None: Linear(3, hand), X),
+    "lax.dot_general": (DotGeneral, X),
+    "lax.conv_general_dilated": (Convolution, IMAGE),
+    "params in setup": (SetUp, X),
+    "params that are pytrees": (PytreeParams, X),
+    "partitioned params": (Partitioned, X),
+    "a norm": (lambda hand=None: nn.Sequential([nn.Dense(4, dtype=hand), Norm(hand)]), X),
+}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_module_without_a_dtype_field_is_the_computation_that_casts_written_by_hand_give(leaf, policy):
+    make, x = LEAVES[leaf]
+    model, by_hand = apply_policy(make(), policy), make(hand=HALVES[policy])
+    same_computation(model.init, make().init, rngs(), x)
+    is_as_by_hand(model, by_hand, shapes(model, x), x)
+    assert set(model_products(model, x)) == {HALVES[policy]}
+
+
+def test_a_pure_half_policy_stores_the_params_of_the_bare_module_rounded():
+    bare = nn.Sequential([Linear(4), PytreeParams()])
+    got, want = apply_policy(bare, "bfloat16").init(rngs(), X), bare.init(rngs(), X)
+    same_bits(got, jax.tree.map(lambda w: w if w.dtype == jnp.int32 else w.astype(jnp.bfloat16), want))
+
+
+# --- modules with params of their own and submodules ------------------------------------------------------------------
+
+
+class ViT(nn.Module):
+    """Patches, a class token, position embeddings, attention: half of it by ``self.param``."""
+
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, image):
+        x = nn.Conv(4, (2, 2), strides=(2, 2), name="patches", dtype=self.hand)(image).reshape(2, -1, 4)
+        token, position = half(
+            self.hand, self.param("token", normal, (1, 1, 4)), self.param("position", normal, (1, 5, 4))
+        )
+        x = jnp.concatenate([jnp.tile(token, (2, 1, 1)), x], axis=1) + position
+        gamma = half(self.hand, self.param("gamma", normal, (4,)))
+        attention = nn.MultiHeadDotProductAttention(num_heads=2, dtype=self.hand)
+        x = x + gamma * attention(nn.LayerNorm(dtype=self.hand)(x))
+        head = half(self.hand, self.param("head", normal, (4, 3)))
+        return x[:, 0] @ head
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_vision_transformer_is_the_computation_that_casts_written_by_hand_give(policy):
+    with standard_promotion():
+        model, by_hand = apply_policy(ViT(), policy), ViT(HALVES[policy])
+        is_as_by_hand(model, by_hand, shapes(ViT(), IMAGE), IMAGE)
+        assert set(model_products(model, IMAGE)) == {HALVES[policy]}
+
+
+@pytest.mark.parametrize("product", ["dot", "dot_general", "conv", "add", "concatenate"])
+def test_an_input_that_meets_a_param_beside_a_submodule_is_half(product):
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", normal, (4, 4))
+            if product == "dot":
+                y = x @ w
+            elif product == "dot_general":
+                y = lax.dot_general(x, w, (((1,), (0,)), ((), ())))
+            elif product == "conv":
+                y = lax.conv_general_dilated(x[None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[0]
+            elif product == "add":
+                y = lax.add(x, w[:2])
+            else:
+                y = lax.concatenate([x, w], 0)[:2]
+            return nn.Dense(3)(y), jnp.array(y.dtype == jnp.float16)
+
+    model = apply_policy(Mixed(), "mixed_float16")
+    variables = model.init(rngs(), X)
+    assert bool(model.apply(variables, X)[1])
+    assert set(model_products(model, X)) == {"float16"}
+    gradients = jax.grad(lambda v: model.apply(v, X)[0].sum())(variables)
+    assert dtypes_of(gradients) == {"float32"}
+
+
+def test_what_jax_numpy_makes_of_a_float32_and_a_half_array_is_unchanged_outside_a_model():
+    with pytest.raises(TypeError, match="same dtypes"):
+        lax.add(X, X.astype(jnp.float16))
+
+
+# --- inputs keep their digits -----------------------------------------------------------------------------------------
+
+TIMES = jnp.array([999.25, 0.015625 + 1])  # bfloat16 has neither
+
+
+def wave(t):
+    angles = t[:, None] * jnp.array([1.0, 0.5])
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+
+
+class Embedding(nn.Module):
+    """Has neither a dtype field nor params."""
+
+    @nn.compact
+    def __call__(self, t):
+        return wave(t)
+
+
+class Diffusion(nn.Module):
+    """A network with a timestep, which is used in plain arithmetic, in a module without params and in a layer."""
+
+    mixed: bool
+    inline: bool
+
+    @nn.compact
+    def __call__(self, x, t):
+        x = x + self.param("position", nn.initializers.zeros, (4,)).astype(x.dtype) if self.mixed else x
+        time = wave(t) if self.inline else Embedding()(t)
+        return nn.Dense(4)(x), nn.Dense(4, name="time", use_bias=False, kernel_init=nn.initializers.ones)(time)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_timestep_reaches_a_float32_module_unrounded(mixed, inline):
+    model = apply_policy(Diffusion(mixed, inline), "mixed_bfloat16", {"time": "float32"})
+    variables = model.init(rngs(), X, TIMES)
+    with jax.default_matmul_precision("highest"):
+        want = wave(TIMES) @ jnp.ones((4, 4))
+    same_bits(model.apply(variables, X, TIMES)[1], want)
+    assert sorted(model_products(model, X, TIMES)) == ["bfloat16", "float32"]
+
+
+def test_a_timestep_that_a_half_layer_uses_is_rounded_after_plain_arithmetic_and_not_before():
+    model = apply_policy(Diffusion(True, True), "mixed_bfloat16")
+    variables = model.init(rngs(), X, TIMES)
+    want = wave(TIMES).astype(jnp.bfloat16) @ jnp.ones((4, 4), jnp.bfloat16)
+    same_bits(model.apply(variables, X, TIMES)[1], float32(want))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_residual_of_a_float32_input_stays_float32_as_by_hand(mixed):
+    class Residual(nn.Module):
+        hand: Any = None
+
+        @nn.compact
+        def __call__(self, x):
+            if mixed:
+                self.param("unused", normal, ())
+            return x + nn.Dense(4, dtype=self.hand)(x)
+
+    with standard_promotion():
+        is_as_by_hand(apply_policy(Residual(), "mixed_float16"), Residual("float16"), shapes(Residual(), X), X)
+
+
+def test_integers_bools_keys_and_other_things_reach_the_modules_as_they_are():
+    seen = {}
+
+    class Look(nn.Module):
+        owns: bool
+
+        @nn.compact
+        def __call__(self, x, ids, mask, key, nothing, number, *, name, flag=True):
+            if self.owns:
+                x = x * self.param("scale", nn.initializers.ones, ())
+            noise = jax.random.bernoulli(key, 0.5, x.shape)
+            seen[self.owns] = (ids.dtype.name, mask.dtype.name, nothing, number, name, flag)
+            return jnp.where(noise & mask, x, 0) + nn.Embed(3, 4)(ids)
+
+    args = (X, jnp.array([0, 2]), jnp.ones((2, 4), bool), jax.random.key(3), None, 0.1)
+    for owns in (False, True):
+        model = apply_policy(nn.Sequential([Look(owns), nn.Dense(2)]), "mixed_float16")
+        with standard_promotion():
+            model.apply(model.init(rngs(), *args, name="x"), *args, name="x")
+    assert seen == dict.fromkeys((False, True), ("int32", "bool", None, 0.1, "x", True))
+
+
+@pytest.mark.parametrize("module", [lambda: Linear(3), lambda: nn.Dense(3), ViT])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_numpy_inputs_of_any_width_are_taken(module, dtype):
+    x = np.asarray(IMAGE if module is ViT else X, dtype)
+    model = apply_policy(module(), "mixed_bfloat16")
+    with standard_promotion():
+        assert set(model_products(model, x)) == {"bfloat16"}
+
+
+# --- variables --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "args"),
+    [
+        (lambda: MLP(), (X,)),
+        (lambda: nn.Sequential([Linear(), nn.BatchNorm(use_running_average=False)]), (X,)),
+        (lambda: Tied(), (jnp.array([1, 2]),)),
+        (lambda: ViT(), (IMAGE,)),
+        (lambda: ResNet(), (IMAGE,)),
+        (lambda: nn.WeightNorm(nn.Dense(3)), (X,)),
+        (lambda: nn.RNN(nn.OptimizedLSTMCell(3)), (data(2, 3, 4),)),
+    ],
+)
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2", "float32"])
+def test_init_makes_the_variables_of_the_bare_module(make, args, policy):
+    with standard_promotion():
+        same_computation(apply_policy(make(), policy).init, make().init, rngs(), *args)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_init_gives_the_same_bits_from_any_key_and_from_a_lone_key(seed):
+    model = apply_policy(MLP(), "mixed_bfloat16")
+    same_bits(model.init(rngs(seed), X), MLP().init(rngs(seed), X))
+    same_bits(model.init(jax.random.key(seed), X), MLP().init(jax.random.key(seed), X))
+
+
+def test_checkpoints_are_interchangeable_both_ways():
+    model = apply_policy(ResNet(), "mixed_float16", {nn.BatchNorm: "float32"})
+    with standard_promotion():
+        mine, bare = quick_jit(model.init)(rngs(), IMAGE), quick_jit(ResNet().init)(rngs(1), IMAGE)
+    same_bits(serialization.from_bytes(bare, serialization.to_bytes(mine)), mine)
+    same_bits(serialization.from_bytes(mine, serialization.to_bytes(bare)), bare)
+
+
+def test_training_leaves_params_statistics_and_moments_float32():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Linear(2)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
+
+    model, optimizer = apply_policy(Net(), "mixed_bfloat16"), optax.adam(1e-2)
+
+    @quick_jit
+    def step(variables, state):
+        def loss(params):
+            out, updated = model.apply({**variables, "params": params}, X, mutable=["batch_stats"])
+            return jnp.mean(out**2), updated
+
+        gradients, updated = jax.grad(loss, has_aux=True)(variables["params"])
+        updates, state = optimizer.update(gradients, state)
+        return {"params": optax.apply_updates(variables["params"], updates), **updated}, state
+
+    with standard_promotion():
+        variables = model.init(rngs(), X)
+        state = optimizer.init(variables["params"])
+        new = step(*step(variables, state))
+    assert jax.eval_shape(lambda: new) == jax.eval_shape(lambda: (variables, state))
+    assert step._cache_size() == 1
+
+
+def test_params_of_half_checkpoints_are_computed_with_as_they_are():
+    model = apply_policy(Linear(), "mixed_float16")
+    variables = model.init(rngs(), X)
+    rounded = jax.tree.map(lambda w: w.astype(jnp.float16), variables)
+    same_bits(model.apply(rounded, X), model.apply(variables, X))
+
+
+def test_gradients_of_a_module_without_a_dtype_field_are_those_of_casts_by_hand_to_the_last_bit():
+    variables = Linear().init(rngs(), X)
+    gives_the_same_bits(apply_policy(Linear(), "mixed_float16"), Linear(hand=jnp.float16), variables, X)

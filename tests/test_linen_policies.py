@@ -1,0 +1,231 @@
+"""Policies for parts of a model: by path, by class, by preset; Flax's residual network; the precision of products."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from linen_zoo import (
+    HALVES,
+    MLP,
+    Linear,
+    ResNet,
+    data,
+    dtypes_of,
+    float32,
+    is_as_by_hand,
+    model_products,
+    rngs,
+    same_bits,
+    same_computation,
+    shapes,
+    standard_promotion,
+)
+
+import jaxmp
+from jaxmp._jaxpr.walk import PRODUCTS, equations
+from jaxmp.linen import apply_policy
+
+IMAGE, X = data(2, 8, 8, 3), data(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Linen's BatchNorm adds half and float32 arrays."""
+    with standard_promotion():
+        yield
+
+
+def trained(model: nn.Module) -> Any:
+    """``model`` as a function of its variables that gives the output and new statistics, and that of evaluation."""
+
+    def apply(variables: Any) -> Any:
+        out, state = model.apply(variables, IMAGE, mutable=["batch_stats"])
+        return float32(out), state, float32(model.apply(variables, IMAGE, train=False))
+
+    return apply
+
+
+def norm_dtypes(model: nn.Module, x: jax.Array = IMAGE) -> set[str]:
+    """The dtypes that the BatchNorms in ``model`` return."""
+
+    def norms(module: nn.Module, _: str) -> bool:
+        return isinstance(module, nn.BatchNorm)
+
+    apply = functools.partial(model.apply, capture_intermediates=norms, mutable=True)
+    return dtypes_of(jax.eval_shape(apply, shapes(model, x), x)[1]["intermediates"])
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_every_product_of_the_residual_network_is_half_though_its_dtype_defaults_to_float32(policy):
+    model, by_hand = apply_policy(ResNet(), policy), ResNet(dtype=HALVES[policy])
+    assert model_products(model, IMAGE) == [HALVES[policy]] * 10
+    assert norm_dtypes(model) == {HALVES[policy]}
+    same_computation(model.init, ResNet().init, rngs(), IMAGE)
+    same_computation(trained(model), trained(by_hand), shapes(ResNet(), IMAGE))
+    is_as_by_hand(model, by_hand, shapes(ResNet(), IMAGE), IMAGE, train=False)
+
+
+OVERRIDES: list[Any] = [
+    {"**/BatchNorm_*": "float32", "**/bn_init": "float32", "**/norm_proj": "float32"},
+    {nn.BatchNorm: "float32"},
+    {"type:BatchNorm": "float32"},
+    {"type:*Norm": "float32"},
+]
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES)
+def test_norms_are_float32_and_products_half_by(overrides):
+    model = apply_policy(ResNet(), "mixed_bfloat16", overrides)
+    assert norm_dtypes(model) == {"float32"}
+    assert set(model_products(model, IMAGE)) == {"bfloat16"}
+
+
+def test_O2_makes_norms_float32_and_products_float16():
+    model = apply_policy(ResNet(), "O2")
+    assert norm_dtypes(model) == {"float32"}
+    assert set(model_products(model, IMAGE)) == {"float16"}
+    same_computation(
+        trained(model),
+        trained(apply_policy(ResNet(), "mixed_float16", {"type:*Norm": "float32"})),
+        shapes(model, IMAGE),
+    )
+
+
+def test_O2_is_fine_with_a_model_without_norms_and_takes_overrides_of_its_own():
+    assert model_products(apply_policy(MLP(), "O2", {"Dense_1": "float32"}), X) == ["float16", "float32"]
+
+
+def test_the_first_pattern_that_matches_wins():
+    rules: dict[Any, str] = {"Dense_0": "mixed_bfloat16", nn.Dense: "float32", "Dense_1": "mixed_float16"}
+    assert model_products(apply_policy(MLP((4, 4, 4)), "mixed_float16", rules), X) == ["bfloat16", "float32", "float32"]
+
+
+def test_an_override_covers_everything_below():
+    model = apply_policy(ResNet(), "mixed_float16", {"Bottleneck_1": "float32"})
+    assert model_products(model, IMAGE) == ["float16"] * 5 + ["float32"] * 4 + ["float16"]
+
+
+def test_a_pattern_on_a_class_covers_everything_below_and_its_subclasses():
+    class Special(MLP):
+        pass
+
+    model = apply_policy(nn.Sequential([MLP(), Special(), nn.Dense(3)]), "mixed_float16", {Special: "float32"})
+    assert model_products(model, X) == ["float16", "float16", "float32", "float32", "float16"]
+    model = apply_policy(nn.Sequential([MLP(), Special(), nn.Dense(3)]), "mixed_float16", {MLP: "float32"})
+    assert model_products(model, X) == ["float32"] * 4 + ["float16"]
+
+
+def test_a_pattern_on_a_class_reaches_the_modules_that_transforms_make_of_it():
+    bare = nn.Sequential([nn.remat(MLP)(), nn.Dense(3)])
+    assert model_products(apply_policy(bare, "mixed_float16", {MLP: "float32"}), X) == ["float32", "float32", "float16"]
+
+
+def test_a_dtype_that_the_author_of_the_network_call_gave_stays_and_an_override_beats_it():
+    bare = ResNet(dtype=jnp.bfloat16)
+    assert set(model_products(apply_policy(bare, "mixed_float16"), IMAGE)) == {"bfloat16"}
+    model = apply_policy(bare, "mixed_float16", {"Bottleneck_*": "mixed_float16"})
+    assert model_products(model, IMAGE) == ["bfloat16"] + ["float16"] * 8 + ["bfloat16"]
+
+
+def test_a_norm_whose_author_made_it_float32_stays_float32():
+    bare = nn.Sequential([nn.Dense(4), nn.BatchNorm(True, dtype=jnp.float32), nn.Dense(3)])
+    model = apply_policy(bare, "mixed_float16")
+    assert norm_dtypes(model, X) == {"float32"}
+    assert model_products(model, X) == ["float16", "float16"]
+
+
+def test_a_float32_part_of_a_half_model_hands_its_precise_output_to_a_mixed_parent():
+    class Parent(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(4, name="precise")(x)
+            scale = self.param("scale", nn.initializers.ones, ())
+            return nn.Dense(4, name="also")(y), y * scale, nn.Dense(4)(y)
+
+    model = apply_policy(Parent(), "mixed_float16", {"precise": "float32", "also": "float32"})
+    assert model_products(model, X) == ["float32", "float32", "float16"]
+    variables = model.init(rngs(), X)
+    with jax.default_matmul_precision("highest"):
+        y = nn.Dense(4).apply({"params": variables["params"]["precise"]}, X)
+    same_bits(model.apply(variables, X)[1], y.astype(jnp.float16).astype(jnp.float32))
+
+
+def test_a_module_without_dtype_field_or_params_can_be_made_float32():
+    class Softmax(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.softmax(x)
+
+    bare = nn.Sequential([nn.Dense(4), Softmax()])
+
+    def softmax_dtype(overrides: Any) -> str:
+        model = apply_policy(bare, "params=float32,compute=float16,output=float16", overrides)
+        apply = functools.partial(model.apply, capture_intermediates=True)
+        captured = jax.eval_shape(apply, shapes(model, X), X)[1]["intermediates"]
+        return captured["layers_1"]["__call__"][0].dtype.name
+
+    assert [softmax_dtype(None), softmax_dtype({Softmax: "float32"})] == ["float16", "float32"]
+
+
+def test_every_dtype_of_an_override_is_used():
+    rules = {"Dense_1": "params=bfloat16,compute=float16,output=float32"}
+    params = shapes(apply_policy(MLP(), "mixed_float16", rules), X)["params"]
+    assert [dtypes_of(params[name]) for name in ("Dense_0", "Dense_1")] == [{"float32"}, {"bfloat16"}]
+
+
+def test_a_policy_map_in_place_of_a_policy_is_taken():
+    policies = jaxmp.PolicyMap("mixed_float16", {"Dense_0": "float32"})
+    assert model_products(apply_policy(MLP(), policies), X) == ["float32", "float16"]
+    assert model_products(apply_policy(MLP(), policies, {"Dense_0": "mixed_bfloat16"}), X) == ["bfloat16", "float16"]
+
+
+# --- the precision of products ----------------------------------------------------------------------------------------
+
+
+def precisions(model: nn.Module, *, gradients: bool = False) -> list[str]:
+    """The precision of every product that ``model`` traces to; ``-`` where none is asked for."""
+
+    def loss(variables: Any) -> jax.Array:
+        return model.apply(variables, X).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss) if gradients else loss)(shapes(model, X))
+    found = [eqn.params["precision"] for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
+    return ["-" if precision is None else str(precision[0].name) for precision in found]
+
+
+@pytest.mark.parametrize("make", [lambda: MLP((4,)), Linear, lambda: nn.Sequential([nn.Conv(3, (1,))])])
+def test_float32_products_are_true_float32_ones(make):
+    assert precisions(apply_policy(make(), "float32")) == ["HIGHEST"]
+    assert set(precisions(apply_policy(make(), "float32"), gradients=True)) == {"HIGHEST"}
+
+
+def test_the_precision_of_an_override_stays_within_what_it_covers():
+    model = apply_policy(MLP((4, 4, 4)), "mixed_float16", {"Dense_1": "float32"})
+    assert precisions(model) == ["-", "HIGHEST", "-"]
+    model = apply_policy(MLP((4, 4, 4)), "float32", {"Dense_1": "mixed_float16"})
+    assert precisions(model) == ["HIGHEST", "-", "HIGHEST"]
+
+
+def test_a_policy_without_a_precision_leaves_the_one_around_it():
+    with jax.default_matmul_precision("high"):
+        model = apply_policy(MLP((4, 4)), "mixed_float16", {"Dense_1": "float32"})
+        assert precisions(model) == ["HIGH", "HIGHEST"]
+
+
+def test_the_precision_ends_with_the_call_also_with_an_exception():
+    class Fails(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            raise RuntimeError("inside")
+
+    model = apply_policy(nn.Sequential([nn.Dense(4), Fails()]), "float32")
+    variables = {"params": {"layers_0": nn.Dense(4).init(rngs(), X)["params"]}}
+    with pytest.raises(RuntimeError, match="inside"):
+        model.apply(variables, X)
+    assert jax.config.jax_default_matmul_precision is None
+    assert precisions(MLP((4,))) == ["-"]
