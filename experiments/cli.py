@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -14,6 +14,7 @@ import tyro
 
 from experiments.allocator import keep_freed_memory
 from experiments.data import DataError
+from experiments.environment import program_line
 
 C = TypeVar("C")
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
@@ -80,9 +81,10 @@ def check(config: Any) -> None:
         )
 
 
-def parse(config_type: type[C], description: str) -> C:
-    """The flags of this process. ``--help`` ends it with exit code 0, an unknown flag with 2."""
-    return tyro.cli(config_type, description=description, config=(tyro.conf.OmitArgPrefixes,))
+def parse(config_type: type[C], description: str, args: Sequence[str] | None = None) -> C:
+    """The flags in ``args``, or in this process's own. ``--help`` ends it with exit code 0, an unknown flag with 2."""
+    program = " ".join(program_line()) if args is None else None
+    return tyro.cli(config_type, prog=program, description=description, args=args, config=(tyro.conf.OmitArgPrefixes,))
 
 
 @contextmanager

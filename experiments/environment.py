@@ -37,6 +37,13 @@ def version(package: str) -> str:
 
 def command() -> str:
     """The command line of this process, as one would type it."""
+    return shlex.join([*program_line(), *sys.argv[1:]])
+
+
+def program_line() -> list[str]:
+    """How this process was started, without its arguments."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = ["python", "-m", spec.name] if spec else ["python", Path(sys.argv[0]).name]
-    return shlex.join([*program, *sys.argv[1:]])
+    if spec is not None:
+        return ["python", "-m", spec.name]
+    script = Path(sys.argv[0]).absolute()
+    return ["python", str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script.name)]

@@ -124,3 +124,26 @@ def _zeros(axes: Any, outcomes: list[Outcome]) -> None:
 
 def _color(i: int) -> str:
     return COLORS[i % len(COLORS)]
+
+
+def ratios(results: list[dict[str, Any]], reference: str, path: Path, caption: str) -> None:
+    """A panel a model: what each variant adds to the reference's step, in percent, with the rounds' quartiles."""
+    figure = Figure(figsize=(4.2 + 3.4 * len(results), 2.9), layout="constrained")
+    for i, (axes, result) in enumerate(zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True)):
+        rows = {label: row for label, row in result["variants"].items() if label != reference}
+        style(axes, result["model"].split(", batch")[0], f"% added to {reference}")
+        axes.axvline(0, color=_GREY, linewidth=1)
+        for y, row in enumerate(rows.values()):
+            low, middle, high = (100 * (ratio - 1) for ratio in row["ratio"])
+            axes.plot([low, high], [y, y], color=_color(y), linewidth=3, alpha=0.4, solid_capstyle="round")
+            axes.plot([middle], [y], "o", color=_color(y), markersize=8)
+            axes.annotate(f"{middle:+.2f}", (middle, y), (0, 8), textcoords="offset points", ha="center", fontsize=9)
+        axes.set_yticks(range(len(rows)), list(rows) if i == 0 else [""] * len(rows))
+        axes.set_ylim(len(rows) - 0.5, -0.8)
+        axes.tick_params(axis="y", length=0, labelcolor="#222222")
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+        axes.margins(x=0.1)
+    figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
+    figure.savefig(path, dpi=110)

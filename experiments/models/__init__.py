@@ -3,4 +3,6 @@
 from __future__ import annotations
 
 from experiments.models.cnn import CNN as CNN
+from experiments.models.gpt2 import GPT2 as GPT2
+from experiments.models.mlp import MLP as MLP
 from experiments.models.next_token import NextToken as NextToken

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table and writes it with device, versions, date and command."""

@@ -1,0 +1,198 @@
+"""What loss scaling adds to a train step: jaxmp, jmp, flax and optax, in one process, in turn.
+
+python -m experiments.benchmarks.loss_scaling --models mlp gpt2
+
+The times are of whole steps (forward, backward, AdamW), warm, each turn waited for, every state donated. In every
+round each variant has its turn; a ratio is one round's time over the same round's time without scaling, and the median
+over the rounds counts, so that what drifts cancels. `no scaling, again` is the same step compiled once more: its ratio
+is what noise looks like here. The run folder holds loss_scaling.md, .json and .png.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+if not __package__:  # started as a file: the folder two above this one has the packages
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich.console
+import tyro
+
+import jaxmp
+from experiments import cli, plots, timing
+from experiments.benchmarks import scaled_steps
+from experiments.environment import environment
+from experiments.models import GPT2, MLP
+from experiments.progress import Progress
+from experiments.report import Table
+from experiments.runs import run_folder, write_json
+
+REFERENCE = "no scaling"
+VARIANTS = {
+    REFERENCE: scaled_steps.no_scaling,
+    "no scaling, again": scaled_steps.no_scaling,
+    "jaxmp.loss_scaling": scaled_steps.with_jaxmp,
+    "jmp.DynamicLossScale": scaled_steps.with_jmp,
+    "flax DynamicScale": scaled_steps.with_flax,
+    "optax.apply_if_finite (no scale)": scaled_steps.with_optax,
+}
+COLUMNS = ("step", "ms", "quartiles", "ratio", "quartiles of the ratio", "adds", "adds ms")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Flags of the benchmark. Sizes of 0 suit the device: GPT-2's 124M at 16×1024 on a GPU, small on a CPU."""
+
+    models: tuple[Literal["mlp", "gpt2"], ...] = ("mlp", "gpt2")
+    """Models to time."""
+    policy: str = "mixed_float16"
+    """Precision of the models; the params are float32."""
+    rounds: int = 30
+    """Rounds of timing."""
+    block_ms: float = 200.0
+    """How long a turn should take, in milliseconds."""
+    batch_size: int = 0
+    """Examples a step; 0 for 16 (gpt2) and 8192 (mlp) on a GPU, 8 and 1024 elsewhere."""
+    sequence: int = 0
+    """gpt2: tokens a sequence; 0 for 1024 on a GPU, 128 elsewhere."""
+    layers: int = 0
+    """Layers; 0 for 12 (gpt2) and 8 (mlp) on a GPU, 2 and 3 elsewhere."""
+    width: int = 0
+    """Width; 0 for 768 (gpt2) and 4096 (mlp) on a GPU, 128 and 512 elsewhere."""
+    vocabulary: int = 0
+    """gpt2: tokens; 0 for 50304 on a GPU, 1024 elsewhere."""
+    hlo: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also write each step's optimised HLO."""
+    run_dir: cli.Folder = None
+    """Folder to write to. (default: runs/loss_scaling-TIME)"""
+
+
+def build(name: str, config: Config) -> tuple[Any, Any, str]:
+    """A model under the policy, a batch of random data, and both in words."""
+    gpu = jax.default_backend() == "gpu"
+
+    def size(flag: str, on_gpu: int, elsewhere: int) -> int:
+        return getattr(config, flag) or (on_gpu if gpu else elsewhere)
+
+    rng = np.random.default_rng(0)
+    if name == "mlp":
+        batch_size, layers, width = size("batch_size", 8192, 1024), size("layers", 8, 3), size("width", 4096, 512)
+        model: Any = MLP(layers, width)
+        inputs: Any = jnp.asarray(rng.standard_normal((batch_size, width)), jnp.float32)
+        labels = jnp.asarray(rng.integers(0, model.classes, batch_size), jnp.int32)
+        text = f"mlp, {layers} layers of {width}, batch {batch_size}"
+    else:
+        batch_size, sequence = size("batch_size", 16, 8), size("sequence", 1024, 128)
+        layers, width, vocabulary = size("layers", 12, 2), size("width", 768, 128), size("vocabulary", 50304, 1024)
+        if width % 64:
+            raise ValueError(f"--width must be a multiple of 64, the width of GPT-2's heads, got {width}")
+        model = GPT2(vocabulary, sequence, layers, width // 64, width)
+        tokens = jnp.asarray(rng.integers(0, vocabulary, (batch_size, sequence + 1)), jnp.int32)
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        text = f"gpt2, {layers} layers of {width}, {vocabulary} tokens, batch {batch_size}×{sequence}"
+    return jaxmp.linen.apply_policy(model, config.policy), {"inputs": inputs, "labels": labels}, text
+
+
+def measure(name: str, config: Config, progress: Progress, folder: Path) -> dict[str, Any]:
+    """Times every variant of one model's step."""
+    model, batch, text = build(name, config)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        logits = model.apply({"params": params}, batch["inputs"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    tx = optax.adamw(3e-4)
+    init_params = jax.jit(lambda: model.init(jax.random.key(0), batch["inputs"])["params"])
+    turns = {}
+    for label, variant in VARIANTS.items():
+        progress.advance(0, f"compiling {label}", name)
+        init, step = variant(loss_fn, tx)
+        state = jax.tree.map(jnp.array, init(init_params()))
+        jitted = jax.jit(step, donate_argnums=0)
+        if config.hlo and variant is not scaled_steps.with_jmp:  # jmp's loss scale cannot be lowered, only called
+            text_file = folder / f"{name}-{label.split(' (')[0].replace(' ', '_')}.hlo.txt"
+            text_file.write_text(jitted.lower(state, batch).compile().as_text())
+        turns[label] = _turn(jitted, state, batch)
+    times = timing.interleaved(
+        turns,
+        config.rounds,
+        config.block_ms,
+        lambda round_: progress.advance(int(round_ >= 0), "timing, in turn", name),
+    )
+    losses = {label: float(turn()[1]) for label, turn in turns.items()}
+    if bad := [label for label, loss in losses.items() if not np.isfinite(loss)]:
+        raise FloatingPointError(f"{', '.join(bad)} ended with a loss that is not finite: the times mean nothing")
+    rows = {}
+    for label, own in times.items():
+        ratios = [a / b for a, b in zip(own, times[REFERENCE], strict=True)]
+        rows[label] = {"milliseconds": own, "ms": timing.quartiles(own), "ratio": timing.quartiles(ratios)}
+    return {"model": text, "policy": str(jaxmp.get_policy(config.policy)), "variants": rows, "losses": losses}
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A row a variant."""
+    rows = []
+    for label, row in result["variants"].items():
+        (low, ms, high), (ratio_low, ratio, ratio_high) = row["ms"], row["ratio"]
+        reference = label == REFERENCE
+        rows.append(
+            (
+                label,
+                f"{ms:.4g}",
+                f"{low:.4g} to {high:.4g}",
+                f"{ratio:.4f}",
+                "" if reference else f"{ratio_low:.4f} to {ratio_high:.4f}",
+                "" if reference else f"{100 * (ratio - 1):+.2f} %",
+                "" if reference else f"{ms * (ratio - 1) / ratio:+.3f}",
+            )
+        )
+    return Table(f"{result['model']}: ms a step", COLUMNS, rows)
+
+
+def main(config: Config) -> list[dict[str, Any]]:
+    with cli.bad_values_end_it():
+        cli.require("--rounds", config.rounds, 2)
+        for flag in ("batch_size", "sequence", "layers", "width", "vocabulary"):
+            cli.require(f"--{flag.replace('_', '-')}", getattr(config, flag), 0)
+        for name in config.models:
+            build(name, config)
+        folder = run_folder("loss_scaling", config.run_dir)
+    where = environment(("jmp",))
+    with Progress("loss scaling", len(config.models) * config.rounds) as progress:
+        results = [measure(name, config, progress, folder) for name in config.models]
+    tables = [table(result) for result in results]
+    facts = [f"- {name}: {value}" for name, value in {**where, "policy": results[0]["policy"]}.items()]
+    intro = (
+        "A ratio is a round's time over the same round's time without scaling, median over the rounds. "
+        "`no scaling, again` is the same step compiled once more."
+    )
+    lines = ["# What loss scaling adds to a train step", "", *facts, "", intro, "", "![ratios](loss_scaling.png)", ""]
+    (folder / "loss_scaling.md").write_text("\n".join([*lines, *(each.markdown() for each in tables)]))
+    write_json(folder / "loss_scaling.json", {"environment": where, "results": results})
+    plots.ratios(results, REFERENCE, folder / "loss_scaling.png", f"{where['device']}, {where['date'][:10]}")
+    console = rich.console.Console()
+    for each in tables:
+        each.show(console if console.is_terminal else rich.console.Console(width=120))
+    console.print("\n".join(facts), markup=False, highlight=False)
+    console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
+    return results
+
+
+def _turn(jitted: Any, state: Any, batch: Any) -> Any:
+    def step() -> Any:
+        nonlocal state
+        state, loss = jitted(state, batch)
+        return state, loss
+
+    return step
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

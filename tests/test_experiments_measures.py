@@ -1,0 +1,235 @@
+"""What the experiments measure, against hand counts: FLOPs, gradients that became zero, accuracy, memory, time."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from experiments import flops, gradients, memory, metrics, timing
+from experiments.models import CNN, GPT2, MLP, NextToken
+
+HALF, FULL = jnp.ones((8, 16), jnp.float16), jnp.ones((8, 16), jnp.float32)
+
+
+def test_a_product_counts_two_for_each_multiply_add():
+    assert flops.count(lambda x, y: x @ y, jnp.ones((3, 4)), jnp.ones((4, 5))) == {"float32": 2 * 3 * 4 * 5}
+
+
+def test_a_batched_product_counts_every_member():
+    def fun(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum("bhqd,bhkd->bhqk", x, y)
+
+    assert flops.count(fun, jnp.ones((2, 3, 5, 7)), jnp.ones((2, 3, 11, 7))) == {"float32": 2 * 2 * 3 * 5 * 11 * 7}
+
+
+@pytest.mark.parametrize(("groups", "channels"), [(1, 4), (2, 2)])
+def test_a_convolution_counts_its_kernel_at_every_output(groups, channels):
+    convolve = functools.partial(
+        jax.lax.conv_general_dilated,
+        window_strides=(2, 2),
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+    counted = flops.count(convolve, jnp.ones((2, 8, 6, 4)), jnp.ones((3, 5, channels, 10)))
+    assert counted == {"float32": 2 * (2 * 4 * 3 * 10) * (3 * 5 * channels)}
+
+
+def test_a_scan_counts_its_body_as_often_as_it_runs():
+    def fun(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda carry, _: (carry @ carry, None), x, length=6)[0]
+
+    assert flops.count(fun, jnp.ones((4, 4))) == {"float32": 6 * 2 * 4**3}
+
+
+def test_a_cond_counts_its_costliest_branch():
+    def fun(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ x @ x, lambda: x @ x)
+
+    assert flops.count(fun, jnp.ones((4, 4))) == {"float32": 2 * 2 * 4**3}
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.custom_jvp, jax.custom_vjp, jax.vmap])
+def test_products_inside_transformed_functions_count(wrap):
+    inner = wrap(lambda x: x @ x)
+    if wrap is jax.custom_jvp:
+        inner.defjvp(lambda primals, tangents: (primals[0] @ primals[0], tangents[0] @ primals[0]))
+    if wrap is jax.custom_vjp:
+        inner.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x,))
+    x = jnp.ones((3, 4, 4)) if wrap is jax.vmap else jnp.ones((4, 4))
+    assert flops.count(inner, x) == {"float32": 2 * 4**3 * (3 if wrap is jax.vmap else 1)}
+
+
+def test_operands_decide_the_dtype_and_the_wider_one_wins():
+    def fun(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    count = 2 * 8 * 8 * 16
+    assert flops.count(fun, HALF, HALF) == {"float16": count}
+    assert flops.count(fun, HALF.astype(jnp.bfloat16), HALF.astype(jnp.bfloat16)) == {"bfloat16": count}
+    assert flops.count(fun, HALF, FULL) == {"float32": count}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (None, "float32"),  # the CPU of the tests has no tensor cores
+        ("highest", "float32"),
+        ("tensorfloat32", "tensorfloat32"),
+        (jax.lax.DotAlgorithmPreset.F32_F32_F32, "float32"),
+        (jax.lax.DotAlgorithmPreset.TF32_TF32_F32, "tensorfloat32"),
+        (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "bfloat16"),
+    ],
+)
+def test_the_precision_of_a_float32_product_decides_what_it_runs_in(precision, dtype):
+    assert list(flops.count(lambda x: jnp.dot(x, x.T, precision=precision), FULL)) == [dtype]
+
+
+def test_a_float32_product_without_a_precision_is_tensorfloat32_on_a_gpu_that_has_it(monkeypatch):
+    device = types.SimpleNamespace(
+        device_kind="NVIDIA A100-SXM4-80GB", platform="gpu", compute_capability="8.0", client=None
+    )
+    a100 = jaxmp.hardware.detect(device)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jaxmp.hardware, "detect", lambda: a100)
+    assert list(flops.count(lambda x: x @ x.T, FULL)) == ["tensorfloat32"]
+
+
+def test_a_train_step_of_two_dense_layers_counts_forward_and_backward_products():
+    batch, width, classes = 8, 16, 10
+    model = jaxmp.linen.apply_policy(MLP(layers=1, width=width, classes=classes), "mixed_float16")
+    params = model.init(jax.random.key(0), FULL)["params"]
+
+    def loss(params, x):
+        return model.apply({"params": params}, x).sum()
+
+    first, second = 2 * batch * 16 * width, 2 * batch * width * classes
+    # The input needs no gradient: the first layer has two products, the second three.
+    assert flops.count(jax.grad(loss), params, FULL) == {"float16": 2 * first + 3 * second}
+
+
+def test_the_tensor_core_share_is_that_of_the_dtypes_tensor_cores_take():
+    assert flops.tensor_core_share({"float16": 60, "tensorfloat32": 20, "float32": 15, "float64": 5}) == 0.8
+    assert flops.tensor_core_share({"float32": 3}) == flops.tensor_core_share({}) == 0
+
+
+def test_the_zero_share_is_of_the_entries_that_the_reference_has():
+    reference = {"a": jnp.array([1.0, 2.0, 0.0, -3.0]), "b": jnp.array([[1e-9], [0.0]])}
+    grads = {"a": jnp.array([0.0, 2.0, 0.0, -0.0]), "b": jnp.array([[0.5], [7.0]])}
+    assert gradients.zero_share(reference, grads) == 2 / 4
+
+
+def test_a_zero_share_of_nothing_is_an_error():
+    with pytest.raises(ValueError, match="must not all be zero"):
+        gradients.zero_share(jnp.zeros(3), jnp.ones(3))
+
+
+class Doubling(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(4, use_bias=False, kernel_init=nn.initializers.ones)(nn.Dense(3)(x))
+
+
+# float16's smallest subnormal is 2**-24: half of it rounds to zero, the next larger number does not.
+SLOPES = jnp.array([1.0, 2.0**-10, 2.0**-25, 2.0**-30], jnp.float32)
+
+
+@pytest.mark.parametrize(("scale", "lost"), [(1.0, 2), (2.0**4, 1), (2.0**10, 0)])
+def test_gradients_of_activations_vanish_as_counted_by_hand(scale, lost):
+    def all_gradients(policy, loss_scale):
+        model = jaxmp.linen.apply_policy(Doubling(), policy)
+
+        def loss_fn(params, model_state, batch, rng):
+            return (model.apply({"params": params}, batch) * SLOPES).sum(), model_state
+
+        params = Doubling().init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+        tx = jaxmp.loss_scaling(optax.sgd(0.1), loss_scale)
+        state = jaxmp.TrainState.create(params=params, tx=tx)
+        return gradients.gradients(loss_fn, state, jnp.ones((5, 2)))
+
+    reference = all_gradients("float32", jaxmp.NoOpLossScale())
+    params, activations = all_gradients("mixed_float16", jaxmp.StaticLossScale(scale))
+    assert [(layer.shape, layer.dtype) for layer in activations] == [((5, 3), jnp.float16), ((5, 4), jnp.float16)]
+    np.testing.assert_array_equal(activations[1], np.tile(np.asarray(scale * SLOPES, np.float16), (5, 1)))
+    # The 15 of the inner layer are sums of slopes and survive; of the 20 of the outer, 5 rows lose the small ones.
+    assert gradients.zero_share(reference[1], activations) == 5 * lost / 35
+    assert params["Dense_0"]["kernel"].dtype == jnp.float32
+    assert gradients.zero_share(reference[0]["Dense_0"], params["Dense_0"]) == lost / 4
+
+
+def test_accuracy_counts_a_tie_of_n_as_one_nth():
+    logits = jnp.array([[3.0, 1, 2], [1, 1, 0], [2, 2, 2], [0, 5, 1], [jnp.nan, 1, 2]])
+    assert float(metrics.accuracy(logits, jnp.array([0, 1, 2, 0, 1]))) == pytest.approx((1 + 1 / 2 + 1 / 3) / 5)
+
+
+def test_metrics_come_out_in_order_some_steps_late_and_none_is_lost():
+    late, came = metrics.Late(), []
+    for step in range(20):
+        new = list(late.push(step, {"loss": jnp.float32(step)}))
+        assert all(old <= step - 8 for old, _ in new)
+        came += new
+    came += list(late.drain())
+    assert came == [(step, {"loss": float(step)}) for step in range(20)]
+
+
+def test_the_memory_of_a_compiled_function_is_arguments_results_and_temporaries():
+    x = jnp.zeros(1024, jnp.float32)
+    assert memory.of_compiled(jax.jit(lambda x: x + 1).lower(x).compile()) == 2 * 4096
+    assert memory.of_compiled(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()) == 4096
+
+
+def test_timing_takes_turns_in_an_order_that_rotates_and_drops_the_warm_up():
+    order: list[str] = []
+    times = timing.interleaved({name: functools.partial(order.append, name) for name in "abc"}, rounds=3, block_ms=0)
+    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert rounds == ["bca", "cab", "abc", "bca", "cab"]  # two warm up
+    assert {name: len(own) for name, own in times.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_a_turn_of_timing_lasts_about_as_long_as_asked(monkeypatch):
+    clock = iter(range(0, 10_000))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) / 1000)  # a turn seems to take 1 ms
+    calls: list[int] = []
+    times = timing.interleaved({"a": lambda: calls.append(1)}, rounds=2, block_ms=5)
+    assert len(calls) == 1 + 1 + 5 + 5
+    assert times["a"] == pytest.approx([1 / 5, 1 / 5])
+
+
+def test_quartiles_are_numpys():
+    times = [5.0, 1.0, 2.0, 9.0, 4.0]
+    assert timing.quartiles(times) == tuple(np.quantile(times, [0.25, 0.5, 0.75]))
+    assert timing.quartiles([3.0]) == (3.0, 3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "shape", "count"),
+    [
+        (CNN(), jnp.ones((2, 8, 8, 1)), (2, 10), 320 + (4 * 4 * 32 + 1) * 128 + 129 * 10),
+        (NextToken(), jnp.ones((2, 4), jnp.int32), (2, 2048), 2048 * 64 + 257 * 256 + 257 * 64 + 65 * 2048),
+        (MLP(2, 16, 10), jnp.ones((2, 8)), (2, 10), 9 * 16 + 17 * 16 + 17 * 10),
+        (GPT2(), jnp.ones((2, 8), jnp.int32), (2, 8, 50304), 124_475_904),
+    ],
+)
+def test_models_have_the_params_and_logits_they_should(model, example, shape, count):
+    logits, variables = jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), example))
+    assert logits.shape == shape
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables)) == count
+
+
+def test_gpt2_does_not_look_ahead():
+    model = GPT2(vocabulary=16, sequence=8, layers=1, heads=2, width=16)
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    variables = model.init(jax.random.key(0), tokens)
+    changed = tokens.at[0, 5].set(15)
+    before, after = (model.apply(variables, x) for x in (tokens, changed))
+    np.testing.assert_array_equal(before[0, :5], after[0, :5])
+    assert not np.array_equal(before[0, 5:], after[0, 5:])
