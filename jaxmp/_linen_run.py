@@ -25,16 +25,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import Scope
 
-from jaxmp import tree as _tree
 from jaxmp._jaxpr.weak import promoting_weak_operands, strengthen, weaken
+from jaxmp._linen_variables import (
+    PARAMS,
+    Variables,
+    descend,
+    has_children,
+    keep_statistics,
+    leaves,
+    like,
+    own_leaves,
+    restore_params,
+    same_structure,
+    shapes,
+)
 from jaxmp.dtypes import is_half
-from jaxmp.patterns import Path, Pattern, is_class_pattern, pattern_text
+from jaxmp.patterns import Path, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
-Variables = Mapping[str, Any]
-_PARAMS = "params"
-# Collections of what modules computed, in the dtype they computed it in. All others keep the dtypes of the bare module.
-_ACTIVATIONS = ("cache", "intermediates", "perturbations")
+GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave and a policy replaced
 _ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", "jaxmp_policy", "_jaxmp_decision"
 
 
@@ -60,19 +69,29 @@ def _set_flag(scope: Scope, name: str, value: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Decision:
-    """How one module computes: its policy, what becomes of its inputs, and why its products are not in half."""
+    """How one module computes."""
 
     policy: Policy
+    key: int  # the same for modules of which nn.jit may reuse a trace
     param_dtype: np.dtype
-    inputs: Callable[[Any, Policy], Any] | None
-    kept: str | None
+    inputs: Callable[[Any, Policy], Any] | None  # what becomes of them
+    kept: str | None  # why its products, if it has any, are not in half
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
     """A method that is running; in one that follows, what comes in from outside is weakly typed (see `_follow`)."""
 
-    def __init__(self, run: Run, path: Path, follows: bool) -> None:
-        self.run, self.path, self.follows = run, path, follows
+    run: Run
+    module: nn.Module
+    path: Path
+    policy: Policy
+    follows: bool
+
+    def is_around(self, run: Run, module: nn.Module) -> bool:
+        """Whether a method of ``module`` that is called now is a helper, or the body of a lifted transform."""
+        related = isinstance(module, type(self.module)) or isinstance(self.module, type(module))
+        return self.run is run and self.path == module.path and related
 
 
 class _Running(threading.local):
@@ -102,7 +121,7 @@ def is_running(module: nn.Module | None = None) -> bool:
 
 @contextlib.contextmanager
 def running(
-    module: nn.Module, root: Root, make_variables: Callable[[], Variables] | None, by_method: bool
+    module: nn.Module, root: Root, make_variables: Callable[[], Variables] | None, method: str | None
 ) -> Iterator[Run]:
     """A run of ``module`` as the root.
 
@@ -110,15 +129,15 @@ def running(
       module: bound to a scope.
       root: its policies.
       make_variables: when variables are about to be made, makes those of the module without policies.
-      by_method: whether what runs is a method of the module, and not a function that calls some.
+      method: the name of the method that runs; None if it is a function that calls some.
     """
     root.mark(module)
-    run = Run(module, root, make_variables, by_method)
+    run = Run(module, root, make_variables, method)
     outer_token = run.module.scope.flags.get(_OUTER_FLAG)
     for outer in _running.runs:
         if outer.token == outer_token and outer.covers(run.path):
             outer.nested.append(run.path[len(outer.path) :])
-            outer.modules.setdefault(run.path[len(outer.path) :], type(module))
+            outer.classes.setdefault(outer.prefix + run.path[len(outer.path) :], type(module))
     first, _running.intercepting = not _running.intercepting, True
     _running.runs.append(run)
     try:
@@ -142,12 +161,12 @@ class Run:
     """The modules met while a method of a root runs, and what was decided for each. Paths are relative to the root."""
 
     def __init__(
-        self, module: Any, root: Root, make_variables: Callable[[], Variables] | None, by_method: bool
+        self, module: Any, root: Root, make_variables: Callable[[], Variables] | None, method: str | None
     ) -> None:
-        self.module, self.path, self.token, self.by_method = module, module.path, hash(root), by_method
+        self.module, self.path, self.token, self.method = module, module.path, hash(root), method
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
-        self.variables = self._foresee() if make_variables else _shapes(module.variables)
-        self.modules: dict[Path, type] = {}
+        self.variables = self._foresee() if make_variables else shapes(module.variables)
+        self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _Decision] = {}
         self.called: set[Path] = set()
         self.products: dict[Path, _Decision] = {}
@@ -171,7 +190,7 @@ class Run:
         """The collections at ``path`` before the run, or as they will be; None where they could not be foreseen."""
         if self.variables is None:
             return None
-        found = {name: _descend(collection, path) for name, collection in self.variables.items()}
+        found = {name: descend(collection, path) for name, collection in self.variables.items()}
         return {name: collection for name, collection in found.items() if isinstance(collection, Mapping)}
 
     # --- what is decided for a module ---
@@ -180,33 +199,34 @@ class Run:
         """Sets ``module`` up for its policy, once, and remembers what was decided; ``born_in``: its scope to be."""
         scope: Any = born_in or module.scope
         path = scope.path[len(self.path) :]
-        self.modules.setdefault(path, type(module))
-        classes = {self.prefix + known: cls for known, cls in self.modules.items()}
-        policy, pattern = self.policies.resolve(self.prefix + path, classes)
-        _set_flag(scope, _POLICY_FLAG, hash((policy, pattern, self.prefix + path if self.by_path else None)))
-        scope.push = functools.partial(_push, weakref.ref(scope), weakref.ref(module))
         decision = vars(module).get(_DECISION)
         if decision is None:
-            decision = self._decide(module, path, policy, pattern)
+            self.classes.setdefault(self.prefix + path, type(module))
+            decision = self._decide(module, path)
             if self.variables is not None:
                 object.__setattr__(module, _DECISION, decision)
+        _set_flag(scope, _POLICY_FLAG, decision.key)
+        scope.push = functools.partial(_push, weakref.ref(scope), weakref.ref(module))
         self.decisions[path] = decision
         return decision
 
-    def _decide(self, module: nn.Module, path: Path, policy: Policy, pattern: Pattern | None) -> _Decision:
+    def _decide(self, module: nn.Module, path: Path) -> _Decision:
+        policy, pattern = self.policies.resolve(self.prefix + path, self.classes)
+        key = hash((policy, pattern, self.prefix + path if self.by_path else None))
         here = self._at(path)
-        has_children = here is not None and any(_children(collection) for collection in here.values())
-        owns_params = here is None or bool(_own(here.get(_PARAMS, {})))
+        is_parent = here is not None and has_children(here)
+        owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
 
         defaults = {field.name: field.default for field in dataclasses.fields(module)}
         for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
             if name not in defaults or not _is_floating(getattr(module, name)):
                 continue
             # A container's None is left alone: what lies below follows its own path. A cell is one computation.
-            container = has_children and not owns_params and not isinstance(module, nn.RNNCellBase)
+            container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
             if name == "dtype" and module.dtype is None and container:
                 continue
             if pattern is not None or _is_default(getattr(module, name), defaults[name]):
+                vars(module).setdefault(GIVEN, {})[name] = getattr(module, name)
                 object.__setattr__(module, name, dtype)
 
         own_param_dtype = getattr(module, "param_dtype", None) if "param_dtype" in defaults else None
@@ -214,16 +234,16 @@ class Run:
         computes = getattr(module, "dtype", None) if "dtype" in defaults else None
         if computes is not None and _is_floating(computes):
             reason = f"override {pattern_text(pattern)!r}" if pattern else f"its own dtype={np.dtype(computes).name}"
-            return _Decision(policy, param_dtype, None, None if is_half(computes) else reason)
+            return _Decision(policy, key, param_dtype, None, None if is_half(computes) else reason)
 
         _hand_out_params(module, policy, store="param_dtype" not in defaults)
         kept = None if is_half(policy.compute_dtype) else f"override {pattern_text(pattern or '**')!r}"
         cls: Any = type(module)
-        owns_params = owns_params or (has_children and _asks_for_params(cls))
+        owns_params = owns_params or (is_parent and _asks_for_params(cls))
         inputs = None
-        if owns_params or (pattern is not None and not has_children):
-            inputs = _follow if owns_params and has_children else _cast
-        return _Decision(policy, param_dtype, inputs, kept)
+        if owns_params or (pattern is not None and not is_parent):
+            inputs = _follow if owns_params and is_parent else _cast
+        return _Decision(policy, key, param_dtype, inputs, kept)
 
     # --- what is done for a call ---
 
@@ -239,29 +259,33 @@ class Run:
         if self._has_product(module, path, method):
             self.products[path] = decision
 
-        caller = _running.frames[-1] if _running.frames else None
-        # A helper method, or the body of a lifted transform: the inputs are already what they should be.
-        inside = caller is not None and caller.run is self and caller.path == module.path
+        policy, caller = decision.policy, _running.frames[-1] if _running.frames else None
+        inside = caller is not None and caller.is_around(self, module)
         follows = caller is not None and caller.follows and not inside
         inputs = strengthen((args, kwargs)) if follows else (args, kwargs)
         if decision.inputs is not None and not inside:
-            inputs = decision.inputs(inputs, decision.policy)
-        frame = _Frame(self, module.path, decision.inputs is _follow)
+            inputs = decision.inputs(inputs, policy)
+        frame = _Frame(self, module, module.path, policy, decision.inputs is _follow)
         _running.frames.append(frame)
         try:
-            precision = decision.policy.matmul_precision or self.ambient_precision
-            with jax.default_matmul_precision(precision), promoting_weak_operands(frame.follows):
+            with self._precision(policy, caller), promoting_weak_operands(frame.follows):
                 result = next_fun(*inputs[0], **inputs[1])
         finally:
             _running.frames.pop()
-        self._keep_statistics(module, path)
+        keep_statistics(module, self._at(path) or {})
 
         if frame.follows and not inside:
             result = strengthen(result)
-        if self.by_method and (caller is None or caller.run is not self):  # before Linen captures it as an intermediate
-            result = self.cast_output(result)
+        if self.method is not None and module is self.module and (caller is None or caller.run is not self):
+            result = self.cast_output(result)  # before Linen captures it as an intermediate
         result = _as_carry(result, args)
         return weaken(result) if follows else result
+
+    def _precision(self, policy: Policy, caller: _Frame | None) -> contextlib.AbstractContextManager[Any]:
+        # Only where it changes: a module may have set a precision of its own around a submodule.
+        if policy.matmul_precision == (caller.policy.matmul_precision if caller else None):
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(policy.matmul_precision or self.ambient_precision)
 
     def cast_output(self, result: Any) -> Any:
         return result if self.prefix else self.decisions[()].policy.cast_to_output(result)
@@ -275,57 +299,30 @@ class Run:
     def _has_product(self, module: nn.Module, path: Path, method: str) -> bool:
         if isinstance(module, nn.Embed) and method != "attend":
             return False
-        params = module.variables.get(_PARAMS) or (self._at(path) or {}).get(_PARAMS, {})
-        return any(len(getattr(leaf, "shape", ())) >= 2 for leaf in _own(params))
-
-    def _keep_statistics(self, module: nn.Module, path: Path) -> None:
-        """Puts what ``module`` wrote to its collections into the dtype that was there, or that it has when bare."""
-        before = self._at(path) or {}
-        for name in list(module.variables):
-            if name == _PARAMS or not module.is_mutable_collection(name):
-                continue
-            for key, value in list(module.variables[name].items()):
-                if isinstance(value, Mapping) and not isinstance(module._state.children.get(key), str):
-                    continue  # a submodule's
-                kept = strengthen(value)
-                if name not in _ACTIVATIONS:
-                    kept = _like(kept, before.get(name, {}).get(key))
-                if any(a is not b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(value), strict=True)):
-                    module.put_variable(name, key, kept)
+        params = module.variables.get(PARAMS) or (self._at(path) or {}).get(PARAMS, {})
+        return any(len(getattr(leaf, "shape", ())) >= 2 for leaf in own_leaves(params))
 
     # --- what is done at the end ---
 
     def finish(self) -> None:
         if self.make_variables is not None:
-            self._restore_params(self.make_variables)
-        if not self.prefix and self.modules:
+            restore_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
+            if self.method != "__call__":
+                return  # a part of the variables was made, and what matches the others is not known
+        if not self.prefix and self.method != "setup":
             self._check()
 
-    def _restore_params(self, make_variables: Callable[[], Variables]) -> None:
-        """Replaces params that were stored rounded, as ``nn.map_variables`` does, by those of the bare module."""
-        if not self.module.is_mutable_collection(_PARAMS):
-            return
-        params = self.module.scope._mutable_collection(_PARAMS)
-        foreseen = dict(_leaves(self.variables[_PARAMS])) if self.variables and _PARAMS in self.variables else {}
-        rounded = {}
-        for path, leaf in _leaves(params):
-            owner = next((path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in self.decisions), None)
-            wanted = self.decisions[owner].param_dtype if owner is not None else leaf.dtype
-            narrow = _tree.is_float_array(leaf) and leaf.dtype.itemsize < wanted.itemsize
-            if narrow and getattr(foreseen.get(path), "dtype", None) != leaf.dtype:
-                rounded[path] = wanted
-        if rounded:
-            exact = dict(_leaves(make_variables()[_PARAMS]))
-            for path, wanted in rounded.items():
-                _descend(params, path[:-1])[path[-1]] = _tree.cast(exact[path], wanted)
+    def _param_dtype(self, path: Path) -> np.dtype | None:
+        owner = next((path[:end] for end in range(len(path), -1, -1) if path[:end] in self.decisions), None)
+        return None if owner is None else self.decisions[owner].param_dtype
 
     def _check(self) -> None:
         """Raises if a pattern matched nothing, or a half policy changed no product."""
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
-        paths = [path for collection in variables.values() for path, _ in _leaves(collection)]
-        owners = {path[:-1] for path, _ in _leaves(variables.get(_PARAMS, {}))}
+        paths = [path for collection in variables.values() for path, _ in leaves(collection)]
+        owners = {path[:-1] for path, _ in leaves(variables.get(PARAMS, {}))}
         owners = {path for path in owners if not any(path[: len(nested)] == nested for nested in self.nested)}
-        self.policies.check(self.modules, paths, complete=owners <= self.modules.keys())
+        self.policies.check(self.classes, paths, complete=owners <= self.classes.keys())
         half = self.policies.root.compute_dtype
         if not is_half(half) or self.nested or not self.products or not owners <= self.called:
             return
@@ -409,10 +406,10 @@ def _as_carry(result: Any, args: Any) -> Any:
     """The ``result`` of the body of a loop, with the new carry in the dtypes of the old one, ``args[0]``."""
     if not args or not _is_loop_body(sys._getframe(1)):
         return result
-    if _same_structure(result, args[0]):
-        return jax.tree.map(_like, result, args[0])
-    if isinstance(result, tuple) and result and _same_structure(result[0], args[0]):
-        return (jax.tree.map(_like, result[0], args[0]), *result[1:])
+    if same_structure(result, args[0]):
+        return jax.tree.map(like, result, args[0])
+    if isinstance(result, tuple) and result and same_structure(result[0], args[0]):
+        return (jax.tree.map(like, result[0], args[0]), *result[1:])
     return result
 
 
@@ -426,46 +423,3 @@ def _is_loop_body(frame: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _like(new: Any, old: Any) -> Any:
-    """``new`` with its floating leaves in the dtypes of those of ``old``; without an old one, at least in float32."""
-    if not _same_structure(new, old):
-        return _tree.widen(new)
-
-    def leaf_like(leaf: Any, known: Any) -> Any:
-        dtype = jnp.result_type(known) if hasattr(known, "dtype") else None
-        return _tree.cast(leaf, dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else leaf
-
-    return jax.tree.map(leaf_like, new, old)
-
-
-def _same_structure(tree: Any, other: Any) -> bool:
-    structure: Callable[[Any], Any] = jax.tree.structure
-    return bool(structure(tree) == structure(other))
-
-
-def _shapes(tree: Any) -> Any:
-    def shape(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
-
-    return jax.tree.map(shape, tree)
-
-
-def _leaves(collection: Any) -> Iterator[tuple[Path, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(collection):
-        yield tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path), leaf
-
-
-def _descend(collection: Any, path: Path) -> Any:
-    for name in path:
-        collection = collection.get(name) if isinstance(collection, Mapping) else None
-    return collection
-
-
-def _own(collection: Variables) -> list[Any]:
-    return jax.tree.leaves([value for value in collection.values() if not isinstance(value, Mapping)])
-
-
-def _children(collection: Any) -> bool:
-    return isinstance(collection, Mapping) and any(isinstance(value, Mapping) for value in collection.values())

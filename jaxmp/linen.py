@@ -21,7 +21,8 @@ import jax
 from flax.core import Scope
 from flax.linen import module as _linen_module
 
-from jaxmp._linen_run import Root, Variables, is_running, running
+from jaxmp._linen_run import GIVEN, Root, is_running, running
+from jaxmp._linen_variables import Variables
 from jaxmp.patterns import Pattern
 from jaxmp.policy import get_policy_map
 
@@ -74,18 +75,17 @@ class _Policied(_Object):
         # Methods of Linen modules come through here, also `BaseClass.method` handed to `apply`; transformed ones do
         # not.
         call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
-        return self._run(call, _linen_module.wrap_method_once(fun), args, kwargs, by_method=fun.__name__ != "setup")
+        return self._run(call, _linen_module.wrap_method_once(fun), args, kwargs, fun.__name__)
 
     def _run(
-        self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, by_method: bool = False
+        self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
         checking = self.scope is not None and isinstance(self.scope.root, _linen_module.TestScope)
         if self.scope is None or checking or is_running(self):
             return call()
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
-        setting_up = getattr(method, "__name__", None) == "setup"
-        bare_variables = _bare_variables(self, method, args, kwargs) if creates and not setting_up else None
-        with running(self, self.jaxmp_root, bare_variables, by_method) as run:
+        bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
+        with running(self, self.jaxmp_root, bare_variables, name) as run:
             return run.cast_output(call())
 
     def _register_submodules(self, name: str, value: Any) -> None:
@@ -118,10 +118,10 @@ class _Policied(_Object):
 _WRAPPER = nn.Dense.__call__.__code__
 
 
-def _entrance(method: Callable[..., Any]) -> Callable[..., Any]:
+def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
     @functools.wraps(method)
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._run(functools.partial(method, self, *args, **kwargs), method, args, kwargs)
+        return self._run(functools.partial(method, self, *args, **kwargs), method, args, kwargs, name)
 
     return enter
 
@@ -129,7 +129,7 @@ def _entrance(method: Callable[..., Any]) -> Callable[..., Any]:
 def _as_one_run(method: Any) -> Any:
     """``method`` as ``apply`` takes it; a function that calls methods or submodules is one run and not one for each."""
     known = method is None or isinstance(method, str) or inspect.ismethod(method)
-    return method if known or hasattr(method, "method_handler_wrapped") else _entrance(method)
+    return method if known or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
 
 
 @functools.cache
@@ -137,14 +137,16 @@ def _policied_class(base: Any, root: Root) -> Any:
     # The root is no field of the module: lifted transforms hand the fields of one class to the constructor of another.
     class Policied(_Policied, base):
         jaxmp_root = root
+        __hash__ = base.__hash__
 
     # Linen names submodules after their class: the name must not change.
     Policied.__name__, Policied.__qualname__, Policied.__module__ = base.__name__, base.__qualname__, base.__module__
     Policied.__doc__ = base.__doc__
     for name in dir(base):
-        method = getattr(base, name)
-        if hasattr(method, "method_handler_wrapped") and method.__code__ is not _WRAPPER:
-            setattr(Policied, name, _entrance(method))
+        method = inspect.getattr_static(base, name)
+        wrapped = inspect.isfunction(method) and hasattr(method, "method_handler_wrapped")
+        if wrapped and method.__code__ is not _WRAPPER:
+            setattr(Policied, name, _entrance(method, name))
     return Policied
 
 
@@ -155,7 +157,8 @@ def _base(cls: Any) -> Any:
 def _fields(module: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(module) if field.init]
     with _views.off():
-        return {name: getattr(module, name) for name in names if name not in ("parent", "name")}
+        fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
+    return {**fields, **vars(module).get(GIVEN, {})}
 
 
 def _with_root(module: Any, root: Root, **kwargs: Any) -> Any:

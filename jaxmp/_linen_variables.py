@@ -1,0 +1,113 @@
+"""The variables of Linen modules: what a module owns, and keeping the dtypes that the bare module gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp import tree as _tree
+from jaxmp._jaxpr.weak import strengthen
+from jaxmp.patterns import Path
+
+Variables = Mapping[str, Any]
+PARAMS = "params"
+# Collections of what modules computed, in the dtype they computed it in. All others keep the dtypes of the bare module.
+_ACTIVATIONS = ("cache", "intermediates", "perturbations")
+
+
+def shapes(tree: Any) -> Any:
+    """``tree`` with its arrays replaced by their shapes and dtypes."""
+
+    def shape(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+    return jax.tree.map(shape, tree)
+
+
+def leaves(collection: Any) -> Iterator[tuple[Path, Any]]:
+    """Every leaf of ``collection`` and its path, as strings."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(collection):
+        yield tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path), leaf
+
+
+def descend(collection: Any, path: Path) -> Any:
+    """What lies at ``path``, or None."""
+    for name in path:
+        collection = collection.get(name) if isinstance(collection, Mapping) else None
+    return collection
+
+
+def own_leaves(collection: Variables) -> list[Any]:
+    """The arrays that belong to a module itself and not to its submodules."""
+    return jax.tree.leaves([value for value in collection.values() if not isinstance(value, Mapping)])
+
+
+def has_children(collections: Variables) -> bool:
+    """Whether a submodule has variables in ``collections``."""
+    return any(isinstance(value, Mapping) for collection in collections.values() for value in collection.values())
+
+
+def same_structure(tree: Any, other: Any) -> bool:
+    """Whether two pytrees have the same structure."""
+    structure: Callable[[Any], Any] = jax.tree.structure
+    return bool(structure(tree) == structure(other))
+
+
+def like(new: Any, old: Any) -> Any:
+    """``new`` with its floating leaves in the dtypes of those of ``old``; without an old one, at least in float32."""
+    if not same_structure(new, old):
+        return _tree.widen(new)
+
+    def leaf_like(leaf: Any, known: Any) -> Any:
+        dtype = jnp.result_type(known) if hasattr(known, "dtype") else None
+        return _tree.cast(leaf, dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else leaf
+
+    return jax.tree.map(leaf_like, new, old)
+
+
+def keep_statistics(module: nn.Module, before: Variables) -> None:
+    """Puts what ``module`` itself wrote to its collections into the dtypes there were, or that it has when bare."""
+    for name in list(module.variables):
+        if name == PARAMS or not module.is_mutable_collection(name):
+            continue
+        for key, value in list(module.variables[name].items()):
+            if isinstance(value, Mapping) and not isinstance(module._state.children.get(key), str):
+                continue  # a submodule's
+            kept = strengthen(value)  # a weak type that gets out makes the next step compile again
+            if name not in _ACTIVATIONS:
+                kept = like(kept, before.get(name, {}).get(key))
+            if any(a is not b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(value), strict=True)):
+                module.put_variable(name, key, kept)
+
+
+def restore_params(
+    module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
+) -> None:
+    """Replaces new params that were stored rounded, as ``nn.map_variables`` does, by those of the bare module.
+
+    Args:
+      module: whose params, and those below it, are looked at.
+      wanted: the param dtype of the module that owns the param at a path, None where it is not known.
+      foreseen: the shapes of the bare module's variables.
+      make_bare: makes the bare module's variables.
+    """
+    if not module.is_mutable_collection(PARAMS):
+        return
+    params = module.scope._mutable_collection(PARAMS)
+    bare_dtypes = {path: leaf.dtype for path, leaf in leaves(foreseen.get(PARAMS, {})) if hasattr(leaf, "dtype")}
+    rounded: dict[Path, np.dtype] = {}
+    for path, leaf in leaves(params):
+        dtype = wanted(path)
+        if dtype is None or not _tree.is_float_array(leaf) or not isinstance(descend(params, path[:-1]), dict):
+            continue
+        if leaf.dtype.itemsize < dtype.itemsize and bare_dtypes.get(path) != leaf.dtype:
+            rounded[path] = dtype
+    if rounded:
+        exact = dict(leaves(make_bare()[PARAMS]))
+        for path, dtype in rounded.items():
+            descend(params, path[:-1])[path[-1]] = _tree.cast(exact[path], dtype)
