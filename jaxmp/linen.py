@@ -60,7 +60,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Pattern, Any] | None
             f"jaxmp.linen.apply_policy takes an instance of flax.linen.Module, got {module!r}; make the instance first "
             "(Model(...)), and for an NNX module use jaxmp.nnx"
         )
-    return _with_root(module, Root(get_policy_map(policy, overrides)), parent=module.scope, name=module.name)
+    scope = module.scope.rewound() if module.scope else None
+    return _with_root(module, Root(get_policy_map(policy, overrides)), parent=scope, name=module.name)
 
 
 _Object: Any = object  # the class that it is mixed into comes after it

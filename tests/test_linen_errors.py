@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from linen_zoo import MLP, Linear, Tied, data, model_products, products, rngs, shapes
+from linen_zoo import MLP, Linear, Tied, data, model_products, products, rngs, shapes, zeros
 
 import jaxmp
 from jaxmp import _linen_run
@@ -92,10 +92,25 @@ def test_a_pattern_on_a_module_that_this_method_does_not_call_is_let_pass(rules)
     assert products(apply, shapes(Two(), ids), X) == ["float16"]
 
 
+def test_init_by_a_method_that_makes_a_part_of_the_variables_raises_for_nothing_about_the_rest():
+    class Two(nn.Module):
+        def setup(self):
+            self.body, self.head = nn.Dense(4), nn.Dense(3, dtype="float32")
+
+        def __call__(self, x):
+            return self.head(self.body(x))
+
+        def logits(self, x):
+            return self.head(x)
+
+    model = apply_policy(Two(), "mixed_float16", {"body": "mixed_bfloat16"})
+    assert shapes(model, X, method="logits")["params"].keys() == {"head"}
+
+
 def test_a_pattern_is_held_against_the_whole_model_and_not_against_a_part_that_is_bound():
     model = apply_policy(Tied(), "mixed_float16", {"hidden": "float32"})
-    bound = model.bind(model.init(rngs(), jnp.array([1])))
-    assert bound.embed.attend(X).dtype == jnp.float16
+    bound = model.bind(zeros(shapes(Tied(), jnp.array([1]))))
+    assert jax.eval_shape(bound.embed.attend, X).dtype == jnp.float16
 
 
 def test_patterns_of_a_part_are_checked_inside_a_bare_parent():

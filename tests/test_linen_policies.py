@@ -217,6 +217,17 @@ def test_a_policy_without_a_precision_leaves_the_one_around_it():
         assert precisions(model) == ["HIGH", "HIGHEST"]
 
 
+def test_a_precision_that_a_module_sets_around_a_submodule_stays():
+    class Careful(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with jax.default_matmul_precision("highest"):
+                x = nn.Dense(4)(x)
+            return nn.Dense(4)(x)
+
+    assert precisions(apply_policy(Careful(), "mixed_float16")) == ["HIGHEST", "-"]
+
+
 def test_the_precision_ends_with_the_call_also_with_an_exception():
     class Fails(nn.Module):
         @nn.compact

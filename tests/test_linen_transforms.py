@@ -314,6 +314,15 @@ class Stack(nn.Module):
         return x
 
 
+JITTED = nn.jit(Block)
+
+
+def test_nn_jit_of_the_model_itself_does_not_reuse_what_it_traced_for_another_policy():
+    half = [set(model_products(apply_policy(JITTED(), policy), X)) for policy in ("mixed_float16", "mixed_bfloat16")]
+    assert [set(model_products(JITTED(), X)), *half] == [{"float32"}, {"float16"}, {"bfloat16"}]
+    assert set(model_products(apply_policy(JITTED(), "mixed_float16"), X)) == {"float16"}
+
+
 def test_nn_jit_traces_once_for_each_policy_and_reuses_the_trace():
     traces: list[Any] = []
     bare = Stack(functools.partial(nn.jit(Counted), traces.append))

@@ -1,0 +1,356 @@
+"""A module under a policy as an object: equal, hashed, copied, nested in others, of any class, used from threads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import threading
+from typing import Any
+
+import cloudpickle
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import freeze
+from linen_zoo import (
+    MLP,
+    Linear,
+    ResNet,
+    Tied,
+    data,
+    dtypes_of,
+    model_products,
+    products,
+    quick_jit,
+    rngs,
+    same_bits,
+    same_computation,
+    shapes,
+    standard_promotion,
+)
+
+from jaxmp.linen import apply_policy
+
+X = data(2, 4)
+
+
+# --- the object -------------------------------------------------------------------------------------------------------
+
+COPIES = {
+    "clone": lambda model: model.clone(),
+    "copy": lambda model: model.copy(name=None),
+    "copy.copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "cloudpickle": lambda model: pickle.loads(cloudpickle.dumps(model)),
+    "apply_policy again": lambda model: apply_policy(model, "mixed_float16", {nn.Dense: "mixed_bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_is_equal_hashes_equal_and_is_under_the_same_policy(how):
+    model = apply_policy(Tied(), "mixed_float16", {nn.Dense: "mixed_bfloat16"})
+    other = COPIES[how](model)
+    assert other == model
+    assert hash(other) == hash(model)
+    assert model_products(other, jnp.array([1])) == ["bfloat16", "float16"]
+
+
+def test_a_copy_keeps_the_name_and_updated_fields_keep_the_policy():
+    model = apply_policy(nn.Dense(3, name="head"), "mixed_float16")
+    assert {COPIES[how](model).name for how in ("deepcopy", "cloudpickle", "clone")} == {"head"}
+    assert model_products(model.clone(features=7), X) == ["float16"]
+
+
+def test_models_under_different_policies_are_different():
+    models = [apply_policy(MLP(), policy) for policy in ("mixed_float16", "mixed_bfloat16", "float32")]
+    assert len({MLP(), *models}) == 4
+    assert apply_policy(MLP(), "mixed_float16") == apply_policy(MLP(), "p=f32,c=f16,o=f32")
+
+
+def test_a_model_looks_like_the_bare_one():
+    model = apply_policy(MLP(), "mixed_float16")
+    assert isinstance(model, MLP)
+    assert (repr(model), type(model).__name__, type(model).__doc__) == (repr(MLP()), "MLP", MLP.__doc__)
+    assert (type(model).__module__, model.features) == (MLP.__module__, MLP().features)
+
+
+def test_the_bare_module_stays_as_it_was():
+    inner = nn.Dense(3)
+    bare = nn.Sequential([inner])
+    model = apply_policy(bare, "mixed_float16")
+    model_products(model, X)
+    assert (inner.dtype, bare.layers[0].dtype, model_products(bare, X)) == (None, None, ["float32"])
+
+
+def test_an_equal_model_as_a_static_argument_compiles_once():
+    traces = []
+
+    @functools.partial(quick_jit, static_argnums=0)
+    def step(model, variables, x):
+        traces.append(model)
+        return model.apply(variables, x)
+
+    variables = MLP().init(rngs(), X)
+    for policy in ("mixed_float16", "mixed_float16", "mixed_bfloat16", "mixed_float16"):
+        step(apply_policy(MLP(), policy), variables, X)
+    assert len(traces) == 2
+
+
+# --- nested -----------------------------------------------------------------------------------------------------------
+
+
+class Parent(nn.Module):
+    """Not under a policy; its part is."""
+
+    part: Any
+    style: str
+
+    def setup(self):
+        if self.style == "setup":
+            self.inner = apply_policy(MLP(), "mixed_float16")
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4, name="outer")(x)
+        if self.style == "compact":
+            return apply_policy(MLP(), "mixed_float16")(x)
+        return (self.inner if self.style == "setup" else self.part)(x)
+
+
+@pytest.mark.parametrize("style", ["field", "setup", "compact"])
+def test_a_part_of_a_bare_model_is_under_its_policy_and_the_rest_is_not(style):
+    parent = Parent(apply_policy(MLP(), "mixed_float16") if style == "field" else None, style)
+    assert model_products(parent, X) == ["float32", "float16", "float16"]
+    assert jax.eval_shape(parent.apply, shapes(parent, X), X).dtype == jnp.float32
+    bare = Parent(MLP(), "field")
+    if style == "field":
+        same_computation(parent.init, bare.init, rngs(), X)
+
+
+def test_parts_in_a_sequential_are_under_their_own_policies():
+    parts = [apply_policy(nn.Dense(4), "mixed_float16"), nn.Dense(4), apply_policy(nn.Dense(4), "mixed_bfloat16")]
+    assert model_products(nn.Sequential(parts), X) == ["float16", "float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_inner_policy_wins_inside_and_the_outer_one_around_it(mixed):
+    class Outer(nn.Module):
+        part: Any
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4)(x)
+            if mixed:
+                x = x * self.param("scale", nn.initializers.ones, ())
+            y = self.part(x)
+            return nn.Dense(2)(y), y
+
+    model = apply_policy(Outer(apply_policy(MLP(), "mixed_bfloat16", {"Dense_1": "float32"})), "mixed_float16")
+    assert model_products(model, X) == ["float16", "bfloat16", "float32", "float16"]
+
+
+def test_a_pattern_of_the_outer_policy_does_not_reach_into_a_part_with_its_own():
+    model = apply_policy(
+        nn.Sequential([apply_policy(MLP(), "mixed_bfloat16"), nn.Dense(2)]), "mixed_float16", {nn.Dense: "float32"}
+    )
+    assert model_products(model, X) == ["bfloat16", "bfloat16", "float32"]
+
+
+def test_a_second_policy_replaces_the_first():
+    model = apply_policy(apply_policy(MLP(), "mixed_float16"), "mixed_bfloat16")
+    assert set(model_products(model, X)) == {"bfloat16"}
+    assert model == apply_policy(MLP(), "mixed_bfloat16")
+
+
+def test_a_module_shared_by_two_places_is_one_module_under_one_policy():
+    class Shared(nn.Module):
+        embed: Any
+        again: Any
+
+        @nn.compact
+        def __call__(self, ids):
+            return self.again.attend(nn.Dense(4)(self.embed(ids)))
+
+    embed, ids = nn.Embed(5, 4), jnp.array([0, 3])
+    model = apply_policy(Shared(embed, embed), "mixed_float16")
+    assert set(shapes(model, ids)["params"]) == {"embed", "Dense_0"}
+    assert model_products(model, ids) == ["float16", "float16"]
+
+
+def test_modules_in_lists_and_dicts_as_fields_are_under_the_policy():
+    class Holder(nn.Module):
+        parts: Any
+
+        def __call__(self, x):
+            return self.parts["b"](self.parts["a"][1](self.parts["a"][0](x)))
+
+    parts = {"a": [nn.Dense(4), Linear(4)], "b": nn.Dense(2)}
+    assert model_products(apply_policy(Holder(parts), "mixed_float16"), X) == ["float16"] * 3
+
+
+def test_a_model_applied_on_its_own_inside_a_model_is_not_its_submodule():
+    teacher, embed = MLP(), Tied()
+    knowledge = teacher.init(rngs(), X)
+
+    class Student(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x), teacher.apply(knowledge, x), embed.init_with_output(rngs(), jnp.array([1]))[0]
+
+    model = apply_policy(Student(), "mixed_float16")
+    assert products(model.apply, shapes(model, X), X)[0] == "float16"
+    assert set(products(model.apply, shapes(model, X), X)[1:]) == {"float32"}
+
+
+def test_a_model_inside_a_loss_with_batch_statistics_trains_in_a_bare_parent():
+    class Head(nn.Module):
+        part: Any
+
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(2)(self.part(x, train))
+
+    parent, image = Head(apply_policy(ResNet(), "mixed_bfloat16")), data(1, 8, 8, 3)
+    with standard_promotion():
+        variables = shapes(parent, image, train=True)
+        apply = functools.partial(parent.apply, train=True, mutable=["batch_stats"])
+        _, state = jax.eval_shape(apply, variables, image)
+    assert dtypes_of(state) == {"float32"}
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_threads_trace_under_two_policies_at_once():
+    barrier, seen = threading.Barrier(2), {}
+
+    class Meets(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            barrier.wait(timeout=30)
+            return nn.Dense(3)(x)
+
+    variables = {"params": {"Dense_0": nn.Dense(3).init(rngs(), X)["params"]}}
+
+    def trace(policy):
+        seen[policy] = products(apply_policy(Meets(), policy).apply, variables, X)
+
+    threads = [threading.Thread(target=trace, args=(policy,)) for policy in ("mixed_float16", "mixed_bfloat16")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"mixed_float16": ["float16"], "mixed_bfloat16": ["bfloat16"]}
+
+
+# --- classes of any kind ----------------------------------------------------------------------------------------------
+
+
+class KeywordOnly(nn.Module, kw_only=True):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.width)(x)
+
+
+class HashedByHand(nn.Module):
+    table: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x)
+
+    def __hash__(self):
+        return 7
+
+
+class SharesItsScope(nn.Module):
+    def setup(self):
+        self.linear = Linear(4)
+        nn.share_scope(self, self.linear)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class NamesScopesAfterMethods(nn.Module):
+    @nn.compact_name_scope
+    def up(self, x):
+        return nn.Dense(4)(x)
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+class Derived(MLP):
+    @nn.compact
+    def __call__(self, x):
+        return Linear(2)(super().__call__(x))
+
+
+class SetsFieldsAfterwards(nn.Module):
+    width: int
+    twice: int = 0
+
+    def __post_init__(self):
+        self.twice = 2 * self.width
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.twice)(x)
+
+
+CLASSES = [KeywordOnly(width=3), SharesItsScope(), NamesScopesAfterMethods(), Derived(), SetsFieldsAfterwards(2)]
+
+
+@pytest.mark.parametrize("bare", CLASSES)
+def test_a_module_of_any_kind_keeps_its_variables_and_is_half(bare):
+    model = apply_policy(bare, "mixed_float16")
+    same_computation(model.init, bare.init, rngs(), X)
+    assert set(model_products(model, X)) == {"float16"}
+
+
+def test_a_hash_written_by_hand_is_kept():
+    model = apply_policy(HashedByHand(np.ones(3)), "mixed_float16")
+    assert hash(model) == 7
+
+
+def test_a_method_interceptor_of_the_user_s_own_sees_every_call_once():
+    seen = []
+
+    def note(next_fun, args, kwargs, context):
+        seen.append((*context.module.path, context.method_name))
+        return next_fun(*args, **kwargs)
+
+    model, variables = apply_policy(MLP(), "mixed_float16"), shapes(MLP(), X)
+    with nn.intercept_methods(note):
+        jax.eval_shape(model.apply, variables, X)
+    assert seen == [("__call__",), ("Dense_0", "__call__"), ("Dense_1", "__call__")]
+
+
+def test_frozen_variables_are_taken():
+    model = apply_policy(MLP(), "mixed_float16")
+    assert products(model.apply, freeze(model.init(rngs(), X)), X) == ["float16", "float16"]
+
+
+def test_a_model_that_is_bound_already_is_put_under_a_policy():
+    variables = Tied().init(rngs(), jnp.array([1]))
+    bound = Tied().bind(variables)
+    assert bound.hidden(X).dtype == jnp.float32
+    same_bits(apply_policy(bound, "float16").hidden(X), Tied("float16").bind(variables).hidden(X))
+    same_bits(
+        apply_policy(bound, "mixed_float16")(jnp.array([1])),
+        apply_policy(Tied(), "mixed_float16").apply(variables, jnp.array([1])),
+    )
+
+
+def test_params_made_by_apply_are_stored_in_the_param_dtype():
+    out, variables = apply_policy(Linear(), "mixed_float16").apply({}, X, rngs=rngs(), mutable=True)
+    assert (out.dtype, dtypes_of(variables)) == (jnp.float32, {"float32"})
+    same_bits(variables, Linear().apply({}, X, rngs=rngs(), mutable=True)[1])
