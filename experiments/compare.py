@@ -1,6 +1,7 @@
 """Trains the same task under several policies and loss scales, and shows what each did to result, time and memory.
 
 python -m experiments.compare --task pysource --policies mixed_float16 --loss-scales none static:4096 dynamic headroom
+
 python -m experiments.compare --demo
 
 Every policy is trained with every seed; one that computes in float16 under each of the loss scales, others without

@@ -7,6 +7,8 @@ import math
 import statistics
 from typing import Any
 
+import numpy as np
+
 from experiments import flops
 from experiments.comparison import Outcome
 from experiments.report import Table
@@ -145,7 +147,7 @@ def _range(values: list[float], form: str) -> str:
 
 def _deviation(outcome: Outcome, metric: str) -> float:
     values = [test[metric] for test in outcome.test]
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def _and(parts: list[str]) -> str:

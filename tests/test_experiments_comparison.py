@@ -1,0 +1,201 @@
+"""What a comparison says about numbers that are known: the acceptance rule, the tables, the sentence, the picture."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+
+import jax.numpy as jnp
+import optax
+import pytest
+import rich.console
+from PIL import Image
+
+import jaxmp
+from experiments import compare, comparison_report, plots
+from experiments.comparison import Outcome, train
+from experiments.experiment import Experiment
+from experiments.progress import Progress
+
+
+def outcome(policy="mixed_float16", loss_scale="none", **changes) -> Outcome:
+    values = {
+        "test": [{"loss": 2.0, "accuracy": 0.5}, {"loss": 2.2, "accuracy": 0.52}],
+        "curves": [[3.0, 2.5, 2.0], [3.0, 2.6, 2.2]],
+        "skipped": [0, 0],
+        "final_scale": [1.0, 1.0],
+        "milliseconds": [10.0, 11.0, 9.0],
+        "step_bytes": 100 * 2**20,
+        "flops": {"float16": 100},
+        "zero_activations": 0.0,
+        "zero_params": 0.0,
+    }
+    return Outcome(policy, loss_scale, **{**values, **changes})
+
+
+BASELINE = outcome("float32", flops={"float32": 100})
+GOOD = outcome(milliseconds=[4.0, 5.0, 4.5], step_bytes=60 * 2**20)
+WORSE = outcome(
+    test=[{"loss": 2.5, "accuracy": 0.47}, {"loss": 2.7, "accuracy": 0.49}], zero_activations=0.77, skipped=[1, 2]
+)
+LOST = outcome(
+    "float16",
+    test=[{"loss": math.nan, "accuracy": math.nan}] * 2,
+    curves=[[], []],
+    failure="training must be finite",
+    zero_activations=0.9,
+)
+
+
+def met(judged: Outcome) -> list[bool]:
+    return [criterion.met for criterion in comparison_report.criteria(judged, BASELINE)]
+
+
+def test_all_criteria_are_met_by_what_is_fast_lean_and_as_good():
+    assert met(GOOD) == [True] * 5
+    assert [c.text for c in comparison_report.criteria(GOOD, BASELINE)] == ["2.22×", "40%", "0.00", "100%", ""]
+
+
+@pytest.mark.parametrize(
+    ("changes", "failing"),
+    [
+        ({"milliseconds": [5.0, 5.0, 5.0]}, 0),  # exactly twice as fast is not more than twice
+        ({"step_bytes": 71 * 2**20}, 1),
+        ({"step_bytes": None}, 1),
+        ({"test": [{"loss": 2.0, "accuracy": 0.494}, {"loss": 2.2, "accuracy": 0.514}]}, 2),
+        ({"flops": {"float16": 80, "float32": 20}}, 3),
+        ({"failure": "stopped"}, 4),
+    ],
+)
+def test_each_criterion_fails_alone(changes, failing):
+    fast = {"milliseconds": [4.0, 4.0, 4.0], "step_bytes": 60 * 2**20}
+    assert met(outcome(**{**fast, **changes})) == [i != failing for i in range(5)]
+
+
+def test_a_result_that_is_not_a_number_meets_neither_accuracy_nor_finiteness():
+    assert met(LOST)[2] is False and met(LOST)[4] is False
+
+
+def test_tables_have_the_columns_that_are_promised_and_a_row_for_each_variant():
+    tables = comparison_report.tables("digits", [BASELINE, GOOD, WORSE, LOST])
+    expected = (comparison_report.RESULT_COLUMNS, comparison_report.COST_COLUMNS, comparison_report.RULE_COLUMNS)
+    assert tuple(table.columns for table in tables) == expected
+    for table in tables:
+        assert [row[:2] for row in table.rows] == [(o.policy, o.loss_scale) for o in (BASELINE, GOOD, WORSE, LOST)]
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    result, cost, rule = (dict(zip(table.columns, table.rows[2], strict=True)) for table in tables)
+    assert result["held-out loss"] == "2.600 ± 0.141"
+    assert result["Δ loss"] == "+0.500" and result["Δ points"] == "-3.00"
+    assert result["zero gradients %: activations"] == "77.00" and result["skipped"] == "3"
+    assert cost["ms/step"] == "10" and cost["step MiB"] == "100.0" and cost["device MiB"] == "–"
+    assert rule["accuracy loss < 0.5"] == "✗ 3.00" and rule["accepted"] == "no"
+    assert tables[2].rows[1][-1] == "yes"
+
+
+def test_a_device_peak_that_another_variant_set_is_an_upper_bound():
+    table = comparison_report.tables("digits", [BASELINE, outcome(device_bytes=2**30, device_bytes_is_bound=True)])[1]
+    assert table.rows[1][-1] == "≤ 1024.0"
+
+
+def test_a_table_is_the_same_on_the_terminal_and_in_markdown():
+    table = comparison_report.tables("digits", [BASELINE, WORSE])[0]
+    console = rich.console.Console(file=io.StringIO(), width=200)
+    table.show(console)
+    shown, markdown = console.file.getvalue(), table.markdown()
+    for cell in table.rows[1]:
+        assert cell in shown and f" {cell} " in markdown
+    assert markdown.startswith("## digits: result\n\n| policy | loss scale |")
+    assert markdown.splitlines()[3].startswith("| --- | --- | ---: |")
+
+
+def test_the_sentence_says_who_is_worse_by_how_much_and_why():
+    scaled = outcome(loss_scale="dynamic")
+    assert comparison_report.sentence("pysource", [BASELINE, WORSE, scaled], "loss") == (
+        "on pysource mixed_float16 without scaling ends 0.50 above float32's held-out loss of 2.10 (77 % of its "
+        "activation gradients became zero), mixed_float16 with dynamic scaling ends within 0.001 of it"
+    )
+
+
+def test_the_sentence_says_when_nothing_is_worse():
+    bf16 = outcome("mixed_bfloat16", flops={"bfloat16": 1}, test=[{"loss": 2.0, "accuracy": 0.501}] * 2)
+    assert comparison_report.sentence("digits", [BASELINE, bf16], "accuracy") == (
+        "on digits mixed_bfloat16 ends within 0.900 points of float32's held-out accuracy of 51.0 %"
+    )
+
+
+def test_the_sentence_names_what_did_not_stay_finite():
+    sentence = comparison_report.sentence("pysource", [BASELINE, GOOD, LOST], "loss")
+    assert sentence.endswith(
+        "ends within 0.001 of float32's held-out loss of 2.10, float16 without scaling did not stay finite"
+    )
+
+
+def test_a_difference_within_the_spread_of_the_seeds_is_not_called_worse():
+    noisy = outcome("float32", flops={}, test=[{"loss": 1.0, "accuracy": 0.5}, {"loss": 3.0, "accuracy": 0.5}])
+    assert "above" not in comparison_report.sentence("pysource", [noisy, WORSE], "loss")
+
+
+@pytest.mark.parametrize("outcomes", [[BASELINE, GOOD], [BASELINE, GOOD, WORSE, LOST]], ids=["few", "one not finite"])
+def test_the_picture_is_drawn_and_small(outcomes, tmp_path):
+    metrics = {"pysource": "loss", "digits": "accuracy"}
+    plots.comparison({"pysource": outcomes, "digits": outcomes}, metrics, tmp_path / "compare.png", "a device")
+    with Image.open(tmp_path / "compare.png") as image:
+        assert image.width > 1000 and len(image.convert("L").getcolors()) > 20
+    assert (tmp_path / "compare.png").stat().st_size < 300_000
+
+
+def test_variants_cross_float16_with_the_loss_scales_and_leave_the_others_alone():
+    found = compare.variants(("mixed_float16", "mixed_bfloat16", "O3@static:8", "float32"), ("none", "dynamic"))
+    assert found == [
+        ("float32", "none"),
+        ("mixed_float16", "none"),
+        ("mixed_float16", "dynamic"),
+        ("mixed_bfloat16", "none"),
+        ("O3", "static:8"),
+    ]
+
+
+def test_the_demo_is_one_seed_of_text_and_three_of_digits_under_five_variants():
+    text, digits = compare.plan(compare.Config(demo=True))
+    assert (text.task, len(text.seeds)) == ("pysource", 1)
+    assert (digits.task, len(digits.seeds)) == ("digits", 3)
+    for part in (text, digits):
+        assert compare.variants(part.policies, part.loss_scales) == [
+            ("float32", "none"),
+            ("mixed_float16", "none"),
+            ("mixed_float16", "dynamic"),
+            ("mixed_bfloat16", "none"),
+            ("float16", "none"),
+        ]
+
+
+def test_training_that_stops_counts_as_not_a_number_and_the_comparison_goes_on():
+    class StopsAtTheThirdStep:
+        calls = 0
+
+        def __call__(self, state, batch):
+            self.calls += 1
+            if self.calls == 3:
+                raise jaxmp.NonFiniteTrainingError("gradients of 'w'")
+            return state, {"loss": jnp.float32(5.0), "accuracy": jnp.float32(0.1)}
+
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8))
+    experiment = Experiment(
+        loss_fn=None,
+        step=StopsAtTheThirdStep(),
+        eval_step=None,
+        init_params=lambda seed: {"w": jnp.ones(2)},
+        create=lambda params: jaxmp.TrainState.create(params=params, tx=tx),
+        train_batches=lambda seed: itertools.repeat({"x": jnp.ones(1)}),
+        test_batches=lambda: [],
+        steps=10,
+        batch_size=1,
+        precision={},
+    )
+    found = Outcome("float16", "static:8")
+    with Progress("", 10, quiet=True) as progress:
+        train(experiment, experiment, 0, found, progress, "")
+    assert found.failure == "gradients of 'w'"
+    assert found.curves == [[5.0, 5.0]] and math.isnan(found.test[0]["loss"])
+    assert (found.skipped, found.final_scale) == ([0], [8.0])
