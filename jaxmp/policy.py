@@ -136,11 +136,14 @@ class PolicyMap:
     strict: bool = dataclasses.field(default=True, kw_only=True)
 
     def __init__(self, default: Any, overrides: Mapping[Pattern, Any] | None = None, *, strict: bool = True) -> None:
-        rules = overrides.items() if isinstance(overrides, Mapping) else (overrides or ())
-        object.__setattr__(self, "default", get_policy(default))
-        object.__setattr__(
-            self, "overrides", tuple((check_pattern(pattern), _single(policy)) for pattern, policy in rules)
-        )
+        pairs = overrides.items() if isinstance(overrides, Mapping) else (overrides or ())
+        rules = {check_pattern(pattern): _single(policy) for pattern, policy in pairs}
+        default = get_policy(default)
+        if isinstance(default, PolicyMap) and (default.strict == strict or not rules):  # one map for equal meanings
+            rules = rules | {pattern: policy for pattern, policy in default.overrides if pattern not in rules}
+            default, strict = default.default, default.strict
+        object.__setattr__(self, "default", default)
+        object.__setattr__(self, "overrides", tuple(rules.items()))
         object.__setattr__(self, "strict", strict)
 
     @property
@@ -207,8 +210,9 @@ class PolicyMap:
         for name, preset in PRESETS.items():
             if preset == self:
                 return name
+        default, *after = str(self.default).split("; ")
         rules = [f"{pattern_text(pattern)} -> {policy}" for pattern, policy in self.overrides]
-        return "; ".join([str(self.default), *rules])
+        return "; ".join([default, *rules, *after])
 
 
 def get_policy(policy: Any) -> Policy | PolicyMap:
@@ -258,8 +262,7 @@ def _single(policy: Any) -> Policy:
 def _parse(text: str) -> Policy | PolicyMap:
     default, *rules = text.split(";")
     if rules:
-        pairs = [rule.partition("->") for rule in rules if rule.strip()]
-        return PolicyMap(_parse(default), {pattern.strip(): _parse(policy) for pattern, _, policy in pairs})
+        return PolicyMap(_parse(default), dict(_parse_rules(rules)))
     name = "".join(text.split())
     presets = {preset.lower(): value for preset, value in PRESETS.items()}
     if name.lower() in presets:
@@ -283,6 +286,19 @@ def _parse(text: str) -> Policy | PolicyMap:
             f"unknown policy {text!r}; known policies, nearest first: {nearest(name, known, 10)}"
         ) from None
     return presets.get(dtype.name, Policy(dtype, dtype, dtype))
+
+
+def _parse_rules(rules: list[str]) -> Iterator[tuple[str, Policy | PolicyMap]]:
+    seen = set()
+    for rule in filter(str.strip, rules):
+        pattern, arrow, policy = (part.strip() for part in rule.partition("->"))
+        if not arrow or pattern in seen:
+            raise ValueError(
+                f"after the first ';' a policy has rules 'pattern -> policy', each pattern once, got {rule.strip()!r}; "
+                "write e.g. 'mixed_float16; **/BatchNorm_* -> float32'"
+            )
+        seen.add(pattern)
+        yield pattern, _parse(policy)
 
 
 def _parse_fields(text: str) -> Policy:

@@ -1,0 +1,371 @@
+"""Policies: how they are written, read back, compared and kept, and what they cast."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from linen_zoo import products
+
+import jaxmp
+from jaxmp import Policy, PolicyMap, get_policy
+from jaxmp.policy import PRESETS
+
+F32, F16, BF16 = (np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
+
+
+class Norm:
+    pass
+
+
+class BatchNorm(Norm):
+    pass
+
+
+def dtypes(policy: Any) -> tuple[np.dtype, np.dtype, np.dtype]:
+    return policy.param_dtype, policy.compute_dtype, policy.output_dtype
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+READ = {
+    "float32": (F32, F32, F32),
+    "O0": (F32, F32, F32),
+    "tensorfloat32": (F32, F32, F32),
+    "mixed_float16": (F32, F16, F32),
+    "mixed_bfloat16": (F32, BF16, F32),
+    "float16": (F16, F16, F16),
+    "O3": (F16, F16, F16),
+    "bfloat16": (BF16, BF16, BF16),
+    "f16": (F16, F16, F16),
+    "bf16": (BF16, BF16, BF16),
+    "half": (F16, F16, F16),
+    "full": (F32, F32, F32),
+    "params=float32,compute=float16,output=float32": (F32, F16, F32),
+    "p=f32,c=f16,o=f32": (F32, F16, F32),
+    "p=f32,c=bf16": (F32, BF16, BF16),
+    "p=f16": (F16, F16, F16),
+    "c=bf16": (F32, BF16, BF16),
+    "o=f16": (F32, F32, F16),
+    "p=f32, c=half, o=full": (F32, F16, F32),
+    " Params = Float32 ,\n COMPUTE=BFloat16, output = F16 ": (F32, BF16, F16),
+    "MIXED_Float16": (F32, F16, F32),
+    " o3 ": (F16, F16, F16),
+}
+
+
+@pytest.mark.parametrize("text", READ)
+def test_a_policy_is_read_from_text_in_any_case_and_spacing(text):
+    assert dtypes(get_policy(text)) == READ[text]
+
+
+@pytest.mark.parametrize("text", ["p=f32,c=f16,o=f32", "params=float16", "p=bf16,c=f32", "half", "float32", "bf16"])
+def test_text_means_to_jmp_what_it_means_here_and_its_objects_are_taken(text):
+    theirs = jmp.get_policy(text)
+    assert dtypes(get_policy(text)) == tuple(np.dtype(dtype) for dtype in dtypes(theirs))
+    assert dtypes(get_policy(theirs)) == dtypes(get_policy(text))
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "p=f32,c=f16,o=bf16", "p=f16,m=high", "float64"])
+def test_a_policy_as_text_reads_back_to_an_equal_one(name):
+    policy = get_policy(name)
+    assert get_policy(str(policy)) == policy
+    assert hash(get_policy(str(policy))) == hash(policy)
+
+
+def test_a_policy_is_written_with_its_dtypes_and_a_map_that_is_a_preset_by_its_name():
+    assert str(get_policy("mixed_float16")) == "params=float32,compute=float16,output=float32"
+    assert str(get_policy("O0")) == "params=float32,compute=float32,output=float32,matmul_precision=highest"
+    assert str(get_policy("O2")) == "O2"
+
+
+MAPS = [
+    PolicyMap("mixed_float16"),
+    PolicyMap("mixed_float16", {"**/BatchNorm_*": "float32"}),
+    PolicyMap("mixed_float16", {"a": "float32", "type:*Norm": "mixed_bfloat16", "**": "p=f32,c=f16,o=f16"}),
+    PolicyMap("O2", {"head": "float32"}),
+    PolicyMap(PolicyMap("mixed_float16", {"a": "float32", "b": "float16"}), {"a": "mixed_bfloat16", "c": "float32"}),
+    PolicyMap(PolicyMap("O2", {"a": "float32"}), {"b": "mixed_bfloat16"}),
+]
+
+
+@pytest.mark.parametrize("policies", MAPS)
+def test_a_map_as_text_reads_back_to_an_equal_one(policies):
+    read = get_policy(str(policies))
+    assert PolicyMap(read) == policies
+    assert read == policies or not policies.overrides
+
+
+def test_a_map_as_text_has_its_rules_in_the_order_in_which_they_are_tried():
+    lenient = PolicyMap("mixed_float16", {"a": "float16"}, strict=False)
+    assert str(PolicyMap(lenient, {"b": "bfloat16"})) == (
+        "params=float32,compute=float16,output=float32; b -> params=bfloat16,compute=bfloat16,output=bfloat16; "
+        "a -> params=float16,compute=float16,output=float16"
+    )
+    assert str(PolicyMap("O2", {BatchNorm: "p=f32,c=f32"})) == (
+        "O2; type:BatchNorm -> params=float32,compute=float32,output=float32"
+    )
+
+
+@pytest.mark.parametrize("policies", [*MAPS, get_policy("mixed_float16"), get_policy("O2")])
+def test_policies_are_hashed_pickled_and_copied(policies):
+    for other in (pickle.loads(pickle.dumps(policies)), copy.deepcopy(policies), dataclasses.replace(policies)):
+        assert other == policies
+        assert hash(other) == hash(policies)
+
+
+def test_a_policy_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        get_policy("mixed_float16").compute_dtype = jnp.float32
+
+
+def test_a_policy_may_be_any_spelling_of_its_dtypes():
+    spellings = [("float32", "float16", "float32"), (jnp.float32, jnp.float16, "f32"), (F32, np.float16, " FP32 ")]
+    assert len({Policy(*spelling) for spelling in spellings}) == 1
+
+
+def test_auto_is_what_suits_the_attached_device():
+    assert get_policy("auto") == get_policy(jaxmp.hardware.recommended_policy())
+
+
+def test_a_policy_as_a_static_argument_compiles_once_for_equal_ones():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def cast(policy, x):
+        traces.append(policy)
+        return policy.cast_to_compute(x)
+
+    for text in ("mixed_float16", "p=f32,c=f16,o=f32", "mixed_bfloat16", "mixed_float16"):
+        assert cast(get_policy(text), jnp.ones(2)).dtype == get_policy(text).compute_dtype
+    assert len(traces) == 2
+
+
+def test_the_output_dtype_can_be_changed():
+    assert get_policy("mixed_float16").with_output_dtype("f16") == get_policy("p=f32,c=f16,o=f16")
+    assert get_policy("float32").with_output_dtype(jnp.bfloat16).matmul_precision == "highest"
+
+
+# --- what cannot be read ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mixed_flaot16", r"unknown policy 'mixed_flaot16'; known policies, nearest first: 'mixed_float16', "),
+        ("", r"unknown policy ''; known policies"),
+        ("O4", r"unknown policy 'O4'; known policies, nearest first: 'O\d'"),
+        ("f4", r"unknown policy 'f4'; known policies"),
+        ("p=f32,c=f8", r"unknown dtype 'f8'; known names, nearest first: 'f8_e4m3', 'f8_e5m2'|'f\d+'"),
+        ("p=f32,z=f16", r"unknown key 'z' in policy 'p=f32,z=f16'; known keys, nearest first: .*'params'"),
+        ("p=f32,comptue=f16", r"unknown key 'comptue'.*nearest first: 'compute', "),
+        ("p=f32,p=f16", r"a policy names each dtype once, got 'p' twice in 'p=f32,p=f16'; remove one of them"),
+        ("params=float32,p=f16", r"got 'p' twice"),
+        ("p=f32,c=float17", r"unknown dtype 'float17'; known names, nearest first: 'float1?6?32|'float16'"),
+        ("p=f32,c=", r"unknown dtype ''"),
+        (
+            "p=f32,c=int8",
+            r"a policy's dtypes must be floating, got int8: integers, bools and keys are never cast; use one",
+        ),
+        ("int32", r"must be floating, got int32"),
+        ("complex64", r"must be floating, got complex64"),
+        ("bool", r"must be floating, got bool"),
+        ("p=f32,m=sharp", r"matmul_precision must be one that .* takes, got 'sharp'; use 'highest' for true float32"),
+        (
+            "O1",
+            r"O1 casts operation by operation: it is jaxmp\.autocast, .* not have yet; use 'O2' .* or 'mixed_float16'",
+        ),
+        ("mixed_float16; a float32", r"rules 'pattern -> policy', each pattern once, got 'a float32'; write e\.g\. "),
+        ("mixed_float16; a -> float32; a -> float16", r"each pattern once, got 'a -> float16'"),
+        ("mixed_float16; a -> half_float", r"unknown policy 'half_float'"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_what_can(text, said):
+    with pytest.raises(ValueError, match=said):
+        get_policy(text)
+
+
+@pytest.mark.parametrize("what", [None, 16, ("float32",), object()])
+def test_what_is_no_policy_is_named_with_the_presets(what):
+    with pytest.raises(
+        TypeError, match=r"a policy is a preset's name, a string such as .*, got .*; presets: float32, "
+    ):
+        get_policy(what)
+
+
+# --- maps -------------------------------------------------------------------------------------------------------------
+
+
+def compute(policies: PolicyMap, text: str, classes: Any = None) -> str:
+    return policies.resolve(tuple(filter(None, text.split("/"))), classes)[0].compute_dtype.name
+
+
+def test_the_first_pattern_that_matches_wins_and_covers_what_is_below():
+    policies = PolicyMap("mixed_float16", {"a/b": "mixed_bfloat16", "a": "float32", "**/head": "float64"})
+    got = {
+        path: compute(policies, path) for path in ("", "a", "a/x", "a/b", "a/b/c/d", "head/x", "x/head", "a/head", "b")
+    }
+    assert got == {
+        **{"": "float16", "a": "float32", "a/x": "float32", "a/b": "bfloat16", "a/b/c/d": "bfloat16"},
+        **{"head/x": "float64", "x/head": "float64", "a/head": "float32", "b": "float16"},
+    }
+
+
+def test_a_pattern_on_a_class_covers_what_is_below_an_instance():
+    policies = PolicyMap("mixed_float16", {Norm: "float32"})
+    classes = {(): object, ("n",): BatchNorm, ("n", "x"): object}
+    assert [compute(policies, path, classes) for path in ("", "n", "n/x")] == ["float16", "float32", "float32"]
+    assert policies.resolve(("n",), classes)[1] is Norm
+    assert policies.resolve((), classes) == (get_policy("mixed_float16"), None)
+
+
+def test_a_map_over_a_map_is_tried_before_it():
+    inner = PolicyMap("mixed_float16", {"a": "float32", "b": "float32"})
+    outer = PolicyMap(inner, {"a": "mixed_bfloat16", "**": "float16"})
+    assert [compute(outer, path) for path in ("a", "b")] == ["bfloat16", "float16"]
+    assert outer.root == get_policy("mixed_float16")
+    assert outer == PolicyMap("mixed_float16", {"a": "mixed_bfloat16", "**": "float16", "b": "float32"})
+    assert PolicyMap(inner) == inner
+
+
+def test_O2_is_a_map_that_makes_norms_float32_and_does_not_miss_those_that_are_not_there():
+    policies = get_policy("O2")
+    assert compute(policies, "n", {("n",): BatchNorm}) == "float32"
+    assert compute(policies, "n", {("n",): Norm}) == "float16"
+    policies.check({("n",): object}, [("n", "kernel")])
+    with pytest.raises(ValueError, match="'head' matched none"):
+        PolicyMap("O2", {"head": "float32"}).check({("n",): object}, [("n", "kernel")])
+
+
+def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_or_classes():
+    modules: dict[Any, type] = {(): object, ("encoder",): Norm, ("encoder", "Dense_0"): BatchNorm}
+    variables = [("encoder", "Dense_0", "kernel"), ("decoder", "bias")]
+
+    def check(pattern: Any, complete: bool = True) -> None:
+        PolicyMap("mixed_float16", {pattern: "float32"}).check(modules, variables, complete)
+
+    for pattern in ("encoder", "**/Dense_*", "decoder", "decoder/bias", "**", "type:Norm", BatchNorm):
+        check(pattern)
+    with pytest.raises(ValueError, match=r"'encodr' matched none; nearest paths: 'encoder', 'decoder', "):
+        check("encodr")
+    with pytest.raises(
+        ValueError, match=r"'type:LayerNorm' matched none; nearest classes: 'Norm', 'BatchNorm'|'BatchNorm'"
+    ):
+        check("type:LayerNorm")
+    check("type:LayerNorm", complete=False)
+    with pytest.raises(ValueError, match="matched none"):
+        check("encodr", complete=False)
+    with pytest.raises(ValueError, match="nearest paths: none, the model has no submodules"):
+        PolicyMap("mixed_float16", {"a": "float32"}).check({(): object}, [])
+
+
+@pytest.mark.parametrize("policy", ["O2", PolicyMap("mixed_float16", {"a": "float32"})])
+def test_an_override_is_one_policy(policy):
+    with pytest.raises(TypeError, match="an override names one policy for what its pattern covers, got the PolicyMap"):
+        PolicyMap("mixed_float16", {"a": policy})
+
+
+# --- casting ----------------------------------------------------------------------------------------------------------
+
+
+def test_floating_arrays_of_every_kind_are_cast_and_nothing_else():
+    policy = get_policy("mixed_float16")
+    key = jax.random.key(0)
+    tree = {
+        "jax": jnp.ones(2),
+        "numpy": np.ones(2),
+        "scalar": np.float32(1),
+        "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
+        "bfloat16": jnp.ones(2, jnp.bfloat16),
+        "rest": [
+            jnp.arange(2),
+            np.arange(2),
+            jnp.ones(2, bool),
+            key,
+            None,
+            1.5,
+            2,
+            True,
+            "text",
+            jnp.ones(2, jnp.complex64),
+        ],
+    }
+    cast = policy.cast_to_compute(tree)
+    assert {cast[name].dtype for name in ("jax", "numpy", "scalar", "shape", "bfloat16")} == {F16}
+    assert isinstance(cast["numpy"], np.ndarray)
+    assert isinstance(cast["shape"], jax.ShapeDtypeStruct)
+    assert all(got is given for got, given in zip(cast["rest"], tree["rest"], strict=True))
+
+
+def test_a_cast_to_the_dtype_it_has_is_no_operation():
+    policy = get_policy("p=f32,c=f16,o=bf16")
+    for cast, dtype in ((policy.cast_to_param, F32), (policy.cast_to_compute, F16), (policy.cast_to_output, BF16)):
+        x = jnp.ones(3, dtype)
+        assert cast(x) is x
+        assert not jax.make_jaxpr(cast)(x).eqns
+
+
+def test_shardings_are_kept():
+    mesh = jax.make_mesh((4,), ("data",))
+    x = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, PartitionSpec("data")))
+    assert get_policy("mixed_bfloat16").cast_to_compute(x).sharding.is_equivalent_to(x.sharding, x.ndim)
+
+
+def test_casting_is_differentiated_and_batched():
+    policy = get_policy("mixed_float16")
+    gradient = jax.grad(lambda x: policy.cast_to_output(policy.cast_to_compute(x) * 2).sum())(jnp.ones(2))
+    assert gradient.dtype == F32
+    assert jax.vmap(policy.cast_to_compute)(jnp.ones((3, 2))).dtype == F16
+
+
+def test_wrap_casts_arguments_to_the_compute_dtype_and_results_to_the_output_dtype():
+    @get_policy("p=f32,c=f16,o=bf16").wrap
+    def dot(params, x, n, nothing=None, *, scale, flag):
+        """Of its own."""
+        assert (params["w"].dtype, x.dtype, scale.dtype) == (F16, F16, F16)
+        assert (params["n"].dtype, n, nothing, flag) == (jnp.int32, 3, None, True)
+        return {"y": x @ params["w"] * scale, "n": params["n"], "none": None}
+
+    params = {"w": jnp.ones((2, 2)), "n": jnp.arange(2)}
+    out = dot(params, np.ones((1, 2), np.float32), 3, scale=np.float32(2), flag=True)
+    assert (out["y"].dtype, out["n"].dtype, out["none"]) == (BF16, jnp.int32, None)
+    assert (dot.__name__, dot.__doc__) == ("dot", "Of its own.")
+
+
+def test_wrap_gives_the_gradients_of_casts_by_hand_in_the_dtype_of_the_params():
+    policy, w, x = get_policy("mixed_float16"), jnp.full((2, 2), 1 / 3), jnp.full((1, 2), 1 / 7)
+    got = jax.grad(lambda w: policy.wrap(jnp.dot)(x, w).sum())(w)
+    want = jax.grad(lambda w: jnp.dot(x.astype(F16), w.astype(F16)).astype(F32).sum())(w)
+    np.testing.assert_array_equal(got, want)
+    assert got.dtype == F32
+
+
+@pytest.mark.parametrize(
+    ("policy", "precision"),
+    [("float32", "HIGHEST"), ("mixed_float16", None), ("p=f32,m=high", "HIGH"), ("tensorfloat32", "HIGH")],
+)
+def test_wrap_asks_for_the_precision_of_the_policy(policy, precision):
+    x = jnp.ones((2, 2))
+    fun = get_policy(policy).wrap(jnp.dot)
+    (eqn,) = (eqn for eqn in jax.make_jaxpr(fun)(x, x).eqns if eqn.primitive.name == "dot_general")
+    asked = eqn.params["precision"]
+    assert (asked and asked[0].name) == precision
+    assert products(fun, x, x) == [get_policy(policy).compute_dtype.name]
+
+
+def test_the_precision_ends_with_an_exception():
+    def fail():
+        raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        get_policy("float32").wrap(fail)()
+    assert jax.config.jax_default_matmul_precision is None
