@@ -1,4 +1,4 @@
-"""jaxmp: mixed precision for JAX and Flax, declared in one line, proved before it runs.
+"""jaxmp: mixed precision for JAX and Flax, declared in one line.
 
 >>> import jaxmp
 >>> jaxmp.get_policy("mixed_float16").compute_dtype
@@ -13,9 +13,14 @@ if TYPE_CHECKING:
     from jaxmp import formats as formats
     from jaxmp import hardware as hardware
     from jaxmp import linen as linen
+    from jaxmp import loss_scale as loss_scale
+    from jaxmp import optimizer as optimizer
+    from jaxmp import policy as policy
+    from jaxmp import training as training
     from jaxmp import tree as tree
     from jaxmp.loss_scale import DynamicLossScale as DynamicLossScale
     from jaxmp.loss_scale import HeadroomLossScale as HeadroomLossScale
+    from jaxmp.loss_scale import LossScale as LossScale
     from jaxmp.loss_scale import NoOpLossScale as NoOpLossScale
     from jaxmp.loss_scale import StaticLossScale as StaticLossScale
     from jaxmp.optimizer import LossScalingState as LossScalingState
@@ -38,8 +43,10 @@ __version__ = "0.1.0"
 # Name to the module that has it ("" for a module itself). Imported on first use: `import jaxmp` stays light, and flax
 # and optax are loaded by those who use them.
 _EXPORTS = {
-    **dict.fromkeys(("dtypes", "formats", "hardware", "linen", "tree"), ""),
-    **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "NoOpLossScale", "StaticLossScale"), "loss_scale"),
+    **dict.fromkeys(("dtypes", "formats", "hardware", "linen", "loss_scale", "optimizer", "policy"), ""),
+    **dict.fromkeys(("training", "tree"), ""),
+    **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "LossScale"), "loss_scale"),
+    **dict.fromkeys(("NoOpLossScale", "StaticLossScale"), "loss_scale"),
     **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),
     **dict.fromkeys(("scaled_value_and_grad", "unscale", "wrap_opt_state"), "optimizer"),
     **dict.fromkeys(("Policy", "PolicyMap", "get_policy"), "policy"),

@@ -29,6 +29,7 @@ class TrainState(flax.struct.PyTreeNode):
     Attributes:
       step: int32 scalar, the calls so far, skipped ones included.
       skipped: int32 scalar, the calls that changed nothing.
+      stuck: int32 scalar, the calls in a row that were skipped although the loss scale could not fall.
       params: the params, in their param dtype.
       opt_state: the state of ``tx``, with the loss scale in it.
       model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
@@ -40,6 +41,7 @@ class TrainState(flax.struct.PyTreeNode):
 
     step: jax.Array
     skipped: jax.Array
+    stuck: jax.Array
     params: Any
     opt_state: Any
     model_state: Any
@@ -77,14 +79,16 @@ class TrainState(flax.struct.PyTreeNode):
         Raises:
           ValueError: the optimizer has several loss scales.
         """
-        opt_state = tx.init(params)
-        if not has_loss_scale(opt_state):
+        if not hasattr(tx, "init"):
+            raise TypeError(f"tx must be an optax optimizer, got {tx!r}; jaxmp.loss_scaling(optax.adam(1e-3), {tx!r})")
+        if not has_loss_scale(jax.eval_shape(tx.init, params)):
             tx = loss_scaling(tx, NoOpLossScale())
-            opt_state = tx.init(params)
-        get_loss_scale(opt_state)
+        opt_state = tx.init(params)
+        get_loss_scale(opt_state)  # raises if there are several
         state = cls(
             step=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
+            stuck=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=opt_state,
             model_state=model_state,
@@ -117,22 +121,45 @@ class TrainState(flax.struct.PyTreeNode):
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **(extra_args or {}))
         skipped = get_loss_scaling_state(opt_state).skipped - get_loss_scaling_state(self.opt_state).skipped
         if not isinstance(opt_state, LossScalingState):
-            # A transform around loss_scaling, such as MultiSteps, may drop bad gradients before it.
+            # A transform around loss_scaling may drop bad gradients before it (MultiSteps), or go on when it skips.
             skipped = jnp.maximum(skipped, 1 - _tree.all_finite(grads).astype(jnp.int32))
+            opt_state = _keep(skipped == 0, opt_state, self.opt_state)
         params = optax.apply_updates(_tree.widen(self.params), updates)
         new = {"params": jax.tree.map(lambda new, old: new.astype(old.dtype), params, self.params)}
         if model_state is not None:
-            new["model_state"] = same_structure(model_state, self.model_state)
+            new["model_state"] = require_same_structure(model_state, self.model_state)
         if ema_decay is not None:
             if self.ema_params is None:
                 raise ValueError("ema_decay needs a moving average to update: TrainState.create(..., ema=True)")
             new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
         kept = _tree.select_tree(skipped == 0, new, {name: getattr(self, name) for name in new})
-        return self.replace(step=self.step + 1, skipped=self.skipped + skipped, opt_state=opt_state, **kept, **changes)
+        new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
+        return self.replace(
+            step=self.step + 1,
+            skipped=self.skipped + skipped,
+            stuck=jnp.where((skipped > 0) & new_scale.is_stuck(scale), self.stuck + 1, 0),
+            opt_state=opt_state,
+            **kept,
+            **changes,
+        )
 
 
-def same_structure(new: Any, old: Any) -> Any:
-    """The model state ``new``, if it has the structure of ``old``."""
+def _keep(finite: jax.Array, new: Any, old: Any) -> Any:
+    """An optimizer's state ``new`` where ``finite``, else ``old``, but for the loss scale and its counters."""
+
+    def is_scaling(node: Any) -> bool:
+        return isinstance(node, LossScalingState)
+
+    def keep(new: Any, old: Any) -> Any:
+        if is_scaling(new):
+            return new._replace(inner_state=_tree.select_tree(finite, new.inner_state, old.inner_state))
+        return _tree.select_tree(finite, new, old)
+
+    return jax.tree.map(keep, new, old, is_leaf=is_scaling)
+
+
+def require_same_structure(new: Any, old: Any) -> Any:
+    """The model state ``new``, if it has the structure and the shapes of ``old``."""
     returned: Any = jax.tree.structure(new)
     given: Any = jax.tree.structure(old)
     if returned != given:
@@ -141,6 +168,13 @@ def same_structure(new: Any, old: Any) -> Any:
             f"returned {returned}; pass the whole of it to "
             "TrainState.create(model_state=…), or return None if there is none"
         )
+    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        if jnp.shape(leaf) != jnp.shape(other):
+            raise ValueError(
+                "the loss function must return a model state of the shapes it was given, but "
+                f"{_tree.path_name(path)!r} had {jnp.shape(other)} and has {jnp.shape(leaf)}; "
+                "make it the same in every batch"
+            )
     return new
 
 

@@ -58,9 +58,8 @@ def canonical_dtype(dtype: Any) -> np.dtype:
         name = _ALIASES.get(text, text)
         if name in _NAMES:
             return np.dtype(getattr(jnp, name))
-    try:
-        result = np.dtype(dtype)
-    except TypeError:
+    result = _numpy_dtype(dtype)
+    if result is None:
         known = [*_NAMES, *_ALIASES, "half"]
         raise UnknownDtypeError(
             f"unknown dtype {dtype!r}; known names, nearest first: {nearest(str(dtype), known)}"
@@ -71,6 +70,15 @@ def canonical_dtype(dtype: Any) -> np.dtype:
             f"use one of {', '.join(_NAMES)}"
         )
     return result
+
+
+def _numpy_dtype(dtype: Any) -> np.dtype | None:
+    """The dtype meant, of strings only by its own name: what NumPy reads "f8", "c" or None as, nobody means here."""
+    try:
+        result = np.dtype(dtype)
+    except TypeError:
+        return None
+    return None if dtype is None or (isinstance(dtype, str) and result.name != dtype.strip().lower()) else result
 
 
 def nearest(word: str, known: Iterable[str], most: int = 8) -> str:

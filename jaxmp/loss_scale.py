@@ -79,6 +79,10 @@ class LossScale:
 
         return _map_inexact(divide, tree)
 
+    def is_stuck(self, before: LossScale) -> jax.Array:
+        """Whether this scale, which ``before`` became at a step that was not finite, shows that it cannot fall."""
+        return jnp.asarray(self.loss_scale >= before.loss_scale)
+
     def adjust(self, grads_finite: ArrayLike, grad_max: ArrayLike | None = None) -> Self:
         """The loss scale of the next step.
 
@@ -194,6 +198,10 @@ class DynamicLossScale(ScaleState, LossScale):
             self.__dict__["countdown"] = None
         elif self.countdown is None:
             self.__dict__["countdown"] = jnp.asarray(self.hysteresis, jnp.int32)
+
+    def is_stuck(self, before: LossScale) -> jax.Array:
+        """See :meth:`LossScale.is_stuck`; a step that hysteresis forgives shows nothing."""
+        return super().is_stuck(before) & jnp.asarray(self.countdown is None or self.countdown == 0)
 
     @classmethod
     def from_torch(cls, state_dict: Mapping[str, Any]) -> Self:

@@ -60,11 +60,12 @@ def loss_scaling(
 
     Around and inside other transforms: put it outside ``clip_by_global_norm`` (clipping must see true gradients),
     outside ``multi_transform`` (one loss has one scale) and outside ``apply_if_finite`` (which would hide bad gradients
-    from the scale). Put it around ``optax.MultiSteps``: a bad microbatch then drops that microbatch. Inside MultiSteps
-    a bad microbatch drops the window, and a NaN stays in its accumulator for ever, unless it has
-    ``should_skip_update_fn=optax.skip_not_finite``; that drops bad microbatches before the scale hears of them, so that
-    only a static scale is of use there. Extra arguments go to ``inner`` as they come, but ``grad=`` is unscaled like
-    the gradients themselves.
+    from the scale, and wants updates of the gradients' dtype). What stands after it in a chain goes on when it skips:
+    momentum, weight decay and schedules belong inside. Put it around ``optax.MultiSteps``: a bad microbatch then drops
+    that microbatch. Inside MultiSteps a bad microbatch drops the window, and a NaN stays in its accumulator for ever,
+    unless it has ``should_skip_update_fn=optax.skip_not_finite``; that drops bad microbatches before the scale hears of
+    them, so that only a static scale is of use there. Extra arguments go to ``inner`` as they come, but ``grad=`` is
+    unscaled like the gradients themselves.
 
     Args:
       inner: any optax transform.
@@ -111,6 +112,7 @@ def loss_scaling(
                 _check_same_structure(jax.eval_shape(inner.init, widen(params)), state.inner_state)
             raise
         _check_same_structure(inner_state, state.inner_state)
+        _check_same_shapes(new_updates, updates)
 
         finite = all_finite((grads, new_updates) if check_updates else grads)
         grad_max = max_abs(grads) if state.loss_scale.needs_grad_max else None
@@ -124,7 +126,7 @@ def loss_scaling(
             skipped=state.skipped + bad,
             consecutive_skipped=(state.consecutive_skipped + bad) * bad,
             last_finite=finite,
-            grad_norm=optax.tree.norm(grads) if grad_norm else None,
+            grad_norm=optax.tree.norm(grads).astype(jnp.float32) if grad_norm else None,
         )
         return jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates), new_state
 
@@ -292,6 +294,15 @@ def _check_same_structure(own: Any, given: Any) -> None:
             "the state must come from the optimizer that loss_scaling wraps, whose state has the structure "
             f"{expected}, got {got}; call tx.init again"
         )
+
+
+def _check_same_shapes(updates: Any, grads: Any) -> None:
+    for (path, update), grad in zip(jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(grads), strict=True):
+        if jnp.shape(update) != jnp.shape(grad):
+            raise ValueError(
+                f"an update must have its gradient's shape, but for {path_name(path)!r} the optimizer made "
+                f"{jnp.shape(update)} of {jnp.shape(grad)}: its state was made for other params; call tx.init again"
+            )
 
 
 def _check_gradients(grads: Any, params: Any) -> None:

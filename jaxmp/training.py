@@ -15,7 +15,7 @@ import optax
 from jaxmp import tree as _tree
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._train_state import TrainState as TrainState
-from jaxmp._train_state import same_structure
+from jaxmp._train_state import require_same_structure
 from jaxmp.dtypes import nearest
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import get_loss_scale, scaled_value_and_grad, unscale
@@ -28,8 +28,6 @@ _REMAT: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "nothing": jax.checkpoint_policies.nothing_saveable,
-    "everything": jax.checkpoint_policies.everything_saveable,
 }
 _OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 
@@ -58,7 +56,7 @@ def make_train_step(
         axis 0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad
         microbatch skips the step.
       ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
-      remat: what the backward pass recomputes: None for nothing, ``"full"``, ``"dots"`` (keep products),
+      remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, the name of a policy in ``jax.checkpoint_policies``, or such a policy.
       donate: whether the state's memory is reused; the state passed in is then deleted.
       max_consecutive_skips: how many skipped steps in a row with a scale that cannot fall end the run.
@@ -79,11 +77,9 @@ def make_train_step(
     >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)
     (1.0, 32768.0, 1)
     """
-    if accumulate_steps < 1 or max_consecutive_skips < 1:
-        raise ValueError(
-            f"accumulate_steps and max_consecutive_skips count steps and must be at least 1, got {accumulate_steps} "
-            f"and {max_consecutive_skips}"
-        )
+    for name, steps in (("accumulate_steps", accumulate_steps), ("max_consecutive_skips", max_consecutive_skips)):
+        if not isinstance(steps, (int, np.integer)) or steps < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {steps!r}; 1 is the least")
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay}; 0.999 averages over about 1,000 steps")
     return TrainStep(_with_remat(_checked(loss_fn), remat), accumulate_steps, ema_decay, donate, max_consecutive_skips)
@@ -105,18 +101,24 @@ class TrainStep:
         self._ema_decay = ema_decay
         self._max_skips = max_consecutive_skips
         self._warned = False
-        self._stuck = 0
-        self._reports: deque[Any] = deque()
+        self._reports: deque[tuple[Any, Any]] = deque()
+        self._bad_batch: Any = None
         self.jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; see :func:`make_train_step`."""
         self._read_reports(state, batch)
         state, metrics, stuck = self.jitted(state, batch)
-        self._reports.append(stuck)
+        if not isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
+            self._reports.append((stuck, batch))
         return state, metrics
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
+        if self._ema_decay is None and state.ema_params is not None:
+            raise ValueError(
+                "the state keeps a moving average that this step would never update; pass "
+                "make_train_step(ema_decay=0.999), say, or leave ema=True out of TrainState.create"
+            )
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         loss, grads, model_state, metrics = self._gradients(state, batch, step_rng)
         loss_scale = jnp.asarray(get_loss_scale(state.opt_state).loss_scale, jnp.float32)
@@ -125,12 +127,8 @@ class TrainStep:
             grads=grads, model_state=model_state, ema_decay=self._ema_decay, extra_args={"value": loss}, rng=rng
         )
         skipped = new_state.skipped > state.skipped
-        # A scale that did not fall at a skipped step cannot, unless hysteresis forgives that step.
-        new_scale = get_loss_scale(new_state.opt_state)
-        forgiven = getattr(new_scale, "countdown", None)
-        stuck = skipped & (new_scale.loss_scale >= loss_scale) & (True if forgiven is None else forgiven == 0)
         own = dict(zip(_OWN_METRICS, (loss, grad_norm, loss_scale, skipped), strict=True))
-        return new_state, {**own, **metrics}, stuck
+        return new_state, {**own, **metrics}, new_state.stuck
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
@@ -143,7 +141,7 @@ class TrainStep:
 
             fun = scaled_value_and_grad(loss_fn, state.opt_state, has_aux=True)
             (loss, (new_model_state, metrics)), grads = fun(state.params)
-            return loss, grads, same_structure(new_model_state, model_state), metrics
+            return loss, grads, require_same_structure(new_model_state, model_state), metrics
 
         n = self._accumulate_steps
         if n == 1:
@@ -176,16 +174,18 @@ class TrainStep:
             )
 
     def _read_reports(self, state: TrainState, batch: Any) -> None:
-        while self._reports and self._reports[0].is_ready():
-            stuck = bool(jax.device_get(self._reports.popleft()))
-            self._stuck = self._stuck + 1 if stuck else 0
-            if self._stuck >= self._max_skips:
-                steps, self._stuck = self._stuck, 0
+        while self._reports and self._reports[0][0].is_ready():
+            stuck, reported = self._reports.popleft()
+            count = int(jax.device_get(stuck))
+            self._bad_batch = reported if count else None
+            # The state at hand may be another run's; to look at it is to wait for it, which does no harm any more.
+            if count >= self._max_skips and int(jax.device_get(state.stuck)) >= self._max_skips:
+                bad = batch if _is_deleted(self._bad_batch) else self._bad_batch
                 self._reports.clear()
-                raise NonFiniteTrainingError(self._explain(steps, state, batch))
+                raise NonFiniteTrainingError(self._explain(count, state, bad))
 
     def _explain(self, steps: int, state: TrainState, batch: Any) -> str:
-        """Says what is not finite, by computing this batch's gradients once more."""
+        """Says what is not finite, by computing the gradients of the last bad batch once more."""
         loss, grads, _, _ = jax.jit(self._gradients)(state, batch, state.rng)
         found = [
             f"{what} {', '.join(repr(name) for name in names[:8])}{', …' if len(names) > 8 else ''}"
@@ -194,7 +194,7 @@ class TrainStep:
         ]
         if not np.isfinite(loss):
             found.insert(0, f"the loss ({loss})")
-        what = "; ".join(found) or "nothing in this batch's gradients, so it is the optimizer's updates"
+        what = "; ".join(found) or "nothing in the gradients, so it is the optimizer's updates"
         return (
             f"training must be finite to go on, but {steps} steps in a row were skipped at loss scale "
             f"{float(get_loss_scale(state.opt_state).loss_scale):g}, which cannot fall; not finite now: {what}. Look "
@@ -266,6 +266,11 @@ def _with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
             known = nearest(remat, ["none", *policies], 12)
             raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
         remat = policies[remat]
+    if not callable(remat):
+        raise TypeError(
+            f"remat must be None, the name of a policy or a policy of jax.checkpoint_policies, got {remat!r}; "
+            '"full" recomputes everything'
+        )
     return jax.checkpoint(loss_fn, policy=remat)
 
 
@@ -280,6 +285,10 @@ def _split(path: Any, leaf: Any, n: int) -> jax.Array:
             f"{_tree.path_name(path)!r}; use a batch of {n * (leaf.shape[0] // n + 1)}, say"
         )
     return jnp.moveaxis(leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:]), 1, 0)
+
+
+def _is_deleted(batch: Any) -> bool:
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(batch))
 
 
 def _non_finite(tree: Any) -> list[str]:

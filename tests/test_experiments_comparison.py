@@ -120,7 +120,14 @@ def test_the_sentence_says_who_is_worse_by_how_much_and_why():
 def test_the_sentence_says_when_nothing_is_worse():
     bf16 = outcome("mixed_bfloat16", flops={"bfloat16": 1}, test=[{"loss": 2.0, "accuracy": 0.501}] * 2)
     assert comparison_report.sentence("digits", [BASELINE, bf16], "accuracy") == (
-        "on digits mixed_bfloat16 ends within 0.900 points of float32's held-out accuracy of 51.0 %"
+        "on digits mixed_bfloat16 ends within 0.90 points of float32's held-out accuracy of 51.0 %"
+    )
+
+
+def test_the_sentence_does_not_list_everyone_when_all_are_alike():
+    others = [outcome(loss_scale="dynamic"), outcome("mixed_bfloat16")]
+    assert comparison_report.sentence("digits", [BASELINE, *others], "accuracy") == (
+        "on digits everything else ends within 0.01 points of float32's held-out accuracy of 51.0 %"
     )
 
 

@@ -160,13 +160,11 @@ def mapped_variables(mdl: nn.Module, x: jax.Array, hand: Any) -> jax.Array:
 
 SHARED = {"params": False, "dropout": True}
 BROADCAST: dict[str, Any] = {"variable_axes": {}, "variable_broadcast": "params", "split_rngs": SHARED}
-OVER_BATCH = {"variable_axes": {"params": None}, "split_rngs": SHARED}
+OVER_BATCH: dict[str, Any] = {"variable_axes": {"params": None}, "split_rngs": SHARED}
 ENSEMBLE = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "dropout": True}}
 MODELS: dict[str, Any] = {
     "scan": scanned,
-    "scan with shared params": functools.partial(
-        scanned, variable_axes={}, variable_broadcast="params", split_rngs=SHARED
-    ),
+    "scan with shared params": functools.partial(scanned, **BROADCAST),
     "scan of remat": lambda hand=None: scanned(hand, nn.remat(Step, prevent_cse=False)),
     "scan whose step has a remat": lambda hand=None: scanned(hand, functools.partial(Step, block=nn.remat(Block))),
     "remat of scan": lambda hand=None: nn.remat(type(scanned()))(hand),
@@ -175,9 +173,7 @@ MODELS: dict[str, Any] = {
     "remat inside": lambda hand=None: nn.Sequential([nn.remat(Block)(hand), nn.Dense(3, dtype=hand)]),
     "remat that saves products": lambda hand=None: nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable)(hand),
     "vmap over members": lambda hand=None: nn.vmap(Block, **ENSEMBLE, in_axes=None, axis_size=3)(hand, 0.5),
-    "vmap over examples": lambda hand=None: nn.vmap(Block, variable_axes={"params": None}, split_rngs=SHARED)(
-        hand, 0.5
-    ),
+    "vmap over examples": lambda hand=None: nn.vmap(Block, **OVER_BATCH)(hand, 0.5),
     "scan of vmap": lambda hand=None: scanned(hand, nn.vmap(Step, **ENSEMBLE)),
     "jit": lambda hand=None: nn.jit(Block)(hand),
     "jit of a method": lambda hand=None: Decorated(nn.jit, hand),

@@ -19,9 +19,9 @@ def state_of(params=1.0, **fields):
     return TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=tx, **fields)
 
 
-@pytest.mark.parametrize("wrong", [{"accumulate_steps": 0}, {"max_consecutive_skips": 0}])
-def test_numbers_of_steps_below_one_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"count steps and must be at least 1, got .*0"):
+@pytest.mark.parametrize("wrong", [{"accumulate_steps": 0}, {"accumulate_steps": 2.0}, {"max_consecutive_skips": 0}])
+def test_numbers_of_steps_below_one_or_not_whole_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be a whole number of at least 1, got"):
         make_train_step(train_loss, **wrong)
 
 
@@ -114,7 +114,7 @@ def test_a_model_state_of_another_structure_is_refused(accumulate_steps):
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_model_state_of_another_shape_is_refused(accumulate_steps):
     step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), jnp.ones(3)), accumulate_steps=accumulate_steps)
-    with pytest.raises(TypeError, match="same shapes"):
+    with pytest.raises(ValueError, match=r"model state of the shapes it was given, but '' had \(\) and has \(3,\)"):
         step(state_of(model_state=jnp.ones(())), jnp.ones(2))
 
 
@@ -150,3 +150,13 @@ def test_an_optimizer_with_several_loss_scales_is_refused_when_the_state_is_made
 
 def test_what_training_stops_with_is_an_arithmetic_error():
     assert issubclass(jaxmp.training.NonFiniteTrainingError, ArithmeticError)
+
+
+def test_a_policy_for_recomputation_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r'remat must be None, the name of a policy or a policy .*got True; "full" reco'):
+        make_train_step(train_loss, remat=True)
+
+
+def test_a_loss_scale_in_place_of_the_optimizer_is_refused():
+    with pytest.raises(TypeError, match=r"tx must be an optax optimizer, got .*; jaxmp.loss_scaling\(optax.adam"):
+        TrainState.create(params=jnp.ones(2), tx=DynamicLossScale())

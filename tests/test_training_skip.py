@@ -178,7 +178,7 @@ def test_only_the_params_concerned_are_named():
 def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
     step = make_train_step(lambda p, s, b, r: (sum(p), s), max_consecutive_skips=2)
     state = TrainState.create(params=(jnp.ones(()),) * 10, tx=optax.scale(jnp.inf))
-    assert "nothing in this batch's gradients, so it is the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
+    assert "nothing in the gradients, so it is the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
     step = make_train_step(lambda p, s, b, r: (sum(p) * jnp.nan, s), max_consecutive_skips=2)
     state = TrainState.create(params=(jnp.ones(()),) * 10, tx=optax.sgd(0.1))
     assert "gradients of '0', '1', '2', '3', '4', '5', '6', '7', …." in fails_within(step, state, 1.0, 9)[1]
@@ -223,10 +223,55 @@ def test_reading_the_reports_never_waits_for_the_device():
         def __array__(self, *args, **kwargs):
             raise AssertionError("waited")
 
-    step._reports.append(Unfinished())
+    step._reports.append((Unfinished(), batch))
     bad = {**batch, "x": batch["x"] * jnp.nan}
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
     with jax.transfer_guard("disallow"):
         for _ in range(4):
             state, _ = step(state, bad)
     assert len(step._reports) == 5
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: optax.chain(tx, optax.trace(0.9)),
+        lambda tx: optax.chain(tx, optax.scale_by_schedule(lambda count: 0.5 / (count + 1.0))),
+        lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(lambda count: 1.0 * count),
+    ],
+)
+def test_a_skipped_step_keeps_the_state_of_transforms_around_loss_scaling_too(around):
+    params, batch = problem()
+    tx = standard(around(loss_scaling(optax.sgd(0.1), DynamicLossScale())))
+    step = make_train_step(train_loss, donate=False)
+    before, _ = step(TrainState.create(params=params, tx=tx), batch)
+    after, metrics = step(before, {**batch, "x": batch["x"] * jnp.nan})
+    assert metrics["skipped"] and bits(after.params) == bits(before.params)
+    counters = {"loss_scale", "skipped", "consecutive_skipped", "last_finite"}
+    pairs = zip(*(jax.tree_util.tree_leaves_with_path(state.opt_state) for state in (before, after)), strict=True)
+    changed = [path for (path, old), (_, new) in pairs if bits(old) != bits(new)]
+    assert changed and all(counters & {getattr(key, "name", None) for key in path} for path in changed)
+
+
+def test_a_step_inside_another_transformation_leaves_nothing_behind():
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=3, donate=False)
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
+    bad = jax.tree.map(lambda leaf: jnp.stack([leaf * jnp.nan] * 4), batch)
+    scanned, metrics = jax.lax.scan(step, state, bad)
+    assert scanned.stuck == 4 and metrics["skipped"].all()
+    new, _ = step(state, batch)  # a fresh run: what the other one counted is not its own
+    assert new.stuck == 0
+    assert fails_within(step, scanned, {**batch, "x": batch["x"] * jnp.nan}, 9)[0] is not None
+
+
+def test_a_run_that_starts_after_one_that_was_stuck_goes_on():
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=3, donate=False)
+    tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
+    state = fresh_state = TrainState.create(params=params, tx=tx)
+    for _ in range(3):
+        state, metrics = step(state, {**batch, "x": batch["x"] * jnp.nan})
+    jax.block_until_ready(metrics)
+    new, metrics = step(fresh_state, batch)
+    assert not metrics["skipped"] and new.step == 1

@@ -80,7 +80,7 @@ def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated(nam
 def test_states_of_weak_type_or_numpy_are_compiled_for_once():
     params = {"weak": jnp.asarray(1.0), "numpy": np.ones(3, np.float32)}
     assert params["weak"].weak_type
-    step = make_train_step(lambda p, s, b, r: (p["weak"] * jnp.sum(p["numpy"]) * b, {"n": s["n"] + 1}))
+    step = make_train_step(lambda p, s, b, r: (p["weak"] * jnp.sum(p["numpy"]) * b, {"n": s["n"] + 1}), ema_decay=0.9)
     state = TrainState.create(params=params, tx=sgd(), model_state={"n": 0}, ema=True)
     for _ in range(3):
         state, _ = step(state, jnp.float32(0.1))
@@ -184,7 +184,7 @@ def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_ar
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_microbatches_of_a_sharded_batch_stay_where_they_are(kind):
     state, batch, lone, lone_batch = sharded_state("replicated", kind)
-    step = make_train_step(train_loss, accumulate_steps=4, donate=False)
+    step = make_train_step(train_loss, accumulate_steps=4, ema_decay=0.9, donate=False)
     text = step.jitted.lower(state, batch).compile().as_text()
     moved = re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
     assert not moved and re.search(r" all-reduce(?:-start)?\(", text)
