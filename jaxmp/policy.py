@@ -238,6 +238,8 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
         return _parse(policy)
     if all(hasattr(policy, name) for name in ("param_dtype", "compute_dtype", "output_dtype")):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    with contextlib.suppress(ValueError):
+        return _parse(canonical_dtype(policy).name)
     raise TypeError(
         f"a policy is a preset's name, a string such as 'params=float32,compute=float16,output=float32', a Policy or a "
         f"PolicyMap, got {policy!r}; presets: {', '.join(PRESETS)}"
@@ -305,6 +307,10 @@ def _parse_fields(text: str) -> Policy:
     fields: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
+        if not value:
+            raise ValueError(
+                f"each part of a policy is KEY=DTYPE, got {part!r} in {text!r}; write compute=float16, say"
+            )
         field = _KEYS.get(key.lower())
         if field is None:
             known = ("params", "compute", "output", "matmul_precision", "p", "c", "o", "m")

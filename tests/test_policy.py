@@ -171,7 +171,7 @@ def test_the_output_dtype_can_be_changed():
         ("p=f32,p=f16", r"a policy names each dtype once, got 'p' twice in 'p=f32,p=f16'; remove one of them"),
         ("params=float32,p=f16", r"got 'p' twice"),
         ("p=f32,c=float17", r"unknown dtype 'float17'; known names, nearest first: 'float1?6?32|'float16'"),
-        ("p=f32,c=", r"unknown dtype ''"),
+        ("p=f32,c=", r"each part of a policy is KEY=DTYPE, got 'c=' in"),
         (
             "p=f32,c=int8",
             r"a policy's dtypes must be floating, got int8: integers, bools and keys are never cast; use one",
