@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import sys
 import threading
 import weakref
@@ -21,11 +20,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.core import Scope
 
 from jaxmp._jaxpr.weak import promoting_weak_operands, strengthen, weaken
+from jaxmp._linen_fields import asks_for_params, fill_dtypes, hand_out_params
 from jaxmp._linen_variables import (
     PARAMS,
     Variables,
@@ -43,7 +42,6 @@ from jaxmp.dtypes import is_half
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
-GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave and a policy replaced
 _ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", "jaxmp_policy", "_jaxmp_decision"
 
 
@@ -199,9 +197,9 @@ class Run:
         """Sets ``module`` up for its policy, once, and remembers what was decided; ``born_in``: its scope to be."""
         scope: Any = born_in or module.scope
         path = scope.path[len(self.path) :]
+        self.classes.setdefault(self.prefix + path, type(module))
         decision = vars(module).get(_DECISION)
         if decision is None:
-            self.classes.setdefault(self.prefix + path, type(module))
             decision = self._decide(module, path)
             if self.variables is not None:
                 object.__setattr__(module, _DECISION, decision)
@@ -217,29 +215,17 @@ class Run:
         is_parent = here is not None and has_children(here)
         owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
 
-        defaults = {field.name: field.default for field in dataclasses.fields(module)}
-        for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
-            if name not in defaults or not _is_floating(getattr(module, name)):
-                continue
-            # A container's None is left alone: what lies below follows its own path. A cell is one computation.
-            container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
-            if name == "dtype" and module.dtype is None and container:
-                continue
-            if pattern is not None or _is_default(getattr(module, name), defaults[name]):
-                vars(module).setdefault(GIVEN, {})[name] = getattr(module, name)
-                object.__setattr__(module, name, dtype)
-
-        own_param_dtype = getattr(module, "param_dtype", None) if "param_dtype" in defaults else None
-        param_dtype = np.dtype(own_param_dtype or policy.param_dtype)
-        computes = getattr(module, "dtype", None) if "dtype" in defaults else None
-        if computes is not None and _is_floating(computes):
-            reason = f"override {pattern_text(pattern)!r}" if pattern else f"its own dtype={np.dtype(computes).name}"
+        # A container's None is left alone: what lies below follows its own path. A cell is one computation.
+        container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
+        computes, param_dtype = fill_dtypes(module, policy, pattern is not None, container)
+        if computes is not None:
+            reason = f"override {pattern_text(pattern)!r}" if pattern else f"its own dtype={computes.name}"
             return _Decision(policy, key, param_dtype, None, None if is_half(computes) else reason)
 
-        _hand_out_params(module, policy, store="param_dtype" not in defaults)
+        hand_out_params(module, policy)
         kept = None if is_half(policy.compute_dtype) else f"override {pattern_text(pattern or '**')!r}"
         cls: Any = type(module)
-        owns_params = owns_params or (is_parent and _asks_for_params(cls))
+        owns_params = owns_params or (is_parent and asks_for_params(cls))
         inputs = None
         if owns_params or (pattern is not None and not is_parent):
             inputs = _follow if owns_params and is_parent else _cast
@@ -354,52 +340,6 @@ def _follow(tree: Any, policy: Policy) -> Any:
     # In a module with params and submodules an input, or what a submodule returns, may meet a param or go on to a
     # float32 submodule. Weakly typed it keeps its digits, and takes the dtype of the first param it meets.
     return weaken(tree)
-
-
-@functools.cache
-def _asks_for_params(cls: Any) -> bool:
-    """Whether a method of ``cls`` mentions ``param``: a param that is a dict looks like a submodule's."""
-    own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    codes = [
-        inspect.unwrap(value).__code__ for base in own for value in vars(base).values() if inspect.isfunction(value)
-    ]
-    while codes:
-        code = codes.pop()
-        if "param" in code.co_names:
-            return True
-        codes += [const for const in code.co_consts if inspect.iscode(const)]
-    return False
-
-
-def _is_floating(dtype: Any) -> bool:
-    """Whether ``dtype`` is what a policy may replace: a floating dtype, or None for "infer it"."""
-    try:
-        return dtype is None or bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
-
-
-def _is_default(dtype: Any, default: Any) -> bool:
-    if dtype is None or default is None or default is dataclasses.MISSING:
-        return dtype is None
-    return np.dtype(dtype) == np.dtype(default)
-
-
-def _hand_out_params(module: nn.Module, policy: Policy, store: bool) -> None:
-    """Makes ``module.param`` return params in the compute dtype; with ``store`` it creates them in the param dtype."""
-    make: Any = type(module).param
-    reference = weakref.ref(module)  # a cycle would keep tracers alive
-
-    def param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if store:
-            init_fn = _then(policy.cast_to_param, init_fn)
-        return policy.cast_to_compute(make(reference(), name, init_fn, *args, **kwargs))
-
-    object.__setattr__(module, "param", param)
-
-
-def _then(after: Callable[[Any], Any], before: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: after(before(*args, **kwargs))
 
 
 def _as_carry(result: Any, args: Any) -> Any:

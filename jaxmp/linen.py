@@ -21,7 +21,9 @@ import jax
 from flax.core import Scope
 from flax.linen import module as _linen_module
 
-from jaxmp._linen_run import GIVEN, Root, is_running, running
+from jaxmp._jaxpr.weak import strengthen
+from jaxmp._linen_fields import given_fields
+from jaxmp._linen_run import Root, is_running, running
 from jaxmp._linen_variables import Variables
 from jaxmp.patterns import Pattern
 from jaxmp.policy import get_policy_map
@@ -33,11 +35,13 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Pattern, Any] | None
     """``module`` computing under a policy: same fields, same methods, same variables.
 
     Params are stored in the param dtype, every submodule computes in the compute dtype of its own policy, and what the
-    root returns is cast to the output dtype; batch statistics stay float32. A ``dtype`` or ``param_dtype`` field that
-    has its class's default is filled; one that differs is the author's word and stays, unless an override covers the
-    module. A module without a ``dtype`` field that owns params gets them in the compute dtype; its inputs are cast
-    where they meet those params. The carry of a scanned module, or of an RNN cell inside ``nn.RNN``, keeps the dtype it
-    comes in with.
+    root returns is cast to the output dtype. Batch statistics and other collections keep the dtypes that they have
+    without a policy; Linen's ``cache``, ``intermediates`` and ``perturbations`` have those of what was computed.
+
+    A ``dtype`` or ``param_dtype`` field that has its class's default is filled; one that differs is the author's word
+    and stays, unless an override covers the module. A module without a ``dtype`` field gets its params in the compute
+    dtype, and its inputs follow where they meet them. The carry of a lifted loop (``nn.scan``, ``nn.RNN``) keeps the
+    dtype it comes in with. A submodule with policies of its own keeps them.
 
     Args:
       module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.
@@ -94,7 +98,9 @@ class _Policied(_Object):
         super()._register_submodules(name, value)
 
     def apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        return super().apply(*args, method=_as_one_run(method), **kwargs)
+        result = super().apply(*args, method=_as_one_run(method), **kwargs)
+        returns_variables = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
+        return (result[0], strengthen(result[1])) if returns_variables else result  # what was captured may be weak
 
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
@@ -159,7 +165,7 @@ def _fields(module: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(module) if field.init]
     with _views.off():
         fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
-    return {**fields, **vars(module).get(GIVEN, {})}
+    return {**fields, **given_fields(module)}
 
 
 def _with_root(module: Any, root: Root, **kwargs: Any) -> Any:

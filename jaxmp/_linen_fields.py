@@ -1,0 +1,96 @@
+"""One Linen module under a policy: its fields and its params. What its author gave stays known."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.policy import Policy
+
+_GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave and a policy replaced
+
+
+def given_fields(module: nn.Module) -> dict[str, Any]:
+    """The fields of ``module`` that a policy replaced, as its author gave them."""
+    return vars(module).get(_GIVEN, {})
+
+
+def fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool) -> tuple[np.dtype | None, np.dtype]:
+    """Fills the ``dtype`` and ``param_dtype`` fields of ``module`` that have their defaults.
+
+    Args:
+      module: its fields are set in place.
+      policy: says what to.
+      overridden: whether an override covers the module: then they are set whatever its author gave.
+      container: whether a ``dtype`` of None is left alone.
+
+    Returns:
+      The dtype that the module computes in, None if it has no say in it, and the one that its params are stored in.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(module)}
+    dtypes: dict[str, np.dtype | None] = {}
+    for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
+        if name not in defaults or not _is_floating(getattr(module, name)):
+            continue
+        given = getattr(module, name)
+        if name == "dtype" and given is None and container:
+            continue
+        if overridden or _is_default(given, defaults[name]):
+            vars(module).setdefault(_GIVEN, {}).setdefault(name, given)
+            object.__setattr__(module, name, dtype)
+        dtypes[name] = np.dtype(getattr(module, name))
+    return dtypes.get("dtype"), dtypes.get("param_dtype") or policy.param_dtype
+
+
+def _is_floating(dtype: Any) -> bool:
+    """Whether ``dtype`` is what a policy may replace: a floating dtype, or None for "infer it"."""
+    try:
+        return dtype is None or bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def _is_default(dtype: Any, default: Any) -> bool:
+    if dtype is None or default is None or default is dataclasses.MISSING:
+        return dtype is None
+    return np.dtype(dtype) == np.dtype(default)
+
+
+def hand_out_params(module: Any, policy: Policy) -> None:
+    """Makes ``module.param`` return params in the compute dtype, and without a field for it store the param dtype."""
+    store = "param_dtype" not in {field.name for field in dataclasses.fields(module)}
+    make = type(module).param
+    reference = weakref.ref(module)  # a cycle would keep tracers alive
+
+    def param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if store:
+            init_fn = _then(policy.cast_to_param, init_fn)
+        return policy.cast_to_compute(make(reference(), name, init_fn, *args, **kwargs))
+
+    object.__setattr__(module, "param", param)
+
+
+def _then(after: Callable[[Any], Any], before: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: after(before(*args, **kwargs))
+
+
+@functools.cache
+def asks_for_params(cls: Any) -> bool:
+    """Whether a method of ``cls`` mentions ``param``: in the variables one that is a dict looks like a submodule."""
+    own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    methods = [value for base in own for value in vars(base).values() if inspect.isfunction(value)]
+    codes = [inspect.unwrap(method).__code__ for method in methods]
+    while codes:
+        code = codes.pop()
+        if "param" in code.co_names:
+            return True
+        codes += [const for const in code.co_consts if inspect.iscode(const)]
+    return False

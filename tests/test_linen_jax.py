@@ -1,0 +1,142 @@
+"""JAX's own transformations around a model under a policy and inside its modules; nothing of a trace is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from linen_zoo import (
+    MLP,
+    Linear,
+    data,
+    is_as_by_hand,
+    model_products,
+    products,
+    quick_jit,
+    rngs,
+    same_bits,
+    shapes,
+    standard_promotion,
+)
+
+from jaxmp.linen import apply_policy
+
+X = data(2, 4)
+kernel = nn.initializers.lecun_normal()
+
+INSIDE = {
+    "lax.scan": lambda x, w: lax.scan(lambda carry, _: (jnp.tanh(carry @ w), None), x, None, length=3)[0],
+    "lax.fori_loop": lambda x, w: lax.fori_loop(0, 3, lambda _, carry: jnp.tanh(carry @ w), x),
+    "lax.cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.sin(x @ w), x),
+    "jax.jit": lambda x, w: jax.jit(lambda x: x @ w)(x),
+    "jax.checkpoint": lambda x, w: jax.checkpoint(lambda x: jnp.sin(x @ w))(x),
+    "jax.vmap": lambda x, w: jax.vmap(lambda row: row @ w)(x),
+    "jnp.einsum": lambda x, w: jnp.einsum("bi,ij->bj", x, w),
+    "jax.grad": lambda x, w: jax.grad(lambda x: jnp.sum(x @ w))(x),
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_product_of_input_and_param_is_half_inside(inside, mixed):
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if mixed:
+                nn.Dense(2)(x)
+            return INSIDE[inside](x, self.param("w", kernel, (4, 4)))
+
+    model = apply_policy(Own(), "mixed_float16")
+    assert set(model_products(model, X)) == {"float16"}
+    gradient = jax.grad(lambda variables: jnp.sum(model.apply(variables, X)))
+    if inside != "lax.fori_loop":
+        assert set(products(gradient, shapes(model, X))) == {"float16"}
+
+
+def test_a_model_is_mapped_and_scanned_over_from_outside():
+    model, batches = apply_policy(MLP(), "mixed_float16"), data(3, 2, 4)
+    variables = model.init(rngs(), X)
+    want = jnp.stack([model.apply(variables, batch) for batch in batches])
+    same_bits(jax.vmap(model.apply, in_axes=(None, 0))(variables, batches), want)
+    same_bits(lax.map(lambda batch: model.apply(variables, batch), batches), want)
+
+
+def test_members_of_an_ensemble_are_made_and_applied_under_vmap():
+    model, keys = apply_policy(Linear(), "mixed_bfloat16"), jax.random.split(jax.random.key(0), 2)
+    members = jax.vmap(lambda key: model.init(key, X))(keys)
+    assert members["params"]["kernel"].shape == (2, 4, 3)
+    assert products(jax.vmap(model.apply, in_axes=(0, None)), members, X) == ["bfloat16"]
+
+
+def test_no_tracer_is_leaked():
+    model = apply_policy(nn.Sequential([nn.remat(MLP)(), Linear(2), nn.jit(nn.Dense)(2)]), "mixed_float16")
+    variables = model.init(rngs(), X)
+    with jax.checking_leaks():
+        quick_jit(jax.value_and_grad(lambda variables: model.apply(variables, X).sum()))(variables)
+
+
+def test_the_modules_of_a_trace_are_freed_without_a_garbage_collection():
+    seen = []
+
+    class Seen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scale = self.param("scale", nn.initializers.ones, ())
+            seen.append(weakref.ref(self))
+            return Linear()(x) * scale
+
+    model = apply_policy(nn.Sequential([Seen(), nn.Dense(2)]), "mixed_float16")
+    variables = shapes(model, X)
+    seen.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        jax.eval_shape(model.apply, variables, X)
+        assert [module() for module in seen] == [None]
+    finally:
+        gc.enable()
+
+
+def test_partitioned_params_keep_their_names_through_a_scan():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, carry, _):
+            return carry @ self.param("w", nn.with_partitioning(kernel, (None, "model")), (4, 4)), None
+
+    metadata = {nn.PARTITION_NAME: "layers"}
+    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3, "metadata_params": metadata}
+    model = apply_policy(nn.scan(Layer, **options)(), "mixed_float16")
+    assert shapes(model, X, None)["params"]["w"].names == ("layers", None, "model")
+    assert model_products(model, X, None) == ["float16"]
+
+
+def test_a_model_that_is_bound_once_and_called_often_stays_under_its_policies():
+    class Outer(nn.Module):
+        def setup(self):
+            self.inner = MLP()
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    model = apply_policy(nn.Sequential([Outer(), Linear()]), "mixed_float16", {Outer: "mixed_bfloat16"})
+    bound = model.bind(model.init(rngs(), X))
+    for _ in range(2):
+        assert products(lambda x: bound(x), X) == ["bfloat16", "bfloat16", "float16"]
+        assert products(lambda x: bound.layers[0](x), X) == ["bfloat16", "bfloat16"]
+
+
+def test_float8_operations_inside_a_layer_are_those_that_dtype_written_by_hand_gives():
+    def make(**hand):
+        return nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp, **hand)
+
+    x = data(16, 16)
+    model = apply_policy(make(), "mixed_bfloat16")
+    with standard_promotion():
+        assert shapes(model, x) == shapes(make(), x)
+        assert set(model_products(model, x)) == set(model_products(make(dtype="bfloat16"), x))
+        is_as_by_hand(model, make(dtype="bfloat16"), shapes(make(), x), x)
