@@ -124,6 +124,7 @@ def prepare(config: Config) -> dict[tuple[str, str], Experiment]:
 
 def main(config: Config) -> dict[str, list[Outcome]]:
     started = time.perf_counter()
+    print("preparing data and models", file=sys.stderr, flush=True)
     with cli.bad_values_end_it():
         prepared = [(part, prepare(part)) for part in plan(config)]
         folder = run_folder("compare", config.run_dir)

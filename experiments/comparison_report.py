@@ -125,10 +125,12 @@ def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
             f"({zeros} % of {its} activation gradients became zero)"
         )
     if near:
-        who = _and([_spoken(o) for o in near])
+        everyone = len(near) == len(others) > 1
+        who = "everything else" if everyone else _and([_spoken(o) for o in near])
         what = "it" if worse else f"float32's held-out {metric} of {shown}"
         most = max(abs(deltas[id(o)]) for o in near)
-        parts.append(f"{who} {'ends' if len(near) == 1 else 'end'} within {max(most, 0.001):.3f}{unit} of {what}")
+        bound = f"{max(most, 0.001):.3f}" if metric == "loss" else f"{max(most, 0.01):.2f}"
+        parts.append(f"{who} {'ends' if everyone or len(near) == 1 else 'end'} within {bound}{unit} of {what}")
     if failed:
         parts.append(f"{_and([_spoken(o) for o in failed])} did not stay finite")
     return f"on {title} {', '.join(parts) or f'float32 ends at a held-out {metric} of {shown}'}"

@@ -35,7 +35,7 @@ def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     steps = [row["step"] for row in train]
     figure = Figure(figsize=(10.5, 3.2), layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), ("loss", "accuracy", "loss_scale"), strict=True):
-        style(axes, name.replace("_", " "), "step")
+        style(axes, name if name != "loss_scale" else "loss scale; upright lines: skipped steps", "step")
         axes.plot(steps, [row[name] for row in train], color=COLORS[2], linewidth=1.2, label="training")
         if name == "loss_scale":
             axes.set_yscale("log", base=2)

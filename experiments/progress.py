@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
 import rich.console
 import rich.progress
+import rich.text
 
 _SECONDS_BETWEEN_LINES = 10.0
+
+
+class _Bar(rich.progress.Progress):
+    """With the task's text on a line of its own, so that nothing is cut off on a narrow terminal."""
+
+    def get_renderables(self) -> Iterable[rich.console.RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield rich.text.Text(task.fields["text"])
 
 
 class Progress:
@@ -28,12 +39,11 @@ class Progress:
         self._done, self._last_line = 0, time.monotonic()
         self._bar: rich.progress.Progress | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal and not quiet:
-            self._bar = rich.progress.Progress(
+            self._bar = _Bar(
                 "[bold]{task.description}",
                 rich.progress.BarColumn(bar_width=24),
                 rich.progress.MofNCompleteColumn(),
                 rich.progress.TimeRemainingColumn(compact=True),
-                "{task.fields[text]}",
                 console=self._console,
             )
             self._task = self._bar.add_task(title, total=total, text="")
@@ -58,8 +68,3 @@ class Progress:
         if not self._quiet and (self._done == self._total or now - self._last_line > _SECONDS_BETWEEN_LINES):
             self._last_line = now
             print(f"{self._title}  {self._done}/{self._total}  {text}", file=sys.stderr, flush=True)
-
-    def note(self, text: str) -> None:
-        """Prints a line above the bar."""
-        if not self._quiet:
-            (self._bar.console if self._bar is not None else self._console).print(text, markup=False, highlight=False)

@@ -172,6 +172,8 @@ def _compact(value: Any) -> Any:
 
 
 def _shown(name: str, value: Any) -> str:
+    if name == "loss_scale":
+        return f"{value:g}"
     if isinstance(value, float):
         return f"{value:.2%}" if name in ("input_wait", "test_accuracy") else f"{value:,.5g}"
     return str(value)
