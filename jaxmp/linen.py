@@ -97,11 +97,13 @@ class _Policied(_Object):
         self.jaxmp_root.mark(self)  # before the scopes of the submodules exist
         super()._register_submodules(name, value)
 
+    @functools.wraps(nn.Module.apply)
     def apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         result = super().apply(*args, method=_as_one_run(method), **kwargs)
         returns_variables = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
         return (result[0], strengthen(result[1])) if returns_variables else result  # what was captured may be weak
 
+    @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.errors import CallCompactUnboundModuleError
 from linen_zoo import (
+    MLP,
     data,
     float32,
     products,
@@ -213,3 +216,21 @@ def test_a_model_is_unbound_again_and_a_submodule_taken_out_keeps_its_policy():
     encoder, encoder_variables = model.bind(variables).encoder.unbind()
     same_bits(encoder_variables["params"], variables["params"]["encoder"])
     assert products(encoder.apply, encoder_variables, X) == ["float16"]
+
+
+# --- what tools ask of a module ---------------------------------------------------------------------------------------
+
+
+def test_methods_have_the_signatures_of_the_bare_module_and_calls_outside_apply_its_errors():
+    model = apply_policy(Coder(), "mixed_float16")
+    for name in ("apply", "init", "init_with_output", "__call__", "encode"):
+        assert inspect.signature(getattr(model, name)) == inspect.signature(getattr(Coder(), name))
+    with pytest.raises(CallCompactUnboundModuleError):
+        apply_policy(MLP(), "mixed_float16")(X)
+
+
+def test_paths_and_operation_counts_are_those_of_the_bare_module():
+    model, key = apply_policy(MLP(), "mixed_float16"), jax.random.key(0)
+    assert model.module_paths(key, X).keys() == MLP().module_paths(key, X).keys()
+    flops = {"compute_flops": True, "compute_vjp_flops": True}
+    assert len(model.tabulate(key, X, **flops)) == len(MLP().tabulate(key, X, **flops))
