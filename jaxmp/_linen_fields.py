@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -80,17 +78,3 @@ def hand_out_params(module: Any, policy: Policy) -> None:
 
 def _then(after: Callable[[Any], Any], before: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: after(before(*args, **kwargs))
-
-
-@functools.cache
-def asks_for_params(cls: Any) -> bool:
-    """Whether a method of ``cls`` mentions ``param``: in the variables one that is a dict looks like a submodule."""
-    own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    methods = [value for base in own for value in vars(base).values() if inspect.isfunction(value)]
-    codes = [inspect.unwrap(method).__code__ for method in methods]
-    while codes:
-        code = codes.pop()
-        if "param" in code.co_names:
-            return True
-        codes += [const for const in code.co_consts if inspect.iscode(const)]
-    return False

@@ -23,8 +23,8 @@ import jax
 import numpy as np
 from flax.core import Scope
 
-from jaxmp._jaxpr.weak import promoting_weak_operands, strengthen, weaken
-from jaxmp._linen_fields import asks_for_params, fill_dtypes, hand_out_params
+from jaxmp._jaxpr.weak import not_promoting_products, promoting_products, strengthen, weaken
+from jaxmp._linen_fields import fill_dtypes, hand_out_params
 from jaxmp._linen_variables import (
     PARAMS,
     Variables,
@@ -224,8 +224,6 @@ class Run:
 
         hand_out_params(module, policy)
         kept = None if is_half(policy.compute_dtype) else f"override {pattern_text(pattern or '**')!r}"
-        cls: Any = type(module)
-        owns_params = owns_params or (is_parent and asks_for_params(cls))
         inputs = None
         if owns_params or (pattern is not None and not is_parent):
             inputs = _follow if owns_params and is_parent else _cast
@@ -254,7 +252,7 @@ class Run:
         frame = _Frame(self, module, module.path, policy, decision.inputs is _follow)
         _running.frames.append(frame)
         try:
-            with self._precision(policy, caller), promoting_weak_operands(frame.follows):
+            with self._precision(policy, caller), _promoting(frame.follows):
                 result = next_fun(*inputs[0], **inputs[1])
         finally:
             _running.frames.pop()
@@ -330,6 +328,10 @@ def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) 
     if run is not None and isinstance(child, nn.Module):
         run.decide(child, made)
     return made
+
+
+def _promoting(active: bool) -> contextlib.AbstractContextManager[None]:
+    return promoting_products() if active else not_promoting_products()
 
 
 def _cast(tree: Any, policy: Policy) -> Any:

@@ -1,4 +1,12 @@
-"""Weakly typed arrays: floating values that take the dtype of the first strongly typed array they meet."""
+"""Weakly typed arrays: floating values that take the dtype of the first strongly typed array they meet.
+
+``jax.numpy`` promotes them as it does Python scalars, with one exception: ``jnp.matmul``, ``jnp.einsum`` and the like
+hand operands of two dtypes to ``lax.dot_general`` as they are. While :func:`promoting_products` is active in a thread,
+products take their weakly typed operand in the dtype of the other.
+
+Sharp edge: JAX has no hook for that, so the first use replaces ``bind`` of the product primitives, for good, by a
+function that does nothing more unless it is active. Other operations of ``jax.lax`` go on to want equal dtypes.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +45,6 @@ def _set_weak(tree: T, weak: bool) -> T:
     return jax.tree.map(convert, tree)
 
 
-# --- jax.numpy promotes weakly typed operands; jax.lax, which wants equal dtypes, is taught to do the same ------------
-
-_SAME_DTYPE = (
-    *("dot_general", "conv_general_dilated", "add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2"),
-    *("concatenate", "select_n", "clamp", "pad", "dynamic_update_slice", "scatter", "scatter_add"),
-)
-
-
 class _Promoting(threading.local):
     active = False
 
@@ -53,29 +53,35 @@ _promoting = _Promoting()
 
 
 @contextlib.contextmanager
-def promoting_weak_operands(active: bool) -> Iterator[None]:
-    """While ``active``, weakly typed operands of ``jax.lax`` operations take the dtype of the strongly typed ones."""
-    before, _promoting.active = _promoting.active, active
+def promoting_products() -> Iterator[None]:
+    """In this context products take a weakly typed operand in the dtype of a strongly typed one."""
+    _install()
+    before, _promoting.active = _promoting.active, True
     try:
         yield
     finally:
         _promoting.active = before
 
 
-def _promote(bind: Callable[..., Any], *operands: Any, **params: Any) -> Any:
-    if _promoting.active:
-        types = [jax.typeof(operand) for operand in operands]
-        floats = [aval for aval in types if jnp.issubdtype(aval.dtype, jnp.floating)]
-        strong = {aval.dtype for aval in floats if not aval.weak_type}
-        if len(strong) == 1 and len({aval.dtype for aval in floats}) > 1:
-            (dtype,) = strong
-            operands = tuple(
-                operand.astype(dtype) if aval in floats and aval.weak_type else operand
-                for operand, aval in zip(operands, types, strict=True)
-            )
-    return bind(*operands, **params)
+@contextlib.contextmanager
+def not_promoting_products() -> Iterator[None]:
+    """Undoes :func:`promoting_products` for what runs inside."""
+    before, _promoting.active = _promoting.active, False
+    try:
+        yield
+    finally:
+        _promoting.active = before
 
 
-for _name in _SAME_DTYPE:
-    _primitive = getattr(primitives, f"{_name}_p")
-    _primitive.bind = functools.partial(_promote, _primitive.bind)
+@functools.cache
+def _install() -> None:
+    for primitive in (primitives.dot_general_p, primitives.conv_general_dilated_p):
+        primitive.bind = functools.partial(_bind_promoted, primitive.bind)
+
+
+def _bind_promoted(bind: Callable[..., Any], lhs: Any, rhs: Any, **params: Any) -> Any:
+    if _promoting.active and is_float_array(lhs) and is_float_array(rhs):
+        left, right = jax.typeof(lhs), jax.typeof(rhs)
+        if left.weak_type != right.weak_type and left.dtype != right.dtype:
+            lhs, rhs = (lhs.astype(right.dtype), rhs) if left.weak_type else (lhs, rhs.astype(left.dtype))
+    return bind(lhs, rhs, **params)
