@@ -87,6 +87,11 @@ def plan(config: Config) -> list[Config]:
     """The comparisons to make: one, or the demo's two."""
     if not config.demo:
         return [config]
+    for field in dataclasses.fields(config):
+        if field.name in ("task", "policies", "loss_scales", "seeds") and getattr(config, field.name) != field.default:
+            raise ValueError(
+                f"--demo has tasks, policies and seeds of its own, got --{field.name.replace('_', '-')} too"
+            )
     both = dataclasses.replace(config, policies=_DEMO_POLICIES)
     text = dataclasses.replace(both, task="pysource", seeds=(0,), rounds=min(config.rounds, 5))
     return [text, dataclasses.replace(both, task="digits", seeds=(0, 1, 2))]

@@ -25,13 +25,12 @@ from jaxmp._jaxpr.weak import strengthen
 from jaxmp._linen_fields import given_fields
 from jaxmp._linen_run import Root, is_running, running
 from jaxmp._linen_variables import Variables
-from jaxmp.patterns import Pattern
 from jaxmp.policy import get_policy_map
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def apply_policy(module: M, policy: Any, overrides: Mapping[Pattern, Any] | None = None) -> M:
+def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """``module`` computing under a policy: same fields, same methods, same variables.
 
     Params are stored in the param dtype, every submodule computes in the compute dtype of its own policy, and what the
@@ -62,7 +61,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Pattern, Any] | None
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"jaxmp.linen.apply_policy takes an instance of flax.linen.Module, got {module!r}; make the instance first "
-            "(Model(...)), and for an NNX module use jaxmp.nnx"
+            "(Model(...)); NNX modules are not supported yet"
         )
     scope = module.scope.rewound() if module.scope else None
     return _with_root(module, Root(get_policy_map(policy, overrides)), parent=scope, name=module.name)

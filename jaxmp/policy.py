@@ -135,7 +135,7 @@ class PolicyMap:
     overrides: tuple[tuple[Pattern, Policy], ...] = ()
     strict: bool = dataclasses.field(default=True, kw_only=True)
 
-    def __init__(self, default: Any, overrides: Mapping[Pattern, Any] | None = None, *, strict: bool = True) -> None:
+    def __init__(self, default: Any, overrides: Mapping[Any, Any] | None = None, *, strict: bool = True) -> None:
         pairs = overrides.items() if isinstance(overrides, Mapping) else (overrides or ())
         rules = {check_pattern(pattern): _single(policy) for pattern, policy in pairs}
         default = get_policy(default)
@@ -246,7 +246,7 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
     )
 
 
-def get_policy_map(policy: Any, overrides: Mapping[Pattern, Any] | None = None) -> PolicyMap:
+def get_policy_map(policy: Any, overrides: Mapping[Any, Any] | None = None) -> PolicyMap:
     """``policy`` with ``overrides`` in front of its own rules, as the adapters take them."""
     return PolicyMap(get_policy(policy), overrides or {})
 

@@ -153,7 +153,9 @@ def test_what_training_stops_with_is_an_arithmetic_error():
 
 
 def test_a_policy_for_recomputation_that_is_none_is_refused():
-    with pytest.raises(TypeError, match=r'remat must be None, the name of a policy or a policy .*got True; "full" reco'):
+    with pytest.raises(
+        TypeError, match=r'remat must be None, the name of a policy or a policy .*got True; "full" reco'
+    ):
         make_train_step(train_loss, remat=True)
 
 

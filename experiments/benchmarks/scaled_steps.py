@@ -34,9 +34,9 @@ def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation) -> Steps:
     return lambda params: (params, tx.init(params)), step
 
 
-def with_jaxmp(loss_fn: LossFn, tx: optax.GradientTransformation) -> Steps:
+def with_jaxmp(loss_fn: LossFn, tx: optax.GradientTransformation, check_updates: bool = True) -> Steps:
     """The same step, two names changed; after the README of jaxmp."""
-    scaled = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
+    scaled = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale(), check_updates=check_updates)
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state = state
