@@ -65,6 +65,17 @@ LAYERS: dict[str, tuple[Any, Any]] = {
 }
 
 
+def test_the_oracle_tells_a_cast_in_another_place_from_dtype_written_by_hand():
+    x = data(*VECTOR)
+    for other in (
+        MLP(),
+        apply_policy(MLP(), "mixed_bfloat16"),
+        apply_policy(MLP(), "mixed_float16", {"*_1": "float32"}),
+    ):
+        with pytest.raises(AssertionError):
+            is_as_by_hand(apply_policy(MLP(), "mixed_float16"), other, shapes(MLP(), x), x)
+
+
 @pytest.mark.parametrize("policy", HALVES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_is_the_computation_that_dtype_written_by_hand_gives(layer, policy):

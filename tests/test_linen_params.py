@@ -73,6 +73,21 @@ class SetUp(nn.Module):
         return jnp.dot(*half(self.hand, x, self.w))
 
 
+class PytreeParams(nn.Module):
+    """A param that is a dict is, in the variables, told from a submodule only by the array beside it."""
+
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        def init(key, shape):
+            return {"w": normal(key, shape), "steps": jnp.zeros((), jnp.int32), "rest": [jnp.ones(3), None]}
+
+        tree = self.param("tree", init, (4, 3))
+        x, w, rest, b = half(self.hand, x, tree["w"], tree["rest"][0], self.param("b", normal, (3,)))
+        return x @ w + rest + b + tree["steps"].astype(b.dtype)
+
+
 class Partitioned(nn.Module):
     hand: Any = None
 
@@ -98,6 +113,7 @@ LEAVES = {
     "lax.dot_general": (DotGeneral, X),
     "lax.conv_general_dilated": (Convolution, IMAGE),
     "params in setup": (SetUp, X),
+    "params that are pytrees beside an array": (PytreeParams, X),
     "partitioned params": (Partitioned, X),
     "a norm": (lambda hand=None: nn.Sequential([nn.Dense(4, dtype=hand), Norm(hand)]), X),
 }
@@ -114,9 +130,9 @@ def test_a_module_without_a_dtype_field_is_the_computation_that_casts_written_by
 
 
 def test_a_pure_half_policy_stores_the_params_of_the_bare_module_rounded():
-    bare = nn.Sequential([Linear(4), Linear(3)])
+    bare = nn.Sequential([Linear(4), PytreeParams()])
     got, want = apply_policy(bare, "bfloat16").init(rngs(), X), bare.init(rngs(), X)
-    same_bits(got, jax.tree.map(lambda w: w.astype(jnp.bfloat16), want))
+    same_bits(got, jax.tree.map(lambda w: w if w.dtype == jnp.int32 else w.astype(jnp.bfloat16), want))
 
 
 # --- modules with params of their own and submodules ------------------------------------------------------------------
