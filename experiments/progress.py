@@ -30,15 +30,14 @@ class Progress:
     Args:
       title: what is running.
       total: how many steps there are.
-      quiet: whether to show nothing.
     """
 
-    def __init__(self, title: str, total: int, quiet: bool = False) -> None:
-        self._title, self._total, self._quiet = title, total, quiet
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total = title, total
         self._console = rich.console.Console(stderr=True)
         self._done, self._last_line = 0, time.monotonic()
         self._bar: rich.progress.Progress | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal and not quiet:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._bar = _Bar(
                 "[bold]{task.description}",
                 rich.progress.BarColumn(bar_width=24),
@@ -65,6 +64,6 @@ class Progress:
             self._bar.update(self._task, completed=self._done, text=text, description=self._title)
             return
         now = time.monotonic()
-        if not self._quiet and (self._done == self._total or now - self._last_line > _SECONDS_BETWEEN_LINES):
+        if self._done == self._total or now - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = now
             print(f"{self._title}  {self._done}/{self._total}  {text}", file=sys.stderr, flush=True)

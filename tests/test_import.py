@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import jaxmp
 
 
 def python(code: str) -> str:
@@ -28,6 +31,14 @@ def test_importing_jaxmp_adds_at_most_a_tenth_of_a_second_to_importing_jax():
     # processor time, so that a busy machine does not count; the first run may still be writing bytecode
     code = "import jax, time; t = time.process_time(); import jaxmp; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(3)) <= 0.1
+
+
+def test_what_a_type_checker_sees_is_what_there_is():
+    source = (Path(__file__).parents[1] / "jaxmp" / "__init__.py").read_text()
+    seen = {
+        alias.asname for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen - {None} == set(jaxmp._EXPORTS)
 
 
 def test_every_public_name_is_there_and_listed():

@@ -1,0 +1,66 @@
+"""Copies what was measured from experiments/results into the README, between its two markers.
+
+python -m experiments.readme
+
+The figures are those of results/demo/compare.md and results/loss_scaling/loss_scaling.md, with the facts of each run.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+if not __package__:  # started as a file: the folder above this one has the packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
+BEGIN, END = "<!-- results: written by `python -m experiments.readme` -->\n", "<!-- /results -->"
+
+
+def sections(file: Path) -> dict[str, str]:
+    """The parts of a Markdown file by heading, the table of each without the notes below it."""
+    parts = re.split(r"^#+ (.+)$", file.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def table(text: str) -> str:
+    """The first table in ``text``."""
+    return "\n".join(line for line in text.splitlines() if line.startswith("|"))
+
+
+def facts(text: str) -> str:
+    """Device, versions, date and command in one line."""
+    found = dict(re.findall(r"^- (\w+): (.+)$", text, flags=re.MULTILINE))
+    return f"{found['device']}; {found['versions']}; {found['date'][:10]}; `{found['command']}`"
+
+
+def block() -> str:
+    """The README's part with measured figures."""
+    demo = sections(RESULTS / "demo" / "compare.md")
+    benchmark = sections(RESULTS / "loss_scaling" / "loss_scaling.md")
+    conclusion = demo["Comparison"].strip().splitlines()[0]
+    lines = ["## Measured", "", conclusion, "", table(demo["pysource: result"]), "", facts(demo["Comparison"]), ""]
+    lines += ["What loss scaling adds to a train step, beside its peers:", ""]
+    for heading, text in benchmark.items():
+        if "|" in text:
+            lines += [f"*{heading.removesuffix(': ms a step')}*", "", table(text), ""]
+    lines += [facts(benchmark["What loss scaling adds to a train step"]), ""]
+    return "\n".join(lines)
+
+
+def write(readme: Path) -> None:
+    """Replaces what is between the markers of ``readme``."""
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"error: {readme} must have the lines {BEGIN!r} and {END!r}")
+    readme.write_text(f"{before}{begin}\n{block()}\n{end}{after}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(__doc__)
+    else:
+        write(ROOT / "README.md")
