@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from flax.core import Scope
 
-from jaxmp._jaxpr.weak import not_promoting_products, promoting_products, strengthen, weaken
+from jaxmp._jaxpr.weak import promoting_products, strengthen, weaken
 from jaxmp._linen_fields import fill_dtypes, hand_out_params
 from jaxmp._linen_variables import (
     PARAMS,
@@ -252,7 +252,7 @@ class Run:
         frame = _Frame(self, module, module.path, policy, decision.inputs is _follow)
         _running.frames.append(frame)
         try:
-            with self._precision(policy, caller), _promoting(frame.follows):
+            with self._precision(policy, caller), promoting_products(frame.follows):
                 result = next_fun(*inputs[0], **inputs[1])
         finally:
             _running.frames.pop()
@@ -328,10 +328,6 @@ def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) 
     if run is not None and isinstance(child, nn.Module):
         run.decide(child, made)
     return made
-
-
-def _promoting(active: bool) -> contextlib.AbstractContextManager[None]:
-    return promoting_products() if active else not_promoting_products()
 
 
 def _cast(tree: Any, policy: Policy) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -102,7 +102,7 @@ class Policy:
             with self.precision():
                 return self.cast_to_output(fun(*args, **kwargs))
 
-        return wrapped  # type: ignore[return-value]
+        return cast(F, wrapped)
 
     def __str__(self) -> str:
         text = f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"

@@ -53,20 +53,11 @@ _promoting = _Promoting()
 
 
 @contextlib.contextmanager
-def promoting_products() -> Iterator[None]:
-    """In this context products take a weakly typed operand in the dtype of a strongly typed one."""
-    _install()
-    before, _promoting.active = _promoting.active, True
-    try:
-        yield
-    finally:
-        _promoting.active = before
-
-
-@contextlib.contextmanager
-def not_promoting_products() -> Iterator[None]:
-    """Undoes :func:`promoting_products` for what runs inside."""
-    before, _promoting.active = _promoting.active, False
+def promoting_products(active: bool = True) -> Iterator[None]:
+    """In this context products take a weakly typed operand in the dtype of a strongly typed one, or do not."""
+    if active:
+        _install()
+    before, _promoting.active = _promoting.active, active
     try:
         yield
     finally:
