@@ -201,7 +201,7 @@ def test_training_that_stops_counts_as_not_a_number_and_the_comparison_goes_on()
         precision={},
     )
     found = Outcome("float16", "static:8")
-    with Progress("", 10, quiet=True) as progress:
+    with Progress("", 10) as progress:
         train(experiment, experiment, 0, found, progress, "")
     assert found.failure == "gradients of 'w'"
     assert found.curves == [[5.0, 5.0]] and math.isnan(found.test[0]["loss"])
