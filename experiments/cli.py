@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
+import jax
 import tyro
 
 from experiments.allocator import keep_freed_memory
@@ -118,3 +119,9 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
         fail("interrupted", 130)
     except FloatingPointError as error:  # NonFiniteTrainingError
         fail(str(error), 1)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        fail(
+            f"out of memory; use a smaller --batch-size, --accumulate or --remat full ({str(error).splitlines()[0]})", 1
+        )

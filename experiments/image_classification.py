@@ -71,6 +71,7 @@ def prepare(config: Config) -> Experiment:
 
     train, test = load(config.dataset, config.data_dir)
     cli.require("--shift", config.shift, 0, train.image.shape[1])
+    steps_per_epoch = images.steps_per_epoch(train, config.batch_size)
 
     model = jaxmp.linen.apply_policy(CNN(classes=10), policy, read_overrides(config.override))
     tx = jaxmp.loss_scaling(optax.adamw(config.learning_rate), loss_scale)
@@ -96,7 +97,7 @@ def prepare(config: Config) -> Experiment:
         create=create,
         train_batches=lambda seed: images.epochs(train, config.batch_size, seed, config.shift),
         test_batches=lambda: images.in_order(test, 1024),
-        steps=config.steps or config.epochs * images.steps_per_epoch(train, config.batch_size),
+        steps=config.steps or config.epochs * steps_per_epoch,
         batch_size=config.batch_size,
         precision={"policy": str(policy), "loss_scale_rule": loss_scale_name},
     )

@@ -68,10 +68,10 @@ def prepare(config: Config) -> Experiment:
     cli.check(config)
     cli.require("--steps", config.steps, 1)
     cli.require("--context", config.context, 1)
-    cli.require("--test-batches", config.test_batches, 1)
     policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
 
     tokens = load(config.dataset, config.data_dir, config.vocabulary)
+    cli.require("--test-batches", config.test_batches, 1, len(tokens.test) // config.batch_size + 1)
 
     model = jaxmp.linen.apply_policy(NextToken(config.vocabulary), policy, read_overrides(config.override))
     tx = jaxmp.loss_scaling(optax.adam(config.learning_rate), loss_scale)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from flax.core import Scope
 
-from jaxmp._jaxpr.weak import promoting_products, strengthen, weaken
+from jaxmp._jaxpr.weak import products_in, strengthen, weaken
 from jaxmp._linen_fields import fill_dtypes, hand_out_params
 from jaxmp._linen_variables import (
     PARAMS,
@@ -252,7 +252,7 @@ class Run:
         frame = _Frame(self, module, module.path, policy, decision.inputs is _follow)
         _running.frames.append(frame)
         try:
-            with self._precision(policy, caller), promoting_products(frame.follows):
+            with self._precision(policy, caller), products_in(policy.compute_dtype if frame.follows else None):
                 result = next_fun(*inputs[0], **inputs[1])
         finally:
             _running.frames.pop()

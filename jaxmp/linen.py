@@ -39,8 +39,9 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
     A ``dtype`` or ``param_dtype`` field that has its class's default is filled; one that differs is the author's word
     and stays, unless an override covers the module. A module without a ``dtype`` field gets its params in the compute
-    dtype, and its inputs follow where they meet them. The carry of a lifted loop (``nn.scan``, ``nn.RNN``) keeps the
-    dtype it comes in with. A submodule with policies of its own keeps them.
+    dtype, and its inputs follow where they meet them (in products and in ``jax.numpy``; other operations of ``jax.lax``
+    want equal dtypes, as always). The carry of a lifted loop (``nn.scan``, ``nn.RNN``) keeps the dtype it comes in
+    with. A submodule with policies of its own keeps them.
 
     Args:
       module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.

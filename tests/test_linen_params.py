@@ -32,7 +32,7 @@ from linen_zoo import (
     standard_promotion,
 )
 
-from jaxmp._jaxpr.weak import promoting_products, weaken
+from jaxmp._jaxpr.weak import products_in, weaken
 from jaxmp.linen import apply_policy
 
 X, IMAGE = data(2, 4), data(2, 4, 4, 3)
@@ -189,7 +189,7 @@ def test_an_input_that_meets_a_param_beside_a_submodule_is_half(product):
 
 def test_what_jax_makes_of_a_float32_and_a_half_array_is_unchanged_outside_a_model():
     weak = weaken(X)
-    with promoting_products():
+    with products_in(jnp.float16):
         pass
     dimensions = (((1,), (1,)), ((), ()))
     product = jax.make_jaxpr(lambda x, y: lax.dot_general(x, y, dimensions))(weak, X.astype(jnp.float16)).eqns[-1]
@@ -363,3 +363,24 @@ def test_params_of_half_checkpoints_are_computed_with_as_they_are():
 def test_gradients_of_a_module_without_a_dtype_field_are_those_of_casts_by_hand_to_the_last_bit():
     variables = Linear().init(rngs(), X)
     gives_the_same_bits(apply_policy(Linear(), "mixed_float16"), Linear(hand=jnp.float16), variables, X)
+
+
+@pytest.mark.parametrize("module", ["norm", "ragged"])
+def test_a_product_beside_a_submodule_is_half_though_its_input_lost_its_weak_type(module):
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if module == "norm":  # which returns a strongly typed array
+                w = self.param("w", normal, (4, 4))
+                return nn.Dense(3)((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w)
+            experts = nn.Dense(2)(x).argmax(-1)
+            w = self.param("w", normal, (2, 4, 3))
+            return lax.ragged_dot(x[jnp.argsort(experts)], w, jnp.bincount(experts, length=2))
+
+    model = apply_policy(Mixed(), "mixed_float16")
+    with jax.numpy_dtype_promotion("standard"):
+        assert set(model_products(model, X)) == {"float16"}
+        assert jnp.isfinite(model.apply(model.init(rngs(), X), X)).all()
+        if module == "norm":
+            by_hand = jax.grad(lambda v: model.apply(v, X).sum())(model.init(rngs(), X))
+            assert dtypes_of(by_hand) == {"float32"}

@@ -1,8 +1,9 @@
 """Weakly typed arrays: floating values that take the dtype of the first strongly typed array they meet.
 
 ``jax.numpy`` promotes them as it does Python scalars, with one exception: ``jnp.matmul``, ``jnp.einsum`` and the like
-hand operands of two dtypes to ``lax.dot_general`` as they are. While :func:`promoting_products` is active in a thread,
-products take their weakly typed operand in the dtype of the other.
+hand operands of two dtypes to ``lax.dot_general`` as they are. And some functions drop the mark on the way to a
+product. So while :func:`products_in` is active in a thread, products of two floating dtypes are computed in the one it
+names.
 
 Sharp edge: JAX has no hook for that, so the first use replaces ``bind`` of the product primitives, for good, by a
 function that does nothing more unless it is active. Other operations of ``jax.lax`` go on to want equal dtypes.
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax._src.lax.lax import ragged_dot_general_p  # jax.extend has all primitives but this one
 from jax.extend.core import primitives
 
 from jaxmp.tree import is_float_array
@@ -45,34 +47,33 @@ def _set_weak(tree: T, weak: bool) -> T:
     return jax.tree.map(convert, tree)
 
 
-class _Promoting(threading.local):
-    active = False
+class _Products(threading.local):
+    dtype: Any = None
 
 
-_promoting = _Promoting()
+_products = _Products()
 
 
 @contextlib.contextmanager
-def promoting_products(active: bool = True) -> Iterator[None]:
-    """In this context products take a weakly typed operand in the dtype of a strongly typed one, or do not."""
-    if active:
+def products_in(dtype: Any) -> Iterator[None]:
+    """In this context products of two floating dtypes are computed in ``dtype``; None leaves them to JAX."""
+    if dtype is not None:
         _install()
-    before, _promoting.active = _promoting.active, active
+    before, _products.dtype = _products.dtype, dtype
     try:
         yield
     finally:
-        _promoting.active = before
+        _products.dtype = before
 
 
 @functools.cache
 def _install() -> None:
-    for primitive in (primitives.dot_general_p, primitives.conv_general_dilated_p):
-        primitive.bind = functools.partial(_bind_promoted, primitive.bind)
+    for primitive in (primitives.dot_general_p, primitives.conv_general_dilated_p, ragged_dot_general_p):
+        primitive.bind = functools.partial(_bind, primitive.bind)
 
 
-def _bind_promoted(bind: Callable[..., Any], lhs: Any, rhs: Any, **params: Any) -> Any:
-    if _promoting.active and is_float_array(lhs) and is_float_array(rhs):
-        left, right = jax.typeof(lhs), jax.typeof(rhs)
-        if left.weak_type != right.weak_type and left.dtype != right.dtype:
-            lhs, rhs = (lhs.astype(right.dtype), rhs) if left.weak_type else (lhs, rhs.astype(left.dtype))
-    return bind(lhs, rhs, **params)
+def _bind(bind: Callable[..., Any], lhs: Any, rhs: Any, *others: Any, **params: Any) -> Any:
+    dtype = _products.dtype
+    if dtype is not None and is_float_array(lhs) and is_float_array(rhs) and lhs.dtype != rhs.dtype:
+        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    return bind(lhs, rhs, *others, **params)
