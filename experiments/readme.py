@@ -2,7 +2,8 @@
 
 python -m experiments.readme
 
-The figures are those of results/demo/compare.md and results/loss_scaling/loss_scaling.md, with the facts of each run.
+The figures are those of results/demo/compare.md and of every results/loss_scaling*/loss_scaling.md, with the facts of
+each run.
 """
 
 from __future__ import annotations
@@ -39,14 +40,19 @@ def facts(text: str) -> str:
 def block() -> str:
     """The README's part with measured figures."""
     demo = sections(RESULTS / "demo" / "compare.md")
-    benchmark = sections(RESULTS / "loss_scaling" / "loss_scaling.md")
     conclusion = demo["Comparison"].strip().splitlines()[0]
     lines = ["## Measured", "", conclusion, "", table(demo["pysource: result"]), "", facts(demo["Comparison"]), ""]
-    lines += ["What loss scaling adds to a train step, beside its peers:", ""]
-    for heading, text in benchmark.items():
-        if "|" in text:
-            lines += [f"*{heading.removesuffix(': ms a step')}*", "", table(text), ""]
-    lines += [facts(benchmark["What loss scaling adds to a train step"]), ""]
+    lines += [
+        "What loss scaling adds to a train step, beside its peers. The cost goes with the params and not with the examples,",
+        "so that it is a larger share of a step with few examples:",
+        "",
+    ]
+    for file in sorted(RESULTS.glob("loss_scaling*/loss_scaling.md")):
+        benchmark = sections(file)
+        for heading, text in benchmark.items():
+            if "|" in text:
+                lines += [f"*{heading.removesuffix(': ms a step')}*", "", table(text), ""]
+        lines += [facts(benchmark["What loss scaling adds to a train step"]), ""]
     return "\n".join(lines)
 
 

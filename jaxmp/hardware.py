@@ -30,8 +30,8 @@ _COLUMNS = (
 )
 # Peak rates by device kind, dense (no structured sparsity), with float32 accumulation: TFLOP/s for the dtypes of each
 # of _COLUMNS (int8: TOP/s), then GB/s of memory. Names are matched whole: a MIG slice or a laptop part has other rates.
-# Sources: NVIDIA's datasheets of V100, T4, A10, A30, A100, L4, L40S, H100, H200 and HGX B200 (figures "with sparsity"
-# halved), the GA102, Ada and RTX Blackwell whitepapers for the GeForce parts, Google Cloud's pages on each TPU.
+# These are the vendors' nominal figures as remembered, a few of them compared with third-party pages; none has been
+# checked against its datasheet. Good for orientation: for utilisation measure the device's own ceiling.
 _PEAKS: dict[str, tuple[float | None, ...]] = {
     "Tesla V100-SXM2-16GB": (15.7, None, 125, None, None, 900),
     "Tesla V100-SXM2-32GB": (15.7, None, 125, None, None, 900),
@@ -71,7 +71,7 @@ class Hardware:
       compute_capability: NVIDIA's, as in ``"9.0"``, or what another backend has there (``"gfx942"``); None without one.
       tensor_cores: dtypes whose products run on tensor cores (a TPU's matrix unit); ``"tensorfloat32"`` is how float32
         products may run there, ``"mxfp8"`` is block-scaled float8.
-      peak_tflops: TFLOP/s by dtype from the vendor's datasheet, dense; empty where not known.
+      peak_tflops: the vendor's nominal TFLOP/s by dtype, dense, not checked here; empty where not known.
       peak_bandwidth: bytes per second of the device's memory; None where not known.
       recommended_policy: a name that :func:`jaxmp.get_policy` reads.
       reason: why that policy, in one sentence.

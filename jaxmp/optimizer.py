@@ -74,8 +74,8 @@ def loss_scaling(
         or skip a step. Not needed under plain ``jit`` with sharded arrays.
       grad_norm: whether to keep the global norm of the unscaled gradients in the state.
       check_updates: whether the updates are tested as well as the gradients. That catches an optimizer which overflows
-        on finite gradients, and costs one more pass over the optimizer's state: on a GPU, where elementwise optimizers
-        run at the speed of memory, about half as much again as the update itself. Without it the rule is torch's.
+        on finite gradients, and costs further passes over the optimizer's state, which is what an elementwise optimizer
+        spends its time on. Without it the rule is torch's.
 
     Raises:
       TypeError: ``loss_scale`` is no loss scale; the state comes from another optimizer; gradients are not floating.
