@@ -43,8 +43,8 @@ def block() -> str:
     conclusion = demo["Comparison"].strip().splitlines()[0]
     lines = ["## Measured", "", conclusion, "", table(demo["pysource: result"]), "", facts(demo["Comparison"]), ""]
     lines += [
-        "What loss scaling adds to a train step, beside its peers. The cost goes with the params and not with the examples,",
-        "so that it is a larger share of a step with few examples:",
+        "What loss scaling adds to a train step, beside its peers. The cost goes with the params and not with the",
+        "examples, so that it is a larger share of a step with few examples:",
         "",
     ]
     for file in sorted(RESULTS.glob("loss_scaling*/loss_scaling.md")):
