@@ -23,7 +23,8 @@ class Experiment:
       eval_step: ``eval_step(state, batch) -> metrics``.
       init_params: seed to fresh params.
       create: params, which it takes over, to the state that training starts from.
-      train_batches: seed to batches for ever.
+      train_batches: seed, and number of the first batch if not 0, to batches for ever; the n-th depends on the seed
+        and n only, so that a resumed run sees what it would have seen.
       test_batches: the held-out batches, the same every time.
       steps: how many steps to train.
       batch_size: examples a step.
@@ -35,7 +36,7 @@ class Experiment:
     eval_step: Callable[[jaxmp.TrainState, Batch], dict[str, jax.Array]]
     init_params: Callable[[int], Any]
     create: Callable[[Any], jaxmp.TrainState]
-    train_batches: Callable[[int], Iterator[Batch]]
+    train_batches: Callable[..., Iterator[Batch]]
     test_batches: Callable[[], Iterable[Batch]]
     steps: int
     batch_size: int

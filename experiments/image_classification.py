@@ -95,7 +95,7 @@ def prepare(config: Config) -> Experiment:
         eval_step=jaxmp.make_eval_step(loss_fn, use_ema=config.ema > 0),
         init_params=init_params,
         create=create,
-        train_batches=lambda seed: images.epochs(train, config.batch_size, seed, config.shift),
+        train_batches=lambda seed, start=0: images.epochs(train, config.batch_size, seed, config.shift, start),
         test_batches=lambda: images.in_order(test, 1024),
         steps=config.steps or config.epochs * steps_per_epoch,
         batch_size=config.batch_size,

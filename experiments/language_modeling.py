@@ -95,7 +95,7 @@ def prepare(config: Config) -> Experiment:
         eval_step=jaxmp.make_eval_step(loss_fn, use_ema=config.ema > 0),
         init_params=init_params,
         create=create,
-        train_batches=lambda seed: text.windows(tokens.train, config.context, config.batch_size, seed),
+        train_batches=functools.partial(text.windows, tokens.train, config.context, config.batch_size),
         test_batches=lambda: text.spread(tokens.test, config.context, config.batch_size, config.test_batches),
         steps=config.steps,
         batch_size=config.batch_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -39,23 +40,25 @@ def steps_per_epoch(images: Images, batch_size: int) -> int:
     return len(images.label) // batch_size
 
 
-def epochs(images: Images, batch_size: int, seed: int, shift: int = 0) -> Iterator[Batch]:
-    """Batches for ever, the set shuffled anew in every epoch; the same seed gives the same batches.
+def epochs(images: Images, batch_size: int, seed: int, shift: int = 0, start: int = 0) -> Iterator[Batch]:
+    """Batches for ever, the set shuffled anew in every epoch; a batch depends on the seed and its number only.
 
     Args:
       images: the split.
       batch_size: examples a batch; what is left of an epoch is dropped.
       seed: of the order and the shifts.
       shift: largest number of pixels that each image is moved, up or down and left or right; 0 for none.
+      start: number of the first batch, counted from 0.
 
     Yields:
       ``image``: float32 (batch, height, width, channels) in [0, 1]; ``label``: int32 (batch,).
     """
     steps, key = steps_per_epoch(images, batch_size), jax.random.key(seed)
-    while True:
-        key, order_key, shift_key = jax.random.split(key, 3)
+    first_epoch, first_step = divmod(start, steps)
+    for epoch in itertools.count(first_epoch):
+        order_key, shift_key = jax.random.split(jax.random.fold_in(key, epoch))
         order = _order(order_key, len(images.label))
-        for step in range(steps):
+        for step in range(first_step if epoch == first_epoch else 0, steps):
             yield _batch(images, order, step, shift_key, batch_size, shift)
 
 

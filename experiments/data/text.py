@@ -43,15 +43,22 @@ def on_device(columns: dict[str, Columns], vocabulary: int) -> Tokens:
     return Tokens(jnp.asarray(rank[train]), jnp.asarray(rank[test]))
 
 
-def windows(tokens: jax.Array, context: int, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Batches for ever, of windows at random places; the same seed gives the same batches.
+def windows(tokens: jax.Array, context: int, batch_size: int, seed: int, start: int = 0) -> Iterator[Batch]:
+    """Batches for ever, of windows at random places; a batch depends on the seed and its number only.
+
+    Args:
+      tokens: int32 (n,).
+      context: tokens that the model sees.
+      batch_size: windows a batch.
+      seed: of the places.
+      start: number of the first batch, counted from 0.
 
     Yields:
       ``context``: int32 (batch, context); ``target``: int32 (batch,), the token that follows.
     """
     last = _last_start(tokens, context)
     key = jax.random.key(seed)
-    for step in itertools.count():
+    for step in itertools.count(start):
         starts = _random_starts(key, step, last, batch_size)
         yield _cut(tokens, starts, context)
 
