@@ -1,0 +1,207 @@
+"""A drop-in for jmp 0.0.4: ``from jaxmp import jmp`` replaces ``import jmp``, which need not be installed.
+
+Everything here is jaxmp's own under jmp's name. Policies and loss scales made here are therefore taken by
+:func:`jaxmp.loss_scaling`, ``jaxmp.linen`` and the rest, as are those of the real jmp, and by code written for jmp's
+objects, as Haiku's ``hk.mixed_precision``.
+
+>>> from jaxmp import jmp
+>>> policy, loss_scale = jmp.get_policy("p=f32,c=f16,o=f32"), jmp.DynamicLossScale(jmp.half_dtype()(2**15))
+>>> @jax.jit
+... def step(params, loss_scale, x):
+...     def loss_fn(params):
+...         params, half = policy.cast_to_compute((params, x))
+...         return loss_scale.scale(policy.cast_to_output(jnp.mean(half * params["w"])))
+...     grads = loss_scale.unscale(jax.grad(loss_fn)(params))
+...     grads_finite = jmp.all_finite(grads)
+...     updated = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+...     return jmp.select_tree(grads_finite, updated, params), loss_scale.adjust(grads_finite)
+>>> params, loss_scale = step({"w": jnp.float32(1)}, loss_scale, jnp.ones(4))
+>>> print(params["w"], loss_scale.loss_scale, loss_scale.counter)
+0.5 32768.0 1
+
+What jmp does otherwise, and why:
+
+- A dynamic scale keeps every field through ``jit`` and ``scan``; jmp's forgets its ``min_loss_scale`` (jmp#44).
+- A scale is float32 whatever it is given; jmp's raises in ``adjust`` if it is float16, as in jmp's README (jmp#47).
+- Scaled and unscaled half-precision leaves are float32: a loss of 2 times 2^15 is inf in float16, and what needed
+  scaling to be seen vanishes again in it. jmp promotes leaf and scale, so that a float16 or Python scale keeps float16.
+  Integers, bools and keys pass untouched, where jmp makes them floating or raises.
+- A ``period`` lowered to the counter or below makes the scale grow at the next finite step; jmp starts to count again.
+- A ``min_loss_scale`` of 0 is float32's smallest normal number: a scale of 0, which jmp's reaches, makes all NaN. A
+  dynamic scale must start at its minimum or above (jmp's *grows* to it at an overflow) and be finite. Unscaling by more
+  than 2^126 is exact, where jmp's reciprocal is flushed to 0 and all gradients with it.
+- A static scale is kept as a Python float; a traced one raises. One of 0 can be made, as jmp's tests do, and raises
+  when it is used.
+- A policy's dtypes are ``numpy.dtype``: equal to ``jnp.float16`` and so on, but not callable, and hashed otherwise.
+  They must be floating. Names are read in any case and spacing; what is unknown raises ValueError as in jmp, but lists
+  what is known; a key that comes twice raises. Preset names (``mixed_float16``) are :func:`jaxmp.get_policy`'s.
+- NumPy scalars and ``jax.ShapeDtypeStruct`` are cast as arrays are.
+- ``LossScale`` is the base class of all loss scales, not a Union; ``isinstance`` and annotations read the same.
+- ``select_tree`` casts to the dtype of its last argument where jmp raises for dtypes that differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxmp import dtypes, loss_scale, policy
+from jaxmp import tree as _tree
+from jaxmp._scale_state import HUGE, flax_state, is_concrete, require
+from jaxmp.loss_scale import LossScale, NoOpLossScale
+from jaxmp.tree import all_finite
+
+__all__ = (
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "Policy",
+    "StaticLossScale",
+    "all_finite",
+    "cast_to_full",
+    "cast_to_half",
+    "dtype_to_names",
+    "get_policy",
+    "half_dtype",
+    "select_tree",
+)
+__version__ = "0.0.4"  # of the jmp whose interface this is
+
+T = TypeVar("T")
+
+# jmp's names, its favourite first; a policy's dtypes and the scalar types that people write are different keys.
+dtype_to_names: dict[Any, tuple[str, ...]] = {
+    key: names
+    for dtype, names in (
+        (jnp.bfloat16, ("bf16", "bfloat16")),
+        (jnp.float16, ("f16", "float16")),
+        (jnp.float32, ("full", "f32", "float32")),
+        (jnp.float64, ("f64", "float64")),
+    )
+    for key in (dtype, np.dtype(dtype))
+}
+
+
+class Policy(policy.Policy):
+    """A :class:`jaxmp.Policy` that is written as jmp writes it, and equal to any with the same dtypes.
+
+    >>> print(Policy("float32", jnp.float16, jnp.float32))
+    p=full,c=f16,o=full
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, policy.Policy) and dataclasses.astuple(self) == dataclasses.astuple(other)
+
+    __hash__ = policy.Policy.__hash__
+
+    def __str__(self) -> str:
+        named = {"p": self.param_dtype, "c": self.compute_dtype, "o": self.output_dtype}
+        parts = [f"{key}={dtype_to_names.get(dtype, (dtype.name,))[0]}" for key, dtype in named.items()]
+        return ",".join(parts + [f"m={self.matmul_precision}"] * bool(self.matmul_precision))
+
+
+def get_policy(policy_name: str) -> Policy:
+    """The policy that jmp reads from a string.
+
+    Args:
+      policy_name: ``KEY=DTYPE`` with commas between; the keys are ``p`` or ``params`` (float32 if missing), ``c`` or
+        ``compute`` (follows params) and ``o`` or ``output`` (follows compute). Or a dtype, for all three.
+
+    Raises:
+      ValueError: a key or a dtype is unknown, or a key comes twice.
+
+    >>> get_policy("half") == get_policy("p=half"), str(get_policy("c=bfloat16,o=full"))
+    (True, 'p=full,c=bf16,o=full')
+    """
+    try:
+        if "=" not in policy_name:
+            return Policy(policy_name, policy_name, policy_name)
+        read = policy.get_policy(policy_name)
+        if isinstance(read, policy.PolicyMap):
+            raise ValueError(f"a policy of jmp's has no rules, got {policy_name!r}: jaxmp.get_policy reads it")
+        return Policy(**vars(read))
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message[:1].upper() + message[1:]) from None  # jmp's messages begin with a capital
+
+
+def half_dtype() -> Any:
+    """``jnp.bfloat16`` on TPU, else ``jnp.float16``."""
+    return getattr(jnp, dtypes.half_dtype().name)
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts the floating arrays of ``tree`` to float32 (see :func:`jaxmp.tree.cast`)."""
+    return _tree.cast(tree, jnp.float32)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the floating arrays of ``tree`` to :func:`half_dtype` (see :func:`jaxmp.tree.cast`)."""
+    return _tree.cast(tree, half_dtype())
+
+
+def select_tree(pred: ArrayLike, a: T, b: T) -> T:
+    """``a`` where the bool scalar ``pred`` holds, else ``b`` (see :func:`jaxmp.tree.select_tree`).
+
+    Raises:
+      AssertionError: ``pred`` is not a boolean scalar.
+    """
+    flag = jnp.asarray(pred)
+    if flag.ndim or flag.dtype != jnp.bool_:
+        raise AssertionError(
+            f"expected boolean scalar, got {flag.dtype} of shape {flag.shape}: select_tree takes what all_finite gives"
+        )
+    return _tree.select_tree(flag, a, b)
+
+
+class _Widening(LossScale):
+    def scale(self, tree: T) -> T:
+        """``tree`` times the scale; half-precision leaves become float32 first."""
+        return super().scale(_tree.widen(tree))
+
+
+@flax_state
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(_Widening, loss_scale.StaticLossScale):
+    """A :class:`jaxmp.StaticLossScale` that may be made of 0, but not used.
+
+    >>> StaticLossScale(2**15).scale(jnp.float16(3))
+    Array(98304., dtype=float32)
+    """
+
+    def __post_init__(self) -> None:
+        if not (is_concrete(self.loss_scale) and np.ndim(self.loss_scale) == 0 and self.loss_scale == 0):
+            super().__post_init__()
+
+    def scale(self, tree: T) -> T:
+        """``tree`` times the scale; half-precision leaves become float32 first."""
+        require("loss_scale", self.loss_scale)
+        return super().scale(tree)
+
+    def unscale(self, tree: T) -> T:
+        """``tree`` divided by the scale; half-precision leaves become float32 first."""
+        require("loss_scale", self.loss_scale)
+        return super().unscale(tree)
+
+
+@flax_state
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(_Widening, loss_scale.DynamicLossScale):
+    """A :class:`jaxmp.DynamicLossScale` that stops to grow only where float32 ends, as jmp's does.
+
+    >>> scale = DynamicLossScale(jnp.float32(2.0**126), period=1)
+    >>> for _ in range(3):
+    ...     scale = scale.adjust(jnp.bool_(True))
+    ...     print(float(scale.loss_scale) == 2.0**127)
+    True
+    True
+    True
+    """
+
+    max_loss_scale: Any = dataclasses.field(default=HUGE, kw_only=True)
