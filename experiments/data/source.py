@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import json
 import logging
 import os
 import tempfile
@@ -14,11 +16,17 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
+from experiments.data import stock
 from experiments.data.digits import Digits
 from experiments.data.errors import DataError
 from experiments.data.pysource import pysource
 
-BUILDERS: dict[str, Callable[..., tfds.core.DatasetBuilder]] = {"digits": Digits, "pysource": pysource}
+BUILDERS: dict[str, Callable[..., tfds.core.DatasetBuilder]] = {
+    "digits": Digits,
+    **{name: functools.partial(stock.builder, name) for name in stock.CLASSES},
+    "pysource": pysource,
+}
+_ORIGIN = "origin.json"  # beside TFDS's files: what the set was prepared from
 
 Columns = dict[str, Any]  # feature to array (fixed shape), or to list of bytes
 
@@ -31,12 +39,31 @@ def default_data_dir() -> Path:
 def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> dict[str, Columns]:
     """All of a set, in its stored order: split to columns, a column an array or, for text, a list of bytes.
 
-    The first call prepares the set under ``data_dir`` (see :func:`default_data_dir`); later ones read it there. Several
-    processes may do so at once.
+    The first call prepares the set under ``data_dir`` (see :func:`default_data_dir`); later ones read it there, and so
+    does this one if TFDS prepared it there as array_record files. Several processes may do so at once.
 
     Raises:
-      DataError: the set is unknown, or the folder cannot be written.
+      DataError: the set is unknown or cannot be had, or the folder cannot be written.
     """
+    with _prepared(name, data_dir) as builder:
+        return {split: _columns(source) for split, source in builder.as_data_source().items()}
+
+
+def origin(name: str, data_dir: str | os.PathLike[str] | None = None) -> str:
+    """What the set was prepared from, a line for the record of a result; prepares it if need be.
+
+    Raises:
+      DataError: as :func:`read`.
+    """
+    with _prepared(name, data_dir) as builder:
+        path = Path(builder.data_dir) / _ORIGIN
+        made_from = json.loads(path.read_text())["origin"] if path.is_file() else "as prepared by tensorflow-datasets"
+        return f"{builder.info.full_name}: {made_from}"
+
+
+@contextlib.contextmanager
+def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tfds.core.DatasetBuilder]:
+    """The builder of a set that is there, in what is quiet and explains itself."""
     if name not in BUILDERS:
         raise DataError(f"unknown data set {name!r}; there are: {', '.join(BUILDERS)}")
     root = Path(data_dir or default_data_dir()).expanduser().absolute()
@@ -45,8 +72,14 @@ def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> dict[str,
             final = Path(BUILDERS[name](data_dir=root).data_dir)
             if not final.is_dir():
                 _prepare(name, root, final)
-            sources = BUILDERS[name](data_dir=root, file_format="array_record").as_data_source()
-            return {split: _columns(source) for split, source in sources.items()}
+            builder = BUILDERS[name](data_dir=root)
+            if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
+                raise DataError(
+                    f"{final} has {name} as {builder.info.file_format.value} files, which only TensorFlow reads, and "
+                    "array_record is what can be read without: prepare it with file_format='array_record', or move "
+                    "that folder away and it is prepared anew"
+                )
+            yield builder
     except OSError as error:
         raise DataError(f"cannot keep {name} under {root} ({error}); name another folder with --data-dir") from error
 
@@ -56,7 +89,10 @@ def _prepare(name: str, root: Path, final: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".preparing-", dir=root) as scratch:
         builder = BUILDERS[name](data_dir=scratch, file_format="array_record")
-        builder.download_and_prepare()
+        # Only a stock set may have files to look for and to keep in the data folder.
+        builder.download_and_prepare(download_dir=root / "downloads" if name in stock.CLASSES else None)
+        made_from = getattr(builder, "origin", builder.info.description)
+        (Path(builder.data_dir) / _ORIGIN).write_text(json.dumps({"origin": made_from}))
         final.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.rename(builder.data_dir, final)

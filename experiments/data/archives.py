@@ -1,0 +1,114 @@
+"""Reads the archives that MNIST, Fashion-MNIST and CIFAR-10 are published as: idx files, and CIFAR's tar in both forms."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import pickle
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.data.errors import DataError
+
+Split = tuple[np.ndarray, np.ndarray]  # uint8 (n, height, width, channels) and int64 (n,)
+
+CIFAR10_BATCHES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
+_IDX_IMAGES, _IDX_LABELS = 0x0803, 0x0801  # unsigned bytes, of 3 dimensions and of 1
+
+
+def mnist_split(images: Path, labels: Path) -> Split:
+    """A split of MNIST's format, from its two idx files, gzipped.
+
+    Raises:
+      DataError: a file is damaged, or the two do not fit each other; the message names it.
+    """
+    pixels, numbers = _idx(images, _IDX_IMAGES), _idx(labels, _IDX_LABELS)
+    if len(pixels) != len(numbers):
+        raise DataError(f"images and labels must be as many, got {len(pixels)} in {images} and {len(numbers)} in {labels}")
+    return pixels[..., None], _labels(numbers, labels)
+
+
+def cifar10_split(archive: Path, split: str) -> Split:
+    """A split of CIFAR-10, from ``cifar-10-binary.tar.gz`` or ``cifar-10-python.tar.gz``.
+
+    Raises:
+      DataError: the file is damaged or lacks a batch; the message names it.
+    """
+    batches = CIFAR10_BATCHES[split]
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    with _names_the_damaged(archive), tarfile.open(archive, "r:*") as tar:
+        for member in tar:
+            batch = Path(member.name).name
+            if batch.removesuffix(".bin") in batches and (file := tar.extractfile(member)):
+                content = file.read()
+                read = _cifar10_binary if batch.endswith(".bin") else _cifar10_pickle
+                found[batch.removesuffix(".bin")] = read(content, f"{batch} in {archive}")
+    if missing := [batch for batch in batches if batch not in found]:
+        raise DataError(f"{archive} must hold {', '.join(batches)}, but {', '.join(missing)} is not in it")
+    planes = np.concatenate([found[batch][0] for batch in batches])
+    labels = np.concatenate([found[batch][1] for batch in batches])
+    return planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), _labels(labels, archive)
+
+
+def _idx(path: Path, magic: int) -> np.ndarray:
+    with _names_the_damaged(path), gzip.open(path) as file:
+        content = file.read()
+    dimensions = magic & 0xFF
+    header = np.frombuffer(content, ">i4", min(1 + dimensions, len(content) // 4))
+    if len(header) <= dimensions or header[0] != magic:
+        raise DataError(f"{path} must start like an idx file of {dimensions} dimensions, got {content[:4].hex()!r}; get it anew")
+    shape, values = tuple(header[1:].tolist()), np.frombuffer(content, np.uint8, offset=4 * len(header))
+    if values.size != np.prod(shape):
+        raise DataError(f"{path} must hold {np.prod(shape)} values by its header, got {values.size}; get it anew")
+    return values.reshape(shape)
+
+
+def _cifar10_binary(content: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
+    if not content or len(content) % 3073:
+        raise DataError(f"{name} must consist of records of 3073 bytes, got {len(content)} bytes; get it anew")
+    records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
+    return records[:, 1:], records[:, 0]
+
+
+def _cifar10_pickle(content: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+        planes, labels = np.asarray(batch[b"data"], np.uint8), np.asarray(batch[b"labels"])
+        if planes.shape != (len(labels), 3072):
+            raise ValueError(f"data of shape {planes.shape} for {len(labels)} labels")
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise DataError(f"{name} must be a pickle of CIFAR-10 ({error}); get it anew") from error
+    return planes, labels
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Unpickles arrays and nothing else: a pickle can call whatever it names, and this one comes from anywhere."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            return np.empty(0).__reduce__()[0]
+        if module == "numpy" and name in ("ndarray", "dtype"):
+            return getattr(np, name)
+        if (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it wants {module}.{name}")
+
+
+def _labels(labels: np.ndarray, path: Path) -> np.ndarray:
+    if labels.size and not 0 <= labels.min() <= labels.max() <= 9:
+        raise DataError(f"labels must be 0 to 9, got {labels.min()} to {labels.max()} in {path}; get it anew")
+    return labels.astype(np.int64)
+
+
+@contextlib.contextmanager
+def _names_the_damaged(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
+        raise DataError(f"{path} is damaged or was cut short ({error}); get it anew") from error

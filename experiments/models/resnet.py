@@ -1,0 +1,92 @@
+"""Residual networks (He et al. 2015, arXiv 1512.03385) for images in NHWC: ResNet-18 and ResNet-50."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import flax.linen as nn
+import jax
+
+KERNEL_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+MOMENTUM = 0.9  # of the running statistics
+WIDTHS = {"basic": 1, "bottleneck": 4}  # channels that leave a block, in multiples of its width
+
+
+class Block(nn.Module):
+    """Convolutions with batch normalisation around a shortcut, (batch, height, width, channels) in and out.
+
+    ``basic`` is two of 3×3. ``bottleneck`` is 1×1, 3×3, 1×1 to four times the width; the stride is in the 3×3, which is
+    called v1.5. The last scale starts at zero, so that the block starts as its shortcut (Goyal et al. 2017).
+    """
+
+    kind: Literal["basic", "bottleneck"]
+    width: int
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        def norm(y: jax.Array, **kwargs: object) -> jax.Array:
+            return nn.BatchNorm(use_running_average=not train, momentum=MOMENTUM, **kwargs)(y)
+
+        def conv(y: jax.Array, channels: int, kernel: int, stride: int = 1) -> jax.Array:
+            return _conv(channels, kernel, stride)(y)
+
+        channels = self.width * WIDTHS[self.kind]
+        if self.kind == "basic":
+            y = nn.relu(norm(conv(x, self.width, 3, self.stride)))
+            y = conv(y, channels, 3)
+        else:
+            y = nn.relu(norm(conv(x, self.width, 1)))
+            y = nn.relu(norm(conv(y, self.width, 3, self.stride)))
+            y = conv(y, channels, 1)
+        y = norm(y, scale_init=nn.initializers.zeros)
+        if x.shape != y.shape:
+            x = norm(conv(x, channels, 1, self.stride))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """Images (batch, height, width, channels) to logits (batch, classes); running statistics are ``batch_stats``.
+
+    Attributes:
+      stages: blocks in each stage; from the second on, a stage halves the image and doubles the width.
+      kind: of the blocks.
+      classes: number of labels.
+      width: channels of the stem and of the first stage.
+      small_images: the stem for images of about 32×32, one 3×3 convolution; or else that for about 224×224, 7×7 with
+        stride 2 and max pooling with stride 2.
+    """
+
+    stages: tuple[int, ...]
+    kind: Literal["basic", "bottleneck"]
+    classes: int = 10
+    width: int = 64
+    small_images: bool = False
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+        x = _conv(self.width, 3, 1)(images) if self.small_images else _conv(self.width, 7, 2)(images)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=MOMENTUM)(x))
+        if not self.small_images:
+            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        for stage, blocks in enumerate(self.stages):
+            for i in range(blocks):
+                x = Block(self.kind, self.width * 2**stage, stride=2 if stage and i == 0 else 1)(x, train)
+        return nn.Dense(self.classes)(x.mean(axis=(1, 2)))
+
+
+def resnet18(classes: int = 10, small_images: bool = False) -> ResNet:
+    """ResNet-18; 11,689,512 params for 1,000 classes and large images."""
+    return ResNet((2, 2, 2, 2), "basic", classes, small_images=small_images)
+
+
+def resnet50(classes: int = 10, small_images: bool = False) -> ResNet:
+    """ResNet-50 v1.5; 25,557,032 params for 1,000 classes and large images."""
+    return ResNet((3, 4, 6, 3), "bottleneck", classes, small_images=small_images)
+
+
+def _conv(channels: int, kernel: int, stride: int) -> nn.Conv:
+    # Padded alike on both sides, as the published weights expect, and not as "SAME" pads a strided convolution.
+    return nn.Conv(
+        channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, kernel_init=KERNEL_INIT
+    )
