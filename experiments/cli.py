@@ -46,10 +46,19 @@ class Training:
     """Seed of the params and of the order of the examples."""
     evaluate_every: int = 50
     """Steps between evaluations on held-out examples; 0 evaluates at the end only."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints, which are written while training goes on; the last step has one too. 0 writes none."""
+    keep: int = 3
+    """Checkpoints to keep, the last ones."""
+    resume: bool = False
+    """Go on from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/. What follows is
+    what would have followed, bit for bit. --steps, --evaluate-every and the like may be others than before; so may
+    --policy, if the params keep their dtype, and --loss-scale, which goes on from its value if it is of the same kind.
+    A run that is finished trains on when --steps is raised."""
     data_dir: Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: Folder = None
-    """Folder to write config, metrics, curves and summary to. (default: runs/NAME-TIME)"""
+    """Folder to write config, metrics, curves, checkpoints and summary to. (default: runs/NAME-TIME)"""
 
 
 def require(flag: str, value: float, least: float, below: float = float("inf")) -> None:
@@ -74,6 +83,8 @@ def check(config: Any) -> None:
     require("--ema", config.ema, 0, 1)
     require("--seed", config.seed, 0, 2**31)
     require("--evaluate-every", config.evaluate_every, 0)
+    require("--checkpoint-every", config.checkpoint_every, 0)
+    require("--keep", config.keep, 1)
     if not config.learning_rate > 0:
         raise ValueError(f"--learning-rate must be positive, got {config.learning_rate:g}")
     if config.batch_size % config.accumulate:

@@ -3,8 +3,8 @@
 python -m experiments.image_classification --policy mixed_float16
 
 With the defaults (1,797 real digits of 8×8 pixels, 20 epochs, AdamW) this takes about 10 s on two CPU cores and reads
-99 % of the held-out digits right. The run folder holds config.json, metrics.csv, curves.png, summary.json and
-summary.md.
+99 % of the held-out digits right. The run folder holds config.json, metrics.csv, curves.png, checkpoints/,
+summary.json and summary.md; --resume goes on with a run that was stopped.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
-from experiments import cli, data
+from experiments import cli, data, training
 from experiments.data import images
 from experiments.experiment import Experiment
 from experiments.metrics import accuracy
 from experiments.models import CNN
 from experiments.precision import read_overrides, read_policy
-from experiments.runs import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,22 +105,7 @@ def prepare(config: Config) -> Experiment:
 
 
 def train(config: Config) -> dict[str, Any]:
-    with cli.bad_values_end_it():
-        experiment = prepare(config)
-        run = Run("image_classification", dataclasses.asdict(config), experiment, config.run_dir, config.evaluate_every)
-    with run:
-        state = experiment.init(config.seed)
-        for batch in run.steps(experiment.train_batches(config.seed)):
-            state, metrics = experiment.step(state, batch)
-            run.log(metrics)
-            if run.evaluation_due:
-                run.log_evaluation(state)
-        summary = run.finish(state)
-    print(
-        f"held-out accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}, "
-        f"{summary['skipped']} of {summary['steps']} steps skipped; written to {run.folder}"
-    )
-    return summary
+    return training.train("image_classification", config, prepare)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ python -m experiments.language_modeling --policy mixed_float16 --loss-scale none
 
 A real task on which float16 needs its loss scale: the gradient of a logit is (p - y) / N, and with a mean over
 N = 8,192 tokens every p below 2.4e-4 becomes 0 in float16, so that nothing pushes wrong tokens down. A run takes about
-30 s on two CPU cores. The run folder holds config.json, metrics.csv, curves.png, summary.json and summary.md.
+30 s on two CPU cores. The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and
+summary.md; --resume goes on with a run that was stopped.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
-from experiments import cli, data
+from experiments import cli, data, training
 from experiments.data import text
 from experiments.experiment import Experiment
 from experiments.metrics import accuracy
 from experiments.models import NextToken
 from experiments.precision import read_overrides, read_policy
-from experiments.runs import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,22 +106,7 @@ def prepare(config: Config) -> Experiment:
 
 
 def train(config: Config) -> dict[str, Any]:
-    with cli.bad_values_end_it():
-        experiment = prepare(config)
-        run = Run("language_modeling", dataclasses.asdict(config), experiment, config.run_dir, config.evaluate_every)
-    with run:
-        state = experiment.init(config.seed)
-        for batch in run.steps(experiment.train_batches(config.seed)):
-            state, metrics = experiment.step(state, batch)
-            run.log(metrics)
-            if run.evaluation_due:
-                run.log_evaluation(state)
-        summary = run.finish(state)
-    print(
-        f"held-out loss {summary['test_loss']:.4f}, accuracy {summary['test_accuracy']:.2%}, "
-        f"{summary['skipped']} of {summary['steps']} steps skipped; written to {run.folder}"
-    )
-    return summary
+    return training.train("language_modeling", config, prepare)
 
 
 if __name__ == "__main__":

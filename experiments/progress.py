@@ -30,12 +30,13 @@ class Progress:
     Args:
       title: what is running.
       total: how many steps there are.
+      done: how many of them an earlier process has done.
     """
 
-    def __init__(self, title: str, total: int) -> None:
+    def __init__(self, title: str, total: int, done: int = 0) -> None:
         self._title, self._total = title, total
         self._console = rich.console.Console(stderr=True)
-        self._done, self._last_line = 0, time.monotonic()
+        self._done, self._last_line = done, time.monotonic()
         self._bar: rich.progress.Progress | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._bar = _Bar(
@@ -45,7 +46,7 @@ class Progress:
                 rich.progress.TimeRemainingColumn(compact=True),
                 console=self._console,
             )
-            self._task = self._bar.add_task(title, total=total, text="")
+            self._task = self._bar.add_task(title, total=total, completed=done, text="")
 
     def __enter__(self) -> Self:
         if self._bar is not None:

@@ -1,25 +1,30 @@
-"""A training run's folder (config, metrics, curves, summary) and what is shown meanwhile, without syncs every step."""
+"""A run's folder (config, metrics, curves, checkpoints, summary) and what is shown meanwhile, without steady syncs."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime
 import itertools
 import json
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import jax
 
 import jaxmp
-from experiments import plots
+from experiments import cli, plots
 from experiments.environment import environment
 from experiments.experiment import Batch, Experiment
 from experiments.metrics import Late
 from experiments.progress import Progress
+
+if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
+    from experiments.checkpoints import Checkpoint
 
 COLUMNS = (
     "step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped", "examples_per_s", "input_wait",
@@ -43,26 +48,43 @@ def run_folder(name: str, folder: Path | None) -> Path:
 
 
 class Run:
-    """One training run. A context manager: the bar stops and the metrics' file is closed when it ends."""
+    """One training run, from its first step or from a checkpoint on.
+
+    A context manager: when it ends, the bar stops, the last checkpoint is written and the metrics' file is closed.
+
+    Args:
+      name: the experiment's.
+      config: its flags.
+      experiment: what they describe.
+      folder: the run's.
+      checkpoint: where to go on; None begins anew.
+    """
 
     def __init__(
-        self, name: str, config: dict[str, Any], experiment: Experiment, folder: Path | None, evaluate_every: int
+        self, name: str, config: cli.Training, experiment: Experiment, folder: Path, checkpoint: Checkpoint | None
     ) -> None:
-        self.folder = run_folder(name, folder)
-        self._name, self._experiment, self._evaluate_every = name, experiment, evaluate_every
+        self.folder = folder
+        self._name, self._config, self._experiment = name, config, experiment
         self._environment = environment()
-        record = {"config": config, "precision": experiment.precision, "environment": self._environment}
-        write_json(self.folder / "config.json", record)
-        self._file = (self.folder / "metrics.csv").open("w", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
-        self._writer.writeheader()
+        self._record = {"config": dataclasses.asdict(config), "precision": experiment.precision}
+        write_json(folder / "config.json", {**self._record, "environment": self._environment})
+        self._start = self._step = checkpoint.step if checkpoint else 0
         self._rows: list[dict[str, Any]] = []
+        self._file = self._open(checkpoint.about["metrics_bytes"] if checkpoint else 0)
+        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
+        if not checkpoint:
+            self._writer.writeheader()
         self._late = Late()
-        self._progress = Progress(name, experiment.steps)
-        self._step = self._skipped = 0
+        self._progress = Progress(name, experiment.steps, self._start)
+        self._skipped = int(sum(row.get("skipped", 0) for row in self._rows))
         self._started = time.perf_counter()
-        self._compile_s = self._evaluating_s = self._waiting_s = self._last_read = 0.0
+        self._compile_s = self._paused_s = self._saving_s = self._waiting_s = self._last_read = 0.0
         self._test: dict[str, float] = {}
+        self._checkpoints = None
+        if config.checkpoint_every:
+            from experiments.checkpoints import Checkpoints
+
+            self._checkpoints = Checkpoints(checkpoints_folder(folder), config.keep)
 
     def __enter__(self) -> Self:
         self._progress.__enter__()
@@ -71,20 +93,23 @@ class Run:
     def __exit__(self, *args: Any) -> None:
         self._progress.__exit__(*args)
         self._file.close()
+        if self._checkpoints:
+            self._checkpoints.__exit__(*args)
 
-    def steps(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """As many batches as there are steps, timing how long each is waited for."""
+    def steps(self) -> Iterator[Batch]:
+        """The batches of the steps there are, timing how long each is waited for."""
+        batches = self._experiment.train_batches(self._config.seed, self._start)
         while self._step < self._experiment.steps:
             self._step += 1
             started = time.perf_counter()
             batch = next(batches)
-            if self._step > 1:
+            if self._step > self._start + 1:
                 self._waiting_s += time.perf_counter() - started
             yield batch
 
     def log(self, metrics: dict[str, jax.Array]) -> None:
         """Takes a step's metrics, still on the device, and writes those of some steps ago."""
-        if self._step == 1:  # the first call compiles: the clock starts when its step is done
+        if self._step == self._start + 1:  # the first call compiles: the clock starts when its step is done
             jax.block_until_ready(metrics)
             self._compile_s = time.perf_counter() - self._started
             self._started = self._last_read = time.perf_counter()
@@ -92,35 +117,61 @@ class Run:
 
     @property
     def evaluation_due(self) -> bool:
-        return self._step == self._experiment.steps or (
-            self._evaluate_every > 0 and self._step % self._evaluate_every == 0
-        )
+        return self._due(self._config.evaluate_every)
+
+    @property
+    def checkpoint_due(self) -> bool:
+        return self._checkpoints is not None and self._due(self._config.checkpoint_every)
+
+    def _due(self, every: int) -> bool:
+        return self._step == self._experiment.steps or (every > 0 and self._step % every == 0)
 
     def log_evaluation(self, state: jaxmp.TrainState) -> None:
         """Evaluates on the held-out examples and writes the result; the time it takes does not count as training."""
+        with self._pause():
+            self._test = self._experiment.evaluate(state)
+            self._write({"step": self._step, "split": "test", **self._test})
+
+    def save(self, state: jaxmp.TrainState) -> None:
+        """Begins to write a checkpoint; the time that training waits for it does not count as training."""
+        assert self._checkpoints is not None
+        waited = self._paused_s
+        with self._pause():
+            self._file.flush()  # a resumed run goes on after these rows
+            size = (self.folder / "metrics.csv").stat().st_size
+            about = {**self._record, "experiment": self._name, "batches": self._step, "metrics_bytes": size}
+            self._checkpoints.save(self._step, state, strict_json(about))
+        self._saving_s += self._paused_s - waited
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
         self._read(self._late.drain())
         started = time.perf_counter()
-        self._test = self._experiment.evaluate(state)
-        self._write({"step": self._step, "split": "test", **self._test})
+        yield
         pause = time.perf_counter() - started
-        self._evaluating_s += pause
+        self._paused_s += pause
         self._last_read += pause
 
     def finish(self, state: jaxmp.TrainState) -> dict[str, Any]:
         """Writes the curves and the summary, and returns it."""
         self._read(self._late.drain())
-        seconds = time.perf_counter() - self._started - self._evaluating_s
-        timed = self._experiment.steps - 1
+        seconds = time.perf_counter() - self._started - self._paused_s
+        timed = self._step - self._start - 1  # the first step compiles
+        if self._checkpoints:
+            self._checkpoints.wait()  # whoever finds a summary finds the last checkpoint
+        self._test = self._test or self._experiment.evaluate(state)
         summary = {
             "experiment": self._name,
             **{f"test_{name}": value for name, value in self._test.items()},
             "steps": self._experiment.steps,
             "skipped": int(state.skipped),
             "loss_scale": float(jaxmp.get_loss_scale(state.opt_state).loss_scale),
-            "ms_per_step": 1000 * seconds / timed if timed else None,
-            "examples_per_s": timed * self._experiment.batch_size / seconds if timed else None,
-            "input_wait": self._waiting_s / seconds if timed else None,
+            "ms_per_step": 1000 * seconds / timed if timed > 0 else None,
+            "examples_per_s": timed * self._experiment.batch_size / seconds if timed > 0 else None,
+            "input_wait": self._waiting_s / seconds if timed > 0 else None,
             "first_step_s": self._compile_s,
+            **({"waited_for_checkpoints_s": self._saving_s} if self._checkpoints else {}),
+            **({"resumed_at_step": self._start} if self._start else {}),
             **self._experiment.precision,
             **self._environment,
         }
@@ -135,28 +186,52 @@ class Run:
         for step, metrics in old:
             now = time.perf_counter()
             elapsed, self._last_read = now - self._last_read, now
-            training = now - self._started - self._evaluating_s
+            training = now - self._started - self._paused_s
             row: dict[str, Any] = {**metrics, "step": step, "split": "train", "skipped": int(metrics["skipped"])}
             self._skipped += row["skipped"]
-            if step > 1:
+            if step > self._start + 1:
                 row["examples_per_s"] = self._experiment.batch_size / max(elapsed, 1e-9)
                 row["input_wait"] = self._waiting_s / max(training, 1e-9)
             self._write(row)
-            rate = (step - 1) * self._experiment.batch_size / max(training, 1e-9)
+            rate = (step - self._start - 1) * self._experiment.batch_size / max(training, 1e-9)
             self._progress.advance(
                 1,
                 f"loss {row['loss']:.4f}  accuracy {row['accuracy']:.1%}  {rate:,.0f} examples/s  "
                 f"scale {row['loss_scale']:g}  skipped {self._skipped}  input wait {row.get('input_wait', 0):.1%}",
             )
 
+    def _open(self, size: int) -> TextIO:
+        """The metrics' file with its first ``size`` bytes, the rows up to the checkpoint, which are read."""
+        path = self.folder / "metrics.csv"
+        if size:
+            with path.open("r+") as file:
+                file.truncate(size)
+            with path.open(newline="") as file:
+                for row in csv.DictReader(file):
+                    numbers = {name: float(text) for name, text in row.items() if text and name != "split"}
+                    self._rows.append({**numbers, "split": row["split"], "step": int(row["step"])})
+        return path.open("a" if size else "w", newline="")
+
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
         self._writer.writerow({name: _compact(row[name]) for name in COLUMNS if name in row})
 
 
+def checkpoints_folder(folder: Path) -> Path:
+    """Where a run's checkpoints are."""
+    return folder / "checkpoints"
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Writes strict JSON: numbers that are not finite become their names."""
-    path.write_text(json.dumps(_strict(value), indent=2, default=str) + "\n")
+    """Writes strict JSON, whole or not at all: numbers that are not finite become their names."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(_strict(value), indent=2, default=str) + "\n")
+    new.replace(path)
+
+
+def strict_json(value: Any) -> Any:
+    """``value`` as it would be read back after :func:`write_json`."""
+    return json.loads(json.dumps(_strict(value), default=str))
 
 
 def _strict(value: Any) -> Any:

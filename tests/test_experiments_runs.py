@@ -37,7 +37,7 @@ def train(module: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[st
 
 def read_run(folder: Path) -> tuple[dict, dict, list[dict[str, str]]]:
     assert sorted(path.name for path in folder.iterdir()) == [
-        "config.json", "curves.png", "metrics.csv", "summary.json", "summary.md",
+        "checkpoints", "config.json", "curves.png", "metrics.csv", "summary.json", "summary.md",
     ]  # fmt: skip
     config, summary = (json.loads((folder / name).read_text()) for name in ("config.json", "summary.json"))
     with (folder / "metrics.csv").open() as file:

@@ -1,0 +1,265 @@
+"""Checkpoints that survive a kill: Orbax writes them in the background, whole or not at all; each leaf has a checksum.
+
+A checkpoint is a folder named by its step. Its ``state`` holds the arrays of a :class:`jaxmp.TrainState` by their
+paths, the loss scale's apart from the rest, because it alone may be started afresh under another policy; its ``about``
+holds what else a run needs, and the checksums. Orbax gives a folder its name once all is in it, so that a kill leaves a
+folder that nobody takes for a checkpoint. What it does not see is a file that is damaged later: the checksums do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+import jaxmp
+from jaxmp.optimizer import LossScalingState
+from jaxmp.tree import path_name
+
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of the folder that Orbax is still writing
+_LOSS_SCALE = "loss_scale/"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, missing, or of another run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and found whole.
+
+    Attributes:
+      folder: where it lies.
+      step: the steps trained before it.
+      about: what :meth:`Checkpoints.save` was given, its ``precision`` among it.
+      leaves: the arrays of the state by their paths; those of the loss scale begin with ``loss_scale/``.
+    """
+
+    folder: Path
+    step: int
+    about: dict[str, Any]
+    leaves: dict[str, np.ndarray]
+
+    def restore(self, state: jaxmp.TrainState, precision: dict[str, str]) -> jaxmp.TrainState:
+        """The state that was saved, bit for bit, in the place of the fresh ``state``.
+
+        The policy may be another one as long as the dtypes agree. A loss scale of the same class goes on from where it
+        was, under the rule of ``state``; one of another class starts afresh.
+
+        Raises:
+          CheckpointError: the params, or anything else, have other paths, shapes or dtypes.
+        """
+        rest, scale = _split(state)
+        saved = {name: leaf for name, leaf in self.leaves.items() if not name.startswith(_LOSS_SCALE)}
+        fresh = {name: _data(leaf) for name, leaf in rest.items()}
+        self._require_same_model(saved, fresh)
+        self._require_same_dtypes(saved, fresh, precision)
+        rest = {name: _like(saved[name], leaf) for name, leaf in rest.items()}
+
+        saved_scale = {name: leaf for name, leaf in self.leaves.items() if name.startswith(_LOSS_SCALE)}
+        goes_on = self.about["loss_scale"] == _kind(state) and saved_scale.keys() == scale.keys()
+        if goes_on:
+            scale = {name: _like(saved_scale[name], leaf) for name, leaf in scale.items()}
+        new = jax.tree.unflatten(jax.tree.structure(state), [{**rest, **scale}[name] for name in _names(state)])
+        # What was counted is how often the old scale could not fall.
+        return new if goes_on else new.replace(stuck=jnp.zeros_like(new.stuck))
+
+    def _require_same_model(self, saved: dict[str, np.ndarray], fresh: dict[str, jax.Array]) -> None:
+        rows = ((name, _shape(saved.get(name)), _shape(fresh.get(name))) for name in dict.fromkeys([*fresh, *saved]))
+        for name, there, here in rows:
+            if there != here:
+                raise CheckpointError(
+                    f"a checkpoint fits the model and the optimizer it was made with only, but {name!r} {there} in "
+                    f"{self.folder} and {here} in this run; resume with the flags of that run"
+                )
+
+    def _require_same_dtypes(
+        self, saved: dict[str, np.ndarray], fresh: dict[str, jax.Array], precision: dict[str, str]
+    ) -> None:
+        for name, leaf in fresh.items():
+            if saved[name].dtype != leaf.dtype:
+                there, here = self.about["precision"]["policy"], precision["policy"]
+                raise CheckpointError(
+                    "a checkpoint fits policies with the same param dtypes only, but policy "
+                    f"{there!r} made {self.folder}, in which {name!r} is {saved[name].dtype}, and under policy "
+                    f"{here!r} it is {leaf.dtype}; resume with --policy {there}, or another one with such params"
+                )
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run, in the background. A context manager: it ends when the last one is written.
+
+    Args:
+      folder: where; made if need be. What an earlier process left half written there is removed.
+      keep: how many to keep, the last ones.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        for path in unfinished(folder):
+            shutil.rmtree(path)
+        options = ocp.CheckpointManagerOptions(preservation_policy=ocp.checkpoint_managers.LatestN(keep))
+        self._manager = ocp.CheckpointManager(folder.absolute(), item_names=("state", "about"), options=options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self._manager.close()
+
+    def save(self, step: int, state: jaxmp.TrainState, about: dict[str, Any]) -> None:
+        """Copies the state to the host, for which it waits, and has it written while training goes on.
+
+        Args:
+          step: the steps trained so far.
+          state: the state after them; it may be donated afterwards.
+          about: what else the run needs, as JSON, with ``precision["policy"]`` the policy's name.
+        """
+        rest, scale = _split(state)
+        # device_get may return a view of a CPU's buffer, which the next step overwrites.
+        leaves = {
+            name: np.array(leaf)
+            for name, leaf in jax.device_get({name: _data(leaf) for name, leaf in (rest | scale).items()}).items()
+        }
+        record = {**about, "loss_scale": _kind(state), "leaves": {name: _sum(leaf) for name, leaf in leaves.items()}}
+        record["checksum"] = _json_sum(record)
+        filled = {name: leaf for name, leaf in leaves.items() if leaf.size}  # Orbax refuses to write nothing
+        items = ocp.args.Composite(state=ocp.args.StandardSave(filled), about=ocp.args.JsonSave(record))
+        self._manager.save(step, args=items, force=True)
+
+    def wait(self) -> None:
+        """Returns when all is written; raises what went wrong with that."""
+        self._manager.wait_until_finished()
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the finished checkpoints in a folder, in order; whether they are whole is not looked at."""
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What a process that was killed inside a save left in a folder."""
+    return [path for path in folder.iterdir() if _UNFINISHED in path.name] if folder.is_dir() else []
+
+
+def read_last(folder: Path) -> Checkpoint:
+    """The last checkpoint in a folder.
+
+    Raises:
+      CheckpointError: there is none, or it is damaged. The error names it, and the last one that is whole.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for step in reversed(steps(folder)):
+        try:
+            checkpoint = read(folder, step)
+        except CheckpointError as error:
+            damaged.append((folder / str(step), str(error)))
+            continue
+        if not damaged:
+            return checkpoint
+        remove = shlex.join(["rm", "-r", *(str(path) for path, _ in damaged)])
+        remedy = f"the last good one is of step {step}; to resume from it, remove what comes after: {remove}"
+        break
+    else:
+        remedy = "there is no good one: start again without --resume, in another folder"
+    if not damaged:
+        raise CheckpointError(f"{folder} has no finished checkpoint to resume from; start again without --resume")
+    raise CheckpointError("; ".join([*(text for _, text in damaged), remedy]))
+
+
+def read(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint of a step, once every leaf of it was found to be what was saved.
+
+    Raises:
+      CheckpointError: it is damaged.
+    """
+    path = folder / str(step)
+    try:
+        with ocp.CheckpointManager(folder.absolute(), item_names=("state", "about")) as manager:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(), about=ocp.args.JsonRestore())
+            restored = manager.restore(step, args=items)
+            about, leaves = dict(restored["about"]), dict(restored["state"])
+    except Exception as error:  # whatever Orbax and TensorStore make of a damaged file
+        what = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {what}") from error
+    for problem in _problems(about, leaves):
+        raise CheckpointError(f"the checkpoint {path} is damaged: {problem}")
+    del about["checksum"], about["leaves"]
+    return Checkpoint(path, step, about, leaves)
+
+
+def _problems(about: dict[str, Any], leaves: dict[str, np.ndarray]) -> Iterator[str]:
+    """What is not as it was saved; puts back the leaves without elements."""
+    if about.get("checksum") != _json_sum({key: value for key, value in about.items() if key != "checksum"}):
+        yield "its 'about' is not what was saved"
+        return
+    for name, (dtype, shape, _) in about["leaves"].items():
+        if 0 in shape:
+            leaves[name] = np.zeros(shape, jnp.dtype(dtype))
+    if missing := about["leaves"].keys() ^ leaves.keys():
+        yield f"its arrays are not those that were saved, as to {min(missing)!r}"
+        return
+    for name, leaf in leaves.items():
+        if _sum(leaf) != about["leaves"][name]:
+            yield f"{name!r} is not what was saved"
+
+
+def _split(state: jaxmp.TrainState) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """The leaves of a state by name: all but the loss scale's, and the loss scale's."""
+    named = dict(zip(_names(state), jax.tree.leaves(state), strict=True))
+    scale = {name: named.pop(name) for name in list(named) if name.startswith(_LOSS_SCALE)}
+    return named, scale
+
+
+def _names(state: jaxmp.TrainState) -> list[str]:
+    """The paths of a state's leaves, in their order; the loss scale's, wherever they are, under ``loss_scale/``."""
+
+    def name(path: tuple[Any, ...], node: Any) -> Any:
+        if not isinstance(node, LossScalingState):
+            return path_name(path)
+        scale = jax.tree_util.tree_map_with_path(lambda p, _: _LOSS_SCALE + path_name(p), node.loss_scale)
+        rest = jax.tree_util.tree_map_with_path(lambda p, _: path_name((*path, *p)), node._replace(loss_scale=None))
+        return rest._replace(loss_scale=scale)
+
+    tree = jax.tree_util.tree_map_with_path(name, state, is_leaf=lambda node: isinstance(node, LossScalingState))
+    return jax.tree.leaves(tree)
+
+
+def _kind(state: jaxmp.TrainState) -> str:
+    return type(jaxmp.get_loss_scale(state.opt_state)).__name__
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _data(leaf: jax.Array) -> jax.Array:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _like(value: np.ndarray, leaf: jax.Array) -> jax.Array:
+    """A copy of ``value`` on the device, of the kind and in the place of ``leaf``."""
+    array = jax.device_put(value, _data(leaf).sharding) if leaf.committed else jnp.array(value)
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+
+
+def _shape(leaf: np.ndarray | jax.Array | None) -> str:
+    return "is missing" if leaf is None else f"has shape {leaf.shape}"
+
+
+def _sum(leaf: np.ndarray) -> list[Any]:
+    return [str(leaf.dtype), list(leaf.shape), zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data)]
+
+
+def _json_sum(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())

@@ -1,0 +1,152 @@
+"""The loop that every training script runs, from the first step or from the last checkpoint of an earlier process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from experiments import cli
+from experiments.experiment import Experiment
+from experiments.runs import Run, checkpoints_folder, run_folder, strict_json
+
+if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
+    from experiments.checkpoints import Checkpoint
+
+C = TypeVar("C", bound=cli.Training)
+
+# Flags that a resumed run may have otherwise. Those of precision are held against the checkpoint's dtypes instead.
+MAY_CHANGE = frozenset(
+    ("policy", "loss_scale", "opt_level", "override", "remat", "steps", "epochs", "evaluate_every", "checkpoint_every",
+     "keep", "resume", "data_dir", "run_dir")
+)  # fmt: skip
+
+
+def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str, Any]:
+    """Trains, and returns the run's summary.
+
+    Args:
+      name: the experiment's, for the run's folder.
+      config: its flags.
+      prepare: flags to the experiment they describe.
+    """
+    with cli.bad_values_end_it():
+        checkpoint = to_resume(name, config) if config.resume else None
+        experiment = prepare(config)
+        if checkpoint:
+            folder = checkpoint.folder.parents[1]
+            if summary := finished(folder, checkpoint, experiment):
+                print(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
+                return summary
+        else:
+            folder = new_folder(name, config.run_dir)
+        state = experiment.init(config.seed)
+        if checkpoint:
+            state = checkpoint.restore(state, experiment.precision)
+            print(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
+        run = Run(name, config, experiment, folder, checkpoint)
+    with run:
+        for batch in run.steps():
+            state, metrics = experiment.step(state, batch)
+            run.log(metrics)
+            if run.evaluation_due:
+                run.log_evaluation(state)
+            if run.checkpoint_due:
+                run.save(state)
+        summary = run.finish(state)
+    print(
+        f"held-out accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}, "
+        f"{summary['skipped']} of {summary['steps']} steps skipped; written to {folder}"
+    )
+    return summary
+
+
+def new_folder(name: str, folder: Path | None) -> Path:
+    """The folder of a run that begins.
+
+    Raises:
+      ValueError: it has another run's checkpoints.
+    """
+    if folder is not None and (earlier := checkpoints_folder(folder)).is_dir():
+        from experiments import checkpoints
+
+        if steps := checkpoints.steps(earlier):
+            raise ValueError(
+                f"a run begins in a folder without checkpoints, but {folder} has one of step {steps[-1]}; go on with "
+                "--resume, or take another --run-dir"
+            )
+    return run_folder(name, folder)
+
+
+def to_resume(name: str, config: cli.Training) -> Checkpoint:
+    """The last checkpoint of the run that the flags mean.
+
+    Raises:
+      ValueError: there is none, it is damaged, or the flags are not that run's.
+    """
+    folder = config.run_dir or newest_run(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--resume goes on with a run, but {folder} has none; start it without --resume")
+    from experiments import checkpoints
+
+    for path in checkpoints.unfinished(checkpoints_folder(folder)):
+        print(f"warning: {path} was not finished when its process ended, and is left out", file=sys.stderr)
+    checkpoint = checkpoints.read_last(checkpoints_folder(folder))
+    require_same_flags(name, config, checkpoint)
+    metrics, size = folder / "metrics.csv", checkpoint.about["metrics_bytes"]
+    if not metrics.is_file() or metrics.stat().st_size < size:
+        raise ValueError(
+            f"a resumed run goes on after the first {size} bytes of its metrics, but {metrics} has fewer; put the file "
+            "back, or start another run"
+        )
+    return checkpoint
+
+
+def newest_run(name: str) -> Path:
+    """The newest folder below ``runs/`` that is named after the experiment."""
+    folders = [folder for folder in Path("runs").glob(f"{name}-*") if (folder / "config.json").is_file()]
+    if not folders:
+        raise ValueError(
+            f"--resume goes on with a run, but runs/ has none of {name}; give its folder with --run-dir, or start "
+            "without --resume"
+        )
+    return max(folders, key=lambda folder: [int(part) for part in re.findall(r"\d+", folder.name.removeprefix(name))])
+
+
+def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) -> None:
+    """Checks that nothing was changed that would make another run of this one."""
+    began = checkpoint.about["experiment"]
+    if began != name:
+        raise ValueError(f"--resume goes on with a run of {name}, but {checkpoint.folder} is one of {began}")
+    before = checkpoint.about["config"]
+    for field in dataclasses.fields(config):
+        now = strict_json(getattr(config, field.name))
+        then = before.get(field.name, strict_json(field.default))
+        if field.name not in MAY_CHANGE and now != then:
+            flag = f"--{field.name.replace('_', '-')}"
+            raise ValueError(
+                f"a resumed run keeps its {flag}, which was {then} in {checkpoint.folder.parents[1]} and is {now} now; "
+                f"resume with {flag} {then}, or start another run"
+            )
+
+
+def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do.
+
+    Raises:
+      ValueError: it has had more steps than it should.
+    """
+    if checkpoint.step > experiment.steps:
+        raise ValueError(
+            f"--steps must be at least the {checkpoint.step} that {folder} has had, got {experiment.steps}; "
+            "start another run to train less"
+        )
+    path = folder / "summary.json"
+    if checkpoint.step < experiment.steps or not path.is_file():
+        return None
+    summary = json.loads(path.read_text())
+    return summary if summary["steps"] == experiment.steps else None
