@@ -1,27 +1,48 @@
-"""Labelled images on the device: shuffled, shifted and normalised there, under jit."""
+"""Labelled images in batches: shuffled, augmented, normalised and resized on the device, under jit."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.data.errors import DataError
+from experiments.data.pixels import AS_STORED, augmented, plain
+from experiments.data.pixels import Pixels as Pixels
+from experiments.data.pixels import statistics as statistics
 from experiments.data.source import Columns
 
 Batch = dict[str, jax.Array]
+T = TypeVar("T")
+
+DEVICE_SHARE = 0.25  # of the device's memory that a split may take; a larger one stays on the host
 
 
 class Images(NamedTuple):
-    """A split on the device: ``image`` uint8 (n, height, width, channels) and ``label`` int32 (n,)."""
+    """A split: ``image`` uint8 (n, height, width, channels) and ``label`` int32 (n,).
 
-    image: jax.Array
-    label: jax.Array
+    Both on the device, or both on the host, from where every batch is sent to the device while it works on the one
+    before. The batches are the same, bit for bit.
+    """
+
+    image: jax.Array | np.ndarray
+    label: jax.Array | np.ndarray
+
+    @property
+    def on_host(self) -> bool:
+        return isinstance(self.image, np.ndarray)
+
+
+def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
+    """A split that :func:`experiments.data.read` returned: on the device if it takes no more than a share of it."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", np.inf)
+    images = Images(columns["image"], columns["label"].astype(np.int32))
+    return images if images.image.nbytes > share * limit else on_device(columns)
 
 
 def on_device(columns: Columns) -> Images:
@@ -40,34 +61,59 @@ def steps_per_epoch(images: Images, batch_size: int) -> int:
     return len(images.label) // batch_size
 
 
-def epochs(images: Images, batch_size: int, seed: int, shift: int = 0, start: int = 0) -> Iterator[Batch]:
+def epochs(
+    images: Images,
+    batch_size: int,
+    seed: int,
+    shift: int = 0,
+    start: int = 0,
+    flip: bool = False,
+    pixels: Pixels = AS_STORED,
+) -> Iterator[Batch]:
     """Batches for ever, the set shuffled anew in every epoch; a batch depends on the seed and its number only.
 
     Args:
       images: the split.
       batch_size: examples a batch; what is left of an epoch is dropped.
-      seed: of the order and the shifts.
+      seed: of the order, the shifts and the flips.
       shift: largest number of pixels that each image is moved, up or down and left or right; 0 for none.
       start: number of the first batch, counted from 0.
+      flip: whether every image is mirrored, left to right, with probability a half.
+      pixels: what is made of them.
 
     Yields:
-      ``image``: float32 (batch, height, width, channels) in [0, 1]; ``label``: int32 (batch,).
+      ``image``: ``pixels.dtype`` (batch, height, width, channels); ``label``: int32 (batch,).
     """
     steps, key = steps_per_epoch(images, batch_size), jax.random.key(seed)
-    first_epoch, first_step = divmod(start, steps)
-    for epoch in itertools.count(first_epoch):
-        order_key, shift_key = jax.random.split(jax.random.fold_in(key, epoch))
-        order = _order(order_key, len(images.label))
-        for step in range(first_step if epoch == first_epoch else 0, steps):
-            yield _batch(images, order, step, shift_key, batch_size, shift)
+
+    def raw() -> Iterator[tuple[jax.Array, jax.Array, jax.Array, int]]:
+        first_epoch, first_step = divmod(start, steps)
+        for epoch in itertools.count(first_epoch):
+            order_key, shift_key = jax.random.split(jax.random.fold_in(key, epoch))
+            order = _order(order_key, len(images.label))
+            order = np.asarray(order) if images.on_host else order
+            for step in range(first_step if epoch == first_epoch else 0, steps):
+                if images.on_host:
+                    taken = _send(images, order[step * batch_size : (step + 1) * batch_size])
+                else:
+                    taken = _take(images, order, step * batch_size, batch_size)
+                yield *taken, shift_key, step
+
+    for image, label, shift_key, step in _ahead(raw()) if images.on_host else raw():
+        yield {"image": augmented(image, shift_key, step, shift, flip, pixels), "label": label}
 
 
-def in_order(images: Images, batch_size: int) -> Iterator[Batch]:
+def in_order(images: Images, batch_size: int, pixels: Pixels = AS_STORED) -> Iterator[Batch]:
     """One pass over a split as it is, for evaluation; the last batch may be smaller."""
     n = len(images.label)
-    order = jnp.arange(n)
-    for start in range(0, n, batch_size):
-        yield _take(images, order[start : start + batch_size])
+    parts = (slice(start, min(start + batch_size, n)) for start in range(0, n, batch_size))
+    if images.on_host:
+        raw = _ahead(_send(images, part) for part in parts)
+    else:
+        order = jnp.arange(n)
+        raw = (_take(images, order, part.start, part.stop - part.start) for part in parts)
+    for image, label in raw:
+        yield {"image": plain(image, pixels=pixels), "label": label}
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -75,20 +121,21 @@ def _order(key: jax.Array, n: int) -> jax.Array:
     return jax.random.permutation(key, n)
 
 
-@functools.partial(jax.jit, static_argnames=("batch_size", "shift"))
-def _batch(images: Images, order: jax.Array, step: int, key: jax.Array, batch_size: int, shift: int) -> Batch:
-    batch = _take(images, jax.lax.dynamic_slice(order, (step * batch_size,), (batch_size,)))
-    if shift:
-        offsets = jax.random.randint(jax.random.fold_in(key, step), (batch_size, 2), 0, 2 * shift + 1)
-        batch["image"] = jax.vmap(functools.partial(_shifted, shift=shift))(batch["image"], offsets)
-    return batch
+# Apart from what is made of the pixels, so that this is the same program wherever the images come from.
+@functools.partial(jax.jit, static_argnames="count")
+def _take(images: Images, order: jax.Array, start: int, count: int) -> tuple[jax.Array, jax.Array]:
+    rows = jax.lax.dynamic_slice(order, (start,), (count,))
+    return images.image[rows], images.label[rows]
 
 
-@jax.jit
-def _take(images: Images, rows: jax.Array) -> Batch:
-    return {"image": images.image[rows].astype(jnp.float32) / 255, "label": images.label[rows]}
+def _send(images: Images, rows: np.ndarray | slice) -> tuple[jax.Array, jax.Array]:
+    return jax.device_put((images.image[rows], images.label[rows]))
 
 
-def _shifted(image: jax.Array, offset: jax.Array, shift: int) -> jax.Array:
-    padded = jnp.pad(image, ((shift, shift), (shift, shift), (0, 0)))
-    return jax.lax.dynamic_slice(padded, (offset[0], offset[1], 0), image.shape)
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each asked for one earlier than it is needed."""
+    ahead = next(items)
+    for item in items:
+        yield ahead
+        ahead = item
+    yield ahead

@@ -20,7 +20,7 @@ class CNN(nn.Module):
     hidden: int = 128
 
     @nn.compact
-    def __call__(self, images: jax.Array) -> jax.Array:
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:  # train: as the other models have it
         x = nn.relu(nn.Conv(self.features, (3, 3))(images))
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
         x = x.reshape(len(x), -1)
