@@ -323,6 +323,7 @@ def as_loss_scale(x: Any) -> LossScale:
 
     Raises:
       TypeError: ``x`` is neither.
+      ValueError: one of jmp's has a number outside its range, such as a scale of 0 or one below its minimum.
     """
     if isinstance(x, LossScale):
         return x

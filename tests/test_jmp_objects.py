@@ -1,0 +1,223 @@
+"""Objects of the real jmp where jaxmp takes its own, and jaxmp's where Haiku and other users of jmp take jmp's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jmp as real
+import numpy as np
+import optax
+import pytest
+from optimizer_tools import problem as train_problem
+from optimizer_tools import same_bits, standard, train_loss
+
+import jaxmp
+from jaxmp import jmp
+
+F32, F16, BF16 = (np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(2, name="head")(nn.tanh(nn.Dense(8, name="body")(x)))
+
+
+X = jnp.float32(np.random.default_rng(0).normal(size=(4, 3)))
+MIXED, FULL = "p=f32,c=f16,o=f32", "full"
+every_jmp = pytest.mark.parametrize("module", [real, jmp], ids=["jmp", "jaxmp.jmp"])
+
+
+# --- jmp's objects here -----------------------------------------------------------------------------------------------
+
+
+@every_jmp
+def test_a_policy_of_jmps_is_taken_by_get_policy_and_policy_map(module):
+    policy, full = module.get_policy(MIXED), module.get_policy(FULL)
+    assert jaxmp.get_policy(policy) == jaxmp.get_policy("mixed_float16")
+    policies = jaxmp.PolicyMap(policy, {"head": full})
+    assert policies == jaxmp.PolicyMap("mixed_float16", {"head": "p=f32"})
+    assert hash(policies) == hash(jaxmp.PolicyMap("mixed_float16", {"head": "p=f32"}))
+    assert jaxmp.get_policy(str(policies)) == policies
+    assert jaxmp.PolicyMap(policies, {"body": full}).resolve(("body",))[0] == jaxmp.get_policy("p=f32")
+
+
+@every_jmp
+def test_a_policy_of_jmps_is_taken_by_linen_as_policy_and_as_override(module):
+    def run(policy: Any, full: Any) -> Any:
+        model = jaxmp.linen.apply_policy(Net(), policy, {"head": full})
+        variables = model.init(jax.random.key(0), X)
+        return variables, model.apply(variables, X, capture_intermediates=True)
+
+    got = run(module.get_policy(MIXED), module.get_policy(FULL))
+    assert same_bits(got, run("mixed_float16", "p=f32"))
+    inner = got[1][1]["intermediates"]
+    assert (inner["body"]["__call__"][0].dtype, inner["head"]["__call__"][0].dtype) == (F16, F32)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("NoOpLossScale", ()),
+        ("StaticLossScale", (8.0,)),
+        ("StaticLossScale", (jnp.float32(8.0),)),
+        ("DynamicLossScale", (jnp.float32(2.0**20), jnp.int32(1), 3, 4, np.float32(2.0**18))),
+        ("DynamicLossScale", (jnp.float16(2.0**8),)),
+    ],
+)
+@every_jmp
+def test_a_loss_scale_of_jmps_is_taken_by_the_optimizer_the_train_state_and_the_train_step(module, name, arguments):
+    def run(scale: Any) -> Any:
+        params, batch = train_problem()
+        state = jaxmp.TrainState.create(params=params, tx=jaxmp.loss_scaling(standard(optax.adam(1e-2)), scale), rng=0)
+        step, metrics = jaxmp.make_train_step(train_loss), []
+        for factor in (1.0, 1.0, np.nan, 1.0):
+            scaled = jax.tree.map(lambda x, factor=factor: x * jnp.asarray(factor, x.dtype), batch)
+            state, more = step(state, scaled)
+            metrics.append(more)
+        kept = jaxmp.get_loss_scale(state.opt_state)
+        return state.params, kept.loss_scale, metrics[2]["skipped"], state.skipped
+
+    got = run(getattr(module, name)(*arguments))
+    own = {"max_loss_scale": np.finfo(np.float32).max} if name == "DynamicLossScale" else {}  # jmp has none
+    assert same_bits(got, run(getattr(jaxmp, name)(*arguments, **own)))
+    assert got[2] and got[3] == 1
+
+
+@every_jmp
+def test_a_loss_scale_of_jmps_scales_a_loss_through_the_state(module):
+    params, _ = train_problem()
+    for scale in (module.StaticLossScale(8), module.DynamicLossScale(jnp.float32(8.0))):
+        state = jaxmp.loss_scaling(standard(optax.sgd(1.0)), scale).init(params)
+        assert jaxmp.scale_loss(jnp.float32(2), state) == 16
+        assert jaxmp.unscale(jnp.float16(2), state) == 0.25
+
+
+# --- jaxmp's objects in Haiku -----------------------------------------------------------------------------------------
+
+
+def linear(policy: Any, kind: type[hk.Module] = hk.Linear) -> tuple[Any, jax.Array, Any]:
+    """Params, output and gradients of a Haiku network whose modules of ``kind`` have ``policy``."""
+
+    def forward(x: jax.Array) -> jax.Array:
+        return hk.Sequential([hk.Linear(8), jnp.tanh, hk.Linear(2)])(x)
+
+    network = hk.without_apply_rng(hk.transform(forward))
+    with hk.mixed_precision.push_policy(kind, policy):
+        params = network.init(jax.random.PRNGKey(0), X)
+        out = jax.jit(network.apply)(params, X)
+        grads = jax.grad(lambda params: jnp.sum(network.apply(params, X).astype(jnp.float32)))(params)
+    return params, out, grads
+
+
+POLICIES = [
+    (jaxmp.get_policy("mixed_float16"), MIXED),
+    (jaxmp.get_policy("mixed_bfloat16"), "p=f32,c=bf16,o=f32"),
+    (jaxmp.get_policy("mixed_float16").with_output_dtype("bf16"), "p=f32,c=f16,o=bf16"),
+    (jaxmp.get_policy("float16"), "half"),
+    (jmp.get_policy(MIXED), MIXED),
+    (jmp.get_policy("c=f16,o=f32").with_output_dtype(jnp.float16), "c=f16"),
+]
+
+
+@pytest.mark.parametrize("kind", [hk.Linear, hk.Sequential])
+@pytest.mark.parametrize(("policy", "text"), POLICIES, ids=[f"{type(p).__module__}-{text}" for p, text in POLICIES])
+def test_haiku_gives_the_same_bits_under_a_policy_of_jaxmps_as_under_jmps(policy, text, kind):
+    got = linear(policy, kind)
+    assert same_bits(got, linear(real.get_policy(text), kind))
+    params, out, grads = got
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {policy.param_dtype}
+    assert out.dtype == policy.output_dtype
+    assert hk.mixed_precision.get_policy(kind) is None
+
+
+def test_haikus_set_get_current_and_clear_take_a_policy_of_jaxmps():
+    policy = jaxmp.get_policy("mixed_float16")
+    seen = []
+
+    class Layer(hk.Module):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            seen.append((hk.mixed_precision.current_policy(), x.dtype))
+            return x @ hk.get_parameter("w", [3, 2], init=hk.initializers.RandomNormal())
+
+    network = hk.transform(lambda x: Layer()(x))
+    hk.mixed_precision.set_policy(Layer, policy)
+    try:
+        assert hk.mixed_precision.get_policy(Layer) is policy
+        params = network.init(jax.random.PRNGKey(0), X)
+        out = network.apply(params, None, X)
+    finally:
+        hk.mixed_precision.clear_policy(Layer)
+    assert hk.mixed_precision.get_policy(Layer) is None
+    assert seen == [(policy, F16)] * 2
+    assert params["layer"]["w"].dtype == out.dtype == F32
+    half = X.astype(jnp.float16) @ params["layer"]["w"].astype(jnp.float16)
+    np.testing.assert_array_equal(out, half.astype(jnp.float32))
+
+
+def test_batch_norm_in_haiku_keeps_float32_params_and_state():
+    def forward(x: jax.Array) -> jax.Array:
+        return hk.BatchNorm(True, True, 0.9)(hk.Linear(4)(x), is_training=True)
+
+    network = hk.transform_with_state(forward)
+    push, half = hk.mixed_precision.push_policy, jaxmp.get_policy("mixed_float16").with_output_dtype("float16")
+    with push(hk.Linear, half), push(hk.BatchNorm, jaxmp.get_policy("float32")):
+        params, state = network.init(jax.random.PRNGKey(0), X)
+        out, state = network.apply(params, state, None, X)
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, state)) if leaf.dtype != jnp.int32} == {F32}
+    assert out.dtype == F32
+
+
+# --- jaxmp's objects in code that knows jmp's by their attributes -----------------------------------------------------
+
+
+class Trainer:
+    """Code that never heard of jaxmp: it uses what jmp's README documents, and ``dataclasses``."""
+
+    def __init__(self, policy: Any, loss_scale: Any) -> None:
+        self.policy = dataclasses.replace(policy, output_dtype=jnp.float32)
+        self.loss_scale = loss_scale
+
+    def step(self, params: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            half, inputs = self.policy.cast_to_compute((params, x))
+            assert inputs.dtype == half["w"].dtype == self.policy.compute_dtype
+            out = self.policy.cast_to_output(inputs @ half["w"])
+            return self.loss_scale.scale(jnp.mean((out - y) ** 2))
+
+        grads = self.loss_scale.unscale(jax.grad(loss_fn)(params))
+        grads_finite = real.all_finite(grads)
+        self.loss_scale = self.loss_scale.adjust(grads_finite)
+        updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return real.select_tree(grads_finite, updated, params)
+
+
+@pytest.mark.parametrize(
+    ("policy", "scale"),
+    [
+        (jaxmp.get_policy("mixed_float16"), jaxmp.DynamicLossScale(2.0**15, period=2)),
+        (jaxmp.get_policy("mixed_bfloat16"), jaxmp.NoOpLossScale()),
+        (jmp.get_policy("c=half"), jmp.DynamicLossScale(2.0**15, period=2)),
+        (jmp.get_policy("c=half"), jmp.StaticLossScale(2**10)),
+        (jmp.get_policy("c=f16"), real.StaticLossScale(2.0**10)),
+        (real.get_policy("c=f16"), jaxmp.StaticLossScale(2.0**10)),
+    ],
+)
+def test_a_trainer_written_for_jmp_trains_with_jaxmps_policies_and_scales(policy, scale):
+    trainer = Trainer(policy, scale)
+    params = {"w": jnp.zeros((3, 1))}
+    target = X @ jnp.float32([[1.0], [-2.0], [0.5]])
+    before = jnp.mean(target**2)
+    for i in range(30):
+        x = X * jnp.inf if i == 3 else X
+        params = trainer.step(params, x, target)
+    assert params["w"].dtype == F32
+    assert jnp.mean((X @ params["w"] - target) ** 2) < 0.2 * before
+    if isinstance(scale, jaxmp.DynamicLossScale):
+        assert dataclasses.asdict(trainer.loss_scale)["period"] == 2
+        assert trainer.loss_scale.loss_scale > 1
