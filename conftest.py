@@ -12,7 +12,8 @@ def names_in_examples(doctest_namespace):
     import jax
     import jax.numpy as jnp
     import optax
+    from flax import nnx
 
     import jaxmp
 
-    doctest_namespace.update(jaxmp=jaxmp, jax=jax, jnp=jnp, nn=nn, optax=optax)
+    doctest_namespace.update(jaxmp=jaxmp, jax=jax, jnp=jnp, nn=nn, nnx=nnx, optax=optax)

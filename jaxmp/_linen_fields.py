@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._dtype_fields import is_default, is_floating
 from jaxmp.policy import Policy
 
 _GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave and a policy replaced
@@ -36,30 +36,16 @@ def fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool) 
     defaults = {field.name: field.default for field in dataclasses.fields(module)}
     dtypes: dict[str, np.dtype | None] = {}
     for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
-        if name not in defaults or not _is_floating(getattr(module, name)):
+        if name not in defaults or not is_floating(getattr(module, name)):
             continue
         given = getattr(module, name)
         if name == "dtype" and given is None and container:
             continue
-        if overridden or _is_default(given, defaults[name]):
+        if overridden or is_default(given, defaults[name]):
             vars(module).setdefault(_GIVEN, {}).setdefault(name, given)
             object.__setattr__(module, name, dtype)
         dtypes[name] = np.dtype(getattr(module, name))
     return dtypes.get("dtype"), dtypes.get("param_dtype") or policy.param_dtype
-
-
-def _is_floating(dtype: Any) -> bool:
-    """Whether ``dtype`` is what a policy may replace: a floating dtype, or None for "infer it"."""
-    try:
-        return dtype is None or bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
-
-
-def _is_default(dtype: Any, default: Any) -> bool:
-    if dtype is None or default is None or default is dataclasses.MISSING:
-        return dtype is None
-    return np.dtype(dtype) == np.dtype(default)
 
 
 def hand_out_params(module: Any, policy: Policy) -> None:

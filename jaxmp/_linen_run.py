@@ -23,6 +23,8 @@ import jax
 import numpy as np
 from flax.core import Scope
 
+from jaxmp._dtype_fields import nothing_in_half
+from jaxmp._jaxpr.loops import as_carry, is_loop_body
 from jaxmp._jaxpr.weak import products_in, strengthen, weaken
 from jaxmp._linen_fields import fill_dtypes, hand_out_params
 from jaxmp._linen_variables import (
@@ -32,10 +34,8 @@ from jaxmp._linen_variables import (
     has_children,
     keep_statistics,
     leaves,
-    like,
     own_leaves,
     restore_params,
-    same_structure,
     shapes,
 )
 from jaxmp.dtypes import is_half
@@ -262,7 +262,8 @@ class Run:
             result = strengthen(result)
         if self.method is not None and module is self.module and (caller is None or caller.run is not self):
             result = self.cast_output(result)  # before Linen captures it as an intermediate
-        result = _as_carry(result, args)
+        if args and is_loop_body(_caller(sys._getframe()), nn.Module._call_wrapped_method.__code__):
+            result = as_carry(result, args[0])
         return weaken(result) if follows else result
 
     def _precision(self, policy: Policy, caller: _Frame | None) -> contextlib.AbstractContextManager[Any]:
@@ -310,13 +311,9 @@ class Run:
         half = self.policies.root.compute_dtype
         if not is_half(half) or self.nested or not self.products or not owners <= self.called:
             return
-        if all(decision.kept is not None for decision in self.products.values()):
-            shown = [f"{'/'.join(p) or type(self.module).__name__} ({d.kept})" for p, d in self.products.items()]
-            raise ValueError(
-                f"the policy computes in {half.name}, but every product stays as it was: {', '.join(shown[:8])}"
-                f"{', …' if len(shown) > 8 else ''}; to overrule a dtype that a module was given, name the module in "
-                f"overrides, e.g. overrides={{'**': '{self.policies.root}'}}"
-            )
+        kept = {"/".join(p) or type(self.module).__name__: d.kept for p, d in self.products.items() if d.kept}
+        if len(kept) == len(self.products):
+            raise nothing_in_half(self.policies.root, kept)
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
@@ -340,24 +337,8 @@ def _follow(tree: Any, policy: Policy) -> Any:
     return weaken(tree)
 
 
-def _as_carry(result: Any, args: Any) -> Any:
-    """The ``result`` of the body of a loop, with the new carry in the dtypes of the old one, ``args[0]``."""
-    if not args or not _is_loop_body(sys._getframe(1)):
-        return result
-    if same_structure(result, args[0]):
-        return jax.tree.map(like, result, args[0])
-    if isinstance(result, tuple) and result and same_structure(result[0], args[0]):
-        return (jax.tree.map(like, result[0], args[0]), *result[1:])
-    return result
-
-
-def _is_loop_body(frame: Any) -> bool:
-    """Whether it is a lifted loop that calls the method that runs, and not another method of a module."""
-    methods = 0
-    while frame is not None and methods < 2:
-        code, module = frame.f_code, frame.f_globals.get("__name__")
-        methods += code is nn.Module._call_wrapped_method.__code__
-        if module == "flax.core.axes_scan" or (module == "flax.core.lift" and code.co_name == "body_wrapper"):
-            return True
+def _caller(frame: Any) -> Any:
+    """The frame that called the method of a module that runs in ``frame``."""
+    while frame is not None and frame.f_code is not nn.Module._call_wrapped_method.__code__:
         frame = frame.f_back
-    return False
+    return frame and frame.f_back

@@ -118,14 +118,8 @@ class TrainState(flax.struct.PyTreeNode):
         Raises:
           ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
         """
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **(extra_args or {}))
-        skipped = get_loss_scaling_state(opt_state).skipped - get_loss_scaling_state(self.opt_state).skipped
-        if not isinstance(opt_state, LossScalingState):
-            # A transform around loss_scaling may drop bad gradients before it (MultiSteps), or go on when it skips.
-            skipped = jnp.maximum(skipped, 1 - _tree.all_finite(grads).astype(jnp.int32))
-            opt_state = _keep(skipped == 0, opt_state, self.opt_state)
-        params = optax.apply_updates(_tree.widen(self.params), updates)
-        new = {"params": jax.tree.map(lambda new, old: new.astype(old.dtype), params, self.params)}
+        _, params, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {})
+        new = {"params": params}  # float32 still; the selection below brings the params' own dtypes back
         if model_state is not None:
             new["model_state"] = require_same_structure(model_state, self.model_state)
         if ema_decay is not None:
@@ -142,6 +136,24 @@ class TrainState(flax.struct.PyTreeNode):
             **kept,
             **changes,
         )
+
+
+def take_step(
+    tx: optax.GradientTransformationExtraArgs, grads: Any, opt_state: Any, params: Any, extra_args: Mapping[str, Any]
+) -> tuple[Any, Any, Any, jax.Array]:
+    """One step of an optimizer with ``loss_scaling`` in it.
+
+    Returns:
+      The updates; the new params, float32, which are not to be used if the step was skipped; the new state, of which
+      only the loss scale changed then; and whether it was, int32 0 or 1.
+    """
+    updates, new_state = tx.update(grads, opt_state, params, **extra_args)
+    skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
+    if not isinstance(new_state, LossScalingState):
+        # A transform around loss_scaling may drop bad gradients before it (MultiSteps), or go on when it skips.
+        skipped = jnp.maximum(skipped, 1 - _tree.all_finite(grads).astype(jnp.int32))
+        new_state = _keep(skipped == 0, new_state, opt_state)
+    return updates, optax.apply_updates(_tree.widen(params), updates), new_state, skipped
 
 
 def _keep(finite: jax.Array, new: Any, old: Any) -> Any:

@@ -232,15 +232,7 @@ def scaled_value_and_grad(
       TypeError: the loss is float16 (its cotangent would be the scale itself and overflow), or an argument to
         differentiate has leaves that are not floating.
     """
-    loss_scale = get_loss_scale(opt_state)
-
-    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        result = fun(*args, **kwargs)
-        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(f"with has_aux the function must return a pair (loss, aux), got {type(result).__name__}")
-        loss, aux = result if has_aux else (result, None)
-        loss = _float32_loss(loss)
-        return loss_scale.scale(loss), (loss, aux)
+    scaled_fun = scaled_loss(fun, get_loss_scale(opt_state), has_aux)
 
     @functools.wraps(fun)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
@@ -251,6 +243,20 @@ def scaled_value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
+
+
+def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
+    """``fun`` in the form that is differentiated with ``has_aux``: the scaled loss, and the true one with ``aux``."""
+
+    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        result = fun(*args, **kwargs)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(f"with has_aux the function must return a pair (loss, aux), got {type(result).__name__}")
+        loss, aux = result if has_aux else (result, None)
+        loss = _float32_loss(loss)
+        return loss_scale.scale(loss), (loss, aux)
+
+    return scaled_fun
 
 
 def _find(opt_state: optax.OptState) -> list[LossScalingState]:

@@ -1,0 +1,173 @@
+"""Loss scaling for NNX: an optimizer that skips a non-finite step whole, and the gradients that go with it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from jaxmp import tree as _tree
+from jaxmp._train_state import take_step
+from jaxmp.loss_scale import LossScale, NoOpLossScale
+from jaxmp.optimizer import get_loss_scale, get_loss_scaling_state, has_loss_scale, loss_scaling
+from jaxmp.optimizer import scaled_loss as _scaled_loss
+
+_Object: Any = nnx.Optimizer  # its type parameters are of no use here
+
+
+class Optimizer(_Object):
+    """``nnx.Optimizer`` with loss scaling: a step with non-finite gradients or updates changes nothing but the scale.
+
+    With gradients of :func:`scaled_value_and_grad`, a skipped step leaves every Variable of the model bit for bit as it
+    was when the last step ended, batch statistics included; only random number generators move on. The optimizer's
+    ``step`` counts calls, ``skipped`` those that changed nothing.
+
+    Args:
+      model: the model, under a policy or not.
+      tx: an optax optimizer, in ``jaxmp.loss_scaling`` or bare.
+      wrt: filter of the Variables to be trained.
+      loss_scale: wraps a bare ``tx`` in ``jaxmp.loss_scaling``. None is for a ``tx`` that has a loss scale already; a
+        bare one gets ``NoOpLossScale``, which skips non-finite steps and scales nothing.
+
+    Raises:
+      ValueError: ``tx`` has a loss scale and ``loss_scale`` is given as well, or ``tx`` has several.
+
+    >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
+    >>> @nnx.jit
+    ... def step(model, optimizer, x):
+    ...     loss, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+    ...     optimizer.update(model, grads)
+    ...     return loss
+    >>> loss = step(model, optimizer, jnp.full((4, 2), jnp.inf))
+    >>> int(optimizer.skipped), float(optimizer.loss_scale.loss_scale)
+    (1, 16384.0)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any = nnx.Param,
+        loss_scale: LossScale | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """See the class."""
+        params = nnx.state(model, wrt)
+        has_one = has_loss_scale(jax.eval_shape(tx.init, params))
+        if has_one and loss_scale is not None:
+            raise ValueError(
+                "one loss has one scale, but the optimizer given has a loss scale and loss_scale= names another; drop "
+                "one of them"
+            )
+        if not has_one:
+            tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
+        super().__init__(model, optax.with_extra_args_support(tx), wrt=wrt, **kwargs)
+        get_loss_scale(self.opt_state)  # raises if there are several
+        self.before: Any = nnx.data(None)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss-scale object that the next loss is scaled with."""
+        return get_loss_scale(nnx.as_pure(self.opt_state))
+
+    @property
+    def skipped(self) -> jax.Array:
+        """int32 scalar: the steps so far that changed nothing."""
+        return get_loss_scaling_state(nnx.as_pure(self.opt_state)).skipped
+
+    def remember(self, model: Any) -> None:
+        """Keeps what ``model`` has besides the trained Variables, for the next :meth:`update` to put back if it skips.
+
+        :func:`scaled_value_and_grad` calls this. Until an update only the first call counts.
+        """
+        if self.before is None:
+            self.before = nnx.data(nnx.as_pure(nnx.state(model, self._untrained)))
+
+    @property
+    def _untrained(self) -> Any:
+        return nnx.All(nnx.Not(self.wrt), nnx.Not(nnx.RngState))
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
+        """Takes a step with ``grads``, the gradients of the scaled loss, or skips it.
+
+        Args:
+          model: changed in place.
+          grads: of :func:`scaled_value_and_grad`.
+          **kwargs: extra arguments of the optax optimizer.
+
+        Returns:
+          The updates that were added to the params; -0.0 if the step was skipped.
+        """
+        params = nnx.as_pure(nnx.state(model, self.wrt))
+        updates, new_params, opt_state, skipped = take_step(
+            self.tx,
+            nnx.as_pure(nnx.state(grads, self.wrt)),
+            nnx.as_pure(self.opt_state),
+            params,
+            nnx.as_pure(kwargs),
+        )
+        nnx.update(model, _tree.select_tree(skipped == 0, new_params, params))
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        self.step[...] += 1
+        if self.before is not None:
+            _put_back(skipped, nnx.state(model, self._untrained), self.before)
+            self.before = nnx.data(None)
+        return updates
+
+
+def _put_back(skipped: jax.Array, state: Any, before: Any) -> None:
+    """Sets the Variables in ``state`` to the values ``before`` if the step was skipped."""
+    old = dict(nnx.to_flat_state(before))
+    for path, var in nnx.to_flat_state(state):
+        if path in old:  # else it was made by the step, like an intermediate
+            var.set_raw_value(_tree.select_tree(skipped == 0, var.get_raw_value(), old[path]))
+
+
+def scaled_value_and_grad(
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Like ``nnx.value_and_grad``, but the gradients are those of the loss times the scale of ``optimizer``.
+
+    Args:
+      loss_fn: returns the loss, or ``(loss, aux)`` with ``has_aux``.
+      optimizer: takes the gradients; made with this module's :class:`Optimizer`.
+      argnums: which arguments are differentiated, with respect to the Variables that ``optimizer`` trains unless a
+        ``nnx.DiffState`` says otherwise.
+      has_aux: whether ``loss_fn`` returns more than the loss.
+
+    Returns:
+      A function with ``loss_fn``'s arguments that returns ``(loss, grads)`` or ``((loss, aux), grads)``: the true loss
+      in float32, and scaled gradients for ``optimizer.update``.
+
+    Raises:
+      TypeError: the optimizer is not this module's, or the loss is float16, in which the scale overflows.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"scaled_value_and_grad takes the loss scale from a jaxmp.nnx.Optimizer, got {type(optimizer).__name__}; "
+            "make it with jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale())"
+        )
+    several = list(argnums) if isinstance(argnums, Sequence) else [argnums]
+    wanted = [nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum for argnum in several]
+    gradient = nnx.value_and_grad(
+        _scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
+        argnums=tuple(wanted) if isinstance(argnums, Sequence) else wanted[0],
+        has_aux=True,
+    )
+
+    @functools.wraps(loss_fn)
+    def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+        optimizer.remember(args[wanted[0].argnum])
+        (_, (loss, aux)), grads = gradient(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return value_and_grad

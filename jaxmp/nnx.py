@@ -1,0 +1,147 @@
+"""Policies and loss scaling for Flax NNX modules that nobody edited.
+
+:func:`apply_policy` returns a model that shares the Variables of the one it is given: the modules are copies whose
+``dtype`` attributes are set and whose methods run under their policies (see ``jaxmp/_nnx_run.py``). Transforms of NNX,
+``split`` and ``merge`` see an ordinary model. :class:`Optimizer` and :func:`scaled_value_and_grad` scale its loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxmp._dtype_fields import nothing_in_half
+from jaxmp._nnx_graph import Node, read_graph
+from jaxmp._nnx_optimizer import Optimizer as Optimizer
+from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
+from jaxmp._nnx_run import Decision, bare_class, cast_variable, policied_class, replace_own
+from jaxmp.dtypes import is_half
+from jaxmp.patterns import Path, Pattern, pattern_text
+from jaxmp.policy import Policy, PolicyMap, get_policy_map
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
+    """``model`` computing under a policy; a copy of its modules that shares its Variables.
+
+    Params are kept in the param dtype, every module computes in the compute dtype of its own policy, and what the root
+    returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
+    unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it.
+
+    A ``dtype`` or ``param_dtype`` attribute that has the default of its class's constructor is set; one that differs
+    is the author's word and stays, unless an override covers the module. A constructor may have handed its own default
+    down before the policy comes: what equals the default of a module around it counts as default too. The methods of a
+    module without a ``dtype`` attribute see its own Params in the compute dtype, and its inputs follow where they meet
+    them. The carry of a loop (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) keeps the dtype it comes in with. A module
+    with a policy of its own, nested in another, keeps it.
+
+    Sharp edge: what a method of a module without a ``dtype`` attribute writes to the module's own Params is lost, for
+    it wrote to a cast of them.
+
+    Args:
+      model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
+      policy: whatever :func:`jaxmp.get_policy` reads.
+      overrides: pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`; paths are those of
+        ``nnx.iter_modules``: ``encoder/layers/0``.
+
+    Raises:
+      TypeError: ``model`` is not an NNX module.
+      ValueError: a pattern matched no module and no Variable; or a half policy under which every product stays float32.
+
+    >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
+    >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
+    (dtype('float32'), dtype('float32'))
+    >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
+    >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
+    [dtype('float16')]
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"jaxmp.nnx.apply_policy takes an instance of flax.nnx.Module, got {model!r}; make the instance first "
+            "(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.apply_policy for Linen modules"
+        )
+    policies = get_policy_map(policy, overrides)
+    model = nnx.clone(model, variables=False, graph=True)
+    graph = read_graph(model)
+    policies.check(graph.classes, graph.variables)
+    # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
+    plans = [_plan(policies, node, graph.classes) for node in graph.nodes]
+    if is_half(policies.root.compute_dtype) and not graph.has_nested_policies:
+        _check_products(policies.root, plans)
+    casts: dict[int, nnx.Variable[Any]] = {}
+    for plan in plans:
+        plan.carry_out(is_root=plan.node.module is model, casts=casts)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is to be done with a module.
+
+    Attributes:
+      node: the module.
+      policy: its policy.
+      pattern: the pattern that gave it; None for the default.
+      fills: the dtype attributes to be set.
+    """
+
+    node: Node
+    policy: Policy
+    pattern: Pattern | None
+    fills: dict[str, np.dtype]
+
+    @property
+    def own_dtype(self) -> np.dtype | None:
+        """The dtype that its author made it compute in, where that stays."""
+        given = None if "dtype" in self.fills else self.node.given.get("dtype")
+        return None if given is None else np.dtype(given)
+
+    def carry_out(self, is_root: bool, casts: dict[int, nnx.Variable[Any]]) -> None:
+        """Sets the module up; ``casts`` has the Params that were cast so far, by the ids of the old ones."""
+        module, has_dtype, owns_params = self.node.module, "dtype" in self.node.given, bool(self.node.own_params())
+        if "param_dtype" in self.fills or "param_dtype" not in self.node.given:
+            vars(module).update(replace_own(module, lambda var: self._stored(var, casts)))
+        inputs: Literal["cast", "follow"] | None = None
+        if not has_dtype and (owns_params or self.pattern is not None):
+            inputs = "cast" if not self.node.is_parent() else "follow" if owns_params else None
+        given = tuple((name, self.node.given[name]) for name in self.fills)
+        decision = Decision(self.policy, is_root, owns_params and not has_dtype, inputs, given)
+        object.__setattr__(module, "__class__", policied_class(bare_class(module), decision))
+        vars(module).update(self.fills)
+
+    def _stored(self, var: nnx.Variable[Any], casts: dict[int, nnx.Variable[Any]]) -> nnx.Variable[Any]:
+        if not isinstance(var, nnx.Param):
+            return var
+        if id(var) not in casts:
+            casts[id(var)] = cast_variable(var, self.policy.param_dtype)
+        return casts[id(var)]
+
+
+def _plan(policies: PolicyMap, node: Node, classes: Mapping[Path, type]) -> _Plan:
+    order = [*policies.patterns, None]  # of the policies for the several paths of a shared module, the first pattern's
+    policy, pattern = min((policies.resolve(p, classes) for p in node.paths), key=lambda found: order.index(found[1]))
+    dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
+    fills = {name: dtypes[name] for name in node.given if pattern is not None or node.is_default(name)}
+    return _Plan(node, policy, pattern, fills)
+
+
+def _check_products(policy: Policy, plans: list[_Plan]) -> None:
+    """Raises if the half ``policy`` leaves every product as it was."""
+    kept = {}
+    for plan in plans:
+        leaves = jax.tree.leaves([var.get_raw_value() for var in plan.node.own_params()])
+        if isinstance(plan.node.module, nnx.Embed) or all(len(getattr(leaf, "shape", ())) < 2 for leaf in leaves):
+            continue  # no product
+        if is_half(plan.own_dtype or plan.policy.compute_dtype):
+            return
+        name = "/".join(plan.node.paths[0]) or bare_class(plan.node.module).__name__
+        own = plan.own_dtype
+        kept[name] = f"its own dtype={own.name}" if own else f"override {pattern_text(plan.pattern or '**')!r}"
+    if kept:
+        raise nothing_in_half(policy, kept)
