@@ -1,19 +1,18 @@
-"""Checkpoints that survive a kill: Orbax writes them in the background, whole or not at all; each leaf has a checksum.
+"""Checkpoints that survive a kill: Orbax writes them in the background, whole or not at all; each file has a checksum.
 
 A checkpoint is a folder named by its step. Its ``state`` holds the arrays of a :class:`jaxmp.TrainState` by their
 paths, the loss scale's apart from the rest, because it alone may be started afresh under another policy; its ``about``
-holds what else a run needs, and the checksums. Orbax gives a folder its name once all is in it, so that a kill leaves a
-folder that nobody takes for a checkpoint. What it does not see is a file that is damaged later: the checksums do.
+holds what else a run needs. Orbax gives a folder its name once all is in it, so that a kill leaves a folder that nobody
+takes for a checkpoint. What Orbax may not see is a file that is damaged later: ``checksums.sha256``, which ``sha256sum
+--check`` reads too, tells.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import hashlib
 import shlex
 import shutil
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +26,8 @@ from jaxmp.optimizer import LossScalingState
 from jaxmp.tree import path_name
 
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of the folder that Orbax is still writing
+_CHECKSUMS = "checksums.sha256"
+_ITEMS = ("state", "about")
 _LOSS_SCALE = "loss_scale/"
 
 
@@ -75,8 +76,8 @@ class Checkpoint:
         return new if goes_on else new.replace(stuck=jnp.zeros_like(new.stuck))
 
     def _require_same_model(self, saved: dict[str, np.ndarray], fresh: dict[str, jax.Array]) -> None:
-        rows = ((name, _shape(saved.get(name)), _shape(fresh.get(name))) for name in dict.fromkeys([*fresh, *saved]))
-        for name, there, here in rows:
+        for name in sorted(saved.keys() | fresh.keys(), key=lambda name: (not name.startswith("params/"), name)):
+            there, here = _shape(saved.get(name)), _shape(fresh.get(name))
             if there != here:
                 raise CheckpointError(
                     f"a checkpoint fits the model and the optimizer it was made with only, but {name!r} {there} in "
@@ -107,8 +108,13 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         for path in unfinished(folder):
             shutil.rmtree(path)
-        options = ocp.CheckpointManagerOptions(preservation_policy=ocp.checkpoint_managers.LatestN(keep))
-        self._manager = ocp.CheckpointManager(folder.absolute(), item_names=("state", "about"), options=options)
+        self._folder = folder
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+            # Called when all of a checkpoint is written, before it gets its name.
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), item_names=_ITEMS, options=options)
 
     def __enter__(self) -> Self:
         return self
@@ -130,11 +136,16 @@ class Checkpoints:
             name: np.array(leaf)
             for name, leaf in jax.device_get({name: _data(leaf) for name, leaf in (rest | scale).items()}).items()
         }
-        record = {**about, "loss_scale": _kind(state), "leaves": {name: _sum(leaf) for name, leaf in leaves.items()}}
-        record["checksum"] = _json_sum(record)
         filled = {name: leaf for name, leaf in leaves.items() if leaf.size}  # Orbax refuses to write nothing
+        empty = {name: [str(leaf.dtype), leaf.shape] for name, leaf in leaves.items() if not leaf.size}
+        record = {**about, "loss_scale": _kind(state), "empty": empty}
         items = ocp.args.Composite(state=ocp.args.StandardSave(filled), about=ocp.args.JsonSave(record))
         self._manager.save(step, args=items, force=True)
+
+    def _write_checksums(self) -> None:
+        (folder,) = unfinished(self._folder)
+        lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(folder).items()]
+        (folder / _CHECKSUMS).write_text("".join(lines))
 
     def wait(self) -> None:
         """Returns when all is written; raises what went wrong with that."""
@@ -178,40 +189,51 @@ def read_last(folder: Path) -> Checkpoint:
 
 
 def read(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint of a step, once every leaf of it was found to be what was saved.
+    """The checkpoint of a step, once every file of it was found to be what was written.
 
     Raises:
       CheckpointError: it is damaged.
     """
     path = folder / str(step)
+    if problem := _damage(path):
+        raise CheckpointError(f"the checkpoint {path} is damaged: {problem}")
     try:
-        with ocp.CheckpointManager(folder.absolute(), item_names=("state", "about")) as manager:
+        with ocp.CheckpointManager(folder.absolute(), item_names=_ITEMS) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardRestore(), about=ocp.args.JsonRestore())
             restored = manager.restore(step, args=items)
-            about, leaves = dict(restored["about"]), dict(restored["state"])
-    except Exception as error:  # whatever Orbax and TensorStore make of a damaged file
+    except Exception as error:  # whatever Orbax makes of the files of its own around the two items
         what = " ".join(str(error).split())[:200]
         raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {what}") from error
-    for problem in _problems(about, leaves):
-        raise CheckpointError(f"the checkpoint {path} is damaged: {problem}")
-    del about["checksum"], about["leaves"]
+    about, leaves = dict(restored["about"]), dict(restored["state"])
+    leaves |= {name: np.zeros(shape, jnp.dtype(dtype)) for name, (dtype, shape) in about.pop("empty").items()}
     return Checkpoint(path, step, about, leaves)
 
 
-def _problems(about: dict[str, Any], leaves: dict[str, np.ndarray]) -> Iterator[str]:
-    """What is not as it was saved; puts back the leaves without elements."""
-    if about.get("checksum") != _json_sum({key: value for key, value in about.items() if key != "checksum"}):
-        yield "its 'about' is not what was saved"
-        return
-    for name, (dtype, shape, _) in about["leaves"].items():
-        if 0 in shape:
-            leaves[name] = np.zeros(shape, jnp.dtype(dtype))
-    if missing := about["leaves"].keys() ^ leaves.keys():
-        yield f"its arrays are not those that were saved, as to {min(missing)!r}"
-        return
-    for name, leaf in leaves.items():
-        if _sum(leaf) != about["leaves"][name]:
-            yield f"{name!r} is not what was saved"
+def _damage(folder: Path) -> str | None:
+    """The first file of a checkpoint that is not what its checksum says."""
+    try:
+        lines = (folder / _CHECKSUMS).read_text(errors="replace").splitlines()
+        expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+        found = _checksums(folder)
+    except OSError as error:
+        return str(error)
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            return f"{name} is missing"
+        if name not in expected:
+            return f"{name} is not in its {_CHECKSUMS}"
+        if expected[name] != found[name]:
+            return f"{name} is not what was written"
+    return None
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint's items."""
+    checksums = {}
+    for path in sorted(path for item in _ITEMS for path in (folder / item).rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            checksums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return checksums
 
 
 def _split(state: jaxmp.TrainState) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -255,11 +277,3 @@ def _like(value: np.ndarray, leaf: jax.Array) -> jax.Array:
 
 def _shape(leaf: np.ndarray | jax.Array | None) -> str:
     return "is missing" if leaf is None else f"has shape {leaf.shape}"
-
-
-def _sum(leaf: np.ndarray) -> list[Any]:
-    return [str(leaf.dtype), list(leaf.shape), zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data)]
-
-
-def _json_sum(record: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())

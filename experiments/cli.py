@@ -50,7 +50,7 @@ class Training:
     """Steps between checkpoints, which are written while training goes on; the last step has one too. 0 writes none."""
     keep: int = 3
     """Checkpoints to keep, the last ones."""
-    resume: bool = False
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/. What follows is
     what would have followed, bit for bit. --steps, --evaluate-every and the like may be others than before; so may
     --policy, if the params keep their dtype, and --loss-scale, which goes on from its value if it is of the same kind.

@@ -1,0 +1,156 @@
+"""What the tests of checkpoints share: a small experiment with all that a state can have, and processes to kill."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import sklearn.datasets
+
+import jaxmp
+from experiments import checkpoints, cli, runs, training
+from experiments.experiment import Experiment
+from experiments.metrics import accuracy
+from experiments.precision import read_policy
+
+NAME = "tiny"
+DIGITS = sklearn.datasets.load_digits()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(cli.Training):
+    """A scale that grows at every second step overflows float16 now and then, so that steps are skipped."""
+
+    policy: str = "mixed_float16"
+    loss_scale: str = "dynamic:loss_scale=65536,period=2"
+    dataset: str = "digits"
+    steps: int = 8
+    batch_size: int = 16
+    learning_rate: float = 0.01
+    width: int = 8
+    ballast: int = 1
+    accumulate: int = 2
+    ema: float = 0.9
+    evaluate_every: int = 3
+    checkpoint_every: int = 2
+
+
+@functools.cache  # one compilation for all runs alike
+def _task(
+    policy: str, loss_scale: str, learning_rate: float, width: int, ballast: int, accumulate: int, ema: float
+) -> dict[str, Any]:
+    """A network with noise, running statistics and dead weight (``ballast`` floats that change at every step)."""
+    policy, loss_scale, rule = read_policy(policy, loss_scale)
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        weights, x = policy.cast_to_compute((params, batch["image"]))
+        hidden = nn.relu(x @ weights["hidden"] + 0.1 * jax.random.normal(rng, (len(x), width), x.dtype))
+        logits = (hidden @ weights["out"]).astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+        mean = hidden.mean(axis=0, dtype=jnp.float32)
+        new = {"mean": 0.9 * model_state["mean"] + 0.1 * mean, "ballast": model_state["ballast"] + loss}
+        return loss, new, {"accuracy": accuracy(logits, batch["label"])}
+
+    def init_params(seed: int) -> Any:
+        random = np.random.default_rng(seed)
+        shapes = {"hidden": (64, width), "out": (width, 10)}
+        drawn = {name: random.normal(0, 1 / 8, shape).astype(np.float32) for name, shape in shapes.items()}
+        return jax.tree.map(jnp.asarray, policy.cast_to_param(drawn))
+
+    def create(params: Any) -> jaxmp.TrainState:
+        dead = np.random.default_rng(1).normal(size=ballast)
+        model_state = {"mean": jnp.zeros(width), "ballast": jnp.asarray(dead, jnp.float32)}
+        tx = jaxmp.loss_scaling(optax.adam(learning_rate), loss_scale)
+        return jaxmp.TrainState.create(params=params, tx=tx, model_state=model_state, rng=3, ema=ema > 0)
+
+    return {
+        "loss_fn": loss_fn,
+        "step": jaxmp.make_train_step(loss_fn, accumulate_steps=accumulate, ema_decay=ema or None),
+        "eval_step": jaxmp.make_eval_step(loss_fn, use_ema=ema > 0),
+        "init_params": init_params,
+        "create": create,
+        "precision": {"policy": str(policy), "loss_scale_rule": rule},
+    }
+
+
+def prepare(config: Config) -> Experiment:
+    """The task on real digits, the batches a function of seed and number."""
+    cli.check(config)
+    names = ("policy", "loss_scale", "learning_rate", "width", "ballast", "accumulate", "ema")
+    image, label = jnp.asarray(DIGITS.data / 16, jnp.float32), jnp.asarray(DIGITS.target, jnp.int32)
+
+    def train_batches(seed: int, start: int = 0) -> Iterator[Any]:
+        for step in itertools.count(start):
+            rows = np.random.default_rng((seed, step)).integers(0, len(label), config.batch_size)
+            yield {"image": image[rows], "label": label[rows]}
+
+    return Experiment(
+        **_task(**{name: getattr(config, name) for name in names}),
+        train_batches=train_batches,
+        test_batches=lambda: [{"image": image[:8], "label": label[:8]}],
+        steps=config.steps,
+        batch_size=config.batch_size,
+    )
+
+
+def train(config: Config) -> dict[str, Any]:
+    """A run; Adam's bias correction in optax needs JAX's usual dtype promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return training.train(NAME, config, prepare)
+
+
+def last(folder: Path) -> checkpoints.Checkpoint:
+    return checkpoints.read_last(runs.checkpoints_folder(folder))
+
+
+def bits(checkpoint: checkpoints.Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {name: (str(leaf.dtype), leaf.shape, leaf.tobytes()) for name, leaf in checkpoint.leaves.items()}
+
+
+def rows(folder: Path) -> list[list[str]]:
+    """The metrics without the columns that tell the time."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [
+            [text for name, text in row.items() if name not in ("examples_per_s", "input_wait")]
+            for row in csv.DictReader(file)
+        ]
+
+
+def processes() -> Any:
+    """A multiprocessing context whose processes begin with everything imported."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the server looks for its preload there
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["checkpoint_tools"])
+    return context
+
+
+def train_in_step(pipe: Connection, config: Config, cache: Path) -> None:
+    """A run that tells the number of each step and waits for an answer before it; compiled programs are kept."""
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+    def told(experiment: Experiment) -> Experiment:
+        def train_batches(seed: int, start: int = 0) -> Iterator[Any]:
+            for step, batch in enumerate(experiment.train_batches(seed, start), start + 1):
+                pipe.send(step)
+                pipe.recv()
+                yield batch
+
+        return dataclasses.replace(experiment, train_batches=train_batches)
+
+    training.train(NAME, config, lambda config: told(prepare(config)))

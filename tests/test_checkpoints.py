@@ -1,0 +1,267 @@
+"""One checkpoint: all of a state comes back, damage of every kind is found, and another policy or model is met."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoint_tools import Config, bits, prepare
+from jax.sharding import NamedSharding, PartitionSpec
+from optimizer_tools import bits as leaf_bits
+from optimizer_tools import standard
+
+import jaxmp
+from experiments import checkpoints
+from experiments.checkpoints import CheckpointError, Checkpoints, read, read_last
+
+ABOUT = {"precision": {"policy": "float32"}, "metrics_bytes": 7}
+
+
+def state(
+    loss_scale: Any = None, dtype: Any = jnp.float32, params: Any = None, tx: Any = None, seed: int = 0
+) -> jaxmp.TrainState:
+    """A state with leaves of every kind."""
+    random = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(random.normal(size=shape), dtype)
+
+    return jaxmp.TrainState.create(
+        params=params or {"dense": {"kernel": draw(3, 4), "bias": draw(4)}, "none": draw(0, 2)},
+        tx=optax.chain(jaxmp.loss_scaling(tx or standard(optax.adam(0.1)), loss_scale or jaxmp.DynamicLossScale())),
+        model_state={"batch_stats": {"mean": jnp.asarray(random.normal(size=4), jnp.bfloat16)}, "seen": jnp.array(True)},
+        rng=seed,
+        ema=True,
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether all leaves agree bit for bit; two states made anew differ in their functions."""
+    return leaf_bits(one) == leaf_bits(other)
+
+
+def save(folder: Path, state: jaxmp.TrainState, *steps: int, keep: int = 3) -> None:
+    with Checkpoints(folder, keep) as manager:
+        for step in steps:
+            manager.save(step, state, ABOUT)
+
+
+def test_every_leaf_comes_back_bit_for_bit_and_so_does_what_was_said_about_it(tmp_path):
+    saved = state(seed=1)
+    save(tmp_path, saved, 5)
+    checkpoint = read_last(tmp_path)
+    fresh = state(seed=2)
+    restored = checkpoint.restore(fresh, ABOUT["precision"])
+    assert same(restored, saved) and not same(restored, fresh)
+    assert jax.tree.structure(restored) == jax.tree.structure(fresh)
+    assert jax.random.normal(restored.rng) == jax.random.normal(saved.rng)
+    assert checkpoint.step == 5
+    assert {key: checkpoint.about[key] for key in ABOUT} == ABOUT
+
+
+def test_sharded_params_come_back_where_they_were(tmp_path):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    kernel = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("data")))
+    saved = state(params={"kernel": kernel})
+    save(tmp_path, saved, 1)
+    restored = read_last(tmp_path).restore(saved, ABOUT["precision"])
+    assert same(restored, saved)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, saved)
+
+
+def test_a_state_may_be_donated_while_it_is_written(tmp_path):
+    experiment = prepare(Config(ballast=1_000_000))
+    with jax.numpy_dtype_promotion("standard"), Checkpoints(tmp_path, keep=3) as manager:
+        now, batches = experiment.init(0), experiment.train_batches(0)
+        copies = {}
+        for step in (1, 2, 3):
+            copies[step] = jax.tree.map(jnp.copy, now)
+            manager.save(step, now, ABOUT)
+            for _ in range(5):
+                now, _ = experiment.step(now, next(batches))
+    for step, copy in copies.items():
+        assert same(read(tmp_path, step).restore(now, ABOUT["precision"]), copy)
+
+
+def test_the_last_ones_are_kept_and_no_more(tmp_path):
+    save(tmp_path, state(), 1, 2, 3, 10, keep=2)
+    assert checkpoints.steps(tmp_path) == [3, 10]
+    save(tmp_path, state(), 11, keep=2)
+    assert checkpoints.steps(tmp_path) == [10, 11]
+
+
+def test_a_half_written_checkpoint_is_none_and_is_removed_by_the_next_run(tmp_path):
+    save(tmp_path, state(), 1, 2)
+    half = (tmp_path / "2").rename(tmp_path / "2.orbax-checkpoint-tmp")
+    assert checkpoints.unfinished(tmp_path) == [half] and read_last(tmp_path).step == 1
+    save(tmp_path, state(), 2)
+    assert checkpoints.steps(tmp_path) == [1, 2] and not checkpoints.unfinished(tmp_path)
+
+
+# --- damage --------------------------------------------------------------------------------------------------------
+
+
+def damages(content: bytes) -> Iterator[bytes | None]:
+    """A file's content, damaged: truncated, emptied, with a byte flipped, and None for a missing file."""
+    yield None
+    if content:
+        yield b""
+        yield content[: len(content) // 2]
+        yield content[:-1]
+        for position in {0, len(content) // 3, len(content) // 2, len(content) - 1}:
+            yield content[:position] + bytes([content[position] ^ 0x10]) + content[position + 1 :]
+
+
+def test_a_file_of_a_checkpoint_that_is_damaged_in_any_way_is_noticed_or_does_not_matter(tmp_path):
+    save(tmp_path, state(seed=1), 4)
+    whole = bits(read_last(tmp_path))
+    files = sorted(path for path in (tmp_path / "4").rglob("*") if path.is_file())
+    assert len(files) > 8
+    noticed = dict.fromkeys(files, 0)
+    for file in files:
+        content = file.read_bytes()
+        for damaged in damages(content):
+            if damaged is None:
+                file.unlink()
+            else:
+                file.write_bytes(damaged)
+            try:
+                checkpoint = read(tmp_path, 4)
+            except CheckpointError as error:
+                assert str(error).startswith(f"the checkpoint {tmp_path / '4'} is damaged: ")
+                noticed[file] += 1
+            else:
+                assert bits(checkpoint) == whole and checkpoint.about["metrics_bytes"] == 7
+        file.write_bytes(content)
+    assert bits(read_last(tmp_path)) == whole
+    assert all(noticed[file] == 8 for file in files if file.parent != tmp_path / "4" and file.stat().st_size > 3)
+
+
+def test_a_folder_that_is_missing_is_damage_too(tmp_path):
+    save(tmp_path, state(), 4)
+    for item in ("state", "about"):
+        shutil.copytree(tmp_path / "4", tmp_path / item / "4")
+        shutil.rmtree(tmp_path / item / "4" / item)
+        with pytest.raises(CheckpointError, match=rf"the checkpoint {tmp_path}/{item}/4 is damaged: "):
+            read_last(tmp_path / item)
+
+
+def test_arrays_that_are_whole_but_of_another_checkpoint_are_damage_too(tmp_path):
+    save(tmp_path / "a", state(seed=1), 4)
+    save(tmp_path / "b", state(seed=2), 4)
+    shutil.rmtree(tmp_path / "a" / "4" / "state")
+    shutil.copytree(tmp_path / "b" / "4" / "state", tmp_path / "a" / "4" / "state")
+    with pytest.raises(CheckpointError, match=r"/a/4 is damaged: state/\S+ is (missing|not what was written|not in its )"):
+        read_last(tmp_path / "a")
+
+
+def damage(checkpoint: Path) -> None:
+    for file in (checkpoint / "state" / "d").iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_the_last_good_one_is_offered_and_following_the_offer_helps(tmp_path):
+    save(tmp_path, state(), 1, 2, 3)
+    for step in (2, 3):
+        damage(tmp_path / str(step))
+    offer = (
+        rf"the checkpoint {tmp_path}/3 is damaged: .*; the checkpoint {tmp_path}/2 is damaged: .*; the last good one is "
+        rf"of step 1; to resume from it, remove what comes after: rm -r {tmp_path}/3 {tmp_path}/2$"
+    )
+    with pytest.raises(CheckpointError, match=offer) as error:
+        read_last(tmp_path)
+    for path in re.findall(r"\S+", str(error.value).split("rm -r ")[1]):
+        shutil.rmtree(path)
+    assert read_last(tmp_path).step == 1
+
+
+def test_without_a_good_one_there_is_nothing_to_offer(tmp_path):
+    with pytest.raises(CheckpointError, match="has no finished checkpoint to resume from; start again without --resume"):
+        read_last(tmp_path / "none")
+    save(tmp_path, state(), 1)
+    damage(tmp_path / "1")
+    with pytest.raises(CheckpointError, match="there is no good one: start again without --resume, in another folder"):
+        read_last(tmp_path)
+
+
+# --- another policy, another model -----------------------------------------------------------------------------------
+
+
+def moved(loss_scale: Any, **changes: Any) -> Any:
+    """A loss scale as training would leave it."""
+    return jax.tree.map(lambda leaf: leaf + leaf.dtype.type(3), loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "goes_on"),
+    [
+        (jaxmp.DynamicLossScale(), jaxmp.DynamicLossScale(2.0**10, period=7), True),
+        (jaxmp.HeadroomLossScale(), jaxmp.HeadroomLossScale(headroom=2), True),
+        (jaxmp.DynamicLossScale(), jaxmp.HeadroomLossScale(), False),
+        (jaxmp.DynamicLossScale(), jaxmp.DynamicLossScale(hysteresis=2), False),
+        (jaxmp.DynamicLossScale(), jaxmp.NoOpLossScale(), False),
+        (jaxmp.NoOpLossScale(), jaxmp.DynamicLossScale(), False),
+        (jaxmp.StaticLossScale(4.0), jaxmp.StaticLossScale(8.0), True),
+    ],
+    ids=["period", "headroom", "dynamic to headroom", "hysteresis", "dynamic to none", "none to dynamic", "static"],
+)
+def test_a_loss_scale_of_the_same_kind_goes_on_and_another_starts_afresh(before, after, goes_on, tmp_path):
+    saved = state(moved(before), seed=1)
+    saved = saved.replace(stuck=jnp.int32(9), skipped=jnp.int32(11))
+    save(tmp_path, saved, 1)
+    fresh = state(after)
+    restored = read_last(tmp_path).restore(fresh, {"policy": "mixed_bfloat16"})
+    assert jax.tree.structure(restored) == jax.tree.structure(fresh)  # the rule is the new one
+    scale = jaxmp.get_loss_scale(restored.opt_state)
+    assert same(scale, moved(before) if goes_on else after)
+    assert restored.skipped == 11 and restored.stuck == (9 if goes_on else 0)
+    assert same(restored.params, saved.params)
+    assert same(restored.opt_state[0].inner_state, saved.opt_state[0].inner_state)
+
+
+@pytest.mark.parametrize(("before", "after"), [("float32", "float16"), ("bfloat16", "mixed_float16")])
+def test_params_of_another_dtype_are_refused_with_both_policies_and_a_param(before, after, tmp_path):
+    dtypes = [jaxmp.get_policy(name).param_dtype for name in (before, after)]
+    with Checkpoints(tmp_path, keep=1) as manager:
+        manager.save(1, state(dtype=dtypes[0]), {"precision": {"policy": before}})
+    message = (
+        rf"with the same param dtypes only, but policy '{before}' made {tmp_path}/1, in which 'params/dense/bias' is "
+        rf"{dtypes[0].name}, and under policy '{after}' it is {dtypes[1].name}; resume with --policy {before}, or"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        read_last(tmp_path).restore(state(dtype=dtypes[1]), {"policy": after})
+
+
+def test_statistics_of_another_dtype_are_refused_too(tmp_path):
+    save(tmp_path, state(), 1)
+    other = state().replace(model_state={"batch_stats": {"mean": jnp.zeros(4)}, "seen": jnp.array(True)})
+    with pytest.raises(CheckpointError, match="'model_state/batch_stats/mean' is bfloat16, and under .* it is float32"):
+        read_last(tmp_path).restore(other, {"policy": "float32"})
+
+
+@pytest.mark.parametrize(
+    ("params", "tx", "message"),
+    [
+        ({"dense": {"kernel": (3, 4)}, "none": (0, 2)}, None, r"'params/dense/bias' has shape \(4,\) in \S+/1 and is "
+         "missing in"),
+        ({"dense": {"kernel": (3, 5), "bias": (4,)}, "none": (0, 2)}, None, r"'params/dense/kernel' has shape \(3, 4\) "
+         r"in \S+/1 and has shape \(3, 5\) in this run; resume with the flags of that run"),
+        ({"dense": {"alpha": (4,)}}, None, r"'params/dense/alpha' is missing in \S+/1 and has shape \(4,\) in this run"),
+        (None, optax.sgd(0.1), r"'opt_state/0/inner_state/0/count' has shape \(\) in \S+/1 and is missing in this run"),
+    ],
+    ids=["fewer", "wider", "renamed", "optimizer"],
+)  # fmt: skip
+def test_another_model_or_optimizer_is_refused_with_the_first_path_that_differs(params, tx, message, tmp_path):
+    save(tmp_path, state(), 1)
+    params = params and jax.tree.map(jnp.zeros, params, is_leaf=lambda node: isinstance(node, tuple))
+    other = state(params=params, tx=tx)
+    with pytest.raises(CheckpointError, match=message):
+        read_last(tmp_path).restore(other, ABOUT["precision"])

@@ -1,0 +1,102 @@
+"""A run that is killed again and again, inside its saves too, ends where one that is left alone ends, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from checkpoint_tools import Config, bits, last, processes, rows, train_in_step
+
+from experiments import checkpoints, runs
+
+STEPS, KILLS, PATIENCE_S = 120, 20, 120
+# The state has 1.6 MB that change at every step, so that Orbax writes for longer than a step takes.
+CONFIG = Config(steps=STEPS, checkpoint_every=3, evaluate_every=10, ballast=400_000)
+
+
+class Process:
+    """A run in a process of its own, which goes from step to step as it is told to."""
+
+    def __init__(self, config: Config, cache: Path) -> None:
+        context = processes()
+        self._pipe, childs = context.Pipe()
+        self._process = context.Process(target=train_in_step, args=(childs, config, cache), daemon=True)
+        self._process.start()
+        childs.close()
+        self._folder = runs.checkpoints_folder(config.run_dir)
+
+    def train_to(self, step: int) -> None:
+        """Lets it begin ``step``, and no later one; or, past the last step, end."""
+        assert isinstance(self._pipe, Connection)
+        try:
+            while self._next() < step:
+                self._pipe.send(None)
+            self._pipe.send(None)
+        except EOFError:
+            assert step > STEPS
+
+    def train_into_a_save(self) -> None:
+        """Lets it go on until Orbax's folder for a checkpoint that is not finished is there."""
+        while not checkpoints.unfinished(self._folder):
+            if self._pipe.poll():
+                self._pipe.recv()
+                self._pipe.send(None)
+
+    def train_out_of_a_save(self) -> None:
+        """Lets it finish the save that it is in, and go on a little."""
+        while checkpoints.unfinished(self._folder):
+            pass
+        self.train_to(0)
+
+    def _next(self) -> int:
+        assert self._pipe.poll(PATIENCE_S), "the run hangs"
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(PATIENCE_S)
+        assert self._process.exitcode == -signal.SIGKILL
+
+    def end(self) -> None:
+        self.train_to(STEPS + 1)
+        self._process.join(PATIENCE_S)
+        assert self._process.exitcode == 0
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+def test_a_run_killed_20_times_ends_bit_for_bit_where_one_left_alone_ends(tmp_path, cache):
+    alone = dataclasses.replace(CONFIG, run_dir=tmp_path / "alone")
+    killed = dataclasses.replace(CONFIG, run_dir=tmp_path / "killed")
+    Process(alone, cache).end()
+
+    moments = random.Random(0)
+    inside_a_save = 0
+    for step in sorted(moments.sample(range(2, STEPS - 30), KILLS)):
+        begun = checkpoints.steps(runs.checkpoints_folder(killed.run_dir))
+        run = Process(dataclasses.replace(killed, resume=bool(begun)), cache)
+        run.train_to(step)
+        where = moments.choice(("wherever it is", "inside a save", "between saves"))
+        if where == "inside a save":
+            run.train_into_a_save()
+        elif where == "between saves":
+            run.train_out_of_a_save()
+        run.kill()
+        inside_a_save += bool(checkpoints.unfinished(runs.checkpoints_folder(killed.run_dir)))
+    assert inside_a_save > 0
+    Process(dataclasses.replace(killed, resume=True), cache).end()
+
+    one, other = last(alone.run_dir), last(killed.run_dir)
+    assert one.step == other.step == STEPS and one.about["batches"] == other.about["batches"] == STEPS
+    assert bits(one) == bits(other)
+    assert one.leaves["opt_state/skipped"] > 0 and one.leaves["params/hidden"].any()
+    assert rows(alone.run_dir) == rows(killed.run_dir)
+    assert not checkpoints.unfinished(runs.checkpoints_folder(killed.run_dir))
+    print(f"{inside_a_save} of {KILLS} kills fell inside a save")
