@@ -2,6 +2,8 @@
 
 python -m experiments.compare --task pysource --policies mixed_float16 --loss-scales none static:4096 dynamic headroom
 
+python -m experiments.compare --task cifar10 --steps 300 --flags model=resnet18 optimizer=sgd learning-rate=0.1 flip
+
 python -m experiments.compare --demo
 
 Every policy is trained with every seed; one that computes in float16 under each of the loss scales, others without
@@ -32,8 +34,14 @@ from experiments.precision import compute_dtype, read_policy
 from experiments.progress import Progress
 from experiments.runs import run_folder, write_json
 
-TASKS = {"digits": image_classification, "pysource": language_modeling}
-METRICS = {"digits": "accuracy", "pysource": "loss"}  # what picture and sentence show of each
+IMAGES = ("digits", "mnist", "fashion_mnist", "cifar10")
+TASKS = {**dict.fromkeys(IMAGES, image_classification), "pysource": language_modeling}
+METRICS = {**dict.fromkeys(IMAGES, "accuracy"), "pysource": "loss"}  # what picture and sentence show of each
+# What of a task's flags --flags may name no value of: the comparison has its own, or no use for it.
+_NOT_FLAGS = (
+    "policy", "loss_scale", "opt_level", "override", "remat", "seed", "steps", "batch_size", "dataset", "data_dir",
+    "run_dir", "evaluate_every", "checkpoint_every", "keep", "resume",
+)  # fmt: skip
 _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16", "float16@none")
 
 
@@ -41,8 +49,10 @@ _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16
 class Config:
     """Flags of the comparison."""
 
-    task: Literal["digits", "pysource"] = "digits"
-    """digits: image classification. pysource: next-token prediction."""
+    task: Literal["digits", "mnist", "fashion_mnist", "cifar10", "pysource"] = "digits"
+    """pysource: next-token prediction. The others: image classification."""
+    flags: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FLAG[=VALUE]")] = ()
+    """Flags of the task's own script, as in 'model=resnet18 flip'; see its --help."""
     policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]")] = ("mixed_float16", "mixed_bfloat16")
     """Policies beside float32, each perhaps with its loss scale after an @."""
     loss_scales: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SCALE")] = ("none", "dynamic")
@@ -88,7 +98,7 @@ def plan(config: Config) -> list[Config]:
     if not config.demo:
         return [config]
     for field in dataclasses.fields(config):
-        if field.name in ("task", "policies", "loss_scales", "seeds") and getattr(config, field.name) != field.default:
+        if field.name in ("task", "flags", "policies", "loss_scales", "seeds") and getattr(config, field.name) != field.default:
             raise ValueError(
                 f"--demo has tasks, policies and seeds of its own, got --{field.name.replace('_', '-')} too"
             )
@@ -111,11 +121,13 @@ def prepare(config: Config) -> dict[tuple[str, str], Experiment]:
     for seed in config.seeds:
         cli.require("--seeds", seed, 0, 2**31)
     task: Any = TASKS[config.task]
+    base = task_flags(config)
     given = {name: value for name in ("steps", "batch_size") if (value := getattr(config, name))}
     experiments = {}
     for policy, loss_scale in variants(config.policies, config.loss_scales):
         override = () if (policy, loss_scale) == BASELINE else config.override
-        flags = task.Config(
+        flags = dataclasses.replace(
+            base,
             policy=policy,
             loss_scale=loss_scale,
             override=override,
@@ -125,6 +137,20 @@ def prepare(config: Config) -> dict[tuple[str, str], Experiment]:
         )
         experiments[policy, loss_scale] = task.prepare(flags)
     return experiments
+
+
+def task_flags(config: Config) -> Any:
+    """The flags that the task's script would have with ``--flags``.
+
+    Raises:
+      ValueError: they say what the comparison says.
+    """
+    task: Any = TASKS[config.task]
+    flags = cli.parse(task.Config, task.__doc__, [f"--{flag.lstrip('-')}" for flag in config.flags])
+    for field in dataclasses.fields(flags):
+        if field.name in _NOT_FLAGS and getattr(flags, field.name) != field.default:
+            raise ValueError(f"--flags are the task's, but --{field.name.replace('_', '-')} is up to the comparison")
+    return dataclasses.replace(flags, dataset=config.task) if config.task in IMAGES else flags
 
 
 def main(config: Config) -> dict[str, list[Outcome]]:
@@ -142,11 +168,12 @@ def main(config: Config) -> dict[str, list[Outcome]]:
             part.task: compare(experiments, list(part.seeds), part.rounds, progress, part.task)
             for part, experiments in prepared
         }
-    report(results, folder, time.perf_counter() - started)
+    data = {part.task: next(iter(all_.values())).precision.get("data") for part, all_ in prepared}
+    report(results, folder, time.perf_counter() - started, [origin for origin in data.values() if origin])
     return results
 
 
-def report(results: dict[str, list[Outcome]], folder: Path, seconds: float) -> None:
+def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data: list[str]) -> None:
     """Shows the tables, writes them with the picture and the numbers, and says in a sentence what they show."""
     where = environment()
     tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes)]
@@ -156,12 +183,14 @@ def report(results: dict[str, list[Outcome]], folder: Path, seconds: float) -> N
     plots.comparison(results, METRICS, folder / "compare.png", f"{where['device']}, {where['date'][:10]}")
 
     lines = ["# Comparison", "", conclusion, "", "![comparison](compare.png)", ""]
-    lines += [f"- {name}: {value}" for name, value in where.items()] + [f"- duration: {seconds:.0f} s", ""]
+    lines += [f"- {name}: {value}" for name, value in where.items()]
+    lines += [*(f"- data: {origin}" for origin in data), f"- duration: {seconds:.0f} s", ""]
     (folder / "compare.md").write_text("\n".join([*lines, *(table.markdown() for table in tables)]))
     write_json(
         folder / "compare.json",
         {
             "environment": where,
+            "data": data,
             "seconds": seconds,
             "conclusion": conclusion,
             "tasks": {task: [comparison_report.as_json(o, all_[0]) for o in all_] for task, all_ in results.items()},

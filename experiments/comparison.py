@@ -41,7 +41,8 @@ class Outcome:
       device_bytes: the device's peak; None where it does not count.
       device_bytes_is_bound: whether another variant had reached that peak before, so that this one's is no higher.
       flops: FLOPs of a step's products, by dtype.
-      zero_activations: share of the activations' gradients that became zero (:func:`experiments.gradients.zero_share`).
+      zero_activations: share of the activations' gradients that became zero (:func:`experiments.gradients.zero_share`);
+        not a number where they cannot be seen (NNX).
       zero_params: the same of the params' gradients.
     """
 
@@ -87,13 +88,16 @@ def compare(
     experiments = list(variants.values())
     outcomes = [Outcome(*variant) for variant in variants]
     baseline = experiments[0]
-    batch = next(baseline.train_batches(seeds[0]))
+
+    def first_batch(experiment: Experiment) -> Any:
+        return next(experiment.train_batches(seeds[0]))  # in the dtype that this experiment takes
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # it is what we want to see
         progress.advance(0, "compiling", title)
         # XLA compiles on one core. On a GPU it also measures kernels, which another compilation would disturb.
         with ThreadPoolExecutor(os.cpu_count() if jax.default_backend() == "cpu" else 1) as pool:
-            list(pool.map(lambda outcome, experiment: _compile(outcome, experiment, batch), outcomes, experiments))
+            list(pool.map(_compile, outcomes, experiments, map(first_batch, experiments)))
 
         final: list[Any] = [None] * len(variants)
         # The device's peak never falls, so the leanest goes first: then each sets a peak of its own.
@@ -106,7 +110,7 @@ def compare(
             outcomes[i].device_bytes_is_bound = before is not None and outcomes[i].device_bytes == before
 
         progress.advance(0, "the zeros among the gradients", title)
-        reference = None
+        reference, batch = None, first_batch(baseline)
         for outcome, experiment, state in zip(outcomes, experiments, final, strict=True):
             # At the params where float32 ended, with the scale that this variant ended with.
             state = state.replace(params=_cast_like(final[0].params, state.params))
@@ -114,11 +118,11 @@ def compare(
             reference = reference or (params, activations)
             outcome.zero_params = zero_share(reference[0], params)
             outcome.zero_activations = zero_share(reference[1], activations)
-        del final, reference
+        del final, reference, batch
 
         progress.advance(0, "timing, in turn", title)
         turns = {
-            variant: _turn(start(experiment, baseline, seeds[0]), experiment, batch)
+            variant: _turn(start(experiment, baseline, seeds[0]), experiment, first_batch(experiment))
             for variant, experiment in variants.items()
         }
         times = timing.interleaved(turns, rounds, after_round=lambda i: progress.advance(int(i >= 0), "timing"))

@@ -28,7 +28,7 @@ NOTES = {
     "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds; points are "
     "of accuracy. Zero gradients: of the entries that are not zero in float32, the share that is exactly zero here, "
     "for one batch, at the params where float32 ended, with the loss scale that this run ended with; an activation is "
-    "the output of a layer. Skipped: steps in all runs. Final scale: the first seed's.",
+    "the output of a layer (– in NNX, where they cannot be seen). Skipped: steps in all runs. Final scale: the first seed's.",
     "cost": "Time: median and quartiles of warm steps, all variants in turn in one process. Step MiB: what the "
     "compiled step needs at most (arguments, results and temporaries). Device MiB: the device's own peak; ≤ where "
     "another variant had set it before, – where the device does not count.",
@@ -117,12 +117,12 @@ def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
     parts = []
     if worse:
         gaps = _range([deltas[id(o)] for o in worse], ".2f")
-        zeros = _range([100 * o.zero_activations for o in worse], ".0f")
+        seen = [100 * o.zero_activations for o in worse if not math.isnan(o.zero_activations)]
         ends = "ends" if len(worse) == 1 else "end"
         its = "its" if len(worse) == 1 else "their"
+        why = f" ({_range(seen, '.0f')} % of {its} activation gradients became zero)" if seen else ""
         parts.append(
-            f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} float32's held-out {metric} of {shown} "
-            f"({zeros} % of {its} activation gradients became zero)"
+            f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} float32's held-out {metric} of {shown}{why}"
         )
     if near:
         everyone = len(near) == len(others) > 1
@@ -169,11 +169,15 @@ def _result(outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
         spread("accuracy", 100, 2),
         "" if is_baseline else f"{difference(outcome, baseline, 'loss'):+.3f}",
         "" if is_baseline else f"{100 * difference(outcome, baseline, 'accuracy'):+.2f}",
-        "" if is_baseline else f"{100 * outcome.zero_activations:.2f}",
-        "" if is_baseline else f"{100 * outcome.zero_params:.2f}",
+        "" if is_baseline else _share(outcome.zero_activations),
+        "" if is_baseline else _share(outcome.zero_params),
         str(sum(outcome.skipped)),
         f"{outcome.final_scale[0]:g}",
     )
+
+
+def _share(share: float) -> str:
+    return "–" if math.isnan(share) else f"{100 * share:.2f}"
 
 
 def _cost(outcome: Outcome) -> tuple[str, ...]:

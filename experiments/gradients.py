@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import jaxmp
 def zero_share(reference: Any, grads: Any) -> float:
     """Of the entries that are not zero in ``reference``, the share that is exactly zero in ``grads``.
 
+    Not a number for trees without arrays.
+
     Args:
       reference: a tree of gradients, float32's.
       grads: the gradients of the same thing in another format, scaled or not.
@@ -24,6 +27,8 @@ def zero_share(reference: Any, grads: Any) -> float:
     """
     pairs = jax.tree.leaves(jax.tree.map(lambda r, g: ((r != 0).sum(), ((r != 0) & (g == 0)).sum()), reference, grads))
     counts = [int(count) for count in jax.device_get(pairs)]
+    if not counts:
+        return math.nan
     nonzero, lost = sum(counts[::2]), sum(counts[1::2])
     if not nonzero:
         raise ValueError("the reference gradients must not all be zero: a share of nothing has no value")
@@ -37,7 +42,8 @@ def gradients(loss_fn: Callable[..., Any], state: jaxmp.TrainState, batch: Any) 
     dtype of that output, as backpropagation hands it to the layer: what is zero there is lost to all that lies below.
 
     Args:
-      loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, ...)`` around a Linen model.
+      loss_fn: ``loss_fn(params, model_state, batch, rng) -> (loss, ...)`` around a Linen model; of an NNX model the
+        layers stay unseen.
       state: its params and its loss scale are used.
       batch: one batch.
     """

@@ -102,13 +102,14 @@ def functions(config: Config, policy: Any, shape: tuple[int, int, int]) -> model
         return models.linen_functions(jaxmp.linen.apply_policy(model, policy, overrides), shape)
 
     from experiments.models import nnx
+    from jaxmp.nnx import apply_policy
 
     def build(rngs: Any) -> Any:
         if config.model == "cnn":
             model: Any = nnx.CNN(shape, classes=10, rngs=rngs)
         else:
             model = nnx.resnet18(shape[2], classes=10, small_images=small, rngs=rngs)
-        return jaxmp.nnx.apply_policy(model, policy, overrides)
+        return apply_policy(model, policy, overrides)
 
     return models.nnx_functions(build)
 
