@@ -1,0 +1,184 @@
+"""The same small models in Linen and in NNX, under a policy or with dtypes by hand, as functions of their params."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from linen_zoo import data, float32, quick_jit, rngs
+
+import jaxmp
+
+X = data(2, 4)
+SEQUENCE = data(2, 3, 4)
+
+
+class Pure(NamedTuple):
+    """A model as a function of its params, whichever of Flax's interfaces it is written for."""
+
+    apply: Callable[..., Any]
+    params: Any
+
+    def loss(self, *args: Any) -> Callable[[Any], jax.Array]:
+        """A function of the params: the sum of squares of what the model returns for ``args``, in float32."""
+
+        def loss(params: Any) -> jax.Array:
+            return sum((jnp.sum(out**2) for out in jax.tree.leaves(float32(self.apply(params, *args)))), jnp.zeros(()))
+
+        return loss
+
+
+def pure(model: Any, *args: Any, abstract: bool = False) -> Pure:
+    """``model`` with its params, of which ``abstract`` ones of Linen have shapes and dtypes only."""
+    if isinstance(model, nn.Module):
+        variables = (jax.eval_shape if abstract else _called)(quick_jit(model.init), rngs(), *args)
+        rest = {name: value for name, value in variables.items() if name != "params"}
+        return Pure(lambda params, *args: model.apply({"params": params, **rest}, *args), variables.get("params", {}))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return Pure(lambda params, *args: nnx.merge(graph, params, rest)(*args), params)
+
+
+def _called(fun: Callable[..., Any], *args: Any) -> Any:
+    return fun(*args)
+
+
+def mixed(model: Any, policy: Any, overrides: Any = None) -> Any:
+    adapter = jaxmp.linen if isinstance(model, nn.Module) else jaxmp.nnx
+    return adapter.apply_policy(model, policy, overrides)
+
+
+# --- the same models in Linen and in NNX; `hand` is the dtype written by hand -----------------------------------------
+
+
+def by_hand(hand: Any, *values: Any) -> Any:
+    return values if hand is None else tuple(value.astype(hand) for value in values)
+
+
+class LinenOwn(nn.Module):
+    """A layer that knows of no dtypes: what it does with its input and its param is ``fun``'s affair."""
+
+    fun: Callable[..., Any]
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, *args: Any) -> Any:
+        w = self.param("w", nn.initializers.lecun_normal(), (4, 4))
+        return self.fun(*by_hand(self.hand, w, *args))
+
+
+class NNXOwn(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, fun: Callable[..., Any], hand: Any = None):
+        self.w = nnx.Param(nnx.initializers.lecun_normal()(jax.random.key(0), (4, 4)))
+        self.fun, self.hand = fun, hand
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fun(*by_hand(self.hand, self.w[...], *args))
+
+
+class LinenBeside(nn.Module):
+    """A param of its own beside a submodule."""
+
+    fun: Callable[..., Any]
+    hand: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        w = self.param("w", nn.initializers.lecun_normal(), (4, 4))
+        y = nn.Dense(4, dtype=self.hand)(x)
+        return self.fun(*by_hand(self.hand, w, x)) + y
+
+
+class NNXBeside(NNXOwn):
+    """The same in NNX."""
+
+    def __init__(self, fun: Callable[..., Any], hand: Any = None):
+        super().__init__(fun, hand)
+        self.dense = nnx.Linear(4, 4, dtype=hand, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x) + self.dense(x)
+
+
+class LinenCalls(nn.Module):
+    """Submodules, and a function of them and of the inputs."""
+
+    parts: Any
+    fun: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, *args: Any) -> Any:
+        return self.fun(*self.parts, *args)
+
+
+class NNXCalls(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, parts: Any, fun: Callable[..., Any]):
+        self.parts, self.fun = nnx.List(parts), fun
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fun(*self.parts, *args)
+
+
+class Linen:
+    """Makes layers of Linen."""
+
+    Own, Beside, Calls, part, remat = LinenOwn, LinenBeside, LinenCalls, "parts_{}", staticmethod(nn.remat)
+
+    @staticmethod
+    def dense(features: int = 4, **dtypes: Any) -> Any:
+        return nn.Dense(features, **dtypes)
+
+    @staticmethod
+    def layers(**hand: Any) -> dict[str, tuple[Any, Any]]:
+        return {
+            "dense": (nn.Dense(3, **hand), X),
+            "convolution": (nn.Conv(3, (2,), **hand), SEQUENCE),
+            "embedding": (nn.Embed(5, 4, **hand), jnp.array([[0, 4, 2]])),
+            "attention": (nn.MultiHeadDotProductAttention(num_heads=2, **hand), SEQUENCE),
+            "norm": (nn.LayerNorm(**hand), X),
+            "no dtype field": (LinenOwn(lambda w, x: x @ w, hand.get("dtype")), X),
+        }
+
+    @staticmethod
+    def rnn(cell: str, **hand: Any) -> Any:
+        return nn.RNN(getattr(nn, cell)(4, **hand))
+
+
+class NNX:
+    """Makes layers of NNX."""
+
+    Own, Beside, Calls, part, remat = NNXOwn, NNXBeside, NNXCalls, "parts/{}", staticmethod(nnx.remat)
+
+    @staticmethod
+    def dense(features: int = 4, **dtypes: Any) -> Any:
+        return nnx.Linear(4, features, rngs=nnx.Rngs(0), **dtypes)
+
+    @staticmethod
+    def layers(**hand: Any) -> dict[str, tuple[Any, Any]]:
+        # Without a dropout rate, attention takes a kernel that XLA has not on a CPU for float16.
+        attention = {"dropout_rate": 0.5, "deterministic": True, "decode": False}
+        hand, own = {**hand, "rngs": nnx.Rngs(0)}, hand.get("dtype")
+        return {
+            "dense": (nnx.Linear(4, 3, **hand), X),
+            "convolution": (nnx.Conv(4, 3, (2,), **hand), SEQUENCE),
+            "embedding": (nnx.Embed(5, 4, **hand), jnp.array([[0, 4, 2]])),
+            "attention": (nnx.MultiHeadAttention(2, 4, **attention, **hand), SEQUENCE),
+            "norm": (nnx.LayerNorm(4, **hand), X),
+            "no dtype field": (NNXOwn(lambda w, x: x @ w, own), X),
+        }
+
+    @staticmethod
+    def rnn(cell: str, **hand: Any) -> Any:
+        return nnx.RNN(getattr(nnx, cell)(4, 4, rngs=nnx.Rngs(0), **hand), rngs=nnx.Rngs(0))
+
+
+each_api = pytest.mark.parametrize("api", [Linen, NNX], ids=lambda api: api.__name__)
+LAYERS = list(Linen.layers())

@@ -1,0 +1,244 @@
+"""Properties 1 to 9 of a trusted mixed precision, for Linen and NNX. CONTRIBUTING.md lists them all."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from linen_zoo import HALVES, float32, products, quick_jit, rngs, same_bits, standard_promotion
+from properties_zoo import LAYERS, Linen, X, each_api, mixed, pure
+
+import jaxmp
+from jaxmp import _linen_run, _nnx_run
+
+# --- 1 and 2 ----------------------------------------------------------------------------------------------------------
+
+
+@each_api
+@pytest.mark.parametrize("layer", LAYERS)
+def test_1_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api, layer):
+    model, x = api.layers()[layer]
+    with standard_promotion():
+        for name in ("float32", "mixed_float16", "p=bf16,c=f16,o=f32"):
+            policy = jaxmp.get_policy(name)
+            apply, params = pure(mixed(model, policy), x, abstract=True)
+            assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {policy.param_dtype}
+            assert jax.eval_shape(apply, params, x).dtype == policy.output_dtype
+            assert set(products(apply, params, x)) <= {policy.compute_dtype.name}
+            # Without a cast at the end, what comes out is what was computed.
+            apply, params = pure(mixed(model, policy.with_output_dtype(policy.compute_dtype)), x, abstract=True)
+            assert jax.eval_shape(apply, params, x).dtype == policy.compute_dtype
+
+
+@each_api
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_2_values_and_gradients_are_those_of_casts_by_hand_in_every_bit(api, layer, policy):
+    with standard_promotion():
+        (model, x), (other, _) = api.layers()[layer], api.layers(dtype=HALVES[policy])[layer]
+        got, want = pure(mixed(model, policy), x, abstract=True), pure(other, x)
+
+        def value_and_grad(each):
+            return lambda params: (float32(each.apply(params, x)), jax.grad(each.loss(x))(params))
+
+        value, gradient = quick_jit(value_and_grad(got))(want.params)
+        same_bits((value, gradient), quick_jit(value_and_grad(want))(want.params))
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(gradient)} == {"float32"}
+
+
+# --- 3, 4 and 5: what meets what --------------------------------------------------------------------------------------
+
+
+@each_api
+def test_3_where_operands_of_two_dtypes_meet_the_result_has_the_widest(api):
+    inside = []
+
+    def fun(half, full, brain, x):
+        h, f, b = half(x), full(x), brain(x)
+        results = [full(h), h + f, h * b, jnp.concatenate([h, b]), jnp.where(f > 0, h, f)]
+        inside.append([y.dtype.name for y in (h, f, b, *results)])
+        return results
+
+    overrides = {api.part.format(1): "float32", api.part.format(2): "mixed_bfloat16"}
+    with standard_promotion(), jax.default_matmul_precision("highest"):
+        got = pure(mixed(api.Calls([api.dense() for _ in range(3)], fun), "mixed_float16", overrides), X)
+        want = pure(api.Calls([api.dense(dtype=dtype) for dtype in ("float16", "float32", "bfloat16")], fun), X)
+        inside.clear()
+        same_bits(got.apply(want.params, X), want.apply(want.params, X))
+    assert inside == [["float16", "float32", "bfloat16", *["float32"] * 5]] * 2
+
+
+@each_api
+def test_4_a_part_that_its_author_made_float64_computes_what_it_did(api):
+    def fun(wide, other, x):
+        return wide(x), other(x)
+
+    with jax.enable_x64(True), standard_promotion():
+        x = jnp.linspace(0, 1, 8, dtype="float64").reshape(2, 4)
+        bare = api.Calls([api.dense(dtype="float64", param_dtype="float64"), api.dense()], fun)
+        got, want = pure(mixed(bare, "p=f32,c=f16,o=f64"), x), pure(bare, x)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(got.params)} == {"float32", "float64"}
+        assert products(got.apply, got.params, x) == ["float64", "float16"]
+        same_bits(got.apply(want.params, x)[0], want.apply(want.params, x)[0])
+
+
+@each_api
+def test_4_integers_bools_and_keys_pass_as_they_are(api):
+    others = {"ids": jnp.arange(3), "mask": jnp.array([True]), "key": jax.random.key(0), "n": 3, "none": None}
+    apply, params = pure(mixed(api.Calls([api.dense()], lambda part, x, rest: (part(x), rest)), "float16"), X, others)
+    _, passed = apply(params, X, others)
+    assert passed["n"] == 3 and passed["none"] is None
+    for name in ("ids", "mask", "key"):
+        assert passed[name].dtype == others[name].dtype and (passed[name] == others[name]).all()
+
+
+@each_api
+def test_5_a_dtype_that_the_author_gave_wins_over_the_policy_and_an_override_over_both(api):
+    def dtypes(overrides=None, **given):
+        parts = [api.dense(**given), api.dense()]
+        policied = mixed(api.Calls(parts, lambda a, b, x: b(a(x))), "mixed_float16", overrides)
+        apply, params = pure(policied, X)
+        return products(apply, params, X), {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+
+    first = api.part.format(0)
+    assert dtypes() == (["float16", "float16"], {"float32"})
+    assert dtypes(dtype="bfloat16") == (["bfloat16", "float16"], {"float32"})
+    assert dtypes(param_dtype="bfloat16") == (["float16", "float16"], {"bfloat16", "float32"})
+    assert dtypes({first: "float32"}, dtype="bfloat16") == (["float32", "float16"], {"float32"})
+    assert dtypes({first: "float16"}, param_dtype="bfloat16") == (["float16", "float16"], {"float16", "float32"})
+
+
+# --- 6, 7, 8 and 9: nesting, derivatives, pytrees, recomputation ------------------------------------------------------
+
+
+@each_api
+def test_6_a_nested_policy_ends_where_it_ends_also_with_an_exception(api):
+    def fail(part, x):
+        part(x)
+        raise RuntimeError("the user's own")
+
+    def fun(before, inner, failing, after, x):
+        x = inner(before(x))
+        try:
+            failing(x)
+        except RuntimeError as error:
+            assert str(error) == "the user's own"
+        return after(x)
+
+    inner = mixed(api.Calls([api.dense()], lambda part, x: part(x)), "mixed_bfloat16")
+    failing = mixed(api.Calls([api.dense()], fail), "float32")
+    model = mixed(api.Calls([api.dense(), inner, failing, api.dense()], fun), "mixed_float16")
+    apply, params = pure(model, X)
+    with standard_promotion():
+        assert products(apply, params, X) == ["float16", "bfloat16", "float32", "float16"]
+    with pytest.raises(RuntimeError, match="the user's own"):
+        failing.init(rngs(), X) if api is Linen else failing(X)
+    assert jax.config.jax_default_matmul_precision is None
+    assert (_linen_run._running.runs, _linen_run._running.frames, _linen_run._running.intercepting) == ([], [], False)
+    assert _nnx_run._running.decisions == []
+    assert products(*pure(api.dense(), X), X) == ["float32"]
+
+
+def product_with_a_derivative_of_its_own(seen):
+    """A product whose backward pass notes the dtypes it sees, and doubles the gradient of the matrix."""
+
+    @jax.custom_vjp
+    def product(w, x):
+        return x @ w
+
+    def forward(w, x):
+        seen.append(("forward", w.dtype.name, x.dtype.name))
+        return product(w, x), (w, x)
+
+    def backward(residuals, cotangent):
+        w, x = residuals
+        seen.append(("backward", w.dtype.name, x.dtype.name, cotangent.dtype.name))
+        return 2 * (x.T @ cotangent), cotangent @ w.T
+
+    product.defvjp(forward, backward)
+    return product
+
+
+@each_api
+@pytest.mark.parametrize("policy", HALVES)
+def test_7_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, policy):
+    seen, half = [], HALVES[policy]
+    product = product_with_a_derivative_of_its_own(seen)
+    got, want = pure(mixed(api.Own(product), policy), X), pure(api.Own(product, half), X)
+    gradients = []
+    for each in (got, want):
+        seen.clear()
+        gradients.append(quick_jit(jax.grad(each.loss(X)))(want.params))
+        assert seen == [("forward", half, half), ("backward", half, half, half)]
+    same_bits(*gradients)
+
+
+@each_api
+@pytest.mark.parametrize("policy", HALVES)
+def test_7_a_custom_derivative_beside_a_submodule_gives_the_gradients_of_casts_by_hand(api, policy):
+    """There its input follows where it meets the param: backward it is what it was forward."""
+    seen, half = [], HALVES[policy]
+    product = product_with_a_derivative_of_its_own(seen)
+    got, want = pure(mixed(api.Beside(product), policy), X), pure(api.Beside(product, half), X)
+    seen.clear()
+    gradient = quick_jit(jax.grad(got.loss(X)))(want.params)
+    (_, *forward), (_, *backward) = seen
+    assert backward == [*forward, half] and forward[0] == half
+    same_bits(gradient, quick_jit(jax.grad(want.loss(X)))(want.params))
+
+
+@each_api
+@pytest.mark.parametrize("policy", HALVES)
+def test_7_derivatives_of_jaxs_own_custom_rules_are_those_of_casts_by_hand(api, policy):
+    def fun(w, x):
+        return jax.nn.relu(x @ w) + jax.nn.gelu(x @ w) + jax.nn.softmax(x @ w) + jax.nn.logsumexp(x @ w)
+
+    got, want = (pure(model, X) for model in (mixed(api.Own(fun), policy), api.Own(fun, HALVES[policy])))
+    same_bits(*(quick_jit(jax.grad(each.loss(X)))(want.params) for each in (got, want)))
+
+
+class Pair(NamedTuple):
+    """A pytree of the user's."""
+
+    x: Any
+    rest: Any
+
+
+@each_api
+def test_8_pytrees_go_in_and_come_out_in_their_structure(api):
+    seen = []
+
+    def fun(w, inputs):
+        seen.append(jax.tree.map(lambda leaf: getattr(leaf, "dtype", leaf), inputs))
+        return Pair([inputs.x["a"] @ w, {"ids": inputs.rest[1]}], (None, 2, inputs.x["a"]))
+
+    inputs = Pair({"a": X, "b": [X[0], X[1].astype(jnp.bfloat16)]}, (None, jnp.arange(3), 2.5))
+    apply, params = pure(mixed(api.Own(fun), "p=f32,c=f16,o=bf16"), inputs)
+    out = apply(params, inputs)
+    half, whole, brain = (jnp.dtype(name) for name in ("float16", "int32", "bfloat16"))
+    assert seen[-1] == Pair({"a": half, "b": [half, half]}, (None, whole, 2.5))
+    dtypes = jax.tree.map(lambda leaf: getattr(leaf, "dtype", leaf), out)
+    assert dtypes == Pair([brain, {"ids": whole}], (None, 2, brain))
+    same_bits(out.x[0], (X.astype(half) @ jax.tree.leaves(params)[0].astype(half)).astype(brain))
+
+
+@each_api
+@pytest.mark.parametrize("policy", HALVES)
+def test_9_what_remat_computes_again_has_the_dtypes_and_bits_of_the_first_time(api, policy):
+    def model(remat):
+        parts = [api.dense(), api.dense(dtype="float32")]
+
+        def block(own, x):
+            return jnp.tanh(own(jnp.tanh(x)))
+
+        return mixed(api.Calls(parts, lambda a, b, x: b(remat(block)(a, x))), policy)
+
+    plain, again = pure(model(lambda fun: fun), X), pure(model(api.remat), X)
+    half = HALVES[policy]
+    gradient, gradient_again = (jax.grad(each.loss(X)) for each in (plain, again))
+    once, twice = products(gradient, plain.params), products(gradient_again, plain.params)
+    assert products(again.apply, plain.params, X) == [half, "float32"]
+    assert (twice.count(half), twice.count("float32")) == (once.count(half) + 1, once.count("float32"))
+    same_bits(quick_jit(gradient_again)(plain.params), quick_jit(gradient)(plain.params))
