@@ -93,7 +93,7 @@ class Checkpoint:
                 raise CheckpointError(
                     "a checkpoint fits policies with the same param dtypes only, but policy "
                     f"{there!r} made {self.folder}, in which {name!r} is {saved[name].dtype}, and under policy "
-                    f"{here!r} it is {leaf.dtype}; resume with --policy {there}, or another one with such params"
+                    f"{here!r} it is {leaf.dtype}; resume with --policy {there!r}, or another one with such params"
                 )
 
 

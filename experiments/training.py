@@ -123,15 +123,19 @@ def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) 
     if began != name:
         raise ValueError(f"--resume goes on with a run of {name}, but {checkpoint.folder} is one of {began}")
     before = checkpoint.about["config"]
+    changed, remedy = [], []
     for field in dataclasses.fields(config):
         now = strict_json(getattr(config, field.name))
         then = before.get(field.name, strict_json(field.default))
         if field.name not in MAY_CHANGE and now != then:
             flag = f"--{field.name.replace('_', '-')}"
-            raise ValueError(
-                f"a resumed run keeps its {flag}, which was {then} in {checkpoint.folder.parents[1]} and is {now} now; "
-                f"resume with {flag} {then}, or start another run"
-            )
+            changed.append(f"{flag} was {then} and is {now} now")
+            remedy.append(f"{flag} {then}" if not isinstance(then, bool) else flag if then else f"--no{flag[1:]}")
+    if changed:
+        raise ValueError(
+            f"a resumed run keeps its flags, but in {checkpoint.folder.parents[1]} {', '.join(changed)}; resume with "
+            f"{' '.join(remedy)}, or start another run"
+        )
 
 
 def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> dict[str, Any] | None:

@@ -55,6 +55,7 @@ def _task(
 ) -> dict[str, Any]:
     """A network with noise, running statistics and dead weight (``ballast`` floats that change at every step)."""
     policy, loss_scale, rule = read_policy(policy, loss_scale)
+    tx = jaxmp.loss_scaling(optax.adam(learning_rate), loss_scale)
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         weights, x = policy.cast_to_compute((params, batch["image"]))
@@ -74,7 +75,6 @@ def _task(
     def create(params: Any) -> jaxmp.TrainState:
         dead = np.random.default_rng(1).normal(size=ballast)
         model_state = {"mean": jnp.zeros(width), "ballast": jnp.asarray(dead, jnp.float32)}
-        tx = jaxmp.loss_scaling(optax.adam(learning_rate), loss_scale)
         return jaxmp.TrainState.create(params=params, tx=tx, model_state=model_state, rng=3, ema=ema > 0)
 
     return {
