@@ -113,7 +113,7 @@ class _Plan:
         given = tuple((name, self.node.given[name]) for name in self.fills)
         decision = Decision(self.policy, is_root, owns_params and not has_dtype, inputs, given)
         object.__setattr__(module, "__class__", policied_class(bare_class(module), decision))
-        vars(module).update(self.fills)
+        vars(module).update(self.node.given | self.fills)
 
     def _stored(self, var: nnx.Variable[Any], casts: dict[int, nnx.Variable[Any]]) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):

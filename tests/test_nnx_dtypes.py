@@ -1,0 +1,190 @@
+"""NNX's own layers, and modules without a dtype, under a policy compute what ``dtype=`` written by hand gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from linen_zoo import HALVES, data, same_bits
+from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, model_products, outcome, rngs, values
+
+from jaxmp.nnx import apply_policy
+
+SEQUENCE, IMAGE = data(2, 6, 8), data(2, 5, 5, 3)
+
+
+def attended(model: Any, x: jax.Array) -> jax.Array:
+    return model.attend(x)
+
+
+def looked_up(model: Any, x: jax.Array) -> jax.Array:
+    return model(jnp.arange(4))
+
+
+def carried(model: Any, x: jax.Array) -> Any:
+    return model(model.initialize_carry((2, 8), rngs(3)), x[:, 0])
+
+
+def lora(dtype: Any = None) -> nnx.LoRA:
+    base = nnx.Linear(8, 4, rngs=rngs(), dtype=dtype)
+    return nnx.LoRA(8, 2, 4, base_module=base, b_initializer=nnx.initializers.normal(), rngs=rngs(), dtype=dtype)
+
+
+def run(model: Any, x: jax.Array) -> Any:
+    return model(x)
+
+
+LAYERS: dict[str, tuple[Any, Any]] = {
+    "Linear": (lambda **hand: nnx.Linear(8, 4, rngs=rngs(), **hand), run),
+    "LinearGeneral": (lambda **hand: nnx.LinearGeneral(8, (2, 2), rngs=rngs(), **hand), run),
+    "Einsum": (lambda **hand: nnx.Einsum("btd,df->btf", (8, 4), (4,), rngs=rngs(), **hand), run),
+    "Conv": (lambda **hand: nnx.Conv(8, 4, (3,), rngs=rngs(), **hand), run),
+    "ConvTranspose": (lambda **hand: nnx.ConvTranspose(8, 4, (3,), rngs=rngs(), **hand), run),
+    "Embed": (lambda **hand: nnx.Embed(5, 8, rngs=rngs(), **hand), looked_up),
+    "Embed.attend": (lambda **hand: nnx.Embed(5, 8, rngs=rngs(), **hand), attended),
+    "BatchNorm": (lambda **hand: nnx.BatchNorm(8, rngs=rngs(), **hand), run),
+    "LayerNorm": (lambda **hand: nnx.LayerNorm(8, rngs=rngs(), **hand), run),
+    "RMSNorm": (lambda **hand: nnx.RMSNorm(8, rngs=rngs(), **hand), run),
+    "GroupNorm": (lambda **hand: nnx.GroupNorm(8, num_groups=2, rngs=rngs(), **hand), run),
+    "InstanceNorm": (lambda **hand: nnx.InstanceNorm(8, rngs=rngs(), **hand), run),
+    "MultiHeadAttention": (lambda **hand: nnx.MultiHeadAttention(2, 8, rngs=rngs(), decode=False, **hand), run),
+    "LoRA": (lora, run),
+    "LSTMCell": (lambda **hand: nnx.LSTMCell(8, 4, rngs=rngs(), **hand), carried),
+    "SimpleCell": (lambda **hand: nnx.SimpleCell(8, 4, rngs=rngs(), **hand), carried),
+    "RNN of LSTMCell": (lambda **hand: nnx.RNN(nnx.LSTMCell(8, 4, rngs=rngs(), **hand), rngs=rngs()), run),
+    "RNN of GRUCell": (lambda **hand: nnx.RNN(nnx.GRUCell(8, 4, rngs=rngs(), **hand), rngs=rngs()), run),
+    "Sequential": (
+        lambda **hand: nnx.Sequential(
+            nnx.Linear(8, 4, rngs=rngs(), **hand), nnx.gelu, nnx.Linear(4, 4, rngs=rngs(), **hand)
+        ),
+        run,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_layer_gives_the_outputs_gradients_and_statistics_of_dtype_by_hand(name, policy):
+    make, call = LAYERS[name]
+    is_as_by_hand(apply_policy(make(), policy), make(dtype=jnp.dtype(HALVES[policy])), SEQUENCE, call=call)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_model_of_all_kinds_of_modules_is_as_by_hand(policy):
+    is_as_by_hand(apply_policy(Net(rngs()), policy), Net(rngs(), jnp.dtype(HALVES[policy])), IMAGE)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_every_product_of_a_model_is_half_and_every_variable_float32(policy):
+    model = apply_policy(Net(rngs()), policy)
+    assert model_products(model, IMAGE) == [HALVES[policy]] * 5  # conv, three linears, the kernel of Scale
+    with jax.numpy_dtype_promotion("standard"):
+        assert model(IMAGE).dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(values(model))} == {jnp.dtype("float32")}
+
+
+def test_without_a_half_dtype_the_model_computes_what_the_bare_one_does():
+    same_bits(outcome(apply_policy(Net(rngs()), "tensorfloat32"), IMAGE), outcome(Net(rngs()), IMAGE))
+
+
+def test_params_in_half_are_casts_and_the_bare_model_keeps_its_own():
+    bare = Net(rngs())
+    before = values(bare)
+    model = apply_policy(bare, "float16")
+    same_bits(values(model, nnx.Param), jax.tree.map(lambda x: x.astype("float16"), values(bare, nnx.Param)))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(values(model, nnx.BatchStat))} == {"float32"}
+    with jax.numpy_dtype_promotion("standard"):
+        assert model(IMAGE).dtype == jnp.float16
+    assert model.again.kernel is model.layers[0].kernel
+    same_bits(values(bare, nnx.Param), nnx.filter_state(before, lambda path, _: path[-1] not in ("mean", "var")))
+
+
+def test_an_input_goes_unrounded_to_the_module_it_meets():
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.half, self.exact = nnx.Linear(8, 4, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> Any:
+            return self.half(x), self.exact(x), x * 2
+
+    bare = Net(rngs())
+    model = apply_policy(bare, "mixed_float16", {"exact": "float32"})
+    _, exact, doubled = model(SEQUENCE)
+    with jax.default_matmul_precision("highest"):
+        same_bits(exact, bare.exact(SEQUENCE))
+    same_bits(doubled, SEQUENCE * 2)
+
+
+class Mixer(nnx.Module):
+    """Owns a Param and a submodule, so that its inputs follow where they go."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.gain = nnx.Param(jax.random.normal(rngs.params(), (8,)))
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.exact = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> Any:
+        return self.linear(x * self.gain) @ jnp.diag(self.gain[...]), self.exact(x)
+
+
+def test_in_a_module_with_params_and_submodules_inputs_follow_where_they_meet_them():
+    bare = Mixer(rngs())
+    model = apply_policy(bare, "mixed_bfloat16", {"exact": "float32"})
+    mixed, exact = model(SEQUENCE)
+    gain = bare.gain[...].astype("bfloat16")
+    kernel, bias = bare.linear.kernel[...].astype("bfloat16"), bare.linear.bias[...].astype("bfloat16")
+    hidden = jax.lax.dot_general(SEQUENCE.astype("bfloat16") * gain, kernel, (((2,), (0,)), ((), ()))) + bias
+    same_bits(mixed, (hidden @ jnp.diag(gain)).astype("float32"))
+    with jax.default_matmul_precision("highest"):
+        same_bits(exact, bare.exact(SEQUENCE))
+
+
+def test_the_float32_preset_asks_for_true_float32_products_and_an_override_of_it_does_so_there_only():
+    def precisions(model: Any) -> list[Any]:
+        graphdef, state = nnx.split(model)
+        jaxpr = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(SEQUENCE))(state)
+        return [eqn.params["precision"] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    model = nnx.Sequential(nnx.Linear(8, 4, rngs=rngs()), nnx.Linear(4, 4, rngs=rngs()))
+    assert precisions(apply_policy(model, "float32")) == [highest, highest]
+    assert precisions(apply_policy(model, "mixed_bfloat16", {"layers/1": "float32"})) == [None, highest]
+    assert precisions(apply_policy(model, "float32", {"layers/1": "mixed_bfloat16"})) == [highest, None]
+
+
+def test_an_rng_or_a_module_among_the_arguments_is_handed_on_itself():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.kernel = nnx.Param(jnp.ones((8, 8)))
+
+        def __call__(self, x: jax.Array, rngs: nnx.Rngs, other: nnx.Module) -> jax.Array:
+            return x @ self.kernel + jax.random.normal(rngs.noise(), (8,), x.dtype) + other(x).astype(x.dtype)
+
+    other, generators = apply_policy(nnx.Linear(8, 8, rngs=rngs()), "mixed_float16"), nnx.Rngs(noise=0)
+    out = apply_policy(Noisy(rngs()), "mixed_float16")(SEQUENCE, generators, other)
+    assert out.dtype == jnp.float32
+    assert int(generators.noise.count[...]) == 1
+
+
+def test_a_scale_by_hand_is_a_scale_under_a_policy():
+    is_as_by_hand(apply_policy(Scale(8, rngs()), "mixed_float16"), ScaleByHand(8, jnp.float16, rngs()), SEQUENCE)
+
+
+def test_a_statistic_written_in_half_is_kept_in_float32():
+    class Counts(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.kernel, self.last = nnx.Param(jnp.ones((8, 8))), nnx.BatchStat(jnp.zeros((8,)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = x @ self.kernel
+            self.last.set_value(y[0, 0])
+            return y
+
+    model = apply_policy(Counts(rngs()), "mixed_float16")
+    out = model(SEQUENCE)
+    assert model.last[...].dtype == jnp.float32
+    np.testing.assert_array_equal(model.last[...], out[0, 0])

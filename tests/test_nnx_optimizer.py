@@ -1,0 +1,232 @@
+"""jaxmp.nnx.Optimizer and scaled_value_and_grad: loss scaling and skipped steps for NNX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from linen_zoo import data, same_bits
+from nnx_zoo import Net, rngs, values
+from optimizer_tools import bits
+
+import jaxmp
+from jaxmp.nnx import Optimizer, apply_policy, scaled_value_and_grad
+
+IMAGE, TARGET = data(4, 5, 5, 3), data(4, 8, seed=8)
+BAD = IMAGE.at[1].set(jnp.nan)
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # NNX's own norms, and Adam in optax, add half and float32
+        yield
+
+
+def loss_fn(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((model(x) - TARGET) ** 2)
+
+
+def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+    loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def setup(tx: Any = None, policy: str = "mixed_float16", scale: Any = 2.0**10, **kwargs: Any) -> tuple[Any, Any]:
+    model = apply_policy(Net(rngs()), policy)
+    loss_scale = jaxmp.DynamicLossScale(loss_scale=scale)
+    return model, Optimizer(model, optax.adam(1e-2) if tx is None else tx, loss_scale=loss_scale, **kwargs)
+
+
+def without_scale(optimizer: Any) -> Any:
+    """The state of the wrapped optimizer."""
+    return jaxmp.optimizer.get_loss_scaling_state(nnx.as_pure(optimizer.opt_state)).inner_state
+
+
+@pytest.mark.parametrize("step", [train, nnx.jit(train)], ids=["eager", "jit"])
+def test_a_skipped_step_changes_no_bit_of_the_model_but_the_rng_counts(step):
+    model, optimizer = setup()
+    step(model, optimizer, IMAGE)
+    before, state, count = values(model), without_scale(optimizer), int(model.drop.rngs.count[...])
+    before, state = jax.tree.map(np.asarray, (before, state))
+    assert np.isnan(step(model, optimizer, BAD))
+    same_bits(values(model), before)
+    same_bits(without_scale(optimizer), state)
+    assert int(model.drop.rngs.count[...]) == count + 1
+    assert (int(optimizer.skipped), float(optimizer.loss_scale.loss_scale), int(optimizer.step[...])) == (1, 2.0**9, 2)
+    step(model, optimizer, IMAGE)
+    assert not np.array_equal(values(model)["norm"]["mean"], before["norm"]["mean"])
+    assert int(optimizer.skipped) == 1
+
+
+def test_finite_gradients_with_updates_that_overflow_put_the_statistics_back_too():
+    overflow = optax.stateless(lambda updates, _: jax.tree.map(lambda u: u * jnp.inf, updates))
+    model, optimizer = setup(overflow)
+    before = jax.tree.map(np.asarray, values(model))
+    assert np.isfinite(train(model, optimizer, IMAGE))
+    same_bits(values(model), before)
+    assert int(optimizer.skipped) == 1
+
+
+def test_steps_compile_once():
+    traces = []
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+        traces.append(x)
+        return train(model, optimizer, x)
+
+    model, optimizer = setup()
+    for x in (IMAGE, BAD, IMAGE, IMAGE):
+        step(model, optimizer, x)
+    assert len(traces) == 1
+
+
+def test_gradients_and_update_in_two_jits_skip_whole_as_well():
+    gradients = nnx.jit(lambda model, optimizer, x: scaled_value_and_grad(loss_fn, optimizer)(model, x))
+    update = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))
+    model, optimizer = setup()
+    for x, skipped in ((IMAGE, 0), (BAD, 1), (IMAGE, 1)):
+        before = jax.tree.map(np.asarray, values(model))
+        _, grads = gradients(model, optimizer, x)
+        update(model, optimizer, grads)
+        assert int(optimizer.skipped) == skipped
+        assert (bits(values(model)) == bits(before)) == (x is BAD)
+
+
+def test_over_several_microbatches_a_skipped_step_goes_back_to_before_the_first():
+    model, optimizer = setup()
+    before = jax.tree.map(np.asarray, values(model))
+    grads = [scaled_value_and_grad(loss_fn, optimizer)(model, x)[1] for x in (IMAGE, BAD, IMAGE)]
+    optimizer.update(model, jax.tree.map(lambda *leaves: sum(leaves) / 3, *grads))
+    same_bits(values(model), before)
+    assert int(optimizer.skipped) == 1
+
+
+def test_steps_in_a_scan_skip_whole():
+    model, optimizer = setup()
+
+    @nnx.jit
+    def steps(model: Any, optimizer: Any, xs: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        def body(carry: Any, x: jax.Array) -> Any:
+            return carry, train(*carry, x)
+
+        _, losses = body((model, optimizer), xs)
+        return losses
+
+    losses = steps(model, optimizer, jnp.stack([IMAGE, BAD, IMAGE]))
+    assert np.isfinite(losses).tolist() == [True, False, True]
+    assert int(optimizer.skipped) == 1
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values(model)))
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(1e-2), optax.adamw(1e-2)], ids=["sgd", "adam", "adamw"])
+def test_with_a_power_of_two_the_scaled_run_is_bit_for_bit_the_unscaled_one_of_flax(tx):
+    model, twin = Net(rngs()), Net(rngs())
+    optimizer = Optimizer(model, tx, loss_scale=jaxmp.StaticLossScale(2.0**7))
+    flax_optimizer = nnx.Optimizer(twin, tx, wrt=nnx.Param)
+    for _ in range(3):
+        loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, IMAGE)
+        optimizer.update(model, grads)
+        want, grads = nnx.value_and_grad(loss_fn)(twin, IMAGE)
+        flax_optimizer.update(twin, grads)
+        same_bits(loss, want)
+    same_bits(values(model), values(twin))
+    same_bits(without_scale(optimizer), nnx.as_pure(flax_optimizer.opt_state))
+
+
+def test_gradients_are_scaled_and_the_loss_is_the_true_one():
+    model, optimizer = setup(scale=8.0, policy="float32")
+    twin = apply_policy(Net(rngs()), "float32")
+    loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, IMAGE)
+    want, true = nnx.value_and_grad(loss_fn)(twin, IMAGE)
+    same_bits(loss, want)
+    same_bits(nnx.as_pure(grads), jax.tree.map(lambda g: 8 * g, nnx.as_pure(true)))
+
+
+def test_aux_argnums_and_a_diff_state_are_passed_on():
+    model, optimizer = setup(scale=4.0)
+
+    def with_aux(x: jax.Array, model: Any) -> Any:
+        return loss_fn(model, x), {"mean": x.mean()}
+
+    (loss, aux), grads = scaled_value_and_grad(with_aux, optimizer, argnums=1, has_aux=True)(IMAGE, model)
+    only = nnx.DiffState(1, nnx.PathContains("conv"))
+    (_, _), part = scaled_value_and_grad(with_aux, optimizer, argnums=only, has_aux=True)(IMAGE, model)
+    assert loss.dtype == jnp.float32 and float(aux["mean"]) == float(IMAGE.mean())
+    assert set(nnx.as_pure(part)) == {"conv"} < set(nnx.as_pure(grads))
+
+
+def test_only_the_variables_named_are_trained():
+    base = nnx.Linear(8, 8, rngs=rngs())
+    model = apply_policy(nnx.LoRA(8, 2, 8, base_module=base, rngs=rngs()), "mixed_bfloat16")
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+    before = np.asarray(base.kernel[...])
+    _, grads = scaled_value_and_grad(lambda model: jnp.mean(model(TARGET) ** 2), optimizer)(model)
+    optimizer.update(model, grads)
+    assert set(nnx.as_pure(grads)) == {"lora_a", "lora_b"} and np.any(model.lora_b[...] != 0)
+    same_bits(base.kernel[...], before)
+
+
+def test_an_optimizer_that_is_wrapped_already_is_taken_as_it_is():
+    model = Net(rngs())
+    optimizer = Optimizer(model, optax.chain(jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(4.0))))
+    assert float(optimizer.loss_scale.loss_scale) == 4.0
+    train(model, optimizer, BAD)
+    assert int(optimizer.skipped) == 1 and np.all(np.isfinite(model.conv.kernel[...]))
+
+
+def test_without_a_loss_scale_non_finite_steps_are_skipped_and_nothing_is_scaled():
+    model = apply_policy(Net(rngs()), "mixed_bfloat16")
+    optimizer = Optimizer(model, optax.sgd(0.1))
+    assert isinstance(optimizer.loss_scale, jaxmp.NoOpLossScale)
+    before = jax.tree.map(np.asarray, values(model))
+    train(model, optimizer, BAD)
+    same_bits(values(model), before)
+
+
+def test_half_params_are_updated_in_float32_and_rounded_once():
+    model, optimizer = setup(optax.sgd(0.5), policy="float16", scale=1.0)
+    twin = apply_policy(Net(rngs()), "float16")
+    _, grads = nnx.value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float32"))(twin)
+    _, scaled = scaled_value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float32"), optimizer)(model)
+    optimizer.update(model, scaled)
+    want = jax.tree.map(
+        lambda p, g: (p.astype("float32") - 0.5 * g.astype("float32")).astype("float16"),
+        values(twin, nnx.Param),
+        nnx.as_pure(grads),
+    )
+    same_bits(values(model, nnx.Param), want)
+
+
+def test_flax_dynamic_scale_spoils_the_statistics_that_we_keep():
+    from flax.training.dynamic_scale import DynamicScale
+
+    twin = Net(rngs())
+    graphdef, params, rest = nnx.split(twin, nnx.Param, ...)
+
+    def pure(params: Any) -> Any:
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        return loss_fn(model, BAD), nnx.state(model, nnx.BatchStat)
+
+    _, finite, (_, stats), _ = DynamicScale().value_and_grad(pure, has_aux=True)(params)
+    assert not finite and any(np.isnan(leaf).any() for leaf in jax.tree.leaves(nnx.as_pure(stats)))
+
+
+def test_bad_input_is_refused():
+    model = Net(rngs())
+    with pytest.raises(ValueError, match="one loss has one scale, but the optimizer given has a loss scale"):
+        Optimizer(model, jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()), loss_scale=jaxmp.NoOpLossScale())
+    with pytest.raises(TypeError, match=r"from a jaxmp\.nnx\.Optimizer, got Optimizer; make it with"):
+        scaled_value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
+    optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
+    with pytest.raises(TypeError, match="must be float32, got float16"):
+        scaled_value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float16"), optimizer)(model)
+    with pytest.raises(TypeError, match=r"a pair \(loss, aux\)"):
+        scaled_value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer, has_aux=True)(model)

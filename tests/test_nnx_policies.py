@@ -1,0 +1,193 @@
+"""Which policy an NNX module gets: overrides, what its author gave, nesting; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from linen_zoo import data, same_bits
+from nnx_zoo import Net, Scale, model_products, outcome, rngs, values
+
+import jaxmp
+from jaxmp.nnx import apply_policy
+
+IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
+
+
+def dtypes(model: Any) -> dict[str, Any]:
+    """The dtype attributes of every module, by path."""
+    found = [("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]
+    return {path: jnp.dtype(module.dtype).name for path, module in found if hasattr(module, "dtype")}
+
+
+def test_an_override_covers_what_lies_below_its_path_and_the_first_match_wins():
+    model = apply_policy(
+        Net(rngs()), "mixed_float16", {"layers/1": "mixed_bfloat16", "layers": "float32", "**/norm": "float32"}
+    )
+    found = dtypes(model)  # a module that is shared has one path only: again is layers/0
+    assert found.pop("again", found.pop("layers/0", None)) == "float32"
+    assert found == {"conv": "float16", "layers/1": "bfloat16", "norm": "float32"}
+
+
+@pytest.mark.parametrize("pattern", [nnx.BatchNorm, "type:*Norm"])
+def test_an_override_by_class_covers_its_instances(pattern):
+    found = dtypes(apply_policy(Net(rngs()), "mixed_float16", {pattern: "float32"}))
+    assert found.pop("norm") == "float32" and set(found.values()) == {"float16"}
+
+
+def test_o2_leaves_norms_in_float32():
+    assert dtypes(apply_policy(Net(rngs()), "O2")) == dtypes(
+        apply_policy(Net(rngs()), "mixed_float16", {"norm": "float32"})
+    )
+
+
+def test_a_shared_module_is_covered_by_a_pattern_on_either_path():
+    for pattern in ("again", "layers/0"):
+        model = apply_policy(Net(rngs()), "mixed_float16", {pattern: "float32"})
+        assert model.again is model.layers[0] and model.again.dtype == jnp.float32
+        assert model.layers[1].dtype == jnp.float16
+
+
+def test_an_override_reaches_a_module_without_a_dtype_attribute():
+    model = apply_policy(Net(rngs()), "mixed_float16", {"scale": "mixed_bfloat16"})
+    assert model_products(model, IMAGE) == ["float16"] * 3 + ["bfloat16", "float16"]
+
+
+def test_shared_variables_stay_shared_with_the_model_given_which_is_left_as_it_was():
+    bare = Net(rngs())
+    before, attributes = values(bare), dtypes_given(bare)
+    model = apply_policy(bare, "mixed_float16")
+    assert dtypes_given(bare) == attributes and type(bare) is Net
+    same_bits(values(bare), before)
+    model.conv.kernel[...] += 1
+    same_bits(bare.conv.kernel[...], model.conv.kernel[...])
+    assert model.layers[0].kernel is bare.layers[0].kernel and model.again is model.layers[0]
+
+
+def dtypes_given(model: Any) -> list[Any]:
+    return [vars(module).get("dtype", "none") for _, module in nnx.iter_modules(model)]
+
+
+def test_params_tied_across_modules_stay_tied():
+    class Tied(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(5, 8, rngs=rngs)
+            self.out = Scale(8, rngs)
+            self.table = self.embed.embedding
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return self.embed.attend(self.out(self.embed(tokens)))
+
+    for policy in ("mixed_float16", "float16"):
+        model = apply_policy(Tied(rngs()), policy)
+        assert model.table is model.embed.embedding
+        _, grads, _ = outcome(model, jnp.arange(4))
+        assert len(jax.tree.leaves(grads)) == 4  # the table once
+
+
+def test_a_dtype_that_differs_from_the_default_is_the_authors_word_unless_overridden():
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()))
+    assert dtypes(apply_policy(model, "mixed_float16")) == {"layers/0": "float16", "layers/1": "float32"}
+    assert set(dtypes(apply_policy(model, "mixed_float16", {"**": "mixed_float16"})).values()) == {"float16"}
+
+
+def test_a_param_dtype_that_differs_from_the_default_is_the_authors_word_unless_overridden():
+    model = nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=rngs())
+    assert apply_policy(model, "mixed_float16").kernel.dtype == jnp.bfloat16
+    overridden = apply_policy(model, "mixed_float16", {"**": "mixed_float16"})
+    assert overridden.kernel.dtype == overridden.param_dtype == jnp.float32
+
+
+class HandedDown(nnx.Module):
+    """Hands a default of float32 down, as Flax's own ResNet does in Linen."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: Any = jnp.float32) -> None:
+        self.first = nnx.Linear(8, 8, dtype=dtype, rngs=rngs)
+        self.block = Block(dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.block(self.first(x))
+
+
+class Block(nnx.Module):
+    def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.dtype, self.inner = dtype, nnx.Linear(8, 8, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x)
+
+
+def test_a_default_that_was_handed_down_is_a_default_and_another_dtype_handed_down_is_not():
+    assert model_products(apply_policy(HandedDown(rngs()), "mixed_float16"), VECTORS) == ["float16"] * 2
+    by_hand = apply_policy(HandedDown(rngs(), jnp.bfloat16), "mixed_float16")
+    assert model_products(by_hand, VECTORS) == ["bfloat16"] * 2
+
+
+def test_another_policy_takes_the_place_of_the_first():
+    model = apply_policy(apply_policy(Net(rngs()), "mixed_float16", {"norm": "float32"}), "mixed_bfloat16")
+    assert set(dtypes(model).values()) == {"bfloat16"}
+    assert model_products(model, IMAGE) == ["bfloat16"] * 5
+    kept = apply_policy(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), "mixed_float16", {"**": "mixed_float16"})
+    assert apply_policy(kept, "float32").dtype == jnp.float32
+    with pytest.raises(ValueError, match="its own dtype=float32"):
+        apply_policy(kept, "mixed_float16")
+
+
+def test_a_part_with_a_policy_of_its_own_keeps_it_inside_another():
+    part = apply_policy(nnx.Linear(8, 8, rngs=rngs()), "mixed_bfloat16")
+    model = apply_policy(nnx.Sequential(part, nnx.Linear(8, 8, rngs=rngs())), "mixed_float16")
+    assert model_products(model, VECTORS) == ["bfloat16", "float16"]
+
+
+def test_a_part_of_a_model_under_a_policy_runs_alone_under_its_own():
+    model = apply_policy(Net(rngs()), "mixed_float16")
+    assert model.layers[0](VECTORS).dtype == jnp.float16
+    assert apply_policy(nnx.Sequential(model.layers[0]), "mixed_bfloat16")(VECTORS).dtype == jnp.float32
+
+
+def test_policies_of_jmp_and_strings_are_read():
+    import jmp
+
+    for policy in (jmp.get_policy("p=f32,c=bf16,o=f32"), "params=float32, compute=bfloat16, output=float32"):
+        assert dtypes(apply_policy(Net(rngs()), policy))["conv"] == "bfloat16"
+
+
+def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_at_once():
+    with pytest.raises(ValueError, match=r"'layers/7' matched none; nearest paths: .*layers/1"):
+        apply_policy(Net(rngs()), "mixed_float16", {"layers/7": "float32"})
+    with pytest.raises(ValueError, match=r"'type:LayerNorm' matched none; nearest classes: .*BatchNorm"):
+        apply_policy(Net(rngs()), "mixed_float16", {nnx.LayerNorm: "float32"})
+
+
+def test_a_half_policy_that_changes_no_product_raises_and_names_the_modules_and_the_override():
+    model = nnx.Sequential(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), nnx.LayerNorm(8, rngs=rngs()))
+    with pytest.raises(
+        ValueError,
+        match=r"computes in float16, but every product stays as it was: layers/0 \(its own dtype=float32\); .*"
+        r"overrides=\{'\*\*': 'params=float32,compute=float16,output=float32'\}",
+    ):
+        apply_policy(model, "mixed_float16")
+    with pytest.raises(ValueError, match=r"layers/0 \(override 'layers/0'\)"):
+        apply_policy(model, "mixed_bfloat16", {"layers/0": "float32"})
+    apply_policy(nnx.LayerNorm(8, rngs=rngs()), "mixed_float16")  # nothing to multiply: nothing to say
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (nn.Dense(2), TypeError, r"takes an instance of flax\.nnx\.Module, got Dense.*jaxmp\.linen\.apply_policy"),
+        (nnx.Linear, TypeError, "make the instance first"),
+    ],
+)
+def test_what_is_no_nnx_module_is_refused(given, error, text):
+    with pytest.raises(error, match=f"(?s){text}"):
+        apply_policy(given, "mixed_float16")
+
+
+def test_o1_says_that_it_is_autocast():
+    with pytest.raises(ValueError, match="autocast"):
+        jaxmp.nnx.apply_policy(Net(rngs()), "O1")

@@ -1,0 +1,247 @@
+"""A model under a policy flows through NNX's transforms, split and merge, clones and pickles like the bare one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from linen_zoo import data, products, same_bits
+from nnx_zoo import Net, Scale, is_as_by_hand, outcome, rngs, values
+
+from jaxmp.nnx import apply_policy
+
+IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # NNX's own norms add half and float32
+        yield
+
+
+def model_and_twin(make: Any = Net) -> tuple[Any, Any]:
+    return apply_policy(make(rngs()), "mixed_float16"), apply_policy(make(rngs()), "mixed_float16")
+
+
+def test_statistics_and_dropout_flow_through_jit_as_without_it():
+    model, twin = model_and_twin()
+
+    @nnx.jit
+    def step(model: Any, x: jax.Array) -> jax.Array:
+        return model(x)
+
+    for _ in range(2):
+        np.testing.assert_allclose(step(model, IMAGE), twin(IMAGE), rtol=2e-2, atol=2e-2)
+    assert int(model.drop.rngs.count[...]) == int(twin.drop.rngs.count[...]) == 2
+    assert np.any(model.norm.mean[...] != 0)
+    np.testing.assert_allclose(model.norm.mean[...], twin.norm.mean[...], rtol=1e-2, atol=1e-3)
+
+
+def test_jit_compiles_once_for_models_under_equal_policies():
+    traces = []
+
+    @nnx.jit
+    def step(model: Any, x: jax.Array) -> jax.Array:
+        traces.append(x)
+        return model(x)
+
+    for _ in range(2):
+        model = apply_policy(Net(rngs()), "mixed_float16", {"norm": "float32"})
+        step(model, IMAGE)
+        step(model, IMAGE)
+    assert len(traces) == 1
+
+
+def test_split_and_merge_keep_the_policy_and_the_tree_is_the_bare_models():
+    bare = Net(rngs())
+    model, twin = model_and_twin()
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    assert jax.tree.structure(nnx.as_pure(params)) == jax.tree.structure(values(bare, nnx.Param))
+    merged = nnx.merge(graphdef, params, rest)
+    same_bits(outcome(merged, IMAGE), outcome(twin, IMAGE))
+    assert merged.again is merged.layers[0]
+
+
+def test_a_state_of_the_bare_model_fits_the_model_under_a_policy_and_back():
+    bare, (model, _) = Net(rngs(5)), model_and_twin()
+    nnx.update(model, nnx.state(bare, nnx.Param))
+    same_bits(values(model, nnx.Param), values(bare, nnx.Param))
+    nnx.update(bare, nnx.state(model))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, nnx.clone, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_keep_the_policy(how):
+    model, twin = model_and_twin()
+    same_bits(outcome(how(model), IMAGE), outcome(twin, IMAGE))
+
+
+class Remat(Net):
+    """:class:`Net` whose middle is computed again in the backward pass."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def middle(self: Any, x: jax.Array) -> jax.Array:
+            for layer in self.layers:
+                x = nnx.relu(layer(x))
+            return self.scale(x)
+
+        return self.again(nnx.remat(middle)(self, nnx.relu(self.norm(self.conv(x))).mean((1, 2))))
+
+
+def test_remat_of_a_method_that_hands_on_self_is_as_by_hand():
+    is_as_by_hand(apply_policy(Remat(rngs()), "mixed_float16"), Remat(rngs(), jnp.float16), IMAGE)
+
+
+@nnx.split_rngs(splits=3)
+@nnx.vmap(in_axes=(0, None), out_axes=0)
+def stacked(rngs: nnx.Rngs, kind: Any) -> Any:
+    return kind(8, 8, rngs=rngs) if kind is nnx.Linear else kind(8, rngs)
+
+
+class Stack(nnx.Module):
+    """Three layers of one kind, their params stacked, one after the other by ``nnx.scan``."""
+
+    def __init__(self, rngs: nnx.Rngs, kind: Any = nnx.Linear) -> None:
+        self.layers = stacked(rngs, kind)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def forward(x: jax.Array, layer: Any) -> jax.Array:
+            return jnp.tanh(layer(x))
+
+        return forward(x, self.layers)
+
+
+@pytest.mark.parametrize("kind", [nnx.Linear, Scale])
+def test_in_a_scan_over_layers_products_are_half_and_the_carry_keeps_its_dtype(kind):
+    model = apply_policy(Stack(rngs(), kind), "mixed_float16")
+    x, layers = VECTORS, values(model.layers)
+    for i in range(3):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i].astype("float16"), layers)
+        y = x.astype("float16") @ layer["kernel"]
+        biases = [layer["bias"]] if kind is nnx.Linear else [layer["biases"][0], layer["biases"][1]]
+        for bias in biases:
+            y = y + bias
+        x = jnp.tanh(y.astype("float32"))
+    np.testing.assert_allclose(model(VECTORS), x, rtol=1e-3, atol=1e-3)
+    graphdef, state = nnx.split(model)
+    assert products(lambda state: nnx.merge(graphdef, state)(VECTORS), state) == ["float16"]
+    _, grads, _ = outcome(model, VECTORS)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
+
+
+def test_a_module_merged_in_the_body_of_a_jax_scan_keeps_the_carry():
+    layers = apply_policy(Stack(rngs()), "mixed_float16").layers
+    graphdef, state = nnx.split(layers)
+    out, _ = jax.lax.scan(lambda x, state: (nnx.merge(graphdef, state)(x), None), VECTORS, state)
+    assert out.dtype == jnp.float32
+
+
+def test_in_a_map_there_is_no_carry_and_the_result_is_half():
+    model = apply_policy(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs())), "mixed_float16")
+    assert jax.lax.map(lambda x: model.layers[0](x), VECTORS).dtype == jnp.float16
+
+
+def test_vmap_over_stacked_modules_is_as_each_alone():
+    model = apply_policy(Stack(rngs(), Scale), "mixed_float16")
+    out = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(model.layers, VECTORS)
+    graphdef, state = nnx.split(apply_policy(Stack(rngs(), Scale), "mixed_float16").layers)
+    for i in range(3):
+        same_bits(out[i], nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], state))(VECTORS))
+    assert out.dtype == jnp.float16 and model.layers.mean[...].shape == (3, 8)
+    assert model.layers.mean[...].dtype == jnp.float32
+
+
+class Decorated(nnx.Module):
+    """Its methods are made by transforms, in the class's body."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    @nnx.jit
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return self.product(x)
+
+    @nnx.remat
+    def product(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel
+
+
+def test_methods_made_by_transforms_run_under_the_policy():
+    model = apply_policy(Decorated(rngs()), "mixed_float16")
+    want = (VECTORS.astype("float16") @ model.kernel[...].astype("float16")).astype("float32")
+    same_bits(model(VECTORS), want)
+    assert int(model.calls[...]) == 1
+    assert model.kernel[...].dtype == jnp.float32
+    _, grads, _ = outcome(model, VECTORS)
+    assert grads["kernel"].dtype == jnp.float32 and np.all(np.isfinite(grads["kernel"]))
+
+
+def test_an_abstract_model_takes_a_policy():
+    model = nnx.eval_shape(lambda: apply_policy(Net(rngs()), "mixed_float16"))
+    again = apply_policy(nnx.eval_shape(lambda: Net(rngs())), "float16")
+    assert model.conv.kernel.get_raw_value().dtype == jnp.float32
+    assert again.conv.kernel.get_raw_value().dtype == jnp.float16
+
+
+def test_what_a_method_sets_is_set_on_the_model():
+    class Counter(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.kernel, self.calls, self.gone = nnx.Param(jnp.ones((8, 8))), 0, "here"
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.calls += 1
+            self.new = nnx.Intermediate(x @ self.kernel)
+            if hasattr(self, "gone"):
+                del self.gone
+            return self.new[...]
+
+    model = apply_policy(Counter(rngs()), "mixed_float16")
+    model(VECTORS)
+    model(VECTORS)
+    assert model.calls == 2 and not hasattr(model, "gone")
+    assert model.new[...].dtype == jnp.float16
+
+
+def test_train_and_eval_modes_and_views_work_as_before():
+    model, twin = model_and_twin()
+    model.eval()
+    quiet = nnx.view(twin, deterministic=True, use_running_average=True)
+    same_bits(model(IMAGE), quiet(IMAGE))
+    same_bits(model(IMAGE), model(IMAGE))
+
+
+def test_captured_values_are_those_that_were_computed():
+    class Sower(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = self.linear(x)
+            self.sow(nnx.Intermediate, "hidden", y)
+            return y
+
+    _, captured = nnx.capture(apply_policy(Sower(rngs()), "mixed_float16"), nnx.Intermediate)(VECTORS)
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(captured)] == ["float16"]
+
+
+def test_an_exception_in_a_model_leaves_nothing_behind():
+    class Fails(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.gain, self.linear = nnx.Param(jnp.ones(8)), nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        apply_policy(Fails(rngs()), "float32", {"linear": "mixed_float16"})(VECTORS)
+    assert jax.config.jax_default_matmul_precision is None
+    assert products(jax.lax.dot, VECTORS, jnp.ones((8, 8), "float16")) == ["float32*float16"]
+    assert outcome(apply_policy(Net(rngs()), "mixed_float16"), IMAGE)[0].dtype == jnp.float32
