@@ -1,0 +1,258 @@
+"""Properties 10 to 13 of a trusted mixed precision, for Linen and NNX: evaluation, many steps, carries, errors."""
+
+from __future__ import annotations
+
+import ast
+import gc
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from linen_zoo import HALVES, data, products, quick_jit, rngs, same_bits, standard_promotion
+from optimizer_tools import standard
+from properties_zoo import NNX, SEQUENCE, Linen, X, each_api, mixed, pure
+
+import jaxmp
+from jaxmp._jaxpr.walk import equations
+
+# --- 10: evaluation ---------------------------------------------------------------------------------------------------
+
+
+@each_api
+def test_10_an_evaluation_before_or_inside_the_loss_changes_no_bit_of_the_gradients(api):
+    own = api.Own(lambda w, x: jnp.tanh(x @ w))
+    model = mixed(api.Calls([own, api.dense()], lambda a, b, x: b(a(x))), "mixed_float16")
+    apply, params = pure(model, X)
+
+    def loss(params, target):
+        return jnp.mean((apply(params, X) - target) ** 2)
+
+    def with_evaluation(params):
+        return loss(params, jax.lax.stop_gradient(apply(params, X + 1)))
+
+    target = quick_jit(apply)(params, X + 1)
+    apply(params, X + 1), jax.eval_shape(apply, params, X)  # eagerly and in the abstract
+    want = quick_jit(jax.grad(loss))(params, target)
+    same_bits(quick_jit(jax.grad(with_evaluation))(params), want)
+    assert all(leaf.any() for leaf in jax.tree.leaves(want))
+
+
+def variables(model):
+    """The Variables of an NNX model, as objects."""
+    return [id(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
+
+
+def test_10_an_evaluation_of_an_nnx_model_leaves_its_variables_alone():
+    rngs = nnx.Rngs(0)
+    model = mixed(nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)), "mixed_float16")
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    own = variables(model)
+
+    @nnx.jit
+    def gradient(model, x):
+        return nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+
+    with standard_promotion():
+        first = gradient(nnx.clone(model), X)
+        model.eval()
+        model(X), nnx.jit(lambda model: model(X))(model)
+        model.train()
+        same_bits(nnx.state(model), before)
+        assert variables(model) == own
+        same_bits(gradient(model, X), first)
+
+
+# --- 11: many steps ---------------------------------------------------------------------------------------------------
+
+
+def linen_training(traces):
+    """A step of training, and what it starts with."""
+    model = mixed(Linen.Calls([nn.Dense(4), nn.BatchNorm(False)], lambda a, b, x: b(a(x))), "mixed_float16")
+
+    def loss(params, model_state, batch, rng):
+        traces.append(1)
+        out, model_state = model.apply({"params": params, **model_state}, batch, mutable=["batch_stats"])
+        return jnp.mean((out - 1) ** 2), model_state
+
+    variables = quick_jit(model.init)(rngs(), X)
+    tx = jaxmp.loss_scaling(standard(optax.adam(1e-2)), jaxmp.DynamicLossScale(period=3))
+    state = jaxmp.TrainState.create(params=variables.pop("params"), tx=tx, model_state=variables)
+    return jaxmp.make_train_step(loss), state
+
+
+def nnx_training(traces):
+    rngs = nnx.Rngs(0)
+    model = mixed(nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)), "mixed_float16")
+    scale = jaxmp.DynamicLossScale(period=3)
+    optimizer = jaxmp.nnx.Optimizer(model, standard(optax.adam(1e-2)), loss_scale=scale)
+
+    @nnx.jit
+    def update(model, optimizer, x):
+        traces.append(1)
+        loss, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2), optimizer)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def step(state, batch):
+        return state, update(*state, batch)
+
+    return step, (model, optimizer)
+
+
+@pytest.mark.parametrize("training", [linen_training, nnx_training])
+def test_11_steps_with_skips_among_them_compile_once_and_keep_no_array(training):
+    traces, alive = [], []
+    bad = X.at[1, 2].set(jnp.inf)
+    with standard_promotion():
+        step, state = training(traces)
+        for i in range(16):
+            state, _ = jax.block_until_ready(step(state, bad if i % 5 == 4 else X))
+            gc.collect()
+            alive.append(len(jax.live_arrays()))
+            if i == 0:
+                first = len(traces)
+    assert len(traces) == first <= 2
+    assert set(alive[2:]) == {alive[2]}
+
+
+@each_api
+def test_11_a_policy_put_on_anew_at_every_step_compiles_nothing_anew(api):
+    traces = []
+
+    def fun(w, x):
+        traces.append(1)
+        return x @ w
+
+    bare = api.Own(fun)
+    variables = bare.init(rngs(), X) if api is Linen else None
+    linen = quick_jit(lambda model, variables, x: model.apply(variables, x), static_argnums=0)
+    in_nnx = nnx.jit(lambda model, x: model(x))
+    traces.clear()
+    for policy in ("mixed_float16", "p=f32,c=f16,o=f32") * 3:
+        model = mixed(bare, policy)
+        linen(model, variables, X) if api is Linen else in_nnx(model, X)
+    assert len(traces) == 1
+
+
+# --- 12: carries ------------------------------------------------------------------------------------------------------
+
+
+def step_of_a_cell(carry, w, u, x):
+    carry = jnp.tanh(carry @ w + x @ u)
+    return carry, carry * 2
+
+
+class LinenCell(nn.Module):
+    """A recurrent cell of someone who knows of no dtypes."""
+
+    @nn.compact
+    def __call__(self, carry: Any, x: jax.Array) -> Any:
+        w, u = (self.param(name, nn.initializers.lecun_normal(), (4, 4)) for name in "wu")
+        return step_of_a_cell(carry, w, u, x)
+
+
+class NNXCell(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self):
+        self.w, self.u = (nnx.Param(data(4, 4, seed=seed)) for seed in range(2))
+
+    def __call__(self, carry: Any, x: jax.Array) -> Any:
+        return step_of_a_cell(carry, self.w[...], self.u[...], x)
+
+
+class LinenLoop(nn.Module):
+    """An RNN of one of Linen's cells, or a scan of the cell above, from a carry that is given."""
+
+    cell: str
+
+    @nn.compact
+    def __call__(self, carry: Any, x: jax.Array) -> Any:
+        if self.cell != "own":
+            return nn.RNN(getattr(nn, self.cell)(4), return_carry=True)(x, initial_carry=carry)
+        options = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+        return nn.scan(LinenCell, in_axes=1, out_axes=1, **options)()(carry, x)
+
+
+class NNXLoop(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, cell: str):
+        rngs = nnx.Rngs(0)
+        self.cell = NNXCell() if cell == "own" else None
+        self.rnn = nnx.RNN(getattr(nnx, cell)(4, 4, rngs=rngs), return_carry=True, rngs=rngs) if cell != "own" else None
+
+    def __call__(self, carry: Any, x: jax.Array) -> Any:
+        if self.rnn is not None:
+            return self.rnn(x, initial_carry=carry)
+        scan = nnx.scan(lambda cell, carry, x: cell(carry, x), in_axes=(None, nnx.Carry, 1), out_axes=(nnx.Carry, 1))
+        return scan(self.cell, carry, x)
+
+
+CELLS = ["own", "SimpleCell", "GRUCell", "LSTMCell", "OptimizedLSTMCell"]
+
+
+@each_api
+@pytest.mark.parametrize("cell", CELLS)
+def test_12_a_carry_of_any_dtype_keeps_it_under_any_policy_and_the_products_are_the_policys(api, cell):
+    model = (LinenLoop if api is Linen else NNXLoop)(cell)
+    for policy in ("mixed_float16", "mixed_bfloat16", "float32"):
+        for dtype in ("float32", "float16", "bfloat16"):
+            state = jnp.zeros((2, 4), dtype)
+            carry = (state, state) if "LSTM" in cell else state
+            with standard_promotion():
+                each = pure(mixed(model, policy), carry, SEQUENCE, abstract=True)
+                jaxpr = jax.make_jaxpr(each.apply)(each.params, carry, SEQUENCE)
+                (loop,) = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
+                carries = [var.aval.dtype.name for var in loop.outvars[: loop.params["num_carry"]]]
+                assert [name for name in carries if "int" not in name] == [dtype] * len(jax.tree.leaves(carry))
+                gradient = jax.grad(each.loss(carry, SEQUENCE))
+                assert set(products(gradient, each.params)) == {jaxmp.get_policy(policy).compute_dtype.name}
+
+
+@each_api
+@pytest.mark.parametrize("policy", HALVES)
+def test_12_a_loop_gives_the_bits_of_its_steps_with_casts_by_hand(api, policy):
+    half, carry = HALVES[policy], jnp.ones((2, 4))
+    got = pure(mixed((LinenLoop if api is Linen else NNXLoop)("own"), policy), carry, SEQUENCE)
+    u, w = jax.tree.leaves(got.params)
+
+    def by_hand(carry, x):
+        new, y = step_of_a_cell(*(value.astype(half) for value in (carry, w, u, x)))
+        return new.astype(carry.dtype), y
+
+    end, ys = quick_jit(lambda carry, xs: jax.lax.scan(by_hand, carry, xs))(carry, jnp.swapaxes(SEQUENCE, 0, 1))
+    same_bits(quick_jit(got.apply)(got.params, carry, SEQUENCE), (end, jnp.swapaxes(ys, 0, 1).astype(jnp.float32)))
+
+
+# --- 13: what is unsafe -----------------------------------------------------------------------------------------------
+
+
+@each_api
+def test_13_a_float16_loss_is_refused_with_what_to_write_instead(api):
+    model = mixed(api.dense(), "p=f32,c=f16,o=f16")
+    text = r"must be float32, got float16, .*overflows; compute the loss from float32 values, e.g. from logits.astype"
+    loss_scale = jaxmp.DynamicLossScale()
+    with pytest.raises(TypeError, match=text):
+        if api is NNX:
+            optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=loss_scale)
+            jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean(model(X)), optimizer)(model)
+        else:
+            apply, params = pure(model, X)
+            state = jaxmp.loss_scaling(optax.sgd(0.1), loss_scale).init(params)
+            jaxmp.scaled_value_and_grad(lambda params: jnp.mean(apply(params, X)), state)(params)
+
+
+@each_api
+def test_13_a_policy_that_would_change_nothing_is_refused_with_the_override_that_does(api):
+    bare = api.Calls([api.dense(dtype="float32")], lambda part, x: part(x))
+    with pytest.raises(ValueError, match=r"every product stays as it was: parts.0 \(its own dtype=float32\)") as error:
+        pure(mixed(bare, "mixed_float16"), X)
+    override = str(error.value).split("overrides=")[1]
+    assert override.startswith("{'**': 'params=float32,compute=float16,output=float32")
+    apply, params = pure(mixed(bare, "mixed_float16", ast.literal_eval(override)), X)
+    assert products(apply, params, X) == ["float16"]
