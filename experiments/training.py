@@ -24,6 +24,7 @@ MAY_CHANGE = frozenset(
     ("policy", "loss_scale", "opt_level", "override", "remat", "steps", "epochs", "evaluate_every", "checkpoint_every",
      "keep", "resume", "data_dir", "run_dir")
 )  # fmt: skip
+_LENGTH = frozenset(("steps", "epochs"))
 
 
 def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str, Any]:
@@ -123,18 +124,20 @@ def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) 
     if began != name:
         raise ValueError(f"--resume goes on with a run of {name}, but {checkpoint.folder} is one of {began}")
     before = checkpoint.about["config"]
+    # A learning rate that follows a schedule depends on how many steps there will be.
+    may_change = MAY_CHANGE if getattr(config, "schedule", "constant") == "constant" else MAY_CHANGE - _LENGTH
     changed, remedy = [], []
     for field in dataclasses.fields(config):
         now = strict_json(getattr(config, field.name))
         then = before.get(field.name, strict_json(field.default))
-        if field.name not in MAY_CHANGE and now != then:
+        if field.name not in may_change and now != then:
             flag = f"--{field.name.replace('_', '-')}"
             changed.append(f"{flag} was {then} and is {now} now")
-            remedy.append(f"{flag} {then}" if not isinstance(then, bool) else flag if then else f"--no{flag[1:]}")
+            remedy.append(f"without {flag}" if then is False else f"with {flag if then is True else f'{flag} {then}'}")
     if changed:
         raise ValueError(
-            f"a resumed run keeps its flags, but in {checkpoint.folder.parents[1]} {', '.join(changed)}; resume with "
-            f"{' '.join(remedy)}, or start another run"
+            f"a resumed run keeps its flags, but in {checkpoint.folder.parents[1]} {', '.join(changed)}; resume "
+            f"{' and '.join(remedy)}, or start another run"
         )
 
 

@@ -43,6 +43,8 @@ class Config(cli.Training):
     learning_rate: float = 0.01
     width: int = 8
     ballast: int = 1
+    flip: bool = False
+    schedule: str = "constant"
     accumulate: int = 2
     ema: float = 0.9
     evaluate_every: int = 3

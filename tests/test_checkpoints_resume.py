@@ -166,15 +166,32 @@ def test_without_a_folder_it_is_the_newest_run_of_the_experiment(run, tmp_path, 
 def test_a_flag_that_makes_it_another_run_is_refused(field, now, was, run, capsys):
     flag = f"--{field.replace('_', '-')}"
     message = (
-        f"a resumed run keeps its flags, but in {run.run_dir} {flag} was {was} and is {now} now; resume with {flag} {was}, "
-        "or start another run"
+        f"a resumed run keeps its flags, but in {run.run_dir} {flag} was {was} and is {now} now; resume with {flag} "
+        f"{was}, or start another run"
     )
     ends_with(dataclasses.replace(run, **{field: now}), train, message, capsys)
 
 
 def test_all_flags_that_are_refused_are_named_at_once(run, capsys):
-    message = "--seed was 0 and is 1 now, --width was 8 and is 4 now; resume with --seed 0 --width 8, or"
+    message = "--seed was 0 and is 1 now, --width was 8 and is 4 now; resume with --seed 0 and with --width 8, or"
     ends_with(dataclasses.replace(run, seed=1, width=4), train, message, capsys)
+
+
+def test_the_number_of_steps_may_not_change_under_a_schedule(whole, tmp_path, capsys):
+    """The learning rate of every step depends on it."""
+    config = dataclasses.replace(whole[0], schedule="cosine", run_dir=tmp_path / "run", steps=4)
+    train(config)
+    message = "--steps was 4 and is 8 now; resume with --steps 4, or start another run"
+    ends_with(dataclasses.replace(config, steps=8, resume=True), train, message, capsys)
+
+
+def test_a_switch_that_was_off_is_to_be_left_away(run, capsys):
+    ends_with(
+        dataclasses.replace(run, flip=True),
+        train,
+        "--flip was False and is True now; resume without --flip, or",
+        capsys,
+    )
 
 
 def test_another_policy_with_the_same_params_goes_on_and_the_loss_scale_too(whole, run):

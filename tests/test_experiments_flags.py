@@ -138,6 +138,8 @@ def test_flags_that_repeat_and_flags_with_several_values_are_read():
         (language_modeling, {"steps": 0}, "--steps must be at least 1, got 0"),
         (language_modeling, {"opt_level": "O1"}, "O1 .* use 'O2'"),
         (language_modeling, {"evaluate_every": -1}, "--evaluate-every must be at least 0, got -1"),
+        (language_modeling, {"checkpoint_every": -1}, "--checkpoint-every must be at least 0, got -1"),
+        (image_classification, {"keep": 0}, "--keep must be at least 1, got 0"),
         (compare, {"rounds": 0}, "--rounds must be at least 1, got 0"),
         (compare, {"seeds": ()}, "the number of --seeds must be at least 1, got 0"),
         (compare, {"policies": ("mixed_float61",)}, "unknown policy 'mixed_float61'"),
