@@ -98,7 +98,8 @@ def plan(config: Config) -> list[Config]:
     if not config.demo:
         return [config]
     for field in dataclasses.fields(config):
-        if field.name in ("task", "flags", "policies", "loss_scales", "seeds") and getattr(config, field.name) != field.default:
+        own = ("task", "flags", "policies", "loss_scales", "seeds")
+        if field.name in own and getattr(config, field.name) != field.default:
             raise ValueError(
                 f"--demo has tasks, policies and seeds of its own, got --{field.name.replace('_', '-')} too"
             )

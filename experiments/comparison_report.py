@@ -28,7 +28,8 @@ NOTES = {
     "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds; points are "
     "of accuracy. Zero gradients: of the entries that are not zero in float32, the share that is exactly zero here, "
     "for one batch, at the params where float32 ended, with the loss scale that this run ended with; an activation is "
-    "the output of a layer (– in NNX, where they cannot be seen). Skipped: steps in all runs. Final scale: the first seed's.",
+    "the output of a layer (– in NNX, where they cannot be seen). Skipped: steps in all runs. Final scale: the first "
+    "seed's.",
     "cost": "Time: median and quartiles of warm steps, all variants in turn in one process. Step MiB: what the "
     "compiled step needs at most (arguments, results and temporaries). Device MiB: the device's own peak; ≤ where "
     "another variant had set it before, – where the device does not count.",
@@ -122,7 +123,8 @@ def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
         its = "its" if len(worse) == 1 else "their"
         why = f" ({_range(seen, '.0f')} % of {its} activation gradients became zero)" if seen else ""
         parts.append(
-            f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} float32's held-out {metric} of {shown}{why}"
+            f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} float32's held-out {metric} of {shown}"
+            f"{why}"
         )
     if near:
         everyone = len(near) == len(others) > 1

@@ -169,9 +169,7 @@ def prepare(config: Config) -> Experiment:
         return loss, model_state, {"accuracy": accuracy(logits, batch["label"])}
 
     def create(params: Any) -> jaxmp.TrainState:
-        return jaxmp.TrainState.create(
-            apply_fn=apply, params=params, tx=tx, model_state=init(0)[1], ema=config.ema > 0
-        )
+        return jaxmp.TrainState.create(apply_fn=apply, params=params, tx=tx, model_state=init(0)[1], ema=config.ema > 0)
 
     jax.eval_shape(init, 0)  # a pattern that matches nothing is an error here, not after the folder is made
     return Experiment(

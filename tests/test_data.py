@@ -102,7 +102,8 @@ def test_the_default_folder_follows_xdg(monkeypatch, tmp_path):
 
 
 def test_an_unknown_set_is_an_error_that_lists_the_known():
-    with pytest.raises(data.DataError, match="unknown data set 'digit'; there are: digits, pysource"):
+    known = "digits, mnist, fashion_mnist, cifar10, pysource"
+    with pytest.raises(data.DataError, match=f"unknown data set 'digit'; there are: {known}"):
         data.read("digit")
 
 

@@ -109,7 +109,8 @@ def table(variants: dict[str, Any], title: str) -> Table:
     rows = []
     for name, row in variants.items():
         low, rate, high = row["images_per_s"]
-        rows.append((name, f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{row['ms']:.3g}", f"{100 * row['share']:.1f}"))
+        share = f"{100 * row['share']:.1f}"
+        rows.append((name, f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{row['ms']:.3g}", share))
     return Table(title, COLUMNS, rows)
 
 
@@ -125,8 +126,8 @@ def main(config: Config) -> dict[str, Any]:
     shown = table(variants, title)
     facts = [f"- {name}: {value}" for name, value in where.items()]
     intro = (
-        f"Of {config.examples:,} images: shuffled, cropped (±{config.shift} pixels), mirrored, normalised, resized. Share: "
-        f"of the time in which a consumer of {config.consumer:,.0f} images/s takes a batch."
+        f"Of {config.examples:,} images: shuffled, cropped (±{config.shift} pixels), mirrored, normalised, resized. "
+        f"Share: of the time in which a consumer of {config.consumer:,.0f} images/s takes a batch."
     )
     lines = ["# Images a second of the input pipeline", "", *facts, "", intro, ""]
     (folder / "input_pipeline.md").write_text("\n".join([*lines, shown.markdown()]))

@@ -1,4 +1,4 @@
-"""Reads the archives that MNIST, Fashion-MNIST and CIFAR-10 are published as: idx files, and CIFAR's tar in both forms."""
+"""Reads the archives that MNIST, Fashion-MNIST and CIFAR-10 come in: idx files, and CIFAR's tar in both forms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def mnist_split(images: Path, labels: Path) -> Split:
     """
     pixels, numbers = _idx(images, _IDX_IMAGES), _idx(labels, _IDX_LABELS)
     if len(pixels) != len(numbers):
-        raise DataError(f"images and labels must be as many, got {len(pixels)} in {images} and {len(numbers)} in {labels}")
+        got = f"{len(pixels)} in {images} and {len(numbers)} in {labels}"
+        raise DataError(f"images and labels must be as many, got {got}; get them anew")
     return pixels[..., None], _labels(numbers, labels)
 
 
@@ -62,7 +63,8 @@ def _idx(path: Path, magic: int) -> np.ndarray:
     dimensions = magic & 0xFF
     header = np.frombuffer(content, ">i4", min(1 + dimensions, len(content) // 4))
     if len(header) <= dimensions or header[0] != magic:
-        raise DataError(f"{path} must start like an idx file of {dimensions} dimensions, got {content[:4].hex()!r}; get it anew")
+        got = content[:4].hex()
+        raise DataError(f"{path} must start like an idx file of {dimensions} dimensions, got {got!r}; get it anew")
     shape, values = tuple(header[1:].tolist()), np.frombuffer(content, np.uint8, offset=4 * len(header))
     if values.size != np.prod(shape):
         raise DataError(f"{path} must hold {np.prod(shape)} values by its header, got {values.size}; get it anew")

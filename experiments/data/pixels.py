@@ -1,4 +1,4 @@
-"""From stored pixels to a model's input, under jit: crops and flips of the bytes, then floats, normalised and resized."""
+"""From stored pixels to a model's input, under jit: bytes are cropped and mirrored, floats normalised and resized."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AS_STORED = Pixels()
 
 
 def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in [0, 1], from exact sums over uint8 (n, height, width, channels)."""
+    """Mean and standard deviation of each channel in [0, 1], from exact sums over uint8 (n, height, width, channel)."""
     channels = images.shape[-1]
     total, squares = np.zeros(channels, np.int64), np.zeros(channels, np.int64)
     for start in range(0, len(images), 4096):

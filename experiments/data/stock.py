@@ -91,7 +91,8 @@ def find(name: str, root: Path) -> Found | None:
         if labels is not None:
             return _folder(folder, labels)
         if folder != root:  # the root may belong to another set
-            raise DataError(f"{folder} must have a folder for each of {', '.join(classes)}, got {', '.join(sorted(names))}")
+            got = ", ".join(sorted(names))
+            raise DataError(f"{folder} must have a folder for each of {', '.join(classes)}, got {got}; rename them")
     return None
 
 

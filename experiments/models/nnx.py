@@ -9,7 +9,7 @@ from experiments.models.resnet import KERNEL_INIT, MOMENTUM
 
 
 class CNN(nnx.Module):
-    """:class:`experiments.models.CNN` in NNX, which wants to know the shape of its images, (height, width, channels)."""
+    """:class:`experiments.models.CNN` in NNX, which has to know the images' shape, (height, width, channels)."""
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int = 10, features: int = 32, hidden: int = 128, *, rngs: nnx.Rngs

@@ -87,6 +87,4 @@ def resnet50(classes: int = 10, small_images: bool = False) -> ResNet:
 
 def _conv(channels: int, kernel: int, stride: int) -> nn.Conv:
     # Padded alike on both sides, as the published weights expect, and not as "SAME" pads a strided convolution.
-    return nn.Conv(
-        channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, kernel_init=KERNEL_INIT
-    )
+    return nn.Conv(channels, (kernel, kernel), stride, padding=kernel // 2, use_bias=False, kernel_init=KERNEL_INIT)

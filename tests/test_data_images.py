@@ -1,0 +1,145 @@
+"""What becomes of pixels on their way to a model, and that it does not depend on where they are held."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.data import images, pixels
+
+
+def random_columns(n: int, height: int = 6, channels: int = 3) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(n)
+    return {"image": rng.integers(0, 256, (n, height, height, channels), np.uint8), "label": rng.integers(0, 10, n)}
+
+
+def on_host(columns: dict[str, np.ndarray]) -> images.Images:
+    return images.Images(columns["image"], columns["label"].astype(np.int32))
+
+
+def assert_same_batches(ours, theirs) -> None:
+    for a, b in itertools.zip_longest(ours, theirs):
+        for name in ("image", "label"):
+            assert isinstance(a[name], jax.Array) and isinstance(b[name], jax.Array)
+            assert a[name].dtype == b[name].dtype
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batches_from_the_host_are_those_from_the_device_bit_for_bit(dtype):
+    columns = random_columns(10)
+    prepared = images.Pixels(9, *images.statistics(columns["image"]), dtype)
+    training = [
+        itertools.islice(images.epochs(split, 3, 7, shift=2, flip=True, pixels=prepared), 8)
+        for split in (on_host(columns), images.on_device(columns))
+    ]
+    assert_same_batches(*training)
+    test = [images.in_order(split, 4, prepared) for split in (on_host(columns), images.on_device(columns))]
+    assert_same_batches(*test)
+
+
+@pytest.mark.parametrize("place", [on_host, images.on_device])
+def test_batches_from_the_middle_on_are_those_that_would_have_come(place):
+    split = place(random_columns(10))
+    whole = itertools.islice(images.epochs(split, 3, 1, shift=1, flip=True), 5, 9)
+    assert_same_batches(whole, itertools.islice(images.epochs(split, 3, 1, shift=1, start=5, flip=True), 4))
+
+
+def test_a_split_that_takes_more_than_its_share_of_the_device_stays_on_the_host(monkeypatch):
+    columns = random_columns(10)
+    device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 4 * columns["image"].nbytes}})()
+    monkeypatch.setattr(images.jax, "local_devices", lambda: [device])
+    assert not images.hold(columns).on_host
+    assert images.hold(columns, share=0.24).on_host
+
+
+def test_a_device_that_does_not_tell_its_memory_holds_the_images():
+    assert not images.hold(random_columns(4)).on_host
+
+
+def test_a_set_of_many_batches_compiles_once_and_once_more_for_a_smaller_last_batch():
+    split = images.on_device(random_columns(11, height=5))
+    pixels.augmented.clear_cache()
+    pixels.plain.clear_cache()
+    list(itertools.islice(images.epochs(split, 4, 0, shift=1), 6))
+    assert pixels.augmented._cache_size() == 1
+    list(images.in_order(split, 4))
+    assert pixels.plain._cache_size() == 2
+
+
+def test_statistics_are_those_of_float64():
+    stored = random_columns(40)["image"]
+    stored[..., 1] = 7
+    mean, std = images.statistics(np.tile(stored, (200, 1, 1, 1)))  # more than are summed at a time
+    expected = stored.reshape(-1, 3).astype(np.float64) / 255
+    np.testing.assert_allclose(mean, expected.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(std, [expected[:, 0].std(), 1, expected[:, 2].std()], rtol=1e-12)
+
+
+def test_normalised_images_have_mean_0_and_standard_deviation_1():
+    columns = random_columns(50)
+    prepared = images.Pixels(0, *images.statistics(columns["image"]))
+    (batch,) = images.in_order(images.on_device(columns), 50, prepared)
+    np.testing.assert_allclose(batch["image"].mean((0, 1, 2)), 0, atol=1e-5)
+    np.testing.assert_allclose(batch["image"].std((0, 1, 2)), 1, atol=1e-5)
+
+
+def bilinear(image: np.ndarray, size: int) -> np.ndarray:
+    """Between pixel centres, in float64, the border repeated: one output pixel after the other."""
+    height = image.shape[0]
+    result = np.zeros((size, size, image.shape[2]))
+    for row, column in itertools.product(range(size), repeat=2):
+        y, x = ((i + 0.5) * height / size - 0.5 for i in (row, column))
+        for dy, dx in itertools.product((0, 1), repeat=2):
+            top, left = int(np.floor(y)) + dy, int(np.floor(x)) + dx
+            weight = (1 - abs(y - top)) * (1 - abs(x - left))
+            result[row, column] += weight * image[np.clip(top, 0, height - 1), np.clip(left, 0, height - 1)]
+    return result
+
+
+def test_resizing_is_bilinear_between_pixel_centres():
+    stored = random_columns(2)["image"]
+    resized = pixels.plain(jnp.asarray(stored), pixels=images.Pixels(15))
+    expected = np.stack([bilinear(image / 255, 15) for image in stored])
+    np.testing.assert_allclose(resized, expected, atol=1e-6)
+
+
+def test_images_are_averaged_when_they_become_smaller():
+    stored = np.zeros((1, 8, 8, 1), np.uint8)
+    stored[:, ::2] = 255  # every other line
+    smaller = pixels.plain(jnp.asarray(stored), pixels=images.Pixels(2))
+    np.testing.assert_allclose(smaller, 0.5, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_inputs_are_float32_ones_rounded_once(dtype):
+    columns = random_columns(4)
+    mean, std = images.statistics(columns["image"])
+    stored = jnp.asarray(columns["image"])
+    full, half = (pixels.plain(stored, pixels=images.Pixels(16, mean, std, d)) for d in ("float32", dtype))
+    assert half.dtype == dtype
+    np.testing.assert_array_equal(half, full.astype(dtype))
+
+
+def test_half_of_the_images_are_mirrored_left_to_right_and_the_others_left_alone():
+    stored = jnp.asarray(np.tile(np.arange(4, dtype=np.uint8), (600, 2, 1))[..., None])
+    flipped = np.asarray(pixels.flipped(stored, jax.random.key(0)))[:, 0, :, 0]
+    mirrored = (flipped == [3, 2, 1, 0]).all(1)
+    assert (mirrored | (flipped == [0, 1, 2, 3]).all(1)).all()
+    assert 240 < mirrored.sum() < 360
+
+
+def test_flips_and_shifts_differ_from_image_to_image_and_from_step_to_step():
+    columns = {"image": np.tile(np.arange(36, dtype=np.uint8).reshape(1, 6, 6, 1), (8, 1, 1, 1)), "label": np.zeros(8)}
+    batches = images.epochs(images.on_device(columns), 4, 0, shift=2, flip=True)
+    seen = [np.asarray(next(batches)["image"]) for _ in range(2)]
+    assert len({image.tobytes() for batch in seen for image in batch}) > 5
+
+
+def test_an_image_of_one_channel_keeps_it_when_resized():
+    assert images.Pixels(9).shape((4, 4, 1)) == (9, 9, 1) and images.Pixels().shape((4, 4, 3)) == (4, 4, 3)
+    assert pixels.plain(jnp.zeros((2, 4, 4, 1), jnp.uint8), pixels=images.Pixels(9)).shape == (2, 9, 9, 1)

@@ -1,0 +1,375 @@
+"""MNIST, Fashion-MNIST and CIFAR-10 by their stock names: from archives, from folders of images, from a download."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import pickle
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+from PIL import Image
+from tensorflow_datasets.core.download.checksums import UrlInfo
+
+from experiments import data
+from experiments.data import stock
+
+MNIST_FILES = [
+    f"{stem}-{kind}" for stem in ("train", "t10k") for kind in ("images-idx3-ubyte.gz", "labels-idx1-ubyte.gz")
+]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(address, timeout):
+        raise OSError(f"no way to {address[0]}")
+
+    monkeypatch.setattr(stock.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(stock.socket, "create_connection", refuse)
+
+
+def examples(shape: tuple[int, ...], n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (n, *shape), np.uint8), np.arange(n) % 10
+
+
+def idx(array: np.ndarray) -> bytes:
+    header = np.array([0x0800 + array.ndim, *array.shape], ">i4")
+    return gzip.compress(header.tobytes() + array.astype(np.uint8).tobytes())
+
+
+def write_mnist(folder: Path, seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    splits = {"train": examples((28, 28), 20, seed), "test": examples((28, 28), 10, seed + 1)}
+    for split, stem in (("train", "train"), ("test", "t10k")):
+        for part, kind in zip(splits[split], ("images-idx3", "labels-idx1"), strict=True):
+            (folder / f"{stem}-{kind}-ubyte.gz").write_bytes(idx(part))
+    return {split: (pixels[..., None], labels) for split, (pixels, labels) in splits.items()}
+
+
+def write_cifar10(path: Path, form: str, drop: str = "") -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    batches = {f"data_batch_{i}": examples((32, 32, 3), 4, i) for i in (1, 2, 3, 4, 5)}
+    batches["test_batch"] = examples((32, 32, 3), 4, 6)
+    with tarfile.open(path, "w:gz") as tar:
+        for name, (pixels, labels) in batches.items():
+            planes = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), 3072)
+            if form == "binary":
+                name, content = f"{name}.bin", np.c_[labels.astype(np.uint8), planes].tobytes()
+            else:  # the published ones were written by Python 2 and an old NumPy
+                content = pickle.dumps({b"data": planes, b"labels": labels.tolist()}, protocol=2)
+                content = content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+            if name != drop:
+                member = tarfile.TarInfo(f"cifar-10-batches/{name}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    train = [np.concatenate(parts) for parts in zip(*list(batches.values())[:5], strict=True)]
+    return {"train": (train[0], train[1]), "test": batches["test_batch"]}
+
+
+def write_folder(folder: Path, names: tuple[str, ...], suffix: str = "png") -> dict[str, dict[str, np.ndarray]]:
+    """Two images a class for training and one for test; returns split to file to pixels."""
+    written: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
+    for split, count in (("train", 2), ("test", 1)):
+        for label, name in enumerate(names):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = examples((32, 32, 3), 1, 100 * label + 10 * i + (split == "test"))[0][0]
+                path = folder / split / name / f"{i:04}.{suffix}"
+                Image.fromarray(pixels).save(path)
+                written[split][f"{label}/{i}"] = np.asarray(Image.open(path).convert("RGB"))
+    return written
+
+
+def as_set(images: np.ndarray, labels: np.ndarray) -> set[tuple[bytes, int]]:
+    """The examples regardless of their order, which TFDS chooses."""
+    return {(image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True)}
+
+
+def assert_read(name: str, root: Path, expected: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    columns = data.read(name, root)
+    assert columns.keys() == expected.keys()
+    for split, (images, labels) in expected.items():
+        assert columns[split]["image"].dtype == np.uint8 and columns[split]["image"].shape == images.shape
+        assert as_set(columns[split]["image"], columns[split]["label"]) == as_set(images, labels)
+
+
+def test_mnist_and_fashion_mnist_are_read_from_a_folder_each(tmp_path):
+    for seed, name in enumerate(("mnist", "fashion_mnist")):
+        written = write_mnist(tmp_path / "downloads" / "manual" / name, 10 * seed)
+        assert_read(name, tmp_path, written)
+        assert data.origin(name, tmp_path) == (
+            f"{name}/3.0.1: the original archives, checksum not registered in tensorflow-datasets"
+        )
+
+
+def test_files_that_could_be_either_sets_are_taken_by_their_checksum_only(tmp_path, monkeypatch):
+    written = write_mnist(tmp_path / "downloads" / "manual")
+    with pytest.raises(data.DataError, match="mnist is not in"):
+        data.read("mnist", tmp_path)
+    own = {}
+    for name in MNIST_FILES:
+        checksum = hashlib.sha256((tmp_path / "downloads" / "manual" / name).read_bytes()).hexdigest()
+        own[f"https://example.org/{name}"] = UrlInfo(0, checksum, name)
+    mnist, fashion_mnist = (tfds.builder_cls(name) for name in ("mnist", "fashion_mnist"))
+    monkeypatch.setattr(fashion_mnist, "url_infos", fashion_mnist.url_infos)  # or it would inherit
+    monkeypatch.setattr(mnist, "url_infos", own)
+    assert_read("mnist", tmp_path, written)
+    assert data.origin("mnist", tmp_path).endswith("archives, checksum as registered in tensorflow-datasets")
+    with pytest.raises(data.DataError, match="fashion_mnist is not in"):
+        data.read("fashion_mnist", tmp_path)
+
+
+@pytest.mark.parametrize("place", ["downloads/manual", "downloads/manual/cifar10"])
+@pytest.mark.parametrize("form", ["binary", "python"])
+def test_cifar10_is_read_from_either_archive_as_stock_tfds_would_have_it(form, place, tmp_path):
+    written = write_cifar10(tmp_path / place / f"cifar-10-{form}.tar.gz", form)
+    assert_read("cifar10", tmp_path, written)
+    assert data.origin("cifar10", tmp_path).startswith(f"cifar10/3.0.2: cifar-10-{form}.tar.gz, checksum not")
+    source = tfds.data_source("cifar10", data_dir=tmp_path)["train"]
+    for record in source[0], source[19]:  # its id is its number in the archive
+        number = int(record["id"].removeprefix(b"train_"))
+        np.testing.assert_array_equal(record["image"], written["train"][0][number])
+    names = tfds.builder("cifar10", data_dir=tmp_path).info.features["label"].names
+    assert tuple(names) == stock.CLASSES["cifar10"] and "tensorflow" not in sys.modules
+
+
+@pytest.mark.parametrize("place", ["downloads/manual/cifar10", "cifar10", "."])
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_cifar10_is_read_from_a_folder_of_class_folders(place, suffix, tmp_path):
+    written = write_folder(tmp_path / place, stock.CLASSES["cifar10"], suffix)
+    (tmp_path / place / "train" / "cat" / "Thumbs.db").write_text("not an image")
+    expected = {
+        split: (np.stack(list(files.values())), np.array([int(name.split("/")[0]) for name in files]))
+        for split, files in written.items()
+    }
+    assert_read("cifar10", tmp_path, expected)
+    assert data.origin("cifar10", tmp_path) == (
+        f"cifar10/3.0.2: image files in {(tmp_path / place).resolve()}: their pixels may differ from the original's"
+    )
+
+
+@pytest.mark.parametrize("names", [stock.CLASSES["fashion_mnist"], tuple("0123456789")], ids=["names", "numbers"])
+def test_class_folders_may_be_numbers_and_colours_become_grey(names, tmp_path):
+    names = tuple(name.replace("/", "_").upper() for name in names)
+    for split in ("train", "test"):
+        for label, name in enumerate(names):
+            folder = tmp_path / "fashion_mnist" / split / name
+            folder.mkdir(parents=True)
+            Image.new("RGB", (28, 28), (label, label, label)).save(folder / "a.png")
+    columns = data.read("fashion_mnist", tmp_path)["train"]
+    assert sorted(columns["label"].tolist()) == list(range(10))
+    np.testing.assert_array_equal(columns["image"][:, 0, 0, 0], columns["label"])
+
+
+def test_a_folder_of_images_at_the_root_that_is_another_sets_is_not_taken(tmp_path):
+    write_folder(tmp_path, stock.CLASSES["cifar10"])
+    with pytest.raises(data.DataError, match="mnist is not in"):
+        data.read("mnist", tmp_path)
+
+
+def test_a_folder_with_other_classes_than_the_sets_is_an_error_that_lists_both(tmp_path):
+    write_folder(tmp_path / "cifar10", ("airplane", "cow"))
+    message = r"cifar10 must have a folder for each of airplane, .*, truck, got airplane, cow"
+    with pytest.raises(data.DataError, match=message):
+        data.read("cifar10", tmp_path)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def test_a_damaged_image_is_named_and_nothing_is_left_behind(tmp_path):
+    folder = tmp_path / "downloads" / "manual" / "cifar10"
+    write_folder(folder, stock.CLASSES["cifar10"])
+    bad = folder / "test" / "dog" / "0000.png"
+    truncate(bad)
+    with pytest.raises(data.DataError, match=rf"{bad} is damaged or no image \(.*\); replace it"):
+        data.read("cifar10", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["downloads"]
+
+
+def test_an_image_of_another_size_is_named(tmp_path):
+    folder = tmp_path / "cifar10"
+    write_folder(folder, stock.CLASSES["cifar10"])
+    Image.new("RGB", (40, 32)).save(folder / "train" / "ship" / "0001.png")
+    with pytest.raises(data.DataError, match=r"images must be 32×32, got 40×32 in .*train/ship/0001\.png; resize them"):
+        data.read("cifar10", tmp_path)
+
+
+def test_a_class_without_images_is_named(tmp_path):
+    folder = tmp_path / "cifar10"
+    write_folder(folder, stock.CLASSES["cifar10"])
+    (folder / "test" / "frog" / "0000.png").unlink()
+    with pytest.raises(data.DataError, match=r"every class must have images .*, but there are none in .*test/frog"):
+        data.read("cifar10", tmp_path)
+
+
+MNIST_DAMAGE = {
+    "cut short": (truncate, "train-images.* is damaged or was cut short"),
+    "no gzip": (lambda path: path.write_bytes(b"<html>not found</html>"), "train-images.* is damaged or was cut short"),
+    "labels for images": (
+        lambda path: path.write_bytes(idx(np.arange(3))),
+        "train-images.* must start like an idx file of 3 dimensions, got '00000801'",
+    ),
+    "too few values": (
+        lambda path: path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-5])),
+        r"train-images.* must hold 15680 values by its header, got 15675",
+    ),
+    "fewer images than labels": (
+        lambda path: path.write_bytes(idx(np.zeros((3, 28, 28)))),
+        "images and labels must be as many, got 3 in .*train-images.* and 20 in .*train-labels",
+    ),
+    "another size": (
+        lambda path: path.write_bytes(idx(np.zeros((20, 8, 8)))),
+        r"images must be of shape \(28, 28, 1\), got \(8, 8, 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", MNIST_DAMAGE)
+def test_a_damaged_idx_file_is_named_and_nothing_is_left_behind(damage, tmp_path):
+    write_mnist(tmp_path / "downloads" / "manual" / "mnist")
+    change, message = MNIST_DAMAGE[damage]
+    change(tmp_path / "downloads" / "manual" / "mnist" / MNIST_FILES[0])
+    with pytest.raises(data.DataError, match=message):
+        data.read("mnist", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["downloads"]
+
+
+def test_labels_beyond_the_classes_are_an_error(tmp_path):
+    write_mnist(tmp_path / "downloads" / "manual" / "mnist")
+    (tmp_path / "downloads" / "manual" / "mnist" / MNIST_FILES[1]).write_bytes(idx(np.arange(20)))
+    with pytest.raises(data.DataError, match=r"labels must be 0 to 9, got 0 to 19 in .*train-labels"):
+        data.read("mnist", tmp_path)
+
+
+def test_a_cifar10_archive_that_was_cut_short_is_named(tmp_path):
+    path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
+    write_cifar10(path, "binary")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(data.DataError, match=rf"{path} is damaged or was cut short \(.*\); get it anew"):
+        data.read("cifar10", tmp_path)
+
+
+def test_a_cifar10_archive_without_a_batch_is_an_error(tmp_path):
+    path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
+    write_cifar10(path, "binary", drop="data_batch_4.bin")
+    with pytest.raises(data.DataError, match=r"must hold data_batch_1, .*, but data_batch_4 is not in it"):
+        data.read("cifar10", tmp_path)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code from an archive ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps(Evil()), "it wants builtins.print"),
+        (b"\x80", "data_batch_1 in .* must be a pickle of CIFAR-10"),
+        (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}), r"shape \(2, 3072\) for 1 labels"),
+    ],
+)
+def test_a_pickle_is_read_for_its_arrays_and_runs_nothing(content, message, tmp_path, capsys):
+    path = tmp_path / "downloads" / "manual" / "cifar-10-python.tar.gz"
+    path.parent.mkdir(parents=True)
+    with tarfile.open(path, "w:gz") as tar:
+        member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(data.DataError, match=message):
+        data.read("cifar10", tmp_path)
+    assert "code from an archive" not in capsys.readouterr().out
+
+
+def test_without_network_and_files_the_error_says_what_to_put_where(tmp_path):
+    with pytest.raises(data.DataError) as error:
+        data.read("cifar10", tmp_path)
+    manual = tmp_path / "downloads" / "manual"
+    for text in (
+        "no way to www.cs.toronto.edu",
+        f"{manual}/cifar-10-binary.tar.gz or {manual}/cifar-10-python.tar.gz (from https://www.cs.toronto.edu/~kriz/)",
+        f"{manual}/cifar10/train/CLASS/*.png",
+        "airplane, automobile",
+        "--data-dir",
+    ):
+        assert text in str(error.value)
+
+
+def test_the_error_for_mnist_names_the_files_that_are_missing(tmp_path):
+    folder = tmp_path / "downloads" / "manual" / "mnist"
+    write_mnist(folder)
+    (folder / MNIST_FILES[3]).unlink()
+    with pytest.raises(data.DataError) as error:
+        data.read("mnist", tmp_path)
+    assert f"Put there: {folder / MNIST_FILES[3]} (from https://storage.googleapis.com" in str(error.value)
+    assert f"{MNIST_FILES[0]} is there" in str(error.value) or f"{MNIST_FILES[0]}, " in str(error.value)
+
+
+class Silent(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    handler = functools.partial(Silent, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("good", [True, False], ids=["good", "another checksum"])
+def test_with_a_network_tfds_downloads_and_checks(good, tmp_path, monkeypatch, capsys):
+    written = write_mnist(tmp_path / "server")
+    monkeypatch.setattr(stock, "_reach", lambda url: None)
+    with served(tmp_path / "server") as address:
+        infos = {}
+        for name in MNIST_FILES:
+            content = (tmp_path / "server" / name).read_bytes()
+            checksum = hashlib.sha256(content if good else b"").hexdigest()
+            infos[f"{address}/{name}"] = UrlInfo(tfds.core.utils.Size(len(content)), checksum, name)
+        monkeypatch.setattr(tfds.builder_cls("mnist"), "url_infos", infos)
+        if good:
+            assert_read("mnist", tmp_path / "data", written)
+            assert data.origin("mnist", tmp_path / "data").endswith("downloaded by tensorflow-datasets")
+            assert f"downloading mnist from {address}/" in capsys.readouterr().err
+        else:
+            with pytest.raises(data.DataError, match=r"TFDS could not download it .*wrong checksum.* Put there"):
+                data.read("mnist", tmp_path / "data")
+
+
+def test_a_set_that_tfds_prepared_is_read_as_it_is_and_one_in_tfrecord_is_explained(tmp_path):
+    written = write_mnist(tmp_path / "downloads" / "manual" / "mnist")
+    data.read("mnist", tmp_path)
+    folder = tmp_path / "mnist" / "3.0.1"
+    (folder / "origin.json").unlink()  # as TFDS leaves it
+    assert_read("mnist", tmp_path, written)
+    assert data.origin("mnist", tmp_path) == "mnist/3.0.1: as prepared by tensorflow-datasets"
+    info = json.loads((folder / "dataset_info.json").read_text())
+    (folder / "dataset_info.json").write_text(json.dumps({**info, "fileFormat": "tfrecord"}))
+    with pytest.raises(data.DataError, match=rf"{folder} has mnist as tfrecord files, .* file_format='array_record'"):
+        data.read("mnist", tmp_path)
+
+
+def test_preparing_shows_how_far_it_is(tmp_path, capsys):
+    write_mnist(tmp_path / "downloads" / "manual" / "mnist")
+    data.read("mnist", tmp_path)
+    shown = capsys.readouterr()
+    assert "preparing mnist, train  20/20" in shown.err and not shown.out

@@ -1,0 +1,173 @@
+"""The experiments' residual networks, and that those in NNX compute what those in Linen compute."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmp
+from experiments import models
+from experiments.models import nnx as nnx_models
+from jaxmp.nnx import apply_policy
+
+IMAGES = jax.random.normal(jax.random.key(9), (4, 8, 8, 3))
+TINY = models.ResNet((1, 2), "basic", width=4, small_images=True)
+
+
+def count(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("model", "params"), [(models.resnet18(1000), 11_689_512), (models.resnet50(1000), 25_557_032)]
+)
+def test_residual_networks_have_the_published_number_of_params(model, params):
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 224, 224, 3)))
+    assert count(variables["params"]) == params
+
+
+def test_resnet18_in_nnx_has_as_many_params():
+    model = nnx.eval_shape(lambda: nnx_models.resnet18(3, 1000, rngs=nnx.Rngs(0)))
+    assert count(nnx.state(model, nnx.Param)) == 11_689_512
+
+
+def shapes(model: models.ResNet, size: int) -> dict[str, tuple[int, ...]]:
+    """The output of every convolution and block, without computing them."""
+    images = jnp.zeros((1, size, size, 3))
+    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    _, state = jax.eval_shape(lambda v: model.apply(v, images, capture_intermediates=True), variables)
+    leaves = jax.tree_util.tree_leaves_with_path(state["intermediates"])
+    return {"/".join(str(key.key) for key in path[:-2]): leaf.shape for path, leaf in leaves}
+
+
+def test_the_stem_for_large_images_divides_them_by_4_and_that_for_small_ones_leaves_them():
+    large, small = shapes(models.resnet18(), 224), shapes(models.resnet18(small_images=True), 32)
+    assert large["Conv_0"][1:3] == (112, 112) and large["Block_0"][1:3] == (56, 56)
+    assert small["Conv_0"][1:3] == small["Block_0"][1:3] == (32, 32)
+    assert large["Block_7"][1:] == (7, 7, 512) and small["Block_7"][1:] == (4, 4, 512)
+
+
+def test_the_stride_of_a_bottleneck_is_in_its_3x3():
+    found = shapes(models.resnet50(), 224)
+    assert found["Block_3/Conv_0"][1:] == (56, 56, 128) and found["Block_3/Conv_1"][1:] == (28, 28, 128)
+    assert found["Block_3"][1:] == (28, 28, 512)
+
+
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+def test_a_fresh_block_is_its_shortcut(kind):
+    block = models.resnet.Block(kind, 4)
+    x = jax.random.normal(jax.random.key(0), (2, 5, 5, 4 * models.resnet.WIDTHS[kind]))
+    y, _ = block.init_with_output(jax.random.key(1), x, train=True)
+    np.testing.assert_array_equal(y, jax.nn.relu(x))
+
+
+def randomised(variables: Any) -> Any:
+    """No zeros and ones, so that every scale and bias has a say."""
+    leaves, structure = jax.tree.flatten(variables)
+    keys = jax.random.split(jax.random.key(5), len(leaves))
+    drawn = [leaf + 0.3 * jax.random.uniform(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def copy_weights(variables: Any, model: Any) -> None:
+    """Linen's variables into the NNX model whose modules were written in the same order."""
+
+    def put(module: Any, name: str, place: tuple[str, ...] = ()) -> None:
+        for collection in ("params", "batch_stats"):
+            values = variables.get(collection, {})
+            for key in (*place, name):
+                values = values.get(key, {})
+            for leaf, value in values.items():
+                getattr(module, leaf)[...] = value
+
+    if isinstance(model, nnx_models.CNN):
+        for module, name in ((model.conv, "Conv_0"), (model.hidden, "Dense_0"), (model.head, "Dense_1")):
+            put(module, name)
+        return
+    for module, name in ((model.conv, "Conv_0"), (model.norm, "BatchNorm_0"), (model.head, "Dense_0")):
+        put(module, name)
+    for i, block in enumerate(model.blocks):
+        for j in range(2 + block.shortcut):
+            put(getattr(block, f"conv{j + 1}"), f"Conv_{j}", (f"Block_{i}",))
+            put(getattr(block, f"norm{j + 1}"), f"BatchNorm_{j}", (f"Block_{i}",))
+
+
+def same_model(name: str, large: bool = False) -> tuple[Any, Any, Any]:
+    """A Linen model, its variables and the NNX model with the same weights."""
+    rngs = nnx.Rngs(0)
+    if name == "cnn":
+        linen: Any = models.CNN(features=4, hidden=8)
+        model: Any = nnx_models.CNN((8, 8, 3), features=4, hidden=8, rngs=rngs)
+    else:
+        linen = TINY.clone(small_images=not large)
+        model = nnx_models.ResNet((1, 2), width=4, small_images=not large, rngs=rngs)
+    variables = randomised(jax.jit(linen.init)(jax.random.key(0), IMAGES))
+    copy_weights(variables, model)
+    assert count(variables) == count(nnx.state(model))
+    return linen, variables, model
+
+
+def statistics_of(model: Any) -> list[np.ndarray]:
+    """Means and variances in the order of Linen's, whose names sort otherwise."""
+    blocks = [norm for block in model.blocks for norm in (block.norm1, block.norm2, getattr(block, "norm3", None))]
+    return [
+        np.asarray(leaf[...]) for norm in (model.norm, *blocks) if norm is not None for leaf in (norm.mean, norm.var)
+    ]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", ["cnn", "small", "large"])
+def test_with_the_same_weights_both_apis_give_the_same_logits_and_statistics(name, train):
+    linen, variables, model = same_model(name, name == "large")
+    expected, updates = linen.apply(variables, IMAGES, train=train, mutable=["batch_stats"])
+    np.testing.assert_allclose(model(IMAGES, train=train), expected, rtol=1e-5, atol=1e-5)
+    if name != "cnn":
+        updates = updates["batch_stats"]
+        norms = [updates["BatchNorm_0"], *(norm for i in range(3) for norm in updates[f"Block_{i}"].values())]
+        wanted = [norm[leaf] for norm in norms for leaf in ("mean", "var")]
+        for ours, theirs in zip(statistics_of(model), wanted, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", ["cnn", "small"])
+def test_with_the_same_weights_and_policy_both_apis_give_the_same_logits(name, policy):
+    linen, variables, model = same_model(name)
+    ours = apply_policy(model, policy)(IMAGES, train=True)
+    theirs, _ = jaxmp.linen.apply_policy(linen, policy).apply(variables, IMAGES, train=True, mutable=["batch_stats"])
+    assert ours.dtype == theirs.dtype == jnp.float32
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def both_functions() -> dict[str, models.Functions]:
+    return {
+        "linen": models.linen_functions(TINY, (8, 8, 3)),
+        "nnx": models.nnx_functions(lambda rngs: nnx_models.ResNet((1, 2), width=4, small_images=True, rngs=rngs)),
+    }
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_as_functions_statistics_move_in_training_only_and_params_do_not(api):
+    init, apply = both_functions()[api]
+    params, state = init(0)
+    assert count(params) == count(jax.eval_shape(TINY.init, jax.random.key(0), IMAGES)["params"])
+    logits, same = apply(params, state, IMAGES, False)
+    assert logits.shape == (4, 10)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, same))
+    _, moved = apply(params, state, IMAGES, True)
+    assert jax.tree.structure(moved) == jax.tree.structure(state)
+    assert not jax.tree.any(jax.tree.map(lambda a, b: bool((a == b).all()), state, moved))
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_the_seed_decides_the_params(api):
+    init, _ = both_functions()[api]
+    same, again, other = (jax.tree.leaves(init(seed)[0]) for seed in (1, 1, 2))
+    assert all(bool((a == b).all()) for a, b in zip(same, again, strict=True))
+    assert not all(bool((a == b).all()) for a, b in zip(same, other, strict=True))
