@@ -1,0 +1,386 @@
+"""The README's table "You know …": its right column runs, so does its left where the library is, and they agree.
+
+Each row is run on stand-ins for the reader's model, optimizer and data, and what is seen of both columns is compared
+with the same expectation, computed naively. In a cell an empty line separates what is set up from what each step
+repeats; growth intervals of 2000 steps are 2 here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from readme_tools import (
+    FINITE,
+    LEARNING_RATE,
+    MAX_NORM,
+    README,
+    WEIGHT,
+    Code,
+    Scope,
+    TorchParams,
+    X,
+    adjusted,
+    close,
+    expected_params,
+    expected_scales,
+    flat,
+    jax_program,
+    products,
+    read_table,
+    run,
+    torch_program,
+    train,
+)
+
+import jaxmp
+from jaxmp._jaxpr.walk import equations
+
+# torch: autocast and GradScaler.
+
+
+def known_torch(code: Code) -> Any:
+    scope = torch_program()
+    scope["params"] = TorchParams(scope["model"])
+    return train(code, scope, lambda: scope["scaler"].get_scale())
+
+
+def write_torch(code: Code) -> Any:
+    scope = jax_program()
+    seen = train(code, scope, lambda: scope["opt_state"].loss_scale.loss_scale)
+    assert products(scope) == {"float16"}
+    assert scope["params"]["kernel"].dtype == jnp.float32
+    return seen
+
+
+TORCH_STATE = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2, "_growth_tracker": 1}
+
+
+def known_torch_state(code: Code) -> Any:
+    scope = torch_program()
+    scaler, optimizer, model = scope["scaler"], scope["optimizer"], scope["model"]
+    scaler.load_state_dict(TORCH_STATE)
+    assert run(code.set_up, scope)["state_dict"] == TORCH_STATE
+    scales = []
+    for finite in FINITE:
+        loss = model(scope["x"]).sum() * (1.0 if finite else float("inf"))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def write_torch_state(code: Code) -> Any:
+    return adjusted(run(code.set_up, jax_program() | {"state_dict": TORCH_STATE})["loss_scale"])
+
+
+# Apex.
+
+
+def known_apex(code: Code) -> Any:
+    import torch
+    from apex import amp
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).to("cuda")
+    scope = torch_program() | {"amp": amp, "model": model}
+    scope["optimizer"] = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    run(code.set_up, scope)
+    loss_scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    run(code.step, scope)  # makes the master weights
+    params = {str(param.dtype).removeprefix("torch.") for param in amp.master_params(scope["optimizer"])}
+    output = scope["model"](scope["x"])
+    return params, str(output.dtype).removeprefix("torch."), loss_scale
+
+
+def write_apex(code: Code) -> Any:
+    scope = jax_program(nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True), nn.Dense(1)]))
+    variables = scope["model"].init(jax.random.key(0), X)
+
+    def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((scope["model"].apply(variables | {"params": params}, x) - y) ** 2)
+
+    scope |= {"loss_fn": loss_fn, "params": variables["params"]}
+    model = run(code.set_up, scope)["model"]
+    if not code.step:  # the params are not float32 any more
+        variables = model.init(jax.random.key(0), X)
+        scope["params"] = variables["params"]
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(variables["params"]["layers_1"])} == {"float32"}
+    assert products(scope) == {"float16"}
+    output, captured = model.apply(variables, X, capture_intermediates=True)
+    assert captured["intermediates"]["layers_1"]["__call__"][0].dtype == jnp.float32
+    run(code.step, scope)
+    params = {str(leaf.dtype) for leaf in jax.tree.leaves(scope["params"])}
+    loss_scale = jaxmp.get_loss_scale(scope["tx"].init(scope["params"]))
+    return params, str(output.dtype), float(loss_scale.loss_scale)
+
+
+# Keras.
+
+
+@contextmanager
+def keras_on_jax() -> Iterator[Any]:
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is imported
+    import keras
+
+    before = keras.mixed_precision.global_policy()
+    yield keras
+    keras.mixed_precision.set_global_policy(before)
+
+
+def known_keras(code: Code) -> Any:
+    with keras_on_jax() as keras:
+        model = run(code.set_up, {"keras": keras})["model"]
+        output = model(X)
+        params = {variable.dtype for variable in model.trainable_variables}
+        computed = [layer.compute_dtype for layer in model.layers]
+        return params, computed, str(output.dtype), float(model.optimizer.initial_scale)
+
+
+def write_keras(code: Code) -> Any:
+    scope = run(code.set_up, jax_program())
+    variables = scope["model"].init(jax.random.key(0), X)
+    output, captured = scope["model"].apply(variables, X, capture_intermediates=True)
+    params = {str(leaf.dtype) for leaf in jax.tree.leaves(variables["params"])}
+    layers = captured["intermediates"]
+    computed = [str(layers[name]["__call__"][0].dtype) for name in ("layers_0", "layers_1")]
+    opt_state = scope["tx"].init(variables["params"])
+    return params, computed, str(output.dtype), float(jaxmp.get_loss_scale(opt_state).loss_scale)
+
+
+# accelerate.
+
+
+def known_accelerate(code: Code) -> Any:
+    from accelerate import Accelerator
+
+    scope = torch_program() | {"Accelerator": Accelerator}
+    run(code.set_up, scope)
+    scaled = scope["accelerator"].scaler is not None  # without a GPU it trains in float32, and skips nothing
+    batches = [scope["x"] if finite else scope["x"] * float("inf") for finite in FINITE if finite or scaled]
+    skipped = [run(code.step, scope | {"x": x})["skipped"] for x in batches]
+    assert not scaled or skipped == [not finite for finite in FINITE]
+    return flat(TorchParams(scope["model"]))
+
+
+def write_accelerate(code: Code) -> Any:
+    scope = jax_program()
+    bare = scope["loss_fn"]
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        return bare(params, batch["x"], batch["y"]), model_state
+
+    scope["loss_fn"] = loss_fn
+    run(code.set_up, scope)
+    skipped = []
+    for finite in FINITE:
+        scope["batch"] = {"x": scope["x"] if finite else scope["x"] * float("inf"), "y": scope["y"]}
+        skipped.append(bool(run(code.step, scope)["skipped"]))
+    assert skipped == [not finite for finite in FINITE]
+    return flat(scope["state"].params)
+
+
+# jmp.
+
+
+def either_jmp(code: Code) -> Any:
+    """The objects by themselves, and where jaxmp takes them."""
+    scope = run(code.set_up, jax_program())
+    policy, loss_scale = scope["policy"], dataclasses.replace(scope["loss_scale"], period=2)
+    cast = policy.cast_to_compute({"x": jnp.ones(2), "ids": jnp.arange(2)})
+    scope["model"] = jaxmp.linen.apply_policy(scope["model"], policy)
+    assert products(scope) == {"float16"}
+    opt_state = jaxmp.loss_scaling(scope["tx"], loss_scale).init(scope["params"])
+    start = float(jaxmp.get_loss_scale(opt_state).loss_scale)
+    return {name: str(leaf.dtype) for name, leaf in cast.items()}, adjusted(loss_scale), start
+
+
+# flax's DynamicScale.
+
+
+def known_flax(code: Code) -> Any:
+    scope = jax_program()
+    scope["DynamicScale"] = DynamicScale
+    return train(code, scope, lambda: scope["dynamic_scale"].scale)
+
+
+def write_flax(code: Code) -> Any:
+    scope = jax_program()
+    return train(code, scope, lambda: scope["opt_state"].loss_scale.loss_scale)
+
+
+FLAX_STATE = {"growth_interval": 2, "fin_steps": 1, "scale": 1024.0}
+
+
+def known_flax_state(code: Code) -> Any:
+    dynamic_scale = DynamicScale(**FLAX_STATE)
+    scope = run(code.set_up, {"dynamic_scale": dynamic_scale})
+    assert (scope["scale"], scope["fin_steps"]) == (1024.0, 1)
+    scales = []
+    for finite in FINITE:
+        x = jnp.float32(1 if finite else np.inf)
+        dynamic_scale, *_ = dynamic_scale.value_and_grad(lambda w, x: w * x)(jnp.float32(1), x)
+        scales.append(float(dynamic_scale.scale))
+    return scales
+
+
+def write_flax_state(code: Code) -> Any:
+    return adjusted(run(code.set_up, jax_program() | {"dynamic_scale": DynamicScale(**FLAX_STATE)})["loss_scale"])
+
+
+# An optax optimizer in training.
+
+
+def in_training(steps: int) -> Scope:
+    """Adam after some steps of plain optax."""
+    scope = jax_program() | {"tx": optax.adam(0.01)}
+    scope["opt_state"] = scope["tx"].init(scope["params"])
+    for _ in range(steps):
+        grads = jax.grad(scope["loss_fn"])(scope["params"], scope["x"], scope["y"])
+        updates, scope["opt_state"] = scope["tx"].update(grads, scope["opt_state"], scope["params"])
+        scope["params"] = optax.apply_updates(scope["params"], updates)
+    return scope
+
+
+def known_optax(code: Code) -> Any:
+    scope = in_training(3)
+    for _ in range(4):
+        run(code.set_up, scope)
+    return state_of(scope["params"], scope["opt_state"])
+
+
+def write_optax(code: Code) -> Any:
+    scope = run(code.set_up, in_training(3))
+    for _ in range(4):
+        run(code.step, scope)
+    return state_of(scope["params"], scope["opt_state"].inner_state)
+
+
+def state_of(params: Any, opt_state: Any) -> list[Any]:
+    return [leaf.tolist() for leaf in jax.tree.leaves((params, opt_state))]
+
+
+# The wrapper written by hand.
+
+
+def either_wrapper(code: Code) -> Any:
+    apply = run(code.set_up, jax_program())["mixed_precision_apply"]
+    result = apply(in_half)(jnp.array(X))
+    products = []
+
+    def closes_over_params(x: jax.Array) -> jax.Array:
+        products.append(x @ WEIGHT)
+        return products[0]
+
+    apply(closes_over_params)(jnp.array(X))
+    return result.tolist(), str(result.dtype), str(products[0].dtype)
+
+
+def in_half(x: jax.Array) -> jax.Array:
+    assert x.dtype == jnp.float16
+    return jnp.tanh(x @ x.T / 3)
+
+
+def expected_wrapper() -> Any:
+    half = jnp.array(X).astype(jnp.float16)
+    return jnp.tanh(half @ half.T / 3).astype(jnp.float32).tolist(), "float32", "float32"
+
+
+# The rows.
+
+
+class Row(NamedTuple):
+    """What the left column needs, what runs each column and says what was seen, and what must be seen."""
+
+    needs: tuple[str, ...]
+    known: Callable[[Code], Any]
+    write: Callable[[Code], Any]
+    expected: Callable[[], Any]
+
+
+def scaled_training(start: float, period: int, max_norm: float) -> Callable[[], Any]:
+    return lambda: {"scales": expected_scales(start, period), "params": close(expected_params(max_norm))}
+
+
+ROWS = {
+    "torch: autocast and GradScaler": Row(("torch",), known_torch, write_torch, scaled_training(2.0**16, 2, MAX_NORM)),
+    "torch: a GradScaler's state": Row(
+        ("torch",), known_torch_state, write_torch_state, lambda: expected_scales(1024, count=1)
+    ),
+    "Apex: O2": Row(("apex.amp",), known_apex, write_apex, lambda: ({"float32"}, "float32", 2.0**16)),
+    "Apex: O3": Row(("apex.amp",), known_apex, write_apex, lambda: ({"float16", "float32"}, "float32", 128.0)),
+    "Keras: mixed_float16": Row(
+        ("keras",), known_keras, write_keras, lambda: ({"float32"}, ["float16", "float32"], "float32", 2.0**15)
+    ),
+    "accelerate": Row(
+        ("torch", "accelerate"), known_accelerate, write_accelerate, lambda: close(expected_params(MAX_NORM))
+    ),
+    "jmp": Row(
+        ("jmp",),
+        either_jmp,
+        either_jmp,
+        lambda: ({"x": "float16", "ids": "int32"}, expected_scales(2.0**15), 2.0**15),
+    ),
+    "flax: DynamicScale": Row((), known_flax, write_flax, scaled_training(2.0**16, 3, np.inf)),
+    "flax: a DynamicScale in training": Row(
+        (), known_flax_state, write_flax_state, lambda: expected_scales(1024, period=3, count=1)
+    ),
+    "optax: an optimizer in training": Row(
+        (), known_optax, write_optax, lambda: state_of(*map(in_training(7).get, ("params", "opt_state")))
+    ),
+    "a wrapper written by hand": Row((), either_wrapper, either_wrapper, expected_wrapper),
+}
+TABLE = read_table()
+
+
+def runs_here(needs: tuple[str, ...]) -> bool:
+    """Whether the libraries are installed; Apex's amp, which its newer releases lack, runs on GPUs only."""
+    try:
+        if not all(importlib.util.find_spec(name) for name in needs):
+            return False
+    except ModuleNotFoundError:  # the package around it is not there
+        return False
+    return "apex.amp" not in needs or import_module("torch").cuda.is_available()
+
+
+def test_every_row_of_the_table_is_run() -> None:
+    assert list(TABLE) == list(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_to_write_does_what_the_table_says(name: str) -> None:
+    with jax.numpy_dtype_promotion("standard"):  # as the reader has it; flax and optax are not strict about dtypes
+        assert ROWS[name].write(TABLE[name][1]) == ROWS[name].expected()
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if runs_here(row.needs)])
+def test_what_the_reader_knows_does_the_same(name: str) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        assert ROWS[name].known(TABLE[name][0]) == ROWS[name].expected()
+
+
+def test_a_softmax_inside_a_module_is_float16_under_o2() -> None:
+    model = jaxmp.linen.apply_policy(nn.Sequential([nn.Dense(4), nn.softmax]), "O2")
+    program = jax.make_jaxpr(model.apply)(model.init(jax.random.key(0), X), X)
+    assert [eqn.outvars[0].aval.dtype.name for eqn in equations(program) if eqn.primitive.name == "exp"] == ["float16"]
+
+
+def test_the_peers_extra_has_what_the_left_column_needs() -> None:
+    extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {re.match(r"[\w-]+", requirement)[0] for requirement in extras["peers"]}
+    assert named == {name for row in ROWS.values() for name in row.needs} - {"apex.amp"}  # not on PyPI
