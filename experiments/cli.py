@@ -51,10 +51,10 @@ class Training:
     keep: int = 3
     """Checkpoints to keep, the last ones."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Go on from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/. What follows is
-    what would have followed, bit for bit. --steps, --evaluate-every and the like may be others than before; so may
-    --policy, if the params keep their dtype, and --loss-scale, which goes on from its value if it is of the same kind.
-    A run that is finished trains on when --steps is raised."""
+    """Go on from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/, as if it had
+    not been stopped, bit for bit. Give the flags of that run; the number of steps (a finished run trains on), the policy
+    (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind) and what
+    does not touch training may be others."""
     data_dir: Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: Folder = None

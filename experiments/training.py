@@ -50,6 +50,7 @@ def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str,
             state = checkpoint.restore(state, experiment.precision)
             print(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
         run = Run(name, config, experiment, folder, checkpoint)
+    del checkpoint  # frees the host's copy of the state
     with run:
         for batch in run.steps():
             state, metrics = experiment.step(state, batch)
