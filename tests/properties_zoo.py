@@ -133,23 +133,20 @@ class Linen:
     Own, Beside, Calls, part, remat = LinenOwn, LinenBeside, LinenCalls, "parts_{}", staticmethod(nn.remat)
 
     @staticmethod
-    def dense(features: int = 4, **dtypes: Any) -> Any:
-        return nn.Dense(features, **dtypes)
+    def dense(**dtypes: Any) -> Any:
+        return nn.Dense(4, **dtypes)
 
     @staticmethod
-    def layers(**hand: Any) -> dict[str, tuple[Any, Any]]:
+    def layers() -> dict[str, tuple[Any, Any]]:
+        """Layers, each with an input."""
         return {
-            "dense": (nn.Dense(3, **hand), X),
-            "convolution": (nn.Conv(3, (2,), **hand), SEQUENCE),
-            "embedding": (nn.Embed(5, 4, **hand), jnp.array([[0, 4, 2]])),
-            "attention": (nn.MultiHeadDotProductAttention(num_heads=2, **hand), SEQUENCE),
-            "norm": (nn.LayerNorm(**hand), X),
-            "no dtype field": (LinenOwn(lambda w, x: x @ w, hand.get("dtype")), X),
+            "dense": (nn.Dense(3), X),
+            "convolution": (nn.Conv(3, (2,)), SEQUENCE),
+            "embedding": (nn.Embed(5, 4), jnp.array([[0, 4, 2]])),
+            "attention": (nn.MultiHeadDotProductAttention(num_heads=2), SEQUENCE),
+            "norm": (nn.LayerNorm(), X),
+            "no dtype field": (LinenOwn(lambda w, x: x @ w), X),
         }
-
-    @staticmethod
-    def rnn(cell: str, **hand: Any) -> Any:
-        return nn.RNN(getattr(nn, cell)(4, **hand))
 
 
 class NNX:
@@ -158,26 +155,21 @@ class NNX:
     Own, Beside, Calls, part, remat = NNXOwn, NNXBeside, NNXCalls, "parts/{}", staticmethod(nnx.remat)
 
     @staticmethod
-    def dense(features: int = 4, **dtypes: Any) -> Any:
-        return nnx.Linear(4, features, rngs=nnx.Rngs(0), **dtypes)
+    def dense(**dtypes: Any) -> Any:
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(0), **dtypes)
 
     @staticmethod
-    def layers(**hand: Any) -> dict[str, tuple[Any, Any]]:
-        # Without a dropout rate, attention takes a kernel that XLA has not on a CPU for float16.
-        attention = {"dropout_rate": 0.5, "deterministic": True, "decode": False}
-        hand, own = {**hand, "rngs": nnx.Rngs(0)}, hand.get("dtype")
+    def layers() -> dict[str, tuple[Any, Any]]:
+        """Layers, each with an input."""
+        rngs = nnx.Rngs(0)
         return {
-            "dense": (nnx.Linear(4, 3, **hand), X),
-            "convolution": (nnx.Conv(4, 3, (2,), **hand), SEQUENCE),
-            "embedding": (nnx.Embed(5, 4, **hand), jnp.array([[0, 4, 2]])),
-            "attention": (nnx.MultiHeadAttention(2, 4, **attention, **hand), SEQUENCE),
-            "norm": (nnx.LayerNorm(4, **hand), X),
-            "no dtype field": (NNXOwn(lambda w, x: x @ w, own), X),
+            "dense": (nnx.Linear(4, 3, rngs=rngs), X),
+            "convolution": (nnx.Conv(4, 3, (2,), rngs=rngs), SEQUENCE),
+            "embedding": (nnx.Embed(5, 4, rngs=rngs), jnp.array([[0, 4, 2]])),
+            "attention": (nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs), SEQUENCE),
+            "norm": (nnx.LayerNorm(4, rngs=rngs), X),
+            "no dtype field": (NNXOwn(lambda w, x: x @ w), X),
         }
-
-    @staticmethod
-    def rnn(cell: str, **hand: Any) -> Any:
-        return nnx.RNN(getattr(nnx, cell)(4, 4, rngs=nnx.Rngs(0), **hand), rngs=nnx.Rngs(0))
 
 
 each_api = pytest.mark.parametrize("api", [Linen, NNX], ids=lambda api: api.__name__)
