@@ -52,9 +52,9 @@ class Training:
     """Checkpoints to keep, the last ones."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/, as if it had
-    not been stopped, bit for bit. Give the flags of that run; the number of steps (a finished run trains on), the policy
-    (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind) and what
-    does not touch training may be others."""
+    not been stopped, bit for bit. Give the flags of that run; the number of steps (a finished run trains on), the
+    policy (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind)
+    and what does not touch training may be others."""
     data_dir: Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: Folder = None
