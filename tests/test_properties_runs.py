@@ -115,7 +115,7 @@ def test_steps_with_skips_among_them_compile_once_and_keep_no_array(training):
             if i == 0:
                 first = len(traces)
     assert len(traces) == first <= 2
-    assert set(alive[2:]) == {alive[2]}
+    assert max(alive[2:]) == alive[2]
 
 
 # --- 12: carries ------------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ def test_a_carry_of_any_dtype_keeps_it_under_any_policy_and_the_products_are_the
                 each = pure(mixed(model, policy), carry, SEQUENCE, abstract=True)
                 jaxpr = jax.make_jaxpr(each.apply)(each.params, carry, SEQUENCE)
                 (loop,) = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
-                carries = [var.aval.dtype.name for var in loop.outvars[: loop.params["num_carry"]]]
-                assert [name for name in carries if "int" not in name] == [dtype] * len(jax.tree.leaves(carry))
+                carries = [var.aval.dtype.name for var in loop.outvars if var.aval.shape == state.shape]
+                assert carries == [dtype] * len(jax.tree.leaves(carry))  # what is stacked has an axis more
                 gradient = jax.grad(each.loss(carry, SEQUENCE))
                 assert set(products(gradient, each.params)) == {jaxmp.get_policy(policy).compute_dtype.name}
 

@@ -34,11 +34,11 @@ class Net(nnx.Module):
         return self.out(self.dropout(self.norm(self.hidden(x))))
 
 
-def nnx_run(tx=None, policy="mixed_float16", model=None, scale=None, **optimizer):
+def nnx_run(tx=None, policy="mixed_float16", model=None, scale=None):
     """A model under a policy, an optimizer and a compiled step."""
     model = mixed(Net() if model is None else model, policy)
     scale = DynamicLossScale(2.0**10) if scale is None else scale
-    optimizer = jaxmp.nnx.Optimizer(model, tx or standard(optax.adamw(1e-2)), loss_scale=scale, **optimizer)
+    optimizer = jaxmp.nnx.Optimizer(model, tx or standard(optax.adamw(1e-2)), loss_scale=scale)
 
     @nnx.jit
     def step(model, optimizer, x):
@@ -87,8 +87,10 @@ def test_a_run_has_the_scales_that_torchs_gradscaler_had(way):
 
 def test_a_scaled_nnx_run_that_clips_has_the_params_gradients_and_optimizer_state_of_an_unscaled_one():
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
-    model, optimizer, _ = nnx_run(tx, "mixed_bfloat16", scale=DynamicLossScale(period=2))
-    other = mixed(Net(), "mixed_bfloat16")
+    rngs = nnx.Rngs(0)
+    bare = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs))
+    model, optimizer, _ = nnx_run(tx, "mixed_bfloat16", nnx.clone(bare), DynamicLossScale(period=2))
+    other = mixed(bare, "mixed_bfloat16")
     plain = nnx.Optimizer(other, tx, wrt=nnx.Param)
 
     def loss_of(model):
