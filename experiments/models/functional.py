@@ -55,6 +55,8 @@ def nnx_functions(build: Callable[[nnx.Rngs], nnx.Module]) -> Functions:
     graphdef = split(build(nnx.Rngs(0)))[0]
 
     def apply(params: Any, model_state: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
+        # Built anew: a Variable may change only in the trace that made it, and jax.grad has one of its own.
+        params, model_state = jax.tree.map(lambda leaf: leaf, (params, model_state))
         model = nnx.merge(graphdef, params, model_state)
         logits = model(images, train=train)
         return logits, split(model)[2]
