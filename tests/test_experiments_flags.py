@@ -9,10 +9,10 @@ import pytest
 
 import jaxmp
 from experiments import cli, compare, image_classification, language_modeling
-from experiments.benchmarks import loss_scaling
+from experiments.benchmarks import input_pipeline, loss_scaling
 from experiments.precision import read_loss_scale, read_overrides, read_policy
 
-SCRIPTS = [image_classification, language_modeling, compare, loss_scaling]
+SCRIPTS = [image_classification, language_modeling, compare, loss_scaling, input_pipeline]
 
 
 @pytest.mark.parametrize(

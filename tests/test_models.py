@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_the_stride_of_a_bottleneck_is_in_its_3x3():
 def test_a_fresh_block_is_its_shortcut(kind):
     block = models.resnet.Block(kind, 4)
     x = jax.random.normal(jax.random.key(0), (2, 5, 5, 4 * models.resnet.WIDTHS[kind]))
-    y, _ = block.init_with_output(jax.random.key(1), x, train=True)
+    y, _ = jax.jit(functools.partial(block.init_with_output, train=True))(jax.random.key(1), x)
     np.testing.assert_array_equal(y, jax.nn.relu(x))
 
 
@@ -125,8 +126,10 @@ def statistics_of(model: Any) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", ["cnn", "small", "large"])
 def test_with_the_same_weights_both_apis_give_the_same_logits_and_statistics(name, train):
     linen, variables, model = same_model(name, name == "large")
-    expected, updates = linen.apply(variables, IMAGES, train=train, mutable=["batch_stats"])
-    np.testing.assert_allclose(model(IMAGES, train=train), expected, rtol=1e-5, atol=1e-5)
+    apply = jax.jit(functools.partial(linen.apply, train=train, mutable=["batch_stats"]))
+    expected, updates = apply(variables, IMAGES)
+    logits = nnx.jit(lambda model, images: model(images, train=train))(model, IMAGES)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
     if name != "cnn":
         updates = updates["batch_stats"]
         norms = [updates["BatchNorm_0"], *(norm for i in range(3) for norm in updates[f"Block_{i}"].values())]
@@ -137,12 +140,17 @@ def test_with_the_same_weights_both_apis_give_the_same_logits_and_statistics(nam
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", ["cnn", "small"])
-def test_with_the_same_weights_and_policy_both_apis_give_the_same_logits(name, policy):
+def test_with_the_same_weights_and_policy_both_apis_give_the_same_logits_to_rounding(name, policy):
     linen, variables, model = same_model(name)
-    ours = apply_policy(model, policy)(IMAGES, train=True)
-    theirs, _ = jaxmp.linen.apply_policy(linen, policy).apply(variables, IMAGES, train=True, mutable=["batch_stats"])
+    apply = jaxmp.linen.apply_policy(linen, policy).apply
+    with jax.numpy_dtype_promotion("standard"):  # which Flax's own BatchNorm needs to train in half precision
+        ours = nnx.jit(lambda model, images: model(images, train=True))(apply_policy(model, policy), IMAGES)
+        theirs, _ = jax.jit(functools.partial(apply, train=True, mutable=["batch_stats"]))(variables, IMAGES)
     assert ours.dtype == theirs.dtype == jnp.float32
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    # Flax's BatchNorm rounds its scale to half precision in NNX, and not in Linen.
+    rounds = name == "small" and policy != "float32"
+    tolerance = 4 * float(jnp.finfo(policy.removeprefix("mixed_")).eps) if rounds else 1e-5
+    np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def both_functions() -> dict[str, models.Functions]:
@@ -155,6 +163,7 @@ def both_functions() -> dict[str, models.Functions]:
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_as_functions_statistics_move_in_training_only_and_params_do_not(api):
     init, apply = both_functions()[api]
+    apply = jax.jit(apply, static_argnums=3)
     params, state = init(0)
     assert count(params) == count(jax.eval_shape(TINY.init, jax.random.key(0), IMAGES)["params"])
     logits, same = apply(params, state, IMAGES, False)
@@ -162,7 +171,7 @@ def test_as_functions_statistics_move_in_training_only_and_params_do_not(api):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, same))
     _, moved = apply(params, state, IMAGES, True)
     assert jax.tree.structure(moved) == jax.tree.structure(state)
-    assert not jax.tree.any(jax.tree.map(lambda a, b: bool((a == b).all()), state, moved))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a != b).any()), state, moved))
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
