@@ -1,11 +1,11 @@
 # make demo and make test set up what they need. ARGS="..." reaches the command, PYTHON=... chooses the interpreter.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test compare benchmark doctor lint format types unit unit-newest docs pins clean
+.PHONY: help demo test compare benchmark notebook doctor lint format types unit unit-newest docs pins clean
 
 PY := .venv/bin/python
 PYTEST := -m pytest -q -n logical --maxprocesses 8 --dist worksteal
-SOURCES := jaxmp experiments tests .ci
+SOURCES := jaxmp experiments tests notebooks .ci
 export PYTHON
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
@@ -22,6 +22,9 @@ compare: .venv/installed ## one task under several policies: make compare ARGS="
 
 benchmark: .venv/installed ## what loss scaling costs, beside its peers: make benchmark ARGS="--help"
 	@$(PY) -m experiments.benchmarks.loss_scaling $(ARGS)
+
+notebook: .venv/installed ## run notebooks/quickstart.ipynb and keep what it shows
+	@cd notebooks && PYTHONPATH=$(CURDIR) ../.venv/bin/jupyter execute --inplace quickstart.ipynb $(ARGS)
 
 doctor: .venv/installed ## what this machine computes fast, and what to fix
 	@$(PY) -m jaxmp.cli doctor $(ARGS)

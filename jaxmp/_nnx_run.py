@@ -170,14 +170,15 @@ def _shadow(module: Any, decision: Decision) -> Iterator[Any]:
     shadow = object.__new__(bare_class(module))
     vars(shadow).update(before | replaced)
 
-    yield shadow
-
-    after = vars(shadow)
-    for name in after.keys() | before.keys():
-        if name not in after:
-            vars(module).pop(name)
-        elif name not in before or after[name] is not replaced.get(name, before[name]):
-            vars(module)[name] = after[name]
+    try:
+        yield shadow
+    finally:
+        after = vars(shadow)
+        for name in after.keys() | before.keys():
+            if name not in after:
+                vars(module).pop(name)
+            elif name not in before or after[name] is not replaced.get(name, before[name]):
+                vars(module)[name] = after[name]
     for var, dtype in dtypes:
         if var.get_raw_value().dtype != dtype:
             var.set_raw_value(var.get_raw_value().astype(dtype))

@@ -38,8 +38,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     is the author's word and stays, unless an override covers the module. A constructor may have handed its own default
     down before the policy comes: what equals the default of a module around it counts as default too. The methods of a
     module without a ``dtype`` attribute see its own Params in the compute dtype, and its inputs follow where they meet
-    them. The carry of a loop (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) keeps the dtype it comes in with. A module
-    with a policy of its own, nested in another, keeps it.
+    them. In the body of a loop with a carry (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) what a module below the root
+    makes of the carry keeps the carry's dtype. A module with a policy of its own, nested in another, keeps it.
 
     Sharp edge: what a method of a module without a ``dtype`` attribute writes to the module's own Params is lost, for
     it wrote to a cast of them.

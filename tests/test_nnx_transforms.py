@@ -238,10 +238,13 @@ def test_an_exception_in_a_model_leaves_nothing_behind():
             self.gain, self.linear = nnx.Param(jnp.ones(8)), nnx.Linear(8, 8, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
+            self.called = True
             raise RuntimeError("stop")
 
+    model = apply_policy(Fails(rngs()), "float32", {"linear": "mixed_float16"})
     with pytest.raises(RuntimeError, match="stop"):
-        apply_policy(Fails(rngs()), "float32", {"linear": "mixed_float16"})(VECTORS)
+        model(VECTORS)
+    assert model.called  # as on a bare model
     assert jax.config.jax_default_matmul_precision is None
     assert products(jax.lax.dot, VECTORS, jnp.ones((8, 8), "float16")) == ["float32*float16"]
     assert outcome(apply_policy(Net(rngs()), "mixed_float16"), IMAGE)[0].dtype == jnp.float32
