@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SUPPORTED: dict[str, tuple[str, str | None]] = {
     "jax": ("0.10", "0.12"),
     "jaxlib": ("0.10", "0.12"),
-    "flax": ("0.12", "0.12"),
+    "flax": ("0.12.8", "0.12"),
     "optax": ("0.2.8", None),
     "numpy": ("2.0", None),
 }
