@@ -59,8 +59,7 @@ def config(data_dir: Path, **flags) -> image_classification.Config:
     return image_classification.Config(**{**recipe, **flags})
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize(("api", "policy"), [("linen", "float32"), ("nnx", "mixed_bfloat16")])
 def test_a_residual_network_learns_in_either_api_and_its_statistics_move(api, policy, data_dir):
     flags = {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "flip": True, "shift": 2, "steps": 20}
     experiment = image_classification.prepare(config(data_dir, api=api, policy=policy, **flags))
