@@ -1,0 +1,232 @@
+"""The classes of operations: what autocast does with each primitive of JAX, before its neighbours have a say.
+
+A class is read from what the primitive computes: does its error grow with the length of a sum or with the range of its
+argument, does it gain from half precision at all, and does its result mean the same in another dtype?
+
+All of it concerns real floating operands. Integers, bools, complex numbers, keys, references and tokens have no
+half precision: a primitive that has nothing else keeps its dtypes, whatever its class.
+"""
+
+from __future__ import annotations
+
+import enum
+from types import MappingProxyType
+
+from jaxmp.dtypes import nearest
+
+
+class Class(enum.StrEnum):
+    """What autocast does with an operation. The value is what people write: ``"class:accumulation"``."""
+
+    HALF = "half"
+    """Matrix products and convolutions: half operands, float32 accumulation, half result. The reason for all this."""
+
+    POINTWISE = "pointwise"
+    """Float32: overflows half's range, amplifies its argument's rounding, or is a series with many roundings."""
+
+    ACCUMULATION = "accumulation"
+    """Float32: the error grows with the number of terms, and half sums of ones stop at 256 or 2048."""
+
+    LINALG = "linalg"
+    """Float32: factorisations, solvers and transforms, whose kernels have no half precision either."""
+
+    WIDEST = "widest"
+    """Several operands that share a dtype, the widest they come in; their common colour is inferred."""
+
+    INFER = "infer"
+    """Half between two halves, else float32: one rounding, well conditioned and no wider in range than its use."""
+
+    CLEAR = "clear"
+    """Moves, selects or orders data without a rounding: takes the colour of its neighbours, on either side."""
+
+    RECURSE = "recurse"
+    """Has a body: what is in it is decided equation by equation."""
+
+    OPAQUE = "opaque"
+    """Keeps the dtypes it was written with, and the plan says so: its meaning or its code depends on them."""
+
+
+# Names with spaces between, a line for each reason to be here.
+_TABLE: dict[Class, tuple[str, ...]] = {
+    Class.HALF: ("dot_general conv_general_dilated ragged_dot_general",),
+    Class.POINTWISE: (
+        # a relative error of the argument becomes |x| times that of the result, which leaves float16's range at 11
+        "exp exp2 expm1 cosh sinh pow tan",
+        # near 1 (or 0, for a loss) all that counts is the small difference, which half has rounded away
+        "log log1p log2 acos acosh asin atanh erf_inv",
+        # its argument is a variance or a sum of squares, plus an epsilon that float16 does not have
+        "rsqrt",
+        # an argument of 1000 rounded to bfloat16 is up to 2 radians off, and a float32 phase is often that large
+        "sin cos",
+        # well conditioned, but of this family, and nowhere that their time counts
+        "asinh atan",
+        # series and continued fractions of tens of terms
+        "lgamma digamma polygamma zeta igamma igammac igamma_grad_a regularized_incomplete_beta",
+        "bessel_i0e bessel_i1e polynomial",
+        # no complex number has half parts, so neither have their makers and takers
+        "complex conj real imag",
+    ),
+    Class.ACCUMULATION: (
+        "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add",
+        # with equal indices these add up (the gradient of an embedding): 4096 ones are 256 in bfloat16
+        "scatter-add scatter-sub scatter-mul",
+        # cotangents of a value with many uses; a chain of additions in the program of a derivative
+        "add_any",
+        # sums over devices
+        "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+        # jax.experimental.sparse: gather, multiply and scatter-add, where no tensor core helps
+        "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat coo_matvec",
+        "coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv",
+        # equal indices are summed here too
+        "bcoo_sum_duplicates bcoo_todense bcsr_todense coo_todense csr_todense todense",
+    ),
+    Class.LINALG: (
+        "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu lu_pivots_to_permutation",
+        "ormqr qr schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve spsolve fft",
+        # its bodies apply and invert a matrix, again and again until they converge
+        "custom_linear_solve",
+    ),
+    Class.WIDEST: (
+        "add sub mul div rem max min atan2 clamp select_n",
+        "eq ne lt le gt ge eq_to le_to lt_to",
+        "concatenate stack pad dynamic_update_slice scatter scatter-min scatter-max ragged_all_to_all",
+        # the derivative of max pooling: picks tangents by their operands and adds nothing
+        "select_and_gather_add",
+    ),
+    Class.INFER: (
+        "neg sign abs sqrt cbrt logistic tanh erf",
+        # exp(-x²) decays in its tail, but gelu multiplies it by x and adds it to something larger
+        "erfc",
+        # before a sum they belong to an island
+        "square integer_pow",
+        # (1+x)(1-x) in the derivative of tanh, which JAX wrote with mul and sub before
+        "one_minus_square",
+    ),
+    Class.CLEAR: (
+        "reshape transpose broadcast_in_dim squeeze slice dynamic_slice gather rev tile split unstack copy",
+        "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min sort top_k approx_top_k",
+        "argmax argmin floor ceil round is_finite",
+        # identities
+        "name stage stop_gradient optimization_barrier tie dce_sink zeros_like xla_metadata_value",
+        "device_put sharding_constraint reshard shard_alike with_memory_space_constraint broadcast_to",
+        # between devices; the casts are of the type's device axes, not of dtypes
+        "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pmax pmin unreduced_pmax",
+        "unreduced_pmin pbroadcast pbroadcast_dynamic preduced pvary reduced_vary_cast reduced_vary_cast_p",
+        "vary_unreduced_cast vary_unreduced_cast_p global_array_to_host_local_array host_local_array_to_global_array",
+        # jax.experimental.sparse
+        "bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_transpose bcsr_extract bcsr_fromdense coo_fromdense",
+        "csr_fromdense",
+    ),
+    Class.RECURSE: (
+        "jit closed_call call eval_jaxpr program_order composite xla_metadata_call compute_on fused_call",
+        "scan while cond",
+        "custom_jvp_call custom_jvp_call_jaxpr custom_vjp_call custom_lin custom_vmap_call linear_call",
+        "remat2 remat_opt shard_map",
+        # a body of the user's own: most add up, so their operands keep their dtypes as an accumulation's do
+        "reduce reduce_window select_and_scatter",
+    ),
+    Class.OPAQUE: (
+        # the dtype is their meaning: bits, steps between neighbouring numbers, and what the author asked for by name
+        "convert_element_type bitcast_convert_type reduce_precision nextafter to_edtype from_edtype",
+        # results of the dtype they were written with, from nothing or from a key: another dtype, other random numbers
+        "iota empty empty2 random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap",
+        "random_wrap rng_bit_generator rng_uniform iota_2x32_shape philox2x32 philox4x32 threefry2x32 threefry4x32",
+        # code that is not JAX's
+        "pallas_call core_map mpmd_map custom_fusion fusible einshape_lo pack_dtype unpack_dtype ffi_call",
+        "tpu_custom_call mosaic_gpu_p custom_partitioning call_exported io_callback pure_callback buffer_callback",
+        # attention and products of cuDNN: their operands are half or fp8 already, the saved statistics float32
+        "cudnn_fusion dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd",
+        "dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper",
+        "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper scaled_dot scaled_matmul",
+        "scaled_matmul_wrapper rnn_fwd rnn_bwd",
+        # show or check the values that the author wrote
+        "check debug_callback debug_print inspect_sharding unreachable assert_consumed_value consume",
+        # tiles are chosen for the width of a dtype
+        "layout_constraint relayout",
+        # references: all who read and write one agree on its dtype
+        "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze run_state create_linear pin unpin",
+        "box_get box_set new_box new_log log_extend log_read call_hi_primitive call_hi_primitive_linearized",
+        # one half of an operation: the other half, which may be anywhere, has to agree
+        "all_gather_start all_gather_reduced_start all_gather_done all_to_all_start all_to_all_done ppermute_start",
+        "ppermute_done pbroadcast_start pbroadcast_done psum_start psum_invariant_start psum_done psend precv",
+        "reduce_scatter_start reduce_scatter_done unreduced_psum_start unreduced_reduce_scatter_start",
+        # jax.experimental.thunky: programs of an executor, on references
+        "thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done thunky.async_start thunky.call_jax",
+        "thunky.call_thunky_nested thunky.collective_group thunky.collective_permute thunky.cond thunky.copy",
+        "thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel",
+        "thunky.reduce_scatter thunky.while",
+        # nothing that floats
+        "and or xor not shift_left shift_right_arithmetic shift_right_logical clz population_count mulhi",
+        "reduce_and reduce_or reduce_xor axis_index platform_index after_all create_token",
+        "dim_as_value dimension_size shape_assertion",
+    ),
+}
+
+_NAMES = MappingProxyType({cls: tuple(" ".join(lines).split()) for cls, lines in _TABLE.items()})
+_CLASSES = MappingProxyType({name: cls for cls, names in _NAMES.items() for name in names})
+
+# The first JAX that has them, and the first that no longer has them; all others are in each JAX from 0.10 to 0.12.
+_ARRIVALS = {
+    "0.10.1": "stack stage unstack",
+    "0.10.2": "mulhi philox2x32 philox4x32 threefry4x32",
+    "0.11.1": "relayout unreduced_pmax unreduced_pmin",
+    "0.11.2": "log2 one_minus_square program_order",
+    "0.12.0": "pbroadcast_dynamic polynomial reduced_vary_cast vary_unreduced_cast "
+    + " ".join(name for name in _CLASSES if name.startswith("thunky.")),
+}
+_DEPARTURES = {
+    "0.11.1": "call closed_call core_map fusible box_get box_set new_box new_log log_extend log_read psum_start "
+    "pbroadcast_start pbroadcast_done unreduced_psum_start unreduced_reduce_scatter_start",
+    "0.11.2": "shard_alike",
+    "0.12.0": "reduced_vary_cast_p vary_unreduced_cast_p",
+}
+SINCE = MappingProxyType({name: version for version, names in _ARRIVALS.items() for name in names.split()})
+UNTIL = MappingProxyType({name: version for version, names in _DEPARTURES.items() for name in names.split()})
+
+
+class UnknownOperationError(ValueError):
+    """An override that names a primitive or class that there is not."""
+
+
+def classify(name: str) -> Class | None:
+    """The class of the primitive called ``name``; None when no supported JAX has it.
+
+    >>> classify("dot_general")
+    <Class.HALF: 'half'>
+    """
+    return _CLASSES.get(name)
+
+
+def primitives_of(cls: Class) -> frozenset[str]:
+    """The names of the primitives of a class, over all supported versions of JAX.
+
+    >>> sorted(primitives_of(Class.HALF))
+    ['conv_general_dilated', 'dot_general', 'ragged_dot_general']
+    """
+    return frozenset(_NAMES[cls])
+
+
+def primitives_named_by(key: str) -> frozenset[str]:
+    """The primitives that ``"primitive:exp"`` or ``"class:accumulation"``, the key of an override, stands for.
+
+    Raises:
+      UnknownOperationError: there is no such primitive or class; the nearest names are listed.
+
+    >>> primitives_named_by("primitive:exp")
+    frozenset({'exp'})
+    """
+    kind, _, name = key.partition(":")
+    if kind == "primitive" and name in _CLASSES:
+        return frozenset({name})
+    if kind == "class" and name in _NAMES:
+        return primitives_of(Class(name))
+    known = {"primitive": [*_CLASSES], "class": [cls.value for cls in Class]}.get(kind)
+    if known is None:
+        raise UnknownOperationError(
+            f"an override by operation is 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
+            f"'class:accumulation', got {key!r}"
+        )
+    raise UnknownOperationError(
+        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known)}. "
+        f"jaxmp.cast_plan shows the primitive and class of each operation of a function"
+    )
