@@ -26,7 +26,6 @@ SKIPPED = {
     "jax._src.public_test_util": "JAX's tests",
     "jax._src.test_": "JAX's tests; importing them adds options to `jax.config`",
     "jax.experimental.jax2tf": "imports TensorFlow",
-    "jax.experimental.mosaic.gpu.examples": "examples of kernels; they import JAX's tests",
     "jax.experimental.pallas.ops": "ready-made kernels; they import JAX's tests",
     "jax.experimental.sparse.test_util": "JAX's tests",
 }
