@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
 from jaxmp._dtype_fields import is_default, is_floating
-from jaxmp._nnx_run import bare_class, decision_of, is_container, items, own_variables
+from jaxmp._nnx_run import bare_class, decision_of
+from jaxmp._nnx_variables import is_module, items, own_variables, submodules
 from jaxmp.patterns import Path
 
 DTYPES = ("param_dtype", "dtype")
+_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # their dtype is that of the Params of another that they write
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,8 +35,14 @@ class Node:
     around: list[Node]
     given: dict[str, Any]
 
-    def is_default(self, name: str) -> bool:
-        """Whether the attribute ``name`` was left to its default: its own, or one that was handed down from above."""
+    def is_filled(self, name: str, overridden: bool) -> bool:
+        """Whether a policy sets the attribute ``name``: an override does, and any where its author left the default."""
+        if name == "dtype" and isinstance(self.module, _WRITE_PARAMS):
+            return False
+        return overridden or self._is_default(name)
+
+    def _is_default(self, name: str) -> bool:
+        """Whether ``name`` has its default: its own, or one that a constructor around it handed down."""
         given = self.given[name]
         if is_default(given, _default(self.module, name)):
             return True
@@ -53,7 +60,7 @@ class Node:
 
     def is_parent(self) -> bool:
         """Whether a submodule has Variables other than the state of random number generators."""
-        below = (var for module in _submodules(self.module, set()) for var in own_variables(module))
+        below = (var for module in submodules(self.module) for var in own_variables(module))
         return any(not isinstance(var, nnx.RngState) for var in below)
 
 
@@ -75,7 +82,7 @@ def read_graph(model: nnx.Module) -> Graph:
     def visit(value: Any, path: Path, around: list[Node]) -> None:
         if isinstance(value, nnx.Variable):
             graph.variables.append(path)
-        elif isinstance(value, nnx.Module) and not is_container(value):
+        elif is_module(value):
             graph.classes[path] = bare_class(value)
             decision = decision_of(value)
             if decision is not None and decision.is_root and path:
@@ -89,7 +96,7 @@ def read_graph(model: nnx.Module) -> Graph:
 
     def visit_items(value: Any, path: Path, around: list[Node]) -> None:
         for name, item in items(value):
-            visit(item, (*path, str(name)), around)
+            visit(item, (*path, name), around)
 
     visit(model, (), [])
     graph.nodes.extend(nodes.values())
@@ -113,13 +120,3 @@ def _default(module: nnx.Module, name: str) -> Any:
         if parameter is not None:
             return None if parameter.default is inspect.Parameter.empty else parameter.default
     return None
-
-
-def _submodules(node: Any, seen: set[int]) -> Iterator[nnx.Module]:
-    for _, value in items(node):
-        if isinstance(value, nnx.Variable) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nnx.Module) and not is_container(value):
-            yield value
-        yield from _submodules(value, seen)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
 from jaxmp._train_state import take_step
@@ -23,8 +26,9 @@ class Optimizer(_Object):
     """``nnx.Optimizer`` with loss scaling: a step with non-finite gradients or updates changes nothing but the scale.
 
     With gradients of :func:`scaled_value_and_grad`, a skipped step leaves every Variable of the model bit for bit as it
-    was when the last step ended, batch statistics included; only random number generators move on. The optimizer's
-    ``step`` counts calls, ``skipped`` those that changed nothing.
+    was when the last step ended, batch statistics included; only random number generators move on. So do other modules
+    among the loss function's arguments, when the gradients are not finite. The optimizer's ``step`` counts calls,
+    ``skipped`` those that changed nothing.
 
     Args:
       model: the model, under a policy or not.
@@ -81,17 +85,12 @@ class Optimizer(_Object):
         """int32 scalar: the steps so far that changed nothing."""
         return get_loss_scaling_state(nnx.as_pure(self.opt_state)).skipped
 
-    def remember(self, model: Any) -> None:
-        """Keeps what ``model`` has besides the trained Variables, for the next :meth:`update` to put back if it skips.
+    def remember(self, values: dict[str, Any]) -> None:
+        """Keeps ``values`` for the next :meth:`update` to put back if it skips; of several for a path the first.
 
-        :func:`scaled_value_and_grad` calls this. Until an update only the first call counts.
+        :func:`scaled_value_and_grad` calls this with what the loss function has changed in the model.
         """
-        if self.before is None:
-            self.before = nnx.data(nnx.as_pure(nnx.state(model, self._untrained)))
-
-    @property
-    def _untrained(self) -> Any:
-        return nnx.All(nnx.Not(self.wrt), nnx.Not(nnx.RngState))
+        self.before = nnx.data({**values, **(self.before or {})})
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Takes a step with ``grads``, the gradients of the scaled loss, or skips it.
@@ -116,17 +115,49 @@ class Optimizer(_Object):
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] += 1
         if self.before is not None:
-            _put_back(skipped, nnx.state(model, self._untrained), self.before)
+            _put_back(skipped == 0, model, self.before)
             self.before = nnx.data(None)
         return updates
 
 
-def _put_back(skipped: jax.Array, state: Any, before: Any) -> None:
-    """Sets the Variables in ``state`` to the values ``before`` if the step was skipped."""
-    old = dict(nnx.to_flat_state(before))
-    for path, var in nnx.to_flat_state(state):
-        if path in old:  # else it was made by the step, like an intermediate
-            var.set_raw_value(_tree.select_tree(skipped == 0, var.get_raw_value(), old[path]))
+def _values(model: Any) -> dict[str, Any]:
+    """What every Variable and array of ``model`` holds, by its path; the state of random number generators left out."""
+    leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
+    return {_name(path): _value(leaf) for path, leaf in leaves}
+
+
+def _name(path: Any) -> str:
+    return "/".join(map(str, path))
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _changed(model: Any, before: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values ``before`` that are others now."""
+    now = _values(model)
+    return {name: value for name, value in before.items() if name in now and now[name] is not value}
+
+
+def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
+    """Gives ``model`` the values ``before`` unless ``finite``."""
+    arrays = []
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+        old, new = before.get(_name(path)), _value(leaf)
+        if _name(path) not in before or not _is_alike(new, old):
+            continue  # made by the step, or of another shape by now, as an intermediate may be
+        value = _tree.select_tree(finite, new, old)
+        if isinstance(leaf, nnx.Variable):
+            leaf.set_raw_value(value)
+        else:
+            arrays.append((path, value))
+    nnx.update(model, nnx.from_flat_state(arrays))
+
+
+def _is_alike(new: Any, old: Any) -> bool:
+    leaves, others = jax.tree.leaves_with_path(new), jax.tree.leaves_with_path(old)
+    return [(path, jnp.shape(leaf)) for path, leaf in leaves] == [(path, jnp.shape(leaf)) for path, leaf in others]
 
 
 def scaled_value_and_grad(
@@ -166,8 +197,20 @@ def scaled_value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        optimizer.remember(args[wanted[0].argnum])
+        models = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nnx.Module)]
+        before = [_values(model) for model in models]
         (_, (loss, aux)), grads = gradient(*args, **kwargs)
+        for model, values in zip(models, before, strict=True):
+            if changed := _changed(model, values):
+                _keep(model, changed, grads, optimizer if model is args[wanted[0].argnum] else None)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
+
+
+def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer | None) -> None:
+    """Has ``optimizer`` put ``changed`` back if it skips; where it cannot, puts it back if ``grads`` are not finite."""
+    if optimizer is not None:
+        with contextlib.suppress(TraceContextError):  # in a loop or a function that was not given the optimizer
+            return optimizer.remember(changed)
+    _put_back(_tree.all_finite(nnx.as_pure(grads)), model, changed)

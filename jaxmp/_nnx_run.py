@@ -1,9 +1,8 @@
 """One NNX module under a policy: its class, and what happens when one of its methods is called.
 
-A module under a policy is an instance of a subclass of its class that differs in the methods. What runs is the method
-of the bare class, on a shadow of the module: an object of the bare class with the same attributes, in which the params
-of a module without a ``dtype`` attribute are replaced by casts of them. So a method that calls another, or hands itself
-to a transform, never meets the policy twice, and gradients reach the float32 params through the casts.
+A module under a policy is an instance of a subclass of its class in which methods called from outside run as was
+decided. While one of a module without a ``dtype`` attribute runs, the module's own Params are read as casts of them, so
+that gradients reach the float32 Params through the casts. What is stored are never the casts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -24,10 +23,12 @@ from flax import nnx
 from jaxmp import tree as _tree
 from jaxmp._jaxpr.loops import as_carry, is_loop_body
 from jaxmp._jaxpr.weak import products_in, strengthen, weaken
+from jaxmp._nnx_variables import cast_variable, is_container_class, is_object, own_variables
 from jaxmp.policy import Policy
 
 # What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
+_SPECIAL_METHODS = ("__call__", "__getitem__", "__matmul__", "__rmatmul__")  # all others are Python's or Flax's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,24 +51,40 @@ class Decision:
     given: tuple[tuple[str, Any], ...]
 
 
-def decision_of(module: nnx.Module) -> Decision | None:
-    """What was decided for ``module``; None if it is under no policy."""
-    return getattr(type(module), "jaxmp_decision", None)
+def decision_of(node: Any) -> Decision | None:
+    """What was decided for a module, or for the module that a container belongs to; None if it is under no policy."""
+    return getattr(type(node), "jaxmp_decision", None)
 
 
-def bare_class(module: nnx.Module) -> Any:
-    """The class of ``module`` as its author wrote it."""
-    return getattr(type(module), "jaxmp_bare_class", type(module))
+def bare_class(node: Any) -> Any:
+    """The class of a module or a container as its author wrote it."""
+    return getattr(type(node), "jaxmp_bare_class", type(node))
 
 
 @functools.cache
 def policied_class(bare: Any, decision: Decision) -> Any:
-    """The subclass of ``bare`` whose methods run as was decided."""
+    """The subclass of ``bare``, a class of modules or of containers, whose instances do as was decided."""
+
+    def get_attribute(self: Any, name: str) -> Any:
+        value, frame = bare.__getattribute__(self, name), _running.frame_of(self)
+        return value if frame is None or name == "__dict__" else frame.read(value)
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        frame = _running.frame_of(self)
+        bare.__setattr__(self, name, value if frame is None else frame.stored(value))
+
+    def set_key(self: Any, key: Any, value: Any) -> None:
+        with _running.hidden():  # a transform in a method updates the Params and not the casts of them
+            bare._graph_node_set_key(self, key, value)
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "__reduce__": _reduce}
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
-        namespace |= {name: _entrance(method) for name, method in _methods(bare)}
+        if not is_container_class(bare):
+            namespace |= {name: _entrance(method) for name, method in _methods(bare)}
+        if decision.casts_params:
+            namespace |= {"__getattribute__": get_attribute, "__setattr__": set_attribute}
+            namespace |= {"_graph_node_set_key": set_key}
 
     return types.new_class(bare.__name__, (bare,), {"pytree": bare._pytree__is_pytree}, fill)
 
@@ -81,171 +98,155 @@ def _unpickle(bare: Any, decision: Decision) -> Any:
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """What the classes below ``nnx.Module`` define and is called on an instance; not ``__init__`` and its like."""
-    own = bare.__mro__[: bare.__mro__.index(nnx.Module)]
+    """What the author's classes define and is called on an instance; not ``__init__`` and its like."""
+    own = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
     for name in {name for cls in own for name in vars(cls)}:
-        method = inspect.getattr_static(bare, name)
-        if name.startswith("__") and name != "__call__":
+        if name.startswith("__") and name not in _SPECIAL_METHODS:
             continue
-        if callable(method) and hasattr(method, "__get__") and not isinstance(method, (type, staticmethod)):
+        method = inspect.getattr_static(bare, name)
+        is_descriptor = isinstance(method, (functools.partialmethod, functools.singledispatchmethod))
+        is_function = callable(method) and not isinstance(method, (type, staticmethod))
+        if is_descriptor or (is_function and hasattr(method, "__get__")):
             yield name, method
 
 
 def _entrance(method: Any) -> Callable[..., Any]:
-    @functools.wraps(method, updated=())
+    @functools.wraps(getattr(method, "func", method), updated=())
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, method, args, kwargs)
+        return _run(self, method.__get__(self, type(self)), args, kwargs)
 
     return enter
 
 
-class _Running(threading.local):
-    """The decisions of the methods that run, the innermost last, and the precision of products outside them."""
+class _Frame:
+    """A method that runs: of which class, the precision of products around it all, and the casts that it has read."""
 
+    def __init__(self, module: Any, caller: _Frame | None) -> None:
+        self.cls, self.decision = type(module), type(module).jaxmp_decision
+        config: Any = jax.config
+        self.ambient_precision: str | None = caller.ambient_precision if caller else config.jax_default_matmul_precision
+        self._casts: dict[int, nnx.Variable[Any]] = {}  # by the id of the Param
+        self._params: dict[int, nnx.Variable[Any]] = {}  # by the id of the cast
+
+    def read(self, value: Any) -> Any:
+        """``value`` with Params as casts of them, each the same one whenever it is read."""
+        return _map_variables(self._cast, value)
+
+    def _cast(self, var: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        if not isinstance(var, nnx.Param) or id(var) in self._params:
+            return var
+        if id(var) not in self._casts:
+            cast = self._casts[id(var)] = cast_variable(var, self.decision.policy.compute_dtype)
+            self._params[id(cast)] = var
+        return self._casts[id(var)]
+
+    def stored(self, value: Any) -> Any:
+        """``value`` with the Params in place of casts of them; what is a new Param gets the param dtype."""
+
+        def store(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
+            is_new = isinstance(var, nnx.Param) and id(var) not in self._params
+            return cast_variable(var, self.decision.policy.param_dtype) if is_new else self._param(var)
+
+        return _map_variables(store, value)
+
+    def returned(self, value: Any) -> Any:
+        """``value`` with the Params in place of casts of them."""
+        return _map_variables(self._param, value)
+
+    def _param(self, var: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        return self._params.get(id(var), var)
+
+
+def _map_variables(change: Callable[[nnx.Variable[Any]], Any], value: Any) -> Any:
+    """``value`` with its Variables changed, itself where none is; modules and containers of NNX are left alone."""
+    if isinstance(value, nnx.Variable):
+        return change(value)
+    if is_object(value) or callable(value):
+        return value
+    leaves, structure = jax.tree.flatten(value, is_leaf=is_object)
+    changed = [change(leaf) if isinstance(leaf, nnx.Variable) else leaf for leaf in leaves]
+    return (
+        value if all(a is b for a, b in zip(leaves, changed, strict=True)) else jax.tree.unflatten(structure, changed)
+    )
+
+
+class _Running(threading.local):
     def __init__(self) -> None:
-        self.decisions: list[Decision] = []
-        self.ambient_precision: str | None = None
+        self.frames: list[_Frame] = []
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While this lasts, no method runs."""
+        frames, self.frames = self.frames, []
+        try:
+            yield
+        finally:
+            self.frames = frames
+
+    def frame_of(self, node: Any) -> _Frame | None:
+        """The innermost frame if it is of ``node``, of the module it belongs to, or of one that a transform copied."""
+        frame = self.frames[-1] if self.frames else None
+        return frame if frame is not None and frame.decision == type(node).jaxmp_decision else None
 
 
 _running = _Running()
 
 
-def _run(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+def _run(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a method of ``module``; one that another of its methods calls, perhaps in a transform, just runs."""
+    decision, frames = type(module).jaxmp_decision, _running.frames
+    caller = frames[-1] if frames else None
+    is_inside, is_outermost = (
+        caller is not None and caller.cls is type(module),
+        all(f.cls is not type(module) for f in frames),
+    )
+    with _dtypes_kept(module):
+        result = method(*args, **kwargs) if is_inside else _run_from_outside(module, method, args, kwargs, caller)
+    if decision.is_root:
+        return _arrays(decision.policy.cast_to_output, result) if is_outermost else result
+    if args and is_loop_body(sys._getframe(1), _run.__code__):
+        return as_carry(result, args[0])
+    return result
+
+
+def _run_from_outside(module: Any, method: Callable[..., Any], args: Any, kwargs: Any, caller: _Frame | None) -> Any:
     decision = type(module).jaxmp_decision
-    policy, caller = decision.policy, _running.decisions[-1] if _running.decisions else None
-    comes_weak, follows = caller is not None and caller.inputs == "follow", decision.inputs == "follow"
+    policy, follows = decision.policy, decision.inputs == "follow"
+    comes_weak = caller is not None and caller.decision.inputs == "follow"
     inputs = _arrays(strengthen, (args, kwargs)) if comes_weak else (args, kwargs)
     if decision.inputs is not None:
         inputs = _arrays(weaken if follows else policy.cast_to_compute, inputs)
-
-    products = products_in(policy.compute_dtype if follows else None)
-    with _entered(decision, caller), _shadow(module, decision) as shadow, products:
-        result = method.__get__(shadow, type(shadow))(*inputs[0], **inputs[1])
-
-    result = module if result is shadow else result
+    frame = _Frame(module, caller)
+    wanted = policy.matmul_precision
+    # Only where it changes: a module may have set a precision of its own around a submodule.
+    changes = wanted != (caller.decision.policy.matmul_precision if caller else None)
+    precision = jax.default_matmul_precision(wanted or frame.ambient_precision) if changes else contextlib.nullcontext()
+    _running.frames.append(frame)
+    try:
+        with precision, products_in(policy.compute_dtype if follows else None):
+            result = frame.returned(method(*inputs[0], **inputs[1]))
+    finally:
+        _running.frames.pop()
     if follows:
         result = _arrays(strengthen, result)
-    if decision.is_root:
-        result = _arrays(policy.cast_to_output, result)
-    elif args and is_loop_body(sys._getframe(1), _run.__code__):
-        result = as_carry(result, args[0])
     return _arrays(weaken, result) if comes_weak else result
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
     """``convert`` on the arrays of ``tree`` outside modules, rngs and other objects of NNX, which are left alone."""
-    return jax.tree.map(lambda leaf: leaf if _is_object(leaf) else convert(leaf), tree, is_leaf=_is_object)
-
-
-def _is_object(node: Any) -> bool:
-    return isinstance(node, (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef))
+    return jax.tree.map(lambda leaf: leaf if is_object(leaf) else convert(leaf), tree, is_leaf=is_object)
 
 
 @contextlib.contextmanager
-def _entered(decision: Decision, caller: Decision | None) -> Iterator[None]:
-    """While a method runs: nested calls know of it, and products have its policy's precision."""
-    if caller is None:
-        config: Any = jax.config
-        _running.ambient_precision = config.jax_default_matmul_precision
-    wanted, ambient = decision.policy.matmul_precision, _running.ambient_precision
-    # Only where it changes: a module may have set a precision of its own around a submodule.
-    changes = wanted != (caller.policy.matmul_precision if caller else None)
-    _running.decisions.append(decision)
-    try:
-        with jax.default_matmul_precision(wanted or ambient) if changes else contextlib.nullcontext():
-            yield
-    finally:
-        _running.decisions.pop()
-
-
-@contextlib.contextmanager
-def _shadow(module: Any, decision: Decision) -> Iterator[Any]:
-    """The object of the bare class on which a method of ``module`` runs; what the method sets is set on ``module``."""
-    before = dict(vars(module))
-    replaced: dict[Any, Any] = {}
-    if decision.casts_params:
-        dtype = decision.policy.compute_dtype
-        replaced = replace_own(module, lambda var: cast_variable(var, dtype) if isinstance(var, nnx.Param) else var)
-    dtypes = [(var, var.get_raw_value().dtype) for var in own_variables(module) if _keeps_dtype(var)]
-    shadow = object.__new__(bare_class(module))
-    vars(shadow).update(before | replaced)
-
-    try:
-        yield shadow
-    finally:
-        after = vars(shadow)
-        for name in after.keys() | before.keys():
-            if name not in after:
-                vars(module).pop(name)
-            elif name not in before or after[name] is not replaced.get(name, before[name]):
-                vars(module)[name] = after[name]
-    for var, dtype in dtypes:
-        if var.get_raw_value().dtype != dtype:
-            var.set_raw_value(var.get_raw_value().astype(dtype))
-
-
-def cast_variable(var: nnx.Variable[Any], dtype: Any) -> nnx.Variable[Any]:
-    """A Variable like ``var`` with its floating arrays in ``dtype``; ``var`` itself if they have it."""
-    value = var[...] if var.ref else var.get_raw_value()
-    cast = _tree.cast(value, dtype)
-    same = all(a is b for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(value), strict=True))
-    return var if same else var.copy(cast, ref=False)
+def _dtypes_kept(module: Any) -> Iterator[None]:
+    """Variables of ``module`` that hold a floating array, other than Params, have its dtype afterwards too."""
+    kept = [(var, var.get_raw_value().dtype) for var in own_variables(module) if _keeps_dtype(var)]
+    yield
+    for var, dtype in kept:
+        value = var.get_raw_value()
+        if _tree.is_float_array(value) and value.dtype != dtype:
+            var.set_raw_value(value.astype(dtype))
 
 
 def _keeps_dtype(var: nnx.Variable[Any]) -> bool:
     return not isinstance(var, (nnx.Param, *_ACTIVATIONS)) and _tree.is_float_array(var.get_raw_value())
-
-
-# --- what belongs to a module and not to its submodules ---
-
-
-def is_container(node: Any) -> bool:
-    """Whether ``node`` holds what belongs to the module around it: an ``nnx.List`` does, an ``nnx.Sequential`` not."""
-    return isinstance(node, nnx.Pytree) and not (isinstance(node, nnx.Module) and callable(node))
-
-
-def items(node: Any) -> Iterator[tuple[Any, Any]]:
-    """The names and values in a module, or in a container: a list, a tuple, a dict, an ``nnx.List`` and the like."""
-    if isinstance(node, nnx.Pytree):
-        yield from ((name, value) for name, value in vars(node).items() if not name.startswith("_pytree__"))
-    elif isinstance(node, Mapping):
-        yield from node.items()
-    elif isinstance(node, (list, tuple)):
-        yield from enumerate(node)
-
-
-def own_variables(node: Any) -> Iterator[nnx.Variable[Any]]:
-    """The Variables that belong to a module itself, those in its containers included."""
-    for _, value in items(node):
-        if isinstance(value, nnx.Variable):
-            yield value
-        elif not isinstance(value, nnx.Module) or is_container(value):
-            yield from own_variables(value)
-
-
-def replace_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> dict[Any, Any]:
-    """The names and new values in ``node`` where ``change`` of a Variable makes another; containers are copied."""
-    replaced = {}
-    for name, value in items(node):
-        if isinstance(value, nnx.Variable):
-            new: Any = change(value)
-        elif isinstance(value, nnx.Module) and not is_container(value):
-            new = value
-        else:
-            new = _with_items(value, replace_own(value, change))
-        if new is not value:
-            replaced[name] = new
-    return replaced
-
-
-def _with_items(container: Any, changes: dict[Any, Any]) -> Any:
-    if not changes:
-        return container
-    if isinstance(container, nnx.Pytree):
-        copy = object.__new__(type(container))
-        vars(copy).update(vars(container) | changes)
-        return copy
-    if isinstance(container, Mapping):
-        return type(container)({**container, **changes})  # type: ignore[call-arg]
-    values = [changes.get(i, value) for i, value in enumerate(container)]
-    return type(container)(*values) if hasattr(container, "_fields") else type(container)(values)

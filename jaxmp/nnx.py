@@ -19,7 +19,8 @@ from jaxmp._dtype_fields import nothing_in_half
 from jaxmp._nnx_graph import Node, read_graph
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
-from jaxmp._nnx_run import Decision, bare_class, cast_variable, policied_class, replace_own
+from jaxmp._nnx_run import Decision, bare_class, policied_class
+from jaxmp._nnx_variables import cast_variable, change_own, own_containers, own_variables
 from jaxmp.dtypes import is_half
 from jaxmp.patterns import Path, Pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy_map
@@ -37,12 +38,14 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     A ``dtype`` or ``param_dtype`` attribute that has the default of its class's constructor is set; one that differs
     is the author's word and stays, unless an override covers the module. A constructor may have handed its own default
     down before the policy comes: what equals the default of a module around it counts as default too. The methods of a
-    module without a ``dtype`` attribute see its own Params in the compute dtype, and its inputs follow where they meet
-    them. In the body of a loop with a carry (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) what a module below the root
-    makes of the carry keeps the carry's dtype. A module with a policy of its own, nested in another, keeps it.
+    module without a ``dtype`` attribute read its own Params in the compute dtype; their inputs are cast to it, or, if
+    the module has submodules, follow where they meet a Param. In the body of a loop with a carry (``nnx.scan``,
+    ``nnx.RNN``, ``jax.lax.scan``) what a module below the root makes of the carry keeps the carry's dtype. A module
+    with a policy of its own, nested in another, keeps it.
 
-    Sharp edge: what a method of a module without a ``dtype`` attribute writes to the module's own Params is lost, for
-    it wrote to a cast of them.
+    Sharp edges: in a method of a module without a ``dtype`` attribute ``self.kernel[...] = x`` writes to a cast of the
+    Param, and is lost; ``self.kernel = nnx.Param(x)`` is not. What reads a Param outside of the methods of its module,
+    a property called from elsewhere say, gets it as it is stored.
 
     Args:
       model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
@@ -106,14 +109,16 @@ class _Plan:
         """Sets the module up; ``casts`` has the Params that were cast so far, by the ids of the old ones."""
         module, has_dtype, owns_params = self.node.module, "dtype" in self.node.given, bool(self.node.own_params())
         if "param_dtype" in self.fills or "param_dtype" not in self.node.given:
-            vars(module).update(replace_own(module, lambda var: self._stored(var, casts)))
+            change_own(module, lambda var: self._stored(var, casts))
         inputs: Literal["cast", "follow"] | None = None
         if not has_dtype and (owns_params or self.pattern is not None):
             inputs = "cast" if not self.node.is_parent() else "follow" if owns_params else None
         given = tuple((name, self.node.given[name]) for name in self.fills)
         decision = Decision(self.policy, is_root, owns_params and not has_dtype, inputs, given)
-        object.__setattr__(module, "__class__", policied_class(bare_class(module), decision))
         vars(module).update(self.node.given | self.fills)
+        for node in (module, *own_containers(module)):
+            if node is module or (decision.casts_params and any(True for _ in own_variables(node))):
+                object.__setattr__(node, "__class__", policied_class(bare_class(node), decision))
 
     def _stored(self, var: nnx.Variable[Any], casts: dict[int, nnx.Variable[Any]]) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):
@@ -127,7 +132,7 @@ def _plan(policies: PolicyMap, node: Node, classes: Mapping[Path, type]) -> _Pla
     order = [*policies.patterns, None]  # of the policies for the several paths of a shared module, the first pattern's
     policy, pattern = min((policies.resolve(p, classes) for p in node.paths), key=lambda found: order.index(found[1]))
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
-    fills = {name: dtypes[name] for name in node.given if pattern is not None or node.is_default(name)}
+    fills = {name: dtypes[name] for name in node.given if node.is_filled(name, pattern is not None)}
     return _Plan(node, policy, pattern, fills)
 
 

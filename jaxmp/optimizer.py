@@ -248,6 +248,7 @@ def scaled_value_and_grad(
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
     """``fun`` in the form that is differentiated with ``has_aux``: the scaled loss, and the true one with ``aux``."""
 
+    @functools.wraps(fun)  # NNX reads its signature
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         result = fun(*args, **kwargs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):

@@ -109,6 +109,8 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         if new is old:
             return old
         new, old = jnp.asarray(new), jnp.asarray(old)
+        if jax.typeof(new).sharding.spec != jax.typeof(old).sharding.spec:  # on a mesh whose axes are explicit
+            new = jax.sharding.reshard(new, jax.typeof(old).sharding)
         # PRNG keys have no astype; and unlike jnp.where, select broadcasts nothing.
         return jax.lax.select(jnp.asarray(pred), new if new.dtype == old.dtype else new.astype(old.dtype), old)
 

@@ -230,3 +230,104 @@ def test_bad_input_is_refused():
         scaled_value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float16"), optimizer)(model)
     with pytest.raises(TypeError, match=r"a pair \(loss, aux\)"):
         scaled_value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer, has_aux=True)(model)
+
+
+class Buffers(nnx.Module):
+    """With arrays that are no Variables, one of which it writes."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear, self.mask, self.calls = nnx.Linear(8, 8, rngs=rngs), jnp.tril(jnp.ones((4, 4))), jnp.array(0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls += 1
+        return self.mask.astype(x.dtype) @ self.linear(x).astype(x.dtype)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, nnx.jit], ids=["eager", "jit"])
+def test_arrays_that_are_no_variables_are_put_back_too(wrap):
+    model = apply_policy(Buffers(rngs()), "mixed_float16")
+    optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(8.0))
+
+    @wrap
+    def step(model: Any, optimizer: Any, x: jax.Array) -> None:
+        _, grads = scaled_value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+        optimizer.update(model, grads)
+
+    step(model, optimizer, TARGET)
+    step(model, optimizer, TARGET.at[0].set(jnp.nan))
+    assert int(model.calls) == 1 and int(optimizer.skipped) == 1
+
+
+def test_keyword_arguments_reach_the_loss_function():
+    model, optimizer = setup()
+
+    def with_options(model: Any, x: jax.Array, factor: float = 1.0) -> jax.Array:
+        return factor * loss_fn(model, x)
+
+    twin, _ = setup()
+    loss, _ = scaled_value_and_grad(with_options, optimizer)(model, x=IMAGE, factor=2.0)
+    same_bits(loss, 2.0 * loss_fn(twin, IMAGE))
+
+
+def test_a_step_that_is_skipped_leaves_the_other_network_of_a_gan_as_it_was():
+    generator = apply_policy(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), nnx.BatchNorm(8, rngs=rngs())), "O2")
+    critic = apply_policy(nnx.Linear(8, 1, rngs=rngs()), "mixed_float16")
+    optimizer = Optimizer(critic, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(8.0))
+
+    @nnx.jit
+    def step(critic: Any, generator: Any, optimizer: Any, noise: jax.Array) -> None:
+        def critic_loss(critic: Any, generator: Any) -> jax.Array:
+            return jnp.mean(critic(generator(noise)))
+
+        _, grads = scaled_value_and_grad(critic_loss, optimizer)(critic, generator)
+        optimizer.update(critic, grads)
+
+    step(critic, generator, optimizer, TARGET)
+    before = jax.tree.map(np.asarray, (values(critic), values(generator)))
+    step(critic, generator, optimizer, TARGET.at[0].set(jnp.inf))
+    same_bits((values(critic), values(generator)), before)
+    assert int(optimizer.skipped) == 1
+
+
+def test_microbatches_in_a_scan_that_was_not_given_the_optimizer_keep_statistics_finite():
+    model, optimizer = setup()
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, xs: jax.Array) -> None:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        def body(model: Any, x: jax.Array) -> Any:
+            _, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x)
+            return model, grads
+
+        _, grads = body(model, xs)
+        optimizer.update(model, jax.tree.map(lambda g: g.mean(0), grads))
+
+    step(model, optimizer, jnp.stack([IMAGE, BAD]))
+    assert int(optimizer.skipped) == 1
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(values(model)))
+
+
+def test_a_jitted_update_may_be_donated_what_eager_gradients_left():
+    model, optimizer = setup()
+    update = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads), donate_argnums=(0, 1))
+    for x in (IMAGE, BAD):
+        _, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x)
+        update(model, optimizer, grads)
+    assert int(optimizer.skipped) == 1 and np.all(np.isfinite(model.norm.mean[...]))
+
+
+def test_a_variable_of_another_shape_than_before_is_left_as_the_step_made_it():
+    class Remembers(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear, self.last = nnx.Linear(8, 8, rngs=rngs), nnx.Intermediate(jnp.zeros((4, 8)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.last.set_value(self.linear(x))
+            return self.last[...]
+
+    model = Remembers(rngs())
+    optimizer = Optimizer(model, optax.sgd(0.1))
+    for x in (TARGET, TARGET[:2]):
+        _, grads = scaled_value_and_grad(lambda model, x=x: jnp.mean(model(x) ** 2), optimizer)(model)
+        optimizer.update(model, grads)
+    assert model.last[...].shape == (2, 8)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, struct
 from linen_zoo import data, products, same_bits
 from nnx_zoo import Net, Scale, is_as_by_hand, outcome, rngs, values
 
@@ -248,3 +251,137 @@ def test_an_exception_in_a_model_leaves_nothing_behind():
     assert jax.config.jax_default_matmul_precision is None
     assert products(jax.lax.dot, VECTORS, jnp.ones((8, 8), "float16")) == ["float32*float16"]
     assert outcome(apply_policy(Net(rngs()), "mixed_float16"), IMAGE)[0].dtype == jnp.float32
+
+
+class Coder(nnx.Module):
+    """Without ``__call__``: its methods are called by name."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel, self.linear = nnx.Param(jnp.ones((8, 8))), nnx.Linear(8, 8, rngs=rngs)
+        self.steps = 0
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        self.steps += 1
+        return self.linear(x @ self.kernel)
+
+    def decode(self, z: jax.Array) -> jax.Array:
+        return z @ self.kernel
+
+
+def test_a_module_without_call_is_a_module_like_others():
+    model = apply_policy(Coder(rngs()), "mixed_float16")
+    assert model.encode(VECTORS).dtype == model.decode(VECTORS).dtype == jnp.float32
+    graphdef, state = nnx.split(model)
+    assert products(lambda state: nnx.merge(graphdef, state).encode(VECTORS), state) == ["float16"] * 2
+    assert apply_policy(Coder(rngs()), "mixed_float16", {Coder: "mixed_bfloat16"}).linear.dtype == jnp.bfloat16
+    nested = apply_policy(nnx.Dict(coder=apply_policy(Coder(rngs()), "mixed_bfloat16")), "mixed_float16")
+    assert nested["coder"].linear.dtype == jnp.bfloat16
+    assert model.steps == 1
+
+
+class Owner(nnx.Module):
+    """Does what people do with their own Params and with themselves."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel, self.other = nnx.Param(jnp.ones((8, 8)) / 3), nnx.Param(jnp.ones((8, 8)) / 7)
+        self.table = nnx.data({"a": nnx.Param(jnp.ones(8) / 3)})
+        self.training = True
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel + self.table["a"] + (100.0 if self.training else 0.0)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.training = False
+        try:
+            yield
+        finally:
+            self.training = True
+
+    def swap(self) -> None:
+        self.kernel, self.other = self.other, self.kernel
+
+    def alias(self) -> Any:
+        self.tied = self.kernel
+        return self, {"kernel": self.kernel}
+
+    def reset(self) -> None:
+        self.kernel = nnx.Param(self.kernel[...] * 2)
+
+    def train_step(self, x: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda self: jnp.mean(self(x) ** 2))(self)
+        nnx.update(self, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(self, nnx.Param), grads))
+        return loss
+
+
+def test_a_context_manager_and_a_generator_act_on_the_model_itself():
+    model = apply_policy(Owner(rngs()), "mixed_float16")
+    with model.evaluating():
+        assert float(model(VECTORS).max()) < 50 and not model.training
+    assert model.training
+
+
+def test_what_a_method_stores_or_returns_is_the_param_and_never_its_cast():
+    bare = Owner(rngs())
+    model = apply_policy(bare, "mixed_float16")
+    returned, params = model.alias()
+    assert returned is model and params["kernel"] is model.tied is model.kernel is bare.kernel
+    model.swap()
+    assert model.kernel is bare.other and model.other is bare.kernel
+    model.reset()
+    assert model.kernel.dtype == jnp.float32 and model.other.dtype == jnp.float32
+
+
+def test_a_train_step_that_is_a_method_trains_the_params():
+    model = apply_policy(Owner(rngs()), "mixed_float16")
+    before = values(model, nnx.Param)
+    assert float(model.train_step(VECTORS)) > float(model.train_step(VECTORS))
+    after = values(model, nnx.Param)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(after)} == {"float32"}
+    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(before)[:1], jax.tree.leaves(after)[:1], strict=True))
+
+
+def test_a_weight_norm_writes_the_kernel_in_float32():
+    model = apply_policy(nnx.WeightNorm(nnx.Linear(8, 4, rngs=rngs()), rngs=rngs()), "mixed_float16")
+    assert model(VECTORS).dtype == model.layer_instance.kernel.dtype == jnp.float32
+    assert model.layer_instance.dtype == jnp.float16
+
+
+def test_methods_of_a_mixin_and_partial_methods_run_under_the_policy():
+    class Forward:
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x @ self.kernel
+
+    class Net(nnx.Module, Forward):
+        def __init__(self) -> None:
+            self.kernel = nnx.Param(jnp.ones((8, 8)))
+
+        def scaled(self, x: jax.Array, by: int) -> jax.Array:
+            return x @ self.kernel * by
+
+        doubled = functools.partialmethod(scaled, by=2)
+
+    model = apply_policy(Net(), "mixed_float16")
+    graphdef, state = nnx.split(model)
+    for call in (lambda model: model(VECTORS), lambda model: model.doubled(VECTORS)):
+        assert products(lambda state, call=call: call(nnx.merge(graphdef, state)), state) == ["float16"]
+
+
+def test_params_and_layers_in_a_dataclass_that_jax_knows_are_found():
+    @struct.dataclass
+    class Parts:
+        layer: Any
+        bias: Any
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.parts = nnx.data(Parts(nnx.Linear(8, 8, rngs=rngs), nnx.Param(jnp.ones(8) / 3)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.parts.layer(x) + self.parts.bias[...]
+
+    model = apply_policy(Net(rngs()), "mixed_float16")
+    assert model.parts.layer.dtype == jnp.float16
+    kernel, bias = model.parts.layer.kernel[...].astype("float16"), model.parts.bias[...].astype("float16")
+    same_bits(model(VECTORS), (VECTORS.astype("float16") @ kernel + bias).astype("float32"))
+    assert apply_policy(Net(rngs()), "float16").parts.bias.dtype == jnp.float16

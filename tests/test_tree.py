@@ -201,3 +201,12 @@ def test_trees_or_leaves_that_do_not_match_are_refused():
 def test_a_path_reads_as_users_write_it():
     paths = jax.tree_util.tree_leaves_with_path({"encoder": [{"kernel": 1}]})
     assert tree.path_name(paths[0][0]) == "encoder/0/kernel"
+
+
+def test_select_tree_keeps_the_explicit_sharding_of_the_second_tree():
+    mesh = jax.make_mesh((4,), ("m",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.sharding.set_mesh(mesh) if hasattr(jax.sharding, "set_mesh") else jax.set_mesh(mesh):
+        new, old = jax.device_put(jnp.ones(4), jax.P("m")), jax.device_put(jnp.zeros(4), jax.P())
+        got = jax.jit(tree.select_tree)(jnp.array(True), new, old)
+        assert jax.typeof(got).sharding.spec == jax.typeof(old).sharding.spec
+        np.testing.assert_array_equal(got, np.ones(4))

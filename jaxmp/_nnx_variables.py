@@ -1,0 +1,88 @@
+"""The Variables of NNX modules: what belongs to a module and not to its submodules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxmp import tree as _tree
+
+
+def is_object(node: Any) -> bool:
+    """Whether ``node`` is an object of NNX, which is no tree of arrays although JAX could flatten it."""
+    return isinstance(node, (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef))
+
+
+def is_container_class(cls: Any) -> bool:
+    """Whether instances of ``cls`` only hold what belongs to the module around them, as an ``nnx.List`` does."""
+    holds = not issubclass(cls, nnx.Module) or issubclass(cls, (nnx.List, nnx.Dict))
+    return holds and not any("__call__" in vars(base) for base in cls.__mro__)
+
+
+def is_module(node: Any) -> bool:
+    """Whether ``node`` is a module, and not a container that happens to be one for Flax."""
+    return isinstance(node, nnx.Module) and not is_container_class(type(node))
+
+
+def items(node: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values in a module, or in a container of NNX, Python or any other that JAX knows as a tree."""
+    if isinstance(node, nnx.Pytree):
+        yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith("_pytree__"))
+    elif not is_object(node):
+        for path, value in jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda leaf: leaf is not node):
+            if path:
+                yield _tree.path_name(path), value
+
+
+def own_variables(node: Any) -> Iterator[nnx.Variable[Any]]:
+    """The Variables that belong to a module itself, those in its containers included."""
+    for _, value in items(node):
+        if isinstance(value, nnx.Variable):
+            yield value
+        elif not is_module(value):
+            yield from own_variables(value)
+
+
+def own_containers(node: Any) -> Iterator[nnx.Pytree]:
+    """The containers of NNX that belong to a module itself."""
+    for _, value in items(node):
+        if not is_module(value):
+            if isinstance(value, nnx.Pytree):
+                yield value
+            yield from own_containers(value)
+
+
+def submodules(node: Any, seen: set[int] | None = None) -> Iterator[nnx.Module]:
+    """All modules below a module, each once."""
+    seen = {id(node)} if seen is None else seen
+    for _, value in items(node):
+        if is_module(value) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            yield from submodules(value, seen)
+        elif not is_module(value):
+            yield from submodules(value, seen)
+
+
+def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:
+    """Puts ``change`` of each Variable that belongs to a module itself in its place."""
+    for container in (node, *own_containers(node)):
+        for name, value in list(items(container)):
+            if isinstance(value, nnx.Variable):
+                vars(container)[name] = change(value)
+            elif not is_object(value):
+                leaves, structure = jax.tree.flatten(value, is_leaf=is_object)
+                changed = [change(leaf) if isinstance(leaf, nnx.Variable) else leaf for leaf in leaves]
+                if any(a is not b for a, b in zip(leaves, changed, strict=True)):
+                    vars(container)[name] = jax.tree.unflatten(structure, changed)
+
+
+def cast_variable(var: nnx.Variable[Any], dtype: Any) -> nnx.Variable[Any]:
+    """A Variable like ``var`` with its floating arrays in ``dtype``; ``var`` itself if they have it."""
+    value = var[...] if var.ref else var.get_raw_value()
+    cast = _tree.cast(value, dtype)
+    same = all(a is b for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(value), strict=True))
+    return var if same else var.copy(cast, ref=False)
