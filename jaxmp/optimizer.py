@@ -248,7 +248,6 @@ def scaled_value_and_grad(
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
     """``fun`` in the form that is differentiated with ``has_aux``: the scaled loss, and the true one with ``aux``."""
 
-    @functools.wraps(fun)  # NNX reads its signature
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         result = fun(*args, **kwargs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
@@ -257,7 +256,8 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
         loss = _float32_loss(loss)
         return loss_scale.scale(loss), (loss, aux)
 
-    return scaled_fun
+    # NNX reads the signature, but not that of a partial.
+    return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
 
 
 def _find(opt_state: optax.OptState) -> list[LossScalingState]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -267,6 +268,8 @@ def test_keyword_arguments_reach_the_loss_function():
     twin, _ = setup()
     loss, _ = scaled_value_and_grad(with_options, optimizer)(model, x=IMAGE, factor=2.0)
     same_bits(loss, 2.0 * loss_fn(twin, IMAGE))
+    loss, _ = scaled_value_and_grad(functools.partial(with_options, factor=2.0), optimizer)(model, IMAGE)
+    assert loss.dtype == jnp.float32
 
 
 def test_a_step_that_is_skipped_leaves_the_other_network_of_a_gan_as_it_was():
