@@ -36,7 +36,9 @@ What jmp does otherwise, and why:
   They must be floating. Names are read in any case and spacing; what is unknown raises ValueError as in jmp, but lists
   what is known; a key that comes twice raises. Preset names (``mixed_float16``) are :func:`jaxmp.get_policy`'s.
 - NumPy scalars and ``jax.ShapeDtypeStruct`` are cast as arrays are.
-- ``LossScale`` is the base class of all loss scales, not a Union; ``isinstance`` and annotations read the same.
+- ``LossScale`` is the base class of all loss scales, not a Union (``typing.get_args`` finds nothing in it);
+  ``isinstance`` and annotations read the same.
+- Of a dynamic scale only the scale and the counter may be traced, and ``adjust`` takes a bool, not an int.
 - ``select_tree`` casts to the dtype of its last argument where jmp raises for dtypes that differ.
 """
 
