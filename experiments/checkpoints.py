@@ -9,10 +9,13 @@ takes for a checkpoint. What Orbax may not see is a file that is damaged later: 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import logging
 import shlex
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +32,8 @@ _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of the folder that Orbax is
 _CHECKSUMS = "checksums.sha256"
 _ITEMS = ("state", "about")
 _LOSS_SCALE = "loss_scale/"
+_UNWRITABLE = "[]\\"  # Orbax looks for what it wrote with a glob, in which these have a meaning
+_MERGED = "state/manifest.ocdbt"  # what Orbax writes last of the arrays, and reads first
 
 
 class CheckpointError(ValueError):
@@ -51,11 +56,19 @@ class Checkpoint:
     about: dict[str, Any]
     leaves: dict[str, np.ndarray]
 
-    def restore(self, state: jaxmp.TrainState, precision: dict[str, str]) -> jaxmp.TrainState:
+    def restore(
+        self, state: jaxmp.TrainState, precision: dict[str, str], override: Sequence[str] = ()
+    ) -> jaxmp.TrainState:
         """The state that was saved, bit for bit, in the place of the fresh ``state``.
 
         The policy may be another one as long as the dtypes agree. A loss scale of the same class goes on from where it
-        was, under the rule of ``state``; one of another class starts afresh.
+        was, under the rule of ``state``, and what only the new rule counts starts afresh; so does a loss scale of
+        another class.
+
+        Args:
+          state: a fresh one, of the same model and optimizer.
+          precision: what made it, with ``precision["policy"]`` the policy's name; for errors.
+          override: the overrides of that policy, as ``PATTERN=POLICY``; for errors.
 
         Raises:
           CheckpointError: the params, or anything else, have other paths, shapes or dtypes.
@@ -64,13 +77,13 @@ class Checkpoint:
         saved = {name: leaf for name, leaf in self.leaves.items() if not name.startswith(_LOSS_SCALE)}
         fresh = {name: _data(leaf) for name, leaf in rest.items()}
         self._require_same_model(saved, fresh)
-        self._require_same_dtypes(saved, fresh, precision)
+        self._require_same_dtypes(saved, fresh, precision["policy"], override)
         rest = {name: _like(saved[name], leaf) for name, leaf in rest.items()}
 
         saved_scale = {name: leaf for name, leaf in self.leaves.items() if name.startswith(_LOSS_SCALE)}
-        goes_on = self.about["loss_scale"] == _kind(state) and saved_scale.keys() == scale.keys()
+        goes_on = self.about["loss_scale"] == _kind(state)
         if goes_on:
-            scale = {name: _like(saved_scale[name], leaf) for name, leaf in scale.items()}
+            scale |= {name: _like(saved_scale[name], leaf) for name, leaf in scale.items() if name in saved_scale}
         new = jax.tree.unflatten(jax.tree.structure(state), [{**rest, **scale}[name] for name in _names(state)])
         # What was counted is how often the old scale could not fall.
         return new if goes_on else new.replace(stuck=jnp.zeros_like(new.stuck))
@@ -85,15 +98,18 @@ class Checkpoint:
                 )
 
     def _require_same_dtypes(
-        self, saved: dict[str, np.ndarray], fresh: dict[str, jax.Array], precision: dict[str, str]
+        self, saved: dict[str, np.ndarray], fresh: dict[str, jax.Array], policy: str, override: Sequence[str]
     ) -> None:
         for name, leaf in fresh.items():
             if saved[name].dtype != leaf.dtype:
-                there, here = self.about["precision"]["policy"], precision["policy"]
+                then, before = self.about["precision"]["policy"], self.about.get("config", {}).get("override", [])
+                flags = shlex.join(["--policy", then, *(word for text in before for word in ("--override", text))])
+                flags += " and without --override" if override and not before else ""
                 raise CheckpointError(
-                    "a checkpoint fits policies with the same param dtypes only, but policy "
-                    f"{there!r} made {self.folder}, in which {name!r} is {saved[name].dtype}, and under policy "
-                    f"{here!r} it is {leaf.dtype}; resume with --policy {there!r}, or another one with such params"
+                    f"a checkpoint fits policies with the same param dtypes only, but {_policy(then, before)} made "
+                    f"{self.folder}, in which {name!r} is {saved[name].dtype}, and under "
+                    f"{_policy(policy, override)} it is {leaf.dtype}; resume with {flags}, or another policy with such "
+                    "params"
                 )
 
 
@@ -103,9 +119,17 @@ class Checkpoints:
     Args:
       folder: where; made if need be. What an earlier process left half written there is removed.
       keep: how many to keep, the last ones.
+
+    Raises:
+      CheckpointError: the folder has a path in which nothing can be kept.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
+        if any(character in str(folder.absolute()) for character in _UNWRITABLE):
+            raise CheckpointError(
+                f"checkpoints need a path without [, ] and \\, got {folder.absolute()}; take another --run-dir, or "
+                "--checkpoint-every 0"
+            )
         for path in unfinished(folder):
             shutil.rmtree(path)
         self._folder = folder
@@ -115,12 +139,19 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
         )
         self._manager = ocp.CheckpointManager(folder.absolute(), item_names=_ITEMS, options=options)
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(_quiet())
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *args: Any) -> None:
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *args: Any) -> None:
+        try:
+            with self._held, self._failures_as_one_line():
+                self._manager.close()
+        except OSError:
+            if kind is None:  # otherwise what ended the run comes first
+                raise
 
     def save(self, step: int, state: jaxmp.TrainState, about: dict[str, Any]) -> None:
         """Copies the state to the host, for which it waits, and has it written while training goes on.
@@ -129,6 +160,9 @@ class Checkpoints:
           step: the steps trained so far.
           state: the state after them; it may be donated afterwards.
           about: what else the run needs, as JSON, with ``precision["policy"]`` the policy's name.
+
+        Raises:
+          OSError: this checkpoint, or the one before, cannot be written.
         """
         rest, scale = _split(state)
         # device_get may return a view of a CPU's buffer, which the next step overwrites.
@@ -140,16 +174,33 @@ class Checkpoints:
         empty = {name: [str(leaf.dtype), leaf.shape] for name, leaf in leaves.items() if not leaf.size}
         record = {**about, "loss_scale": _kind(state), "empty": empty}
         items = ocp.args.Composite(state=ocp.args.StandardSave(filled), about=ocp.args.JsonSave(record))
-        self._manager.save(step, args=items, force=True)
+        with self._failures_as_one_line():
+            self._manager.save(step, args=items, force=True)
 
     def _write_checksums(self) -> None:
         (folder,) = unfinished(self._folder)
+        if not (folder / _MERGED).is_file():
+            raise FileNotFoundError(f"{folder / _MERGED} was not written, without which nothing can be read back")
         lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(folder).items()]
         (folder / _CHECKSUMS).write_text("".join(lines))
 
     def wait(self) -> None:
-        """Returns when all is written; raises what went wrong with that."""
-        self._manager.wait_until_finished()
+        """Returns when all is written.
+
+        Raises:
+          OSError: it cannot be.
+        """
+        with self._failures_as_one_line():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _failures_as_one_line(self) -> Iterator[None]:
+        """What Orbax raises, whatever it is, for a disk that is full say, as an OSError with the folder and the end."""
+        try:
+            yield
+        except Exception as error:
+            what = " ".join(str(error).split()).rsplit('": ', 1)[-1]  # tensorstore names every file on its way
+            raise OSError(f"a checkpoint cannot be written to {self._folder} ({what[:300]})") from error
 
 
 def steps(folder: Path) -> list[int]:
@@ -198,7 +249,7 @@ def read(folder: Path, step: int) -> Checkpoint:
     if problem := _damage(path):
         raise CheckpointError(f"the checkpoint {path} is damaged: {problem}")
     try:
-        with ocp.CheckpointManager(folder.absolute(), item_names=_ITEMS) as manager:
+        with _quiet(), ocp.CheckpointManager(folder.absolute(), item_names=_ITEMS) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardRestore(), about=ocp.args.JsonRestore())
             restored = manager.restore(step, args=items)
     except Exception as error:  # whatever Orbax makes of the files of its own around the two items
@@ -209,6 +260,18 @@ def read(folder: Path, step: int) -> Checkpoint:
     return Checkpoint(path, step, about, leaves)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Orbax logs of an error in each thread that it passes through; it raises it in the end."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _damage(folder: Path) -> str | None:
     """The first file of a checkpoint that is not what its checksum says."""
     try:
@@ -217,11 +280,11 @@ def _damage(folder: Path) -> str | None:
         found = _checksums(folder)
     except OSError as error:
         return str(error)
-    for name in sorted(expected.keys() | found.keys()):
+    if _MERGED not in expected:
+        return f"{_CHECKSUMS} does not list {_MERGED}"
+    for name in sorted(expected):  # a file that is not among them, such as a file manager leaves, does no harm
         if name not in found:
             return f"{name} is missing"
-        if name not in expected:
-            return f"{name} is not in its {_CHECKSUMS}"
         if expected[name] != found[name]:
             return f"{name} is not what was written"
     return None
@@ -255,6 +318,10 @@ def _names(state: jaxmp.TrainState) -> list[str]:
 
     tree = jax.tree_util.tree_map_with_path(name, state, is_leaf=lambda node: isinstance(node, LossScalingState))
     return jax.tree.leaves(tree)
+
+
+def _policy(policy: str, override: Sequence[str]) -> str:
+    return f"policy {policy!r}" + (f" with the override {' and '.join(map(repr, override))}" if override else "")
 
 
 def _kind(state: jaxmp.TrainState) -> str:

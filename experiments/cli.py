@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,8 +55,9 @@ class Training:
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/, as if it had
     not been stopped, bit for bit. Give the flags of that run; the number of steps (a finished run trains on), the
-    policy (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind)
-    and what does not touch training may be others."""
+    policy (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind:
+    static, dynamic or headroom, whatever its parameters) and what does not touch training may be others. The data may
+    have moved, but must be the same."""
     data_dir: Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: Folder = None
@@ -85,8 +88,8 @@ def check(config: Any) -> None:
     require("--evaluate-every", config.evaluate_every, 0)
     require("--checkpoint-every", config.checkpoint_every, 0)
     require("--keep", config.keep, 1)
-    if not config.learning_rate > 0:
-        raise ValueError(f"--learning-rate must be positive, got {config.learning_rate:g}")
+    if not 0 < config.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate must be positive and finite, got {config.learning_rate:g}")
     if config.batch_size % config.accumulate:
         raise ValueError(
             f"--accumulate must divide --batch-size, got {config.accumulate} for batches of {config.batch_size}"
@@ -119,10 +122,20 @@ def plain_warnings() -> None:
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
 
+def plain_threads() -> None:
+    """Without the tracebacks that tensorstore prints from threads of its own, one an array that it cannot write.
+
+    Python calls this hook in the main thread only, and what such a thread came to is raised where it is waited for.
+    """
+    report = sys.excepthook
+    sys.excepthook = lambda *error: report(*error) if threading.current_thread() is threading.main_thread() else None
+
+
 def main(config_type: type[C], train: Callable[[C], Any], description: str) -> None:
     """Runs a training script: flags, training, and errors that a user can act on."""
     config = parse(config_type, description)
     plain_warnings()
+    plain_threads()
     keep_freed_memory()
     try:
         train(config)

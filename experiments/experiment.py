@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 import jaxmp
 
@@ -28,7 +30,7 @@ class Experiment:
       test_batches: the held-out batches, the same every time.
       steps: how many steps to train.
       batch_size: examples a step.
-      precision: what the policy and the loss scale are, as text.
+      precision: what the policy and the loss scale are, as text, and under ``data`` what the examples are, if known.
     """
 
     loss_fn: Callable[..., Any]
@@ -45,6 +47,15 @@ class Experiment:
     def init(self, seed: int) -> jaxmp.TrainState:
         """A fresh state."""
         return self.create(self.init_params(seed))
+
+    def examples(self, seed: int) -> str:
+        """What tells other examples, or another number of them: a hash of the first batch's labels or tokens.
+
+        Floats are left out, because a policy may round them.
+        """
+        leaves = jax.tree.leaves(next(self.train_batches(seed)))
+        whole = [np.asarray(leaf).tobytes() for leaf in leaves if np.issubdtype(leaf.dtype, np.integer)]
+        return hashlib.sha256(b"".join(whole)).hexdigest()[:12]
 
     def evaluate(self, state: jaxmp.TrainState) -> dict[str, float]:
         """The metrics of ``eval_step`` on the held-out examples, averaged over examples; waits for the device."""

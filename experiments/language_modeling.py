@@ -53,9 +53,9 @@ class Config(cli.Training):
 
 
 @functools.cache
-def load(dataset: str, data_dir: Path | None, vocabulary: int) -> text.Tokens:
-    """The training and the held-out text, on the device."""
-    return text.on_device(data.read(dataset, data_dir), vocabulary)
+def load(dataset: str, data_dir: Path | None, vocabulary: int) -> tuple[text.Tokens, str]:
+    """The training and the held-out text, on the device, and where it comes from."""
+    return text.on_device(data.read(dataset, data_dir), vocabulary), data.origin(dataset, data_dir)
 
 
 def prepare(config: Config) -> Experiment:
@@ -70,7 +70,11 @@ def prepare(config: Config) -> Experiment:
     cli.require("--context", config.context, 1)
     policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
 
-    tokens = load(config.dataset, config.data_dir, config.vocabulary)
+    tokens, origin = load(config.dataset, config.data_dir, config.vocabulary)
+    if config.batch_size > len(tokens.test):
+        raise ValueError(
+            f"--batch-size must be at most the {len(tokens.test)} tokens that are held out, got {config.batch_size}"
+        )
     cli.require("--test-batches", config.test_batches, 1, len(tokens.test) // config.batch_size + 1)
 
     model = jaxmp.linen.apply_policy(NextToken(config.vocabulary), policy, read_overrides(config.override))
@@ -99,7 +103,7 @@ def prepare(config: Config) -> Experiment:
         test_batches=lambda: text.spread(tokens.test, config.context, config.batch_size, config.test_batches),
         steps=config.steps,
         batch_size=config.batch_size,
-        precision={"policy": str(policy), "loss_scale_rule": loss_scale_name},
+        precision={"policy": str(policy), "loss_scale_rule": loss_scale_name, "data": origin},
     )
     jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error here, not after the folder is made
     return experiment

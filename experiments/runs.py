@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import datetime
+import fcntl
 import itertools
 import json
 import math
@@ -47,6 +48,24 @@ def run_folder(name: str, folder: Path | None) -> Path:
     raise AssertionError("itertools.count ends")
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps every other process from training in a folder; the kernel lets go when this one ends, however it does.
+
+    Raises:
+      ValueError: another process trains there.
+    """
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"one process trains in a folder, but another process trains in {folder}; wait until it ends, or take "
+                "another --run-dir"
+            ) from None
+        yield
+
+
 class Run:
     """One training run, from its first step or from a checkpoint on.
 
@@ -67,10 +86,16 @@ class Run:
         self._name, self._config, self._experiment = name, config, experiment
         self._environment = environment()
         self._record = {"config": dataclasses.asdict(config), "precision": experiment.precision}
-        write_json(folder / "config.json", {**self._record, "environment": self._environment})
+        self._checkpoints = None
+        if config.checkpoint_every:
+            from experiments.checkpoints import Checkpoints
+
+            self._record["examples"] = experiment.examples(config.seed)
+            self._checkpoints = Checkpoints(checkpoints_folder(folder), config.keep)
         self._start = self._step = checkpoint.step if checkpoint else 0
         self._rows: list[dict[str, Any]] = []
         self._file = self._open(checkpoint.about["metrics_bytes"] if checkpoint else 0)
+        write_json(folder / "config.json", {**self._record, "environment": self._environment})
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
         if not checkpoint:
             self._writer.writeheader()
@@ -80,11 +105,6 @@ class Run:
         self._started = time.perf_counter()
         self._compile_s = self._paused_s = self._saving_s = self._waiting_s = self._last_read = 0.0
         self._test: dict[str, float] = {}
-        self._checkpoints = None
-        if config.checkpoint_every:
-            from experiments.checkpoints import Checkpoints
-
-            self._checkpoints = Checkpoints(checkpoints_folder(folder), config.keep)
 
     def __enter__(self) -> Self:
         self._progress.__enter__()
@@ -92,9 +112,11 @@ class Run:
 
     def __exit__(self, *args: Any) -> None:
         self._progress.__exit__(*args)
-        self._file.close()
-        if self._checkpoints:
-            self._checkpoints.__exit__(*args)
+        try:
+            self._file.close()
+        finally:
+            if self._checkpoints:
+                self._checkpoints.__exit__(*args)
 
     def steps(self) -> Iterator[Batch]:
         """The batches of the steps there are, timing how long each is waited for."""
@@ -204,12 +226,18 @@ class Run:
         """The metrics' file with its first ``size`` bytes, the rows up to the checkpoint, which are read."""
         path = self.folder / "metrics.csv"
         if size:
-            with path.open("r+") as file:
-                file.truncate(size)
-            with path.open(newline="") as file:
-                for row in csv.DictReader(file):
+            try:
+                reader = csv.DictReader(path.read_bytes()[:size].decode().splitlines())
+                for row in reader:
                     numbers = {name: float(text) for name, text in row.items() if text and name != "split"}
                     self._rows.append({**numbers, "split": row["split"], "step": int(row["step"])})
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"a resumed run goes on after its metrics, but {path} has something else ({error}); put the file "
+                    "back, or start another run"
+                ) from error
+            with path.open("r+") as file:
+                file.truncate(size)
         return path.open("a" if size else "w", newline="")
 
     def _write(self, row: dict[str, Any]) -> None:

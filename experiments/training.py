@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -10,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import jaxmp
 from experiments import cli
 from experiments.experiment import Experiment
-from experiments.runs import Run, checkpoints_folder, run_folder, strict_json
+from experiments.runs import Run, alone_in, checkpoints_folder, run_folder, strict_json
 
 if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
     from experiments.checkpoints import Checkpoint
@@ -35,31 +37,30 @@ def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str,
       config: its flags.
       prepare: flags to the experiment they describe.
     """
-    with cli.bad_values_end_it():
-        checkpoint = to_resume(name, config) if config.resume else None
-        experiment = prepare(config)
-        if checkpoint:
-            folder = checkpoint.folder.parents[1]
-            if summary := finished(folder, checkpoint, experiment):
-                print(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
-                return summary
-        else:
-            folder = new_folder(name, config.run_dir)
-        state = experiment.init(config.seed)
-        if checkpoint:
-            state = checkpoint.restore(state, experiment.precision)
-            print(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
-        run = Run(name, config, experiment, folder, checkpoint)
-    del checkpoint  # frees the host's copy of the state
-    with run:
-        for batch in run.steps():
-            state, metrics = experiment.step(state, batch)
-            run.log(metrics)
-            if run.evaluation_due:
-                run.log_evaluation(state)
-            if run.checkpoint_due:
-                run.save(state)
-        summary = run.finish(state)
+    with contextlib.ExitStack() as held:
+        with cli.bad_values_end_it():
+            checkpoint = None
+            if config.resume:
+                folder = folder_to_resume(name, config.run_dir)
+                held.enter_context(alone_in(folder))
+                checkpoint = to_resume(name, config, folder)
+            experiment = prepare(config)
+            if checkpoint:
+                require_same_data(checkpoint, experiment, config.seed)
+                if summary := finished(folder, checkpoint, experiment):
+                    print(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
+                    return summary
+            else:
+                folder = run_folder(name, config.run_dir)
+                held.enter_context(alone_in(folder))
+                require_new(folder)
+            state = experiment.init(config.seed)
+            if checkpoint:
+                state = checkpoint.restore(state, experiment.precision, config.override)
+                print(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
+            run = Run(name, config, experiment, folder, checkpoint)
+        del checkpoint  # frees the host's copy of the state
+        summary = _train(run, experiment, state)
     print(
         f"held-out accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}, "
         f"{summary['skipped']} of {summary['steps']} steps skipped; written to {folder}"
@@ -67,13 +68,32 @@ def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str,
     return summary
 
 
-def new_folder(name: str, folder: Path | None) -> Path:
-    """The folder of a run that begins.
+def _train(run: Run, experiment: Experiment, state: jaxmp.TrainState) -> dict[str, Any]:
+    """The loop, and its summary; a folder that can no longer be written to ends the process with one line."""
+    try:
+        with run:
+            for batch in run.steps():
+                state, metrics = experiment.step(state, batch)
+                run.log(metrics)
+                if run.evaluation_due:
+                    run.log_evaluation(state)
+                if run.checkpoint_due:
+                    run.save(state)
+            return run.finish(state)
+    except OSError as error:
+        from experiments import checkpoints
+
+        remedy = "go on with --resume" if checkpoints.steps(checkpoints_folder(run.folder)) else "start again"
+        cli.fail(f"the run in {run.folder} cannot go on: {error}; once there is room, {remedy}", 1)
+
+
+def require_new(folder: Path) -> None:
+    """Checks that a run may begin in a folder.
 
     Raises:
-      ValueError: it has another run's checkpoints.
+      ValueError: it has another run's checkpoints, or what a finished run left.
     """
-    if folder is not None and (earlier := checkpoints_folder(folder)).is_dir():
+    if (earlier := checkpoints_folder(folder)).is_dir():
         from experiments import checkpoints
 
         if steps := checkpoints.steps(earlier):
@@ -81,18 +101,33 @@ def new_folder(name: str, folder: Path | None) -> Path:
                 f"a run begins in a folder without checkpoints, but {folder} has one of step {steps[-1]}; go on with "
                 "--resume, or take another --run-dir"
             )
-    return run_folder(name, folder)
+    if (folder / "summary.json").exists():
+        raise ValueError(
+            f"a run begins in a folder without a finished run, but {folder} has summary.json; take another --run-dir, "
+            "or remove that folder"
+        )
 
 
-def to_resume(name: str, config: cli.Training) -> Checkpoint:
-    """The last checkpoint of the run that the flags mean.
+def folder_to_resume(name: str, folder: Path | None) -> Path:
+    """The folder of the run that the flags mean.
+
+    Raises:
+      ValueError: there is none.
+    """
+    folder = folder or newest_run(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"--resume goes on with a run, but {folder} has no config.json of one; start it without --resume"
+        )
+    return folder
+
+
+def to_resume(name: str, config: cli.Training, folder: Path) -> Checkpoint:
+    """The last checkpoint of the run in a folder.
 
     Raises:
       ValueError: there is none, it is damaged, or the flags are not that run's.
     """
-    folder = config.run_dir or newest_run(name)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--resume goes on with a run, but {folder} has none; start it without --resume")
     from experiments import checkpoints
 
     for path in checkpoints.unfinished(checkpoints_folder(folder)):
@@ -142,6 +177,22 @@ def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) 
         )
 
 
+def require_same_data(checkpoint: Checkpoint, experiment: Experiment, seed: int) -> None:
+    """Checks that the examples are those that the run has seen, wherever they lie now.
+
+    Raises:
+      ValueError: they are not.
+    """
+    there = checkpoint.about["precision"].get("data", "data"), checkpoint.about["examples"]
+    here = experiment.precision.get("data", "data"), experiment.examples(seed)
+    if there != here:
+        was, now = (f"{origin!r} (first batch {examples})" for origin, examples in (there, here))
+        raise ValueError(
+            f"a resumed run keeps its data, but {checkpoint.folder.parents[1]} was trained on {was} and here is {now}; "
+            "resume with the --data-dir of that run, or start another run"
+        )
+
+
 def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> dict[str, Any] | None:
     """The summary of a run that has nothing left to do.
 
@@ -156,5 +207,10 @@ def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> di
     path = folder / "summary.json"
     if checkpoint.step < experiment.steps or not path.is_file():
         return None
-    summary = json.loads(path.read_text())
-    return summary if summary["steps"] == experiment.steps else None
+    try:
+        summary = json.loads(path.read_text())
+        return summary if summary["steps"] == experiment.steps else None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is no summary of a run ({type(error).__name__}: {error}); remove it, and --resume writes it anew"
+        ) from error
