@@ -51,7 +51,9 @@ class Config:
 
     task: Literal["digits", "mnist", "fashion_mnist", "cifar10", "pysource"] = "digits"
     """pysource: next-token prediction. The others: image classification."""
-    flags: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FLAG[=VALUE]")] = ()
+    flags: Annotated[
+        tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLAG[=VALUE] ...")
+    ] = ()
     """Flags of the task's own script, as in 'model=resnet18 flip'; see its --help."""
     policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]")] = ("mixed_float16", "mixed_bfloat16")
     """Policies beside float32, each perhaps with its loss scale after an @."""
@@ -147,7 +149,12 @@ def task_flags(config: Config) -> Any:
       ValueError: they say what the comparison says.
     """
     task: Any = TASKS[config.task]
-    flags = cli.parse(task.Config, task.__doc__, [f"--{flag.lstrip('-')}" for flag in config.flags])
+    flags = tyro.cli(
+        task.Config,
+        prog=f"python -m {task.__name__}",  # whose --help an error points to
+        args=[f"--{flag.lstrip('-')}" for given in config.flags for flag in given],
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
     for field in dataclasses.fields(flags):
         if field.name in _NOT_FLAGS and getattr(flags, field.name) != field.default:
             raise ValueError(f"--flags are the task's, but --{field.name.replace('_', '-')} is up to the comparison")

@@ -137,6 +137,8 @@ def check(config: Config) -> None:
     cli.require("--steps", config.steps, 0)
     cli.require("--image-size", config.image_size, 0)
     cli.require("--weight-decay", config.weight_decay, 0)
+    if config.model == "cnn" and config.image_size == 1:
+        raise ValueError("--model cnn halves its images: --image-size must be at least 2, or 0 for theirs, got 1")
     if config.api == "nnx" and config.model == "resnet50":
         raise ValueError("--api nnx has cnn and resnet18, got --model resnet50; use --api linen")
 
@@ -153,7 +155,8 @@ def prepare(config: Config) -> Experiment:
 
     train, test, mean, std, origin = load(config.dataset, config.data_dir)
     cli.require("--shift", config.shift, 0, train.image.shape[1])
-    steps = config.steps or config.epochs * images.steps_per_epoch(train, config.batch_size)
+    epoch = images.steps_per_epoch(train, config.batch_size)
+    steps = config.steps or config.epochs * epoch
     # The first module would round its input anyway, unless an override says otherwise.
     dtype = "float32" if config.override else compute_dtype(policy).name
     pixels = images.Pixels(config.image_size, mean, std, dtype)

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 from test_experiments_runs import train
 
-from experiments import compare, comparison, image_classification, models
+from experiments import cli, compare, comparison, data, image_classification, models
+from experiments.benchmarks import input_pipeline
 from experiments.data import stock
 from experiments.models import nnx as nnx_models
 from experiments.progress import Progress
@@ -118,12 +119,31 @@ def test_an_override_gets_its_input_unrounded(data_dir):
     [
         ({"api": "nnx", "model": "resnet50"}, "--api nnx has cnn and resnet18, got --model resnet50; use --api linen"),
         ({"image_size": -1}, "--image-size must be at least 0, got -1"),
+        ({"model": "cnn", "image_size": 1}, "--model cnn .* --image-size must be at least 2, or 0 for theirs, got 1"),
         ({"weight_decay": -0.1}, r"--weight-decay must be at least 0, got -0\.1"),
     ],
 )
 def test_flags_that_do_not_go_together_are_an_error(flags, message, data_dir):
     with pytest.raises(ValueError, match=message):
         image_classification.prepare(config(data_dir, **flags))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_batch_that_the_set_cannot_fill_is_an_error_before_training(steps, data_dir):
+    message = "a batch must fit in the set's 40 examples, got --batch-size 41"
+    with pytest.raises(data.DataError, match=message):
+        image_classification.prepare(config(data_dir, batch_size=41, steps=steps))
+    with pytest.raises(data.DataError, match=message):
+        compare.prepare(compare.Config(task="cifar10", batch_size=41, steps=steps, data_dir=data_dir))
+
+
+@pytest.mark.parametrize(("model", "least"), [("cnn", 2), ("resnet18", 1)])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_the_least_image_size_makes_a_network(api, model, least, data_dir):
+    experiment = image_classification.prepare(config(data_dir, api=api, model=model, image_size=least))
+    batch = next(iter(experiment.test_batches()))
+    assert batch["image"].shape[1:3] == (least, least)
+    assert jax.eval_shape(experiment.eval_step, experiment.init(0), batch)["loss"].shape == ()
 
 
 def test_the_cosine_rises_and_falls_to_zero_and_adamw_is_as_it_was():
@@ -145,7 +165,7 @@ def test_the_cosine_rises_and_falls_to_zero_and_adamw_is_as_it_was():
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_compare_measures_networks_with_running_statistics(api, data_dir):
-    flags = ("model=resnet18", f"api={api}", "image-size=8", "flip", "shift=1", "optimizer=sgd")
+    flags = (("model=resnet18", f"api={api}", "image-size=8", "flip", "shift=1", "optimizer=sgd"),)
     chosen = compare.Config(
         task="cifar10", policies=("mixed_float16@dynamic",), seeds=(0,), steps=3, batch_size=10, flags=flags,
         data_dir=data_dir,
@@ -163,13 +183,40 @@ def test_compare_measures_networks_with_running_statistics(api, data_dir):
 def test_compare_refuses_flags_that_are_its_own(flag):
     name = flag.lstrip("-").partition("=")[0]
     with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
-        compare.prepare(compare.Config(flags=(flag,)))
+        compare.prepare(compare.Config(flags=((flag,),)))
 
 
 def test_compare_hands_the_flags_of_the_task_on():
-    found = compare.task_flags(compare.Config(task="mnist", flags=("model=resnet18", "--flip", "learning-rate=0.5")))
+    found = compare.task_flags(compare.Config(task="mnist", flags=(("model=resnet18", "--flip"), ("learning-rate=0.5",))))
     expected = {"model": "resnet18", "flip": True, "learning_rate": 0.5, "dataset": "mnist"}
     assert found == dataclasses.replace(image_classification.Config(), **expected)
+
+
+def test_flags_of_the_task_add_up_when_they_are_given_twice():
+    args = ["--task", "mnist", "--flags", "flip", "--flags", "model=resnet18", "shift=2"]
+    found = compare.task_flags(cli.parse(compare.Config, "", args))
+    assert (found.flip, found.model, found.shift) == (True, "resnet18", 2)
+
+
+@pytest.mark.parametrize(("task", "script"), [("mnist", "image_classification"), ("pysource", "language_modeling")])
+def test_a_flag_that_the_task_lacks_points_to_the_help_of_the_tasks_script(task, script, capsys):
+    with pytest.raises(SystemExit) as end:
+        compare.task_flags(compare.Config(task=task, flags=(("foo=1",),)))
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert end.value.code == 2 and "--foo" in shown and f"python -m experiments.{script} --help" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"dtypes": ()}, "the number of --dtypes must be at least 1, got 0"),
+        ({"block_ms": math.nan}, "--block-ms must be at least 0, got nan"),
+        ({"block_ms": -5.0}, "--block-ms must be at least 0, got -5"),
+    ],
+)
+def test_flags_of_the_input_pipeline_that_cannot_be_are_an_error(flags, message):
+    with pytest.raises(ValueError, match=message):
+        input_pipeline.check(input_pipeline.Config(**flags))
 
 
 def test_image_classification_trains_two_steps_in_nnx_on_a_folder_of_images(tmp_path, data_dir):

@@ -71,6 +71,8 @@ def check(config: Config) -> None:
     cli.require("--shift", config.shift, 0, STORED[0])
     cli.require("--consumer", config.consumer, 1)
     cli.require("--batch-size", config.batch_size, 1, config.examples + 1)
+    cli.require("--block-ms", config.block_ms, 0)
+    cli.require("the number of --dtypes", len(config.dtypes), 1)
     for dtype in config.dtypes:
         if dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"--dtypes are float32, float16 and bfloat16, got {dtype!r}")
