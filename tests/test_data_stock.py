@@ -58,11 +58,13 @@ def write_mnist(folder: Path, seed: int = 0) -> dict[str, tuple[np.ndarray, np.n
     return {split: (pixels[..., None], labels) for split, (pixels, labels) in splits.items()}
 
 
-def write_cifar10(path: Path, form: str, drop: str = "") -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def write_cifar10(
+    path: Path, form: str, drop: str = "", mode: str = "w:gz"
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     batches = {f"data_batch_{i}": examples((32, 32, 3), 4, i) for i in (1, 2, 3, 4, 5)}
     batches["test_batch"] = examples((32, 32, 3), 4, 6)
-    with tarfile.open(path, "w:gz") as tar:
+    with tarfile.open(path, mode) as tar:
         for name, (pixels, labels) in batches.items():
             planes = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), 3072)
             if form == "binary":
@@ -181,7 +183,10 @@ def test_a_folder_of_images_at_the_root_that_is_another_sets_is_not_taken(tmp_pa
 
 def test_a_folder_with_other_classes_than_the_sets_is_an_error_that_lists_both(tmp_path):
     write_folder(tmp_path / "cifar10", ("airplane", "cow"))
-    message = r"cifar10 must have a folder for each of airplane, .*, truck, got airplane, cow"
+    message = (
+        r"cifar10 must have a folder for each of airplane, .*, truck, but cow is none of them and there is none for "
+        "automobile, bird, .*, truck; rename them"
+    )
     with pytest.raises(data.DataError, match=message):
         data.read("cifar10", tmp_path)
 
@@ -216,85 +221,6 @@ def test_a_class_without_images_is_named(tmp_path):
         data.read("cifar10", tmp_path)
 
 
-MNIST_DAMAGE = {
-    "cut short": (truncate, "train-images.* is damaged or was cut short"),
-    "no gzip": (lambda path: path.write_bytes(b"<html>not found</html>"), "train-images.* is damaged or was cut short"),
-    "labels for images": (
-        lambda path: path.write_bytes(idx(np.arange(3))),
-        "train-images.* must start like an idx file of 3 dimensions, got '00000801'",
-    ),
-    "too few values": (
-        lambda path: path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-5])),
-        r"train-images.* must hold 15680 values by its header, got 15675",
-    ),
-    "fewer images than labels": (
-        lambda path: path.write_bytes(idx(np.zeros((3, 28, 28)))),
-        "images and labels must be as many, got 3 in .*train-images.* and 20 in .*train-labels",
-    ),
-    "another size": (
-        lambda path: path.write_bytes(idx(np.zeros((20, 8, 8)))),
-        r"images must be of shape \(28, 28, 1\), got \(8, 8, 1\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", MNIST_DAMAGE)
-def test_a_damaged_idx_file_is_named_and_nothing_is_left_behind(damage, tmp_path):
-    write_mnist(tmp_path / "downloads" / "manual" / "mnist")
-    change, message = MNIST_DAMAGE[damage]
-    change(tmp_path / "downloads" / "manual" / "mnist" / MNIST_FILES[0])
-    with pytest.raises(data.DataError, match=message):
-        data.read("mnist", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["downloads"]
-
-
-def test_labels_beyond_the_classes_are_an_error(tmp_path):
-    write_mnist(tmp_path / "downloads" / "manual" / "mnist")
-    (tmp_path / "downloads" / "manual" / "mnist" / MNIST_FILES[1]).write_bytes(idx(np.arange(20)))
-    with pytest.raises(data.DataError, match=r"labels must be 0 to 9, got 0 to 19 in .*train-labels"):
-        data.read("mnist", tmp_path)
-
-
-def test_a_cifar10_archive_that_was_cut_short_is_named(tmp_path):
-    path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
-    write_cifar10(path, "binary")
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(data.DataError, match=rf"{path} is damaged or was cut short \(.*\); get it anew"):
-        data.read("cifar10", tmp_path)
-
-
-def test_a_cifar10_archive_without_a_batch_is_an_error(tmp_path):
-    path = tmp_path / "downloads" / "manual" / "cifar-10-binary.tar.gz"
-    write_cifar10(path, "binary", drop="data_batch_4.bin")
-    with pytest.raises(data.DataError, match=r"must hold data_batch_1, .*, but data_batch_4 is not in it"):
-        data.read("cifar10", tmp_path)
-
-
-class Evil:
-    def __reduce__(self):
-        return print, ("code from an archive ran",)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (pickle.dumps(Evil()), "it wants builtins.print"),
-        (b"\x80", "data_batch_1 in .* must be a pickle of CIFAR-10"),
-        (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}), r"shape \(2, 3072\) for 1 labels"),
-    ],
-)
-def test_a_pickle_is_read_for_its_arrays_and_runs_nothing(content, message, tmp_path, capsys):
-    path = tmp_path / "downloads" / "manual" / "cifar-10-python.tar.gz"
-    path.parent.mkdir(parents=True)
-    with tarfile.open(path, "w:gz") as tar:
-        member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
-        member.size = len(content)
-        tar.addfile(member, io.BytesIO(content))
-    with pytest.raises(data.DataError, match=message):
-        data.read("cifar10", tmp_path)
-    assert "code from an archive" not in capsys.readouterr().out
-
-
 def test_without_network_and_files_the_error_says_what_to_put_where(tmp_path):
     with pytest.raises(data.DataError) as error:
         data.read("cifar10", tmp_path)
@@ -313,10 +239,9 @@ def test_the_error_for_mnist_names_the_files_that_are_missing(tmp_path):
     folder = tmp_path / "downloads" / "manual" / "mnist"
     write_mnist(folder)
     (folder / MNIST_FILES[3]).unlink()
-    with pytest.raises(data.DataError) as error:
+    message = rf"four files .*{folder} lacks {MNIST_FILES[3]}; put there what is missing \(from https://storage"
+    with pytest.raises(data.DataError, match=message):
         data.read("mnist", tmp_path)
-    assert f"Put there: {folder / MNIST_FILES[3]} (from https://storage.googleapis.com" in str(error.value)
-    assert f"{MNIST_FILES[0]} is there" in str(error.value) or f"{MNIST_FILES[0]}, " in str(error.value)
 
 
 class Silent(http.server.SimpleHTTPRequestHandler):

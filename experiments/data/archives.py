@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import lzma
 import pickle
 import tarfile
 import zlib
@@ -23,10 +24,10 @@ _IDX_IMAGES, _IDX_LABELS = 0x0803, 0x0801  # unsigned bytes, of 3 dimensions and
 
 
 def mnist_split(images: Path, labels: Path) -> Split:
-    """A split of MNIST's format, from its two idx files, gzipped.
+    """A split of MNIST's format, from its two idx files, gzipped or not.
 
     Raises:
-      DataError: a file is damaged, or the two do not fit each other; the message names it.
+      DataError: a file is damaged or empty, or the two do not fit each other; the message names it.
     """
     pixels, numbers = _idx(images, _IDX_IMAGES), _idx(labels, _IDX_LABELS)
     if len(pixels) != len(numbers):
@@ -36,20 +37,17 @@ def mnist_split(images: Path, labels: Path) -> Split:
 
 
 def cifar10_split(archive: Path, split: str) -> Split:
-    """A split of CIFAR-10, from ``cifar-10-binary.tar.gz`` or ``cifar-10-python.tar.gz``.
+    """A split of CIFAR-10, from ``cifar-10-binary.tar.gz``, ``cifar-10-python.tar.gz`` or what one unpacks to.
 
     Raises:
       DataError: the file is damaged or lacks a batch; the message names it.
     """
     batches = CIFAR10_BATCHES[split]
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    with _names_the_damaged(archive), tarfile.open(archive, "r:*") as tar:
-        for member in tar:
-            batch = Path(member.name).name
-            if batch.removesuffix(".bin") in batches and (file := tar.extractfile(member)):
-                content = file.read()
-                read = _cifar10_binary if batch.endswith(".bin") else _cifar10_pickle
-                found[batch.removesuffix(".bin")] = read(content, f"{batch} in {archive}")
+    contents = _unpacked(archive, batches) if archive.is_dir() else _packed(archive, batches)
+    for batch, content in contents.items():
+        read = _cifar10_binary if batch.endswith(".bin") else _cifar10_pickle
+        found[batch.removesuffix(".bin")] = read(content, f"{batch} in {archive}")
     if missing := [batch for batch in batches if batch not in found]:
         raise DataError(f"{archive} must hold {', '.join(batches)}, but {', '.join(missing)} is not in it")
     planes = np.concatenate([found[batch][0] for batch in batches])
@@ -57,9 +55,28 @@ def cifar10_split(archive: Path, split: str) -> Split:
     return planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), _labels(labels, archive)
 
 
+def _packed(archive: Path, batches: tuple[str, ...]) -> dict[str, bytes]:
+    contents = {}
+    with _names_the_damaged(archive), tarfile.open(archive, "r:*") as tar:
+        for member in tar:
+            batch = Path(member.name).name
+            if batch.removesuffix(".bin") in batches and (file := tar.extractfile(member)):
+                contents[batch] = file.read()
+        while tar.fileobj and tar.fileobj.read(1 << 20):  # the tar ends before the checksum of what packs it
+            pass
+    return contents
+
+
+def _unpacked(folder: Path, batches: tuple[str, ...]) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.name.removesuffix(".bin") in batches)
+    return {path.name: path.read_bytes() for path in files if path.is_file()}
+
+
 def _idx(path: Path, magic: int) -> np.ndarray:
-    with _names_the_damaged(path), gzip.open(path) as file:
-        content = file.read()
+    content = path.read_bytes()
+    if content.startswith(b"\x1f\x8b"):
+        with _names_the_damaged(path):
+            content = gzip.decompress(content)
     dimensions = magic & 0xFF
     header = np.frombuffer(content, ">i4", min(1 + dimensions, len(content) // 4))
     if len(header) <= dimensions or header[0] != magic:
@@ -103,7 +120,9 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _labels(labels: np.ndarray, path: Path) -> np.ndarray:
-    if labels.size and not 0 <= labels.min() <= labels.max() <= 9:
+    if not labels.size:
+        raise DataError(f"a set must have examples, got none in {path}; get it anew")
+    if not 0 <= labels.min() <= labels.max() <= 9:
         raise DataError(f"labels must be 0 to 9, got {labels.min()} to {labels.max()} in {path}; get it anew")
     return labels.astype(np.int64)
 
@@ -112,5 +131,7 @@ def _labels(labels: np.ndarray, path: Path) -> np.ndarray:
 def _names_the_damaged(path: Path) -> Iterator[None]:
     try:
         yield
-    except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-        raise DataError(f"{path} is damaged or was cut short ({error}); get it anew") from error
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's; a decompressor's has no number
+            raise
+        raise DataError(f"{path} is damaged or was cut short ({' '.join(str(error).split())}); get it anew") from error

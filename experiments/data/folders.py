@@ -15,21 +15,33 @@ _SUFFIXES = (".jpg", ".jpeg", ".png")
 _MODES = {1: "L", 3: "RGB"}
 
 
-def classes_of(folder: Path) -> set[str] | None:
-    """The names of the class folders, or None where ``folder`` has no ``train`` and ``test``."""
-    if not all((folder / split).is_dir() for split in SPLITS):
-        return None
-    return {path.name for split in SPLITS for path in _visible(folder / split) if path.is_dir()}
+def labels_of(folder: Path, classes: tuple[str, ...], numbers: bool = True) -> dict[str, int] | None:
+    """Class folder to label, or None where ``folder`` has neither ``train`` nor ``test``.
 
+    A class folder is called as the class, or by its number if ``numbers``. Case and all but letters and digits are
+    ignored: a folder cannot be called T-shirt/top.
 
-def labels_of(names: set[str], classes: tuple[str, ...]) -> dict[str, int] | None:
-    """Folder name to label, by the class's name or its number; None unless there is a folder for each and no other.
-
-    Case and all but letters and digits are ignored: a folder cannot be called T-shirt/top.
+    Raises:
+      DataError: there is one of the two only, or not a folder for each class and no other; the message says which.
     """
-    known = {_plain(name): label for label, name in enumerate(classes)} | {str(i): i for i in range(len(classes))}
+    splits = [split for split in SPLITS if (folder / split).is_dir()]
+    if not splits:
+        return None
+    if len(splits) < len(SPLITS):
+        got = ", ".join(sorted(path.name for path in _visible(folder) if path.is_dir()))
+        raise DataError(f"images must be in folders called train and test, got {got} in {folder}")
+    known = {_plain(name): label for label, name in enumerate(classes)}
+    if numbers:
+        known |= {str(i): i for i in range(len(classes))}
+    names = sorted({path.name for split in SPLITS for path in _visible(folder / split) if path.is_dir()})
     labels = {name: known.get(_plain(name), -1) for name in names}
-    return labels if sorted(labels.values()) == list(range(len(classes))) else None
+    unknown = [name for name in names if labels[name] < 0]
+    absent = [name for label, name in enumerate(classes) if label not in labels.values()]
+    twice = [name for name in names if labels[name] >= 0 and list(labels.values()).count(labels[name]) > 1]
+    wrong = ((unknown, "{} is none of them"), (absent, "there is none for {}"), (twice, "{} are one class"))
+    if faults := [text.format(", ".join(found)) for found, text in wrong if found]:
+        raise DataError(f"{folder} must have a folder for each of {', '.join(classes)}, but {' and '.join(faults)}")
+    return labels
 
 
 def files_of(folder: Path, split: str, labels: dict[str, int]) -> tuple[list[Path], list[int]]:
@@ -56,11 +68,11 @@ def encoded(path: Path, shape: tuple[int, int, int]) -> io.BytesIO | Image.Image
     Raises:
       DataError: the file is damaged, or of another size; the message names it.
     """
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
         image = Image.open(io.BytesIO(content))
         image.load()
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise DataError(f"{path} is damaged or no image ({error}); replace it") from error
     height, width, channels = shape
     if image.size != (width, height):

@@ -8,13 +8,11 @@ take the published archives, or folders of images, that lie in the data folder, 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import socket
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +20,10 @@ import numpy as np
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from experiments.data import archives, folders
+from experiments.data import folders, places
 from experiments.data.errors import DataError
+from experiments.data.places import CLASSES as CLASSES
 from experiments.progress import Progress
-
-_FASHION = (
-    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
-)  # fmt: skip
-_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-CLASSES = {"mnist": tuple("0123456789"), "fashion_mnist": _FASHION, "cifar10": _CIFAR10}
-
-_MNIST_FILES = {split: (f"{stem}-images-idx3-ubyte.gz", f"{stem}-labels-idx1-ubyte.gz")
-                for split, stem in (("train", "train"), ("test", "t10k"))}  # fmt: skip
-_CIFAR10_FILES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """Where a set's images are. ``read`` takes a split to its images (arrays or files) and their labels."""
-
-    origin: str
-    read: Callable[[str], tuple[Sequence[np.ndarray | Path], Sequence[int]]]
 
 
 def builder(name: str, **kwargs: Any) -> tfds.core.GeneratorBasedBuilder:
@@ -55,10 +36,11 @@ def builder(name: str, **kwargs: Any) -> tfds.core.GeneratorBasedBuilder:
 
             def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
                 root = Path(dl_manager.download_dir).parent
-                found = find(name, root) or download(name, root, dl_manager)
+                found, passed_over = places.find(name, root)
+                found = found or download(name, root, dl_manager, passed_over)
                 self.origin = found.origin
                 if name == "cifar10":  # where TFDS reads the names from the archive
-                    self.info.features["label"].names = _CIFAR10
+                    self.info.features["label"].names = CLASSES[name]
                 return {split: self._generate_examples(split, *found.read(split)) for split in folders.SPLITS}
 
             def _generate_examples(self, split: str, images: Any, labels: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -72,87 +54,24 @@ def builder(name: str, **kwargs: Any) -> tfds.core.GeneratorBasedBuilder:
     return Local(**kwargs)
 
 
-def find(name: str, root: Path) -> Found | None:
-    """The set's archives in ``downloads/manual`` below ``root``, or a folder of its images there or in ``root``.
-
-    Raises:
-      DataError: a folder of images has other classes than the set.
-    """
-    manual = root / "downloads" / "manual"
-    for folder in (manual / name, manual):
-        if found := _archives(name, folder, trusted=folder.name == name):
-            return found
-    classes = CLASSES[name]
-    for folder in (manual / name, root / name, root):
-        names = folders.classes_of(folder)
-        if names is None:
-            continue
-        labels = folders.labels_of(names, classes)
-        if labels is not None:
-            return _folder(folder, labels)
-        if folder != root:  # the root may belong to another set
-            got = ", ".join(sorted(names))
-            raise DataError(f"{folder} must have a folder for each of {', '.join(classes)}, got {got}; rename them")
-    return None
-
-
-def download(name: str, root: Path, dl_manager: Any) -> Found:
+def download(name: str, root: Path, dl_manager: Any, passed_over: Sequence[str] = ()) -> places.Found:
     """Lets TFDS download the archives, which checks them too.
 
     Raises:
-      DataError: that was not possible; the message says what to put where.
+      DataError: that was not possible; the message says what to put where, and what was there and did not do.
     """
     url_infos = tfds.builder_cls(name).url_infos
     try:
         for url in url_infos:
             _reach(url)
-        print(f"downloading {name} from {_folder_of(next(iter(url_infos)))}", file=sys.stderr, flush=True)
+        for reason in passed_over:
+            print(f"note: not taken: {reason}", file=sys.stderr)
+        print(f"downloading {name} from {places.published(name)[0]}", file=sys.stderr, flush=True)
         with _shown():
-            paths = dl_manager.download({_file_of(url): url for url in url_infos})
+            paths = dl_manager.download({places.file_of(url): url for url in url_infos})
     except Exception as error:  # whatever went wrong on the way, the remedy is the same
-        raise DataError(_what_to_do(name, root, " ".join(str(error).split()))) from error
-    return _parsed(name, paths, "downloaded by tensorflow-datasets")
-
-
-def _archives(name: str, folder: Path, trusted: bool) -> Found | None:
-    """The set's archives in a folder that is the set's own, or in one where only their checksums say whose they are."""
-    if name == "cifar10":
-        for file in _CIFAR10_FILES:
-            if (folder / file).is_file():
-                return _parsed(name, {_CIFAR10_FILES[0]: folder / file}, f"{file}, {_checked(name, folder / file)}")
-        return None
-    paths = {file: folder / file for files in _MNIST_FILES.values() for file in files}
-    if not all(path.is_file() for path in paths.values()):
-        return None
-    checks = {_checked(name, path) for path in paths.values()}
-    if not trusted and checks != {_OFFICIAL}:
-        return None
-    return _parsed(name, paths, f"the original archives, {_OFFICIAL if checks == {_OFFICIAL} else _OTHER}")
-
-
-_OFFICIAL, _OTHER = "checksum as registered in tensorflow-datasets", "checksum not registered in tensorflow-datasets"
-
-
-def _checked(name: str, path: Path) -> str:
-    registered = {_file_of(url): info.checksum for url, info in tfds.builder_cls(name).url_infos.items()}
-    with path.open("rb") as file:
-        return _OFFICIAL if hashlib.file_digest(file, "sha256").hexdigest() == registered.get(path.name) else _OTHER
-
-
-def _parsed(name: str, paths: dict[str, Any], origin: str) -> Found:
-    def read(split: str) -> archives.Split:
-        if name == "cifar10":
-            return archives.cifar10_split(Path(paths[_CIFAR10_FILES[0]]), split)
-        return archives.mnist_split(*(Path(paths[file]) for file in _MNIST_FILES[split]))
-
-    return Found(origin, read)
-
-
-def _folder(folder: Path, labels: dict[str, int]) -> Found:
-    return Found(
-        f"image files in {folder}: their pixels may differ from the original's",
-        lambda split: folders.files_of(folder, split, labels),
-    )
+        raise DataError(_what_to_do(name, root, " ".join(str(error).split()), passed_over)) from error
+    return places.parsed(name, paths, "downloaded by tensorflow-datasets")
 
 
 def _pixels(image: np.ndarray | Path, shape: tuple[int, int, int]) -> Any:
@@ -163,22 +82,20 @@ def _pixels(image: np.ndarray | Path, shape: tuple[int, int, int]) -> Any:
     return Image.fromarray(image[..., 0] if shape[-1] == 1 else np.ascontiguousarray(image))
 
 
-def _what_to_do(name: str, root: Path, reason: str) -> str:
+def _what_to_do(name: str, root: Path, reason: str, passed_over: Sequence[str]) -> str:
     manual = root / "downloads" / "manual"
-    urls = list(tfds.builder_cls(name).url_infos)
+    base, files = places.published(name)
     if name == "cifar10":
-        base = _folder_of(urls[0])
-        files = f"{manual / _CIFAR10_FILES[0]} or {manual / _CIFAR10_FILES[1]} (from {base})"
+        paths = " or ".join(str(manual / file) for file in places.CIFAR10_FILES[:2])
     else:
-        paths = [manual / name / _file_of(url) for url in urls]
-        there = [path.name for path in paths if path.is_file()]
-        files = f"{', '.join(str(path) for path in paths if not path.is_file())} (from {_folder_of(urls[0])}"
-        files += f"; {', '.join(there)} is there)" if there else ")"
+        paths = ", ".join(str(manual / name / file) for file in files)
     folder = manual / name / "train" / "CLASS"
     return (
-        f"{name} is not in {root}, and TFDS could not download it ({reason}). Put there: {files}. Or images, as "
-        f"{folder}/*.png and {manual / name / 'test'}/CLASS/*.png, CLASS being each of {', '.join(CLASSES[name])} or "
-        "its number. Or name the folder that has them with --data-dir"
+        f"{name} is not in {root}, and TFDS could not download it ({reason})."
+        + "".join(f" Found, but not taken: {found}." for found in passed_over)
+        + f" Put there: {paths} (from {base}). Or images, as {folder}/*.png and {manual / name / 'test'}/CLASS/*.png, "
+        f"CLASS being each of {', '.join(CLASSES[name])} or its number. Or name the folder that has them with "
+        "--data-dir"
     )
 
 
@@ -199,11 +116,3 @@ def _shown() -> Iterator[None]:
         yield
     finally:
         tfds.disable_progress_bar()
-
-
-def _file_of(url: str) -> str:
-    return url.rpartition("/")[2]
-
-
-def _folder_of(url: str) -> str:
-    return url.rpartition("/")[0] + "/"

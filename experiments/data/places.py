@@ -1,0 +1,143 @@
+"""Where the files of MNIST, Fashion-MNIST and CIFAR-10 may lie, and why some that lie there do not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from experiments.data import archives, folders
+from experiments.data.errors import DataError
+
+_FASHION = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CLASSES = {"mnist": tuple("0123456789"), "fashion_mnist": _FASHION, "cifar10": _CIFAR10}
+
+MNIST_FILES = {split: (f"{stem}-images-idx3-ubyte.gz", f"{stem}-labels-idx1-ubyte.gz")
+               for split, stem in (("train", "train"), ("test", "t10k"))}  # fmt: skip
+CIFAR10_FILES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz", "cifar-10-batches-bin", "cifar-10-batches-py")
+_OFFICIAL, _OTHER = "checksum as registered in tensorflow-datasets", "checksum not registered in tensorflow-datasets"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Where a set's images are. ``read`` takes a split to its images (arrays or files) and their labels."""
+
+    origin: str
+    read: Callable[[str], tuple[Sequence[np.ndarray | Path], Sequence[int]]]
+
+
+def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
+    """The set's archives, or else a folder of its images: in ``downloads/manual`` or in ``root``, or in ``name`` there.
+
+    What is in a folder called ``name`` is the set's; elsewhere it may be another's, and is taken only if it tells.
+
+    Returns:
+      What was found, and why other things that were there did not do.
+
+    Raises:
+      DataError: a folder called ``name`` has something that does not do.
+    """
+    passed_over: list[str] = []
+    manual = root / "downloads" / "manual"
+    for look in (_archives, _images):
+        for folder in (manual / name, manual, root / name, root):
+            own = folder.name == name and folder != root
+            try:
+                if found := look(name, folder, own):
+                    return found, passed_over
+            except DataError as error:
+                if own:
+                    raise
+                passed_over.append(str(error))
+    return None, passed_over
+
+
+def parsed(name: str, paths: Mapping[str, str | Path], origin: str) -> Found:
+    """What is in the archives at ``paths``, by the names under which they are published."""
+
+    def read(split: str) -> archives.Split:
+        if name == "cifar10":
+            return archives.cifar10_split(Path(paths[CIFAR10_FILES[0]]), split)
+        images, labels = MNIST_FILES[split]
+        return archives.mnist_split(Path(paths[images]), Path(paths[labels]))
+
+    return Found(origin, read)
+
+
+def published(name: str) -> tuple[str, list[str]]:
+    """From where TFDS downloads the set's archives, and what they are called."""
+    urls = list(tfds.builder_cls(name).url_infos)
+    return urls[0].rpartition("/")[0] + "/", [file_of(url) for url in urls]
+
+
+def file_of(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
+def _archives(name: str, folder: Path, own: bool) -> Found | None:
+    if name == "cifar10":
+        for path in (folder / file for file in CIFAR10_FILES):
+            if path.exists():
+                return parsed(name, {CIFAR10_FILES[0]: path}, f"{path.name}, {_checked(name, [path])}")
+        return None
+    names = [file for files in MNIST_FILES.values() for file in files]
+    there = {
+        file: path
+        for file in names
+        for path in (folder / file.removesuffix(".gz"), folder / file)  # the latter, if both are there
+        if path.is_file()
+    }
+    if not there:
+        return None
+    if absent := [file for file in names if file not in there]:
+        raise DataError(
+            f"{name} must have its four files in one folder, but {folder} lacks {', '.join(absent)}; put there what is "
+            f"missing (from {published(name)[0]}), or move the others away"
+        )
+    if not own and (other := _unregistered(name, there.values())):
+        raise DataError(
+            f"{_listed(other)} may be of another set, for MNIST's and Fashion-MNIST's are called alike and the "
+            f"checksum is not the one registered for {name}; move all four to {folder / name} if they are {name}'s"
+        )
+    return parsed(name, there, f"the original archives, {_checked(name, there.values())}")
+
+
+def _images(name: str, folder: Path, own: bool) -> Found | None:
+    try:
+        labels = folders.labels_of(folder, CLASSES[name], numbers=own)
+    except DataError as error:
+        remedy = "rename them" if own else f"rename them, or move them to {folder / name}, where numbers do as well"
+        raise DataError(f"{error}; {remedy}") from error
+    if labels is None:
+        return None
+    origin = f"image files in {folder}: their pixels may differ from the original's"
+    return Found(origin, lambda split: folders.files_of(folder, split, labels))
+
+
+def _checked(name: str, paths: Iterable[Path]) -> str:
+    other = _unregistered(name, paths)
+    if other:
+        print(f"note: {_OTHER}, so that damage may go unnoticed: {_listed(other)}", file=sys.stderr, flush=True)
+    return _OTHER if other else _OFFICIAL
+
+
+def _unregistered(name: str, paths: Iterable[Path]) -> list[Path]:
+    registered = {file_of(url): info.checksum for url, info in tfds.builder_cls(name).url_infos.items()}
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return [path for path in paths if path.is_dir() or digest(path) != registered.get(path.name)]
+
+
+def _listed(paths: Iterable[Path]) -> str:
+    return ", ".join(map(str, paths))
