@@ -187,7 +187,9 @@ def test_compare_refuses_flags_that_are_its_own(flag):
 
 
 def test_compare_hands_the_flags_of_the_task_on():
-    found = compare.task_flags(compare.Config(task="mnist", flags=(("model=resnet18", "--flip"), ("learning-rate=0.5",))))
+    found = compare.task_flags(
+        compare.Config(task="mnist", flags=(("model=resnet18", "--flip"), ("learning-rate=0.5",)))
+    )
     expected = {"model": "resnet18", "flip": True, "learning_rate": 0.5, "dataset": "mnist"}
     assert found == dataclasses.replace(image_classification.Config(), **expected)
 

@@ -43,7 +43,7 @@ def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> dict[str,
     does this one if TFDS prepared it there as array_record files. Several processes may do so at once.
 
     Raises:
-      DataError: the set is unknown or cannot be had, or the folder cannot be written.
+      DataError: the set is unknown, damaged or cannot be had, or the folder cannot be written.
     """
     with _prepared(name, data_dir) as builder:
         return {split: _columns(source) for split, source in builder.as_data_source().items()}
@@ -69,19 +69,40 @@ def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tf
     root = Path(data_dir or default_data_dir()).expanduser().absolute()
     try:
         with _quiet():
-            final = Path(BUILDERS[name](data_dir=root).data_dir)
+            nowhere = root / ".nothing"  # a builder reads what is in its folder, and that may be damaged
+            final = root / Path(BUILDERS[name](data_dir=nowhere).data_dir).relative_to(nowhere)
             if not final.is_dir():
                 _prepare(name, root, final)
-            builder = BUILDERS[name](data_dir=root)
-            if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
-                raise DataError(
-                    f"{final} has {name} as {builder.info.file_format.value} files, which only TensorFlow reads, and "
-                    "array_record is what can be read without: prepare it with file_format='array_record', or move "
-                    "that folder away and it is prepared anew"
-                )
-            yield builder
-    except OSError as error:
-        raise DataError(f"cannot keep {name} under {root} ({error}); name another folder with --data-dir") from error
+            with _names_the_damaged(final):
+                yield _readable(name, root, final)
+    # array_record's writer has no OSError for a full disk.
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"cannot keep {name} under {root} ({reason}); name another folder with --data-dir") from error
+
+
+def _readable(name: str, root: Path, final: Path) -> tfds.core.DatasetBuilder:
+    if not (final / "dataset_info.json").is_file():
+        raise FileNotFoundError("it lacks dataset_info.json")
+    builder = BUILDERS[name](data_dir=root)
+    if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
+        raise DataError(
+            f"{final} has {name} as {builder.info.file_format.value} files, which only TensorFlow reads, and "
+            "array_record is what can be read without: prepare it with file_format='array_record', or move that "
+            "folder away and it is prepared anew"
+        )
+    return builder
+
+
+@contextlib.contextmanager
+def _names_the_damaged(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except (DataError, MemoryError, PermissionError):
+        raise
+    except Exception as error:  # TFDS, protobuf, array_record and pillow have errors of their own
+        reason = " ".join(str(error).split())
+        raise DataError(f"{final} is damaged ({reason}); remove {final} and it is prepared anew") from error
 
 
 def _prepare(name: str, root: Path, final: Path) -> None:
