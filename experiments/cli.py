@@ -123,12 +123,17 @@ def plain_warnings() -> None:
 
 
 def plain_threads() -> None:
-    """Without the tracebacks that tensorstore prints from threads of its own, one an array that it cannot write.
+    """Without the tracebacks of what nobody can catch in tensorstore's threads, one an array that it cannot write.
 
-    Python calls this hook in the main thread only, and what such a thread came to is raised where it is waited for.
+    What became of the write is raised where it is waited for.
     """
-    report = sys.excepthook
-    sys.excepthook = lambda *error: report(*error) if threading.current_thread() is threading.main_thread() else None
+    report = sys.unraisablehook
+
+    def in_the_main_thread(error: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            report(error)
+
+    sys.unraisablehook = in_the_main_thread
 
 
 def main(config_type: type[C], train: Callable[[C], Any], description: str) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import pytest
-from checkpoint_tools import NAME, Config, bits, last, rows, train
+from checkpoint_tools import NAME, Config, bits, last, prepare, processes, rows, train, train_in_step
 
 import jaxmp
-from experiments import checkpoints, image_classification, language_modeling, runs
+from experiments import checkpoints, image_classification, language_modeling, runs, training
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -209,7 +209,7 @@ def test_another_policy_with_other_params_is_refused(run, capsys):
     mixed, half = (jaxmp.get_policy(name) for name in ("mixed_float16", "float16"))
     message = (
         f"policy '{mixed}' made {run.run_dir}/checkpoints/4, in which 'params/hidden' is float32, and under policy "
-        f"'{half}' it is float16; resume with --policy '{mixed}', or"
+        f"'{half}' it is float16; resume with --policy {mixed}, or"
     )
     ends_with(dataclasses.replace(run, policy="float16"), train, message, capsys)
 
@@ -221,7 +221,7 @@ def test_fewer_steps_than_it_has_had_are_refused(run, capsys):
 
 def test_a_folder_without_a_run_or_without_a_checkpoint_is_an_error(run, tmp_path, capsys):
     none = dataclasses.replace(run, run_dir=tmp_path / "none")
-    ends_with(none, train, f"goes on with a run, but {none.run_dir} has none; start it without --resume", capsys)
+    ends_with(none, train, f"goes on with a run, but {none.run_dir} has no config.json of one; start", capsys)
     assert not none.run_dir.exists()
     shutil.rmtree(run.run_dir / "checkpoints")
     ends_with(run, train, f"{run.run_dir}/checkpoints has no finished checkpoint to resume from; start again", capsys)
@@ -230,6 +230,97 @@ def test_a_folder_without_a_run_or_without_a_checkpoint_is_an_error(run, tmp_pat
 def test_a_new_run_does_not_begin_in_a_folder_with_checkpoints(run, capsys):
     message = f"a run begins in a folder without checkpoints, but {run.run_dir} has one of step 4; go on with --resume"
     ends_with(dataclasses.replace(run, resume=False), train, message, capsys)
+
+
+def test_a_new_run_does_not_begin_in_a_folder_with_a_finished_run_without_checkpoints(tmp_path, capsys):
+    config = Config(run_dir=tmp_path / "run", steps=1, checkpoint_every=0)
+    train(config)
+    before = rows(config.run_dir)
+    message = f"but {config.run_dir} has summary.json; take another --run-dir, or remove that folder"
+    ends_with(config, train, message, capsys)
+    assert rows(config.run_dir) == before
+
+
+def test_a_run_does_not_begin_where_no_checkpoint_can_be_kept(tmp_path, capsys):
+    config = Config(run_dir=tmp_path / "run[1]", steps=1)
+    ends_with(config, train, f"checkpoints need a path without [, ] and \\, got {config.run_dir}/checkpoints", capsys)
+    assert not (config.run_dir / "config.json").exists()
+    train(dataclasses.replace(config, checkpoint_every=0))
+
+
+def test_other_data_are_refused_wherever_they_lie(run, capsys):
+    """The place may be another one: what counts is what the examples are made from, and the first of them."""
+
+    def train_on(origin: str, shift: int) -> Callable[[Config], Any]:
+        def other(config: Config) -> Any:
+            experiment = prepare(config)
+
+            def train_batches(seed: int, start: int = 0) -> Any:
+                for batch in experiment.train_batches(seed, start):
+                    yield {**batch, "label": (batch["label"] + shift) % 10}
+
+            precision = {**experiment.precision, **({"data": origin} if origin else {})}
+            return dataclasses.replace(experiment, train_batches=train_batches, precision=precision)
+
+        return lambda config: training.train(NAME, config, other)
+
+    examples = prepare(run).examples(run.seed)
+    message = f"keeps its data, but {run.run_dir} was trained on 'data' (first batch {examples}) and here is "
+    now = f"'digits 2' (first batch {examples}); resume with the --data-dir of that run, or"
+    ends_with(run, train_on("digits 2", 0), f"{message}{now}", capsys)
+    ends_with(run, train_on("", 1), f"{message}'data' (first batch ", capsys)
+    with jax.numpy_dtype_promotion("standard"):
+        assert train_on("", 0)(run)["resumed_at_step"] == 4
+
+
+def test_a_second_process_in_the_folder_is_refused_and_may_train_when_the_first_is_killed(whole, run, tmp_path, capsys):
+    context = processes()
+    pipe, childs = context.Pipe()
+    first = context.Process(target=train_in_step, args=(childs, run, tmp_path / "compiled"), daemon=True)
+    first.start()
+    assert pipe.poll(120) and pipe.recv() == 1  # it holds its folder by now
+    for config in (run, dataclasses.replace(run, resume=False)):
+        ends_with(config, train, f"but another process trains in {run.run_dir}; wait until it ends, or", capsys)
+    first.kill()
+    first.join(120)
+    train(run)
+    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir)) and rows(run.run_dir) == rows(whole[0].run_dir)
+
+
+def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resumed(whole, run, monkeypatch, capsys):
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "_write_checksums", fail)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train(run)
+    *_, error = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and error == (
+        f"error: the run in {run.run_dir} cannot go on: a checkpoint cannot be written to {run.run_dir}/checkpoints "
+        "(no space left); once there is room, go on with --resume"
+    )
+    monkeypatch.undo()
+    train(run)
+    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
+
+
+@pytest.mark.parametrize("content", [b"{}", b"{", b"[]", b"\xff"])
+def test_a_summary_that_is_none_is_an_error_and_can_be_made_anew(content, whole, tmp_path, capsys):
+    config = dataclasses.replace(whole[0], run_dir=tmp_path / "run", resume=True)
+    shutil.copytree(whole[0].run_dir, config.run_dir)
+    path = config.run_dir / "summary.json"
+    path.write_bytes(content)
+    ends_with(config, train, f"{path} is no summary of a run (", capsys)
+    path.unlink()
+    assert train(config)["test_loss"] == whole[1]["test_loss"]
+
+
+@pytest.mark.parametrize("garbage", [b"\xff", b"a,b\nx,y\n", b"step,split,loss\n1\n", b"step,split\n1,train,2,3\n"])
+def test_metrics_that_are_something_else_are_an_error(garbage, run, capsys):
+    metrics = run.run_dir / "metrics.csv"
+    metrics.write_bytes(garbage * metrics.stat().st_size)
+    ends_with(run, train, f"goes on after its metrics, but {metrics} has something else (", capsys)
 
 
 def test_a_run_of_another_experiment_is_refused(run, capsys):

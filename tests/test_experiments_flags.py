@@ -131,7 +131,8 @@ def test_flags_that_repeat_and_flags_with_several_values_are_read():
         (image_classification, {"batch_size": 0}, "--batch-size must be at least 1, got 0"),
         (image_classification, {"accumulate": 3}, "--accumulate must divide --batch-size, got 3 for batches of 64"),
         (image_classification, {"ema": 1.0}, "--ema must be at least 0 and below 1, got 1"),
-        (image_classification, {"learning_rate": -1.0}, "--learning-rate must be positive, got -1"),
+        (image_classification, {"learning_rate": -1.0}, "--learning-rate must be positive and finite, got -1"),
+        (language_modeling, {"learning_rate": float("inf")}, "--learning-rate must be positive and finite, got inf"),
         (image_classification, {"seed": -1}, "--seed must be at least 0"),
         (image_classification, {"epochs": 0}, "--epochs must be at least 1, got 0"),
         (image_classification, {"policy": "mixed_float17"}, "unknown policy 'mixed_float17'; .* 'mixed_float16'"),
@@ -157,6 +158,12 @@ def test_a_flag_that_cannot_be_is_an_error_before_anything_is_read(script, flags
         script.prepare(script.Config(**flags))
 
 
+def test_a_batch_larger_than_the_held_out_text_is_blamed_itself(tmp_path):
+    config = language_modeling.Config(batch_size=99_999_999, vocabulary=64, data_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"^--batch-size must be at most the \d+ tokens .* held out, got 99999999$"):
+        language_modeling.prepare(config)
+
+
 def test_what_a_user_got_wrong_is_one_line_and_code_2(capsys):
     with pytest.raises(SystemExit) as end, cli.bad_values_end_it():
         raise ValueError("a rule,\nand what came")
@@ -171,6 +178,7 @@ def test_training_that_cannot_go_on_is_one_line_and_code_1(capsys, monkeypatch):
     monkeypatch.setattr(cli, "parse", lambda *_: None)
     monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(cli, "plain_warnings", lambda: None)
+    monkeypatch.setattr(cli, "plain_threads", lambda: None)
     with pytest.raises(SystemExit) as end:
         cli.main(object, diverge, "")
     assert end.value.code == 1

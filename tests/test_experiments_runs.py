@@ -37,7 +37,7 @@ def train(module: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[st
 
 def read_run(folder: Path) -> tuple[dict, dict, list[dict[str, str]]]:
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "config.json", "curves.png", "metrics.csv", "summary.json", "summary.md",
+        ".lock", "checkpoints", "config.json", "curves.png", "metrics.csv", "summary.json", "summary.md",
     ]  # fmt: skip
     config, summary = (json.loads((folder / name).read_text()) for name in ("config.json", "summary.json"))
     with (folder / "metrics.csv").open() as file:
@@ -80,6 +80,23 @@ def test_language_modeling_trains_two_steps_and_warns_without_a_loss_scale(tmp_p
     assert summary["loss_scale_rule"] == "none" and summary["loss_scale"] == 1
     assert 3 < float(rows[0]["loss"]) < 5  # near log(64) = 4.16
     assert rows[-1]["split"] == "test" and float(rows[-1]["loss"]) == pytest.approx(summary["test_loss"], rel=1e-6)
+
+
+def test_a_full_disk_is_one_line_with_the_folder_and_what_to_do(tmp_path, data_dir):
+    """No file may have more than 50 kB, as if the disk had no more room."""
+    code = """
+import resource, sys
+from experiments import cli, data, image_classification as script
+data.read("digits", sys.argv[-1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+cli.main(script.Config, script.train, "")
+"""
+    flags = ["--steps", "3", "--checkpoint-every", "1", "--run-dir", "run", "--data-dir", str(data_dir)]
+    done = start("-c", code, *flags, cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if "loss" not in line]  # the bar's lines have it
+    assert error.startswith("error: the run in run cannot go on: a checkpoint cannot be written to run/checkpoints (")
+    assert "File too large" in error and error.endswith("; once there is room, start again")
 
 
 def test_a_script_started_as_a_file_finds_its_packages_and_ends_bad_values_with_one_line(tmp_path):
