@@ -12,7 +12,7 @@ export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed ## train on real data under five precisions and show what each did: about 4 minutes
+demo: .venv/installed ## train on real data under five precisions and show what each did: about 3 minutes
 	@$(PY) -m experiments.compare --demo $(ARGS)
 
 test: lint types unit unit-newest ## every check, on the default Python and on the newest one there is

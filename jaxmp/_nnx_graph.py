@@ -66,18 +66,25 @@ class Node:
 
 @dataclasses.dataclass
 class Graph:
-    """All modules of a model by path, those that have policies of their own among the classes only."""
+    """All modules of a model, the model itself first.
+
+    Attributes:
+      nodes: those that get a policy.
+      classes: of all modules, by path.
+      variables: the paths of all Variables.
+      nested: modules that have policies of their own.
+    """
 
     nodes: list[Node]
     classes: dict[Path, type]
     variables: list[Path]
-    has_nested_policies: bool
+    nested: list[nnx.Module]
 
 
 def read_graph(model: nnx.Module) -> Graph:
     """The modules of ``model``, parents before children."""
     nodes: dict[int, Node] = {}
-    graph = Graph([], {}, [], False)
+    graph = Graph([], {}, [], [])
 
     def visit(value: Any, path: Path, around: list[Node]) -> None:
         if isinstance(value, nnx.Variable):
@@ -86,7 +93,7 @@ def read_graph(model: nnx.Module) -> Graph:
             graph.classes[path] = bare_class(value)
             decision = decision_of(value)
             if decision is not None and decision.is_root and path:
-                graph.has_nested_policies = True
+                graph.nested.append(value)
             elif all(value is not outer.module for outer in around):
                 node = nodes.setdefault(id(value), Node(value, [], around, _given(value)))
                 node.paths.append(path)

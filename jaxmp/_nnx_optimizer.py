@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class Optimizer(_Object):
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
         super().__init__(model, optax.with_extra_args_support(tx), wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
-        self.before: Any = nnx.data(None)
+        self._before: Any = nnx.data(None)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -85,12 +86,12 @@ class Optimizer(_Object):
         """int32 scalar: the steps so far that changed nothing."""
         return get_loss_scaling_state(nnx.as_pure(self.opt_state)).skipped
 
-    def remember(self, values: dict[str, Any]) -> None:
+    def _remember(self, values: dict[str, Any]) -> None:
         """Keeps ``values`` for the next :meth:`update` to put back if it skips; of several for a path the first.
 
         :func:`scaled_value_and_grad` calls this with what the loss function has changed in the model.
         """
-        self.before = nnx.data({**values, **(self.before or {})})
+        self._before = nnx.data({**values, **(self._before or {})})
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Takes a step with ``grads``, the gradients of the scaled loss, or skips it.
@@ -114,9 +115,9 @@ class Optimizer(_Object):
         nnx.update(model, _tree.select_tree(skipped == 0, new_params, params))
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] += 1
-        if self.before is not None:
-            _put_back(skipped == 0, model, self.before)
-            self.before = nnx.data(None)
+        if self._before is not None:
+            _put_back(skipped == 0, model, self._before)
+            self._before = nnx.data(None)
         return updates
 
 
@@ -127,7 +128,7 @@ def _values(model: Any) -> dict[str, Any]:
 
 
 def _name(path: Any) -> str:
-    return "/".join(map(str, path))
+    return json.dumps(path, default=str)
 
 
 def _value(leaf: Any) -> Any:
@@ -197,20 +198,26 @@ def scaled_value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        models = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nnx.Module)]
+        trained = args[wanted[0].argnum]  # a module, or a tree of some
+        others = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
+        models = [trained, *(leaf for leaf in jax.tree.leaves(others, is_leaf=_is_module) if _is_module(leaf))]
         before = [_values(model) for model in models]
         (_, (loss, aux)), grads = gradient(*args, **kwargs)
         for model, values in zip(models, before, strict=True):
             if changed := _changed(model, values):
-                _keep(model, changed, grads, optimizer if model is args[wanted[0].argnum] else None)
+                _keep(model, changed, grads, optimizer if model is trained else None)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, nnx.Module)
 
 
 def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer | None) -> None:
     """Has ``optimizer`` put ``changed`` back if it skips; where it cannot, puts it back if ``grads`` are not finite."""
     if optimizer is not None:
         with contextlib.suppress(TraceContextError):  # in a loop or a function that was not given the optimizer
-            return optimizer.remember(changed)
+            return optimizer._remember(changed)
     _put_back(_tree.all_finite(nnx.as_pure(grads)), model, changed)

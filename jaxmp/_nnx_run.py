@@ -28,7 +28,9 @@ from jaxmp.policy import Policy
 
 # What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
-_SPECIAL_METHODS = ("__call__", "__getitem__", "__matmul__", "__rmatmul__")  # all others are Python's or Flax's
+# Of methods with such names these compute; the others are how Python and Flax handle an object.
+_OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "pow", "rshift", "or", "and")
+_SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for name in _OPERATORS for r in ("", "r"))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Decision:
       inputs: what becomes of them: cast to the compute dtype; or made to follow, so that they keep their digits on the
         way to a submodule and take the dtype of the first param that they meet; or nothing.
       given: the attributes that the policy replaced, as the author gave them.
+      level: how many modules of the same class are around it for which the same was decided, so that one that is nested
+        in another is told from a copy that a transform has made.
     """
 
     policy: Policy
@@ -49,6 +53,7 @@ class Decision:
     casts_params: bool
     inputs: Literal["cast", "follow"] | None
     given: tuple[tuple[str, Any], ...]
+    level: int = 0
 
 
 def decision_of(node: Any) -> Decision | None:
@@ -184,9 +189,11 @@ class _Running(threading.local):
             self.frames = frames
 
     def frame_of(self, node: Any) -> _Frame | None:
-        """The innermost frame if it is of ``node``, of the module it belongs to, or of one that a transform copied."""
+        """The innermost frame if it is of ``node`` (or of one that it is a transform's copy of) or of its owner."""
         frame = self.frames[-1] if self.frames else None
-        return frame if frame is not None and frame.decision == type(node).jaxmp_decision else None
+        if frame is None or frame.decision != type(node).jaxmp_decision:
+            return None
+        return frame if type(node) is frame.cls or is_container_class(bare_class(node)) else None
 
 
 _running = _Running()

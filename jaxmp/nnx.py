@@ -16,10 +16,10 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._dtype_fields import nothing_in_half
-from jaxmp._nnx_graph import Node, read_graph
+from jaxmp._nnx_graph import Graph, Node, read_graph
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
-from jaxmp._nnx_run import Decision, bare_class, policied_class
+from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
 from jaxmp._nnx_variables import cast_variable, change_own, own_containers, own_variables
 from jaxmp.dtypes import is_half
 from jaxmp.patterns import Path, Pattern, pattern_text
@@ -40,12 +40,13 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     down before the policy comes: what equals the default of a module around it counts as default too. The methods of a
     module without a ``dtype`` attribute read its own Params in the compute dtype; their inputs are cast to it, or, if
     the module has submodules, follow where they meet a Param. In the body of a loop with a carry (``nnx.scan``,
-    ``nnx.RNN``, ``jax.lax.scan``) what a module below the root makes of the carry keeps the carry's dtype. A module
-    with a policy of its own, nested in another, keeps it.
+    ``nnx.RNN``, ``jax.lax.scan``) the first argument of a module below the root is taken for the carry, and a result
+    like it keeps its dtype. A module with a policy of its own, nested in another, keeps it.
 
     Sharp edges: in a method of a module without a ``dtype`` attribute ``self.kernel[...] = x`` writes to a cast of the
-    Param, and is lost; ``self.kernel = nnx.Param(x)`` is not. What reads a Param outside of the methods of its module,
-    a property called from elsewhere say, gets it as it is stored.
+    Param, and is lost, as is what is appended there to a Python list of Params; ``self.kernel = nnx.Param(x)`` is not.
+    What reads a Param outside of the methods of its module gets it as it is stored: a property called from elsewhere,
+    or a generator, which runs when its method has returned.
 
     Args:
       model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
@@ -75,11 +76,11 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     policies.check(graph.classes, graph.variables)
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
     plans = [_plan(policies, node, graph.classes) for node in graph.nodes]
-    if is_half(policies.root.compute_dtype) and not graph.has_nested_policies:
+    if is_half(policies.root.compute_dtype) and not graph.nested:
         _check_products(policies.root, plans)
-    casts: dict[int, nnx.Variable[Any]] = {}
+    casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]] = {}
     for plan in plans:
-        plan.carry_out(is_root=plan.node.module is model, casts=casts)
+        plan.carry_out(graph, casts)
     return model
 
 
@@ -105,8 +106,8 @@ class _Plan:
         given = None if "dtype" in self.fills else self.node.given.get("dtype")
         return None if given is None else np.dtype(given)
 
-    def carry_out(self, is_root: bool, casts: dict[int, nnx.Variable[Any]]) -> None:
-        """Sets the module up; ``casts`` has the Params that were cast so far, by the ids of the old ones."""
+    def carry_out(self, graph: Graph, casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]]) -> None:
+        """Sets the module up; ``casts`` has Params of other modules and casts of them, by the ids of the Params."""
         module, has_dtype, owns_params = self.node.module, "dtype" in self.node.given, bool(self.node.own_params())
         if "param_dtype" in self.fills or "param_dtype" not in self.node.given:
             change_own(module, lambda var: self._stored(var, casts))
@@ -114,18 +115,31 @@ class _Plan:
         if not has_dtype and (owns_params or self.pattern is not None):
             inputs = "cast" if not self.node.is_parent() else "follow" if owns_params else None
         given = tuple((name, self.node.given[name]) for name in self.fills)
+        is_root = self.node is graph.nodes[0]
         decision = Decision(self.policy, is_root, owns_params and not has_dtype, inputs, given)
+        # Those around it are set up already; roots inside are from an earlier call.
+        alike = [other.module for other in self.node.around] if not is_root else graph.nested
+        levels = [
+            other.level
+            for module in alike
+            if bare_class(module) is bare_class(self.node.module)
+            and (other := decision_of(module)) is not None
+            and dataclasses.replace(other, level=0) == decision
+        ]
+        decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
         vars(module).update(self.node.given | self.fills)
         for node in (module, *own_containers(module)):
             if node is module or (decision.casts_params and any(True for _ in own_variables(node))):
                 object.__setattr__(node, "__class__", policied_class(bare_class(node), decision))
 
-    def _stored(self, var: nnx.Variable[Any], casts: dict[int, nnx.Variable[Any]]) -> nnx.Variable[Any]:
+    def _stored(
+        self, var: nnx.Variable[Any], casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]]
+    ) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):
             return var
         if id(var) not in casts:
-            casts[id(var)] = cast_variable(var, self.policy.param_dtype)
-        return casts[id(var)]
+            casts[id(var)] = var, cast_variable(var, self.policy.param_dtype)
+        return casts[id(var)][1]
 
 
 def _plan(policies: PolicyMap, node: Node, classes: Mapping[Path, type]) -> _Plan:

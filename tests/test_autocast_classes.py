@@ -323,7 +323,7 @@ def test_an_override_with_an_unknown_primitive_lists_the_nearest():
         primitives_named_by("primitive:scatter_add")
     text = str(error.value)
     assert "'primitive:scatter_add' names a primitive that does not exist; the nearest: 'scatter-add'," in text
-    assert "jaxmp.cast_plan shows the primitive and class of each operation" in text
+    assert "jax.make_jaxpr(fun)(*args) shows the primitives of a function" in text
 
 
 def test_an_override_with_an_unknown_class_lists_the_nearest():

@@ -334,3 +334,21 @@ def test_a_variable_of_another_shape_than_before_is_left_as_the_step_made_it():
         _, grads = scaled_value_and_grad(lambda model, x=x: jnp.mean(model(x) ** 2), optimizer)(model)
         optimizer.update(model, grads)
     assert model.last[...].shape == (2, 8)
+
+
+def test_models_in_a_tree_are_put_back_as_those_that_are_arguments():
+    def make(seed: int) -> Any:
+        layers = nnx.Linear(8, 8, rngs=rngs(seed)), nnx.BatchNorm(8, rngs=rngs(seed))
+        return apply_policy(nnx.Sequential(*layers), "O2")
+
+    trained, other = (make(0),), {"other": make(1)}
+    optimizer = Optimizer(trained, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(8.0))
+
+    def both(trained: Any, other: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(trained[0](x) * other["other"](x))
+
+    before = jax.tree.map(np.asarray, (values(trained[0]), values(other["other"])))
+    _, grads = scaled_value_and_grad(both, optimizer)(trained, other, TARGET.at[0].set(jnp.inf))
+    optimizer.update(trained, grads)
+    same_bits((values(trained[0]), values(other["other"])), before)
+    assert int(optimizer.skipped) == 1

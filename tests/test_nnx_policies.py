@@ -191,3 +191,48 @@ def test_what_is_no_nnx_module_is_refused(given, error, text):
 def test_o1_says_that_it_is_autocast():
     with pytest.raises(ValueError, match="autocast"):
         jaxmp.nnx.apply_policy(Net(rngs()), "O1")
+
+
+class Student(nnx.Module):
+    """May hold another of its class."""
+
+    def __init__(self, rngs: nnx.Rngs, teacher: Any = None) -> None:
+        self.linear, self.teacher = nnx.Linear(8, 8, rngs=rngs), teacher
+
+    def __call__(self, x: jax.Array) -> Any:
+        return self.linear(x) if self.teacher is None else (self.linear(x), self.teacher(x))
+
+
+def test_a_root_of_the_same_class_and_policy_inside_another_is_a_root_still():
+    teacher = apply_policy(Student(rngs(1)), "mixed_float16")
+    model = apply_policy(Student(rngs(), teacher), "mixed_float16")
+    assert [out.dtype.name for out in model(VECTORS)] == ["float32", "float32"]
+    model = apply_policy(Student(rngs(), teacher), "params=float32,compute=float16,output=float16")
+    assert [out.dtype.name for out in model(VECTORS)] == [
+        "float16",
+        "float16",
+    ]  # the outer one's word on what it returns
+    _, inner = jax.eval_shape(lambda: Student.__call__(model, VECTORS))
+    assert inner.dtype == jnp.float32
+
+
+class Tree(nnx.Module):
+    """Has a Param, and another of its class below it: its inputs follow where they meet the Param."""
+
+    def __init__(self, depth: int, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+        self.child = Tree(depth - 1, rngs) if depth else nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.child(jnp.tanh(x @ self.kernel).astype("float32"))  # a float32 that meets the child's Param
+
+
+def test_modules_of_one_class_inside_each_other_compute_as_those_of_several_do():
+    class Inner(Tree):
+        pass
+
+    same, several = Tree(2, rngs()), Tree(2, rngs())
+    several.child.__class__ = Inner
+    same, several = apply_policy(same, "mixed_float16"), apply_policy(several, "mixed_float16")
+    assert model_products(same, VECTORS) == model_products(several, VECTORS) == ["float16"] * 4
+    same_bits(same(VECTORS), several(VECTORS))

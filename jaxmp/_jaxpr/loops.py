@@ -1,6 +1,7 @@
 """The carry of a loop keeps its dtype, whatever the modules in the loop's body compute in.
 
-JAX has no hook that tells a function that it runs in the body of a loop, so the Python stack is asked.
+JAX has no hook that tells a function that it runs in the body of a loop, so the Python stack is asked; and which value
+is the carry cannot be seen there: the first argument of a module is taken for it.
 """
 
 from __future__ import annotations

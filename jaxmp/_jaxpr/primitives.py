@@ -1,6 +1,6 @@
 """Every primitive that the installed JAX has.
 
-``jax.extend.core.primitives`` names fewer than half of what a program can hold, so JAX's modules are imported, all of
+``jax.extend.core.primitives`` names about half of what a program can hold, so JAX's modules are imported, all of
 them, and asked for their primitives.
 """
 
@@ -24,7 +24,9 @@ SKIPPED = {
     "jax._src.pallas.primitives": "inside kernels of any kind",
     "jax._src.internal_test_util": "JAX's tests",
     "jax._src.public_test_util": "JAX's tests",
-    "jax._src.test_": "JAX's tests; importing them adds options to `jax.config`",
+    "jax._src.test_util": "JAX's tests; importing them adds options to `jax.config`",
+    "jax._src.test_warning_util": "JAX's tests",
+    "jax._src.test_loader": "JAX's tests",
     "jax.experimental.jax2tf": "imports TensorFlow",
     "jax.experimental.pallas.ops": "ready-made kernels; they import JAX's tests",
     "jax.experimental.sparse.test_util": "JAX's tests",
@@ -51,7 +53,7 @@ def installed_primitives() -> Mapping[str, str]:
 
 
 def _import_below(name: str) -> Iterator[str]:
-    if name.startswith(tuple(SKIPPED)):
+    if any(name == skipped or name.startswith(f"{skipped}.") for skipped in SKIPPED):
         return
     try:
         module = importlib.import_module(name)

@@ -50,7 +50,7 @@ class Class(enum.StrEnum):
 _TABLE: dict[Class, tuple[str, ...]] = {
     Class.HALF: ("dot_general conv_general_dilated ragged_dot_general",),
     Class.POINTWISE: (
-        # a relative error of the argument becomes |x| times that of the result, which leaves float16's range at 11
+        # the argument's relative error times |x| becomes the result's, which leaves float16's range at 11
         "exp exp2 expm1 cosh sinh pow tan",
         # near 1 (or 0, for a loss) all that counts is the small difference, which half has rounded away
         "log log1p log2 acos acosh asin atanh erf_inv",
@@ -68,7 +68,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
     ),
     Class.ACCUMULATION: (
         "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add",
-        # with equal indices these add up (the gradient of an embedding): 4096 ones are 256 in bfloat16
+        # with equal indices these accumulate (the gradient of an embedding): 4096 ones are 256 in bfloat16
         "scatter-add scatter-sub scatter-mul",
         # cotangents of a value with many uses; a chain of additions in the program of a derivative
         "add_any",
@@ -227,6 +227,6 @@ def primitives_named_by(key: str) -> frozenset[str]:
             f"'class:accumulation', got {key!r}"
         )
     raise UnknownOperationError(
-        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known)}. "
-        f"jaxmp.cast_plan shows the primitive and class of each operation of a function"
+        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known)}; "
+        f"jax.make_jaxpr(fun)(*args) shows the primitives of a function"
     )
