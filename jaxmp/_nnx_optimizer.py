@@ -198,7 +198,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        trained = args[wanted[0].argnum]  # a module, or a tree of some
+        trained = args[wanted[0].argnum] if wanted[0].argnum < len(args) else None  # a module, or a tree of some
         others = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
         models = [trained, *(leaf for leaf in jax.tree.leaves(others, is_leaf=_is_module) if _is_module(leaf))]
         before = [_values(model) for model in models]

@@ -270,6 +270,9 @@ def test_keyword_arguments_reach_the_loss_function():
     same_bits(loss, 2.0 * loss_fn(twin, IMAGE))
     loss, _ = scaled_value_and_grad(functools.partial(with_options, factor=2.0), optimizer)(model, IMAGE)
     assert loss.dtype == jnp.float32
+    before = jax.tree.map(np.asarray, values(model))
+    scaled_value_and_grad(with_options, optimizer)(model=model, x=BAD)
+    same_bits(values(model), before)
 
 
 def test_a_step_that_is_skipped_leaves_the_other_network_of_a_gan_as_it_was():
