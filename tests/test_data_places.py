@@ -137,3 +137,22 @@ def test_what_is_called_as_an_image_and_is_none_is_named(make, tmp_path):
     bad = tmp_path / "cifar10" / "train" / "dog" / "5.png"
     make(bad)
     assert refusal("cifar10", tmp_path).startswith(f"{bad} is damaged or no image (")
+
+
+@pytest.mark.parametrize("place", ["downloads/manual", "downloads/manual/cifar10"])
+def test_files_of_other_names_in_the_folder_for_them_are_named(place, tmp_path):
+    (tmp_path / place).mkdir(parents=True)
+    for i in range(7):
+        (tmp_path / place / f"cifar{i}.zip").write_text("")
+    (tmp_path / "downloads" / "manual" / "mnist").mkdir()
+    listed = ", ".join(f"cifar{i}.zip" for i in range(5))
+    assert f"Found, but not taken: {tmp_path / place} has {listed}, …, and none is called as an archive of cifar10" in (
+        refusal("cifar10", tmp_path)
+    )
+
+
+def test_a_file_that_is_no_image_is_named_without_an_address(tmp_path):
+    write_folder(tmp_path / "cifar10", CIFAR10)
+    bad = tmp_path / "cifar10" / "train" / "dog" / "0000.png"
+    bad.write_bytes(b"")
+    assert refusal("cifar10", tmp_path) == f"{bad} is damaged or no image (of no known format); replace it"

@@ -28,12 +28,12 @@ def labels_of(folder: Path, classes: tuple[str, ...], numbers: bool = True) -> d
     if not splits:
         return None
     if len(splits) < len(SPLITS):
-        got = ", ".join(sorted(path.name for path in _visible(folder) if path.is_dir()))
+        got = ", ".join(sorted(path.name for path in visible(folder) if path.is_dir()))
         raise DataError(f"images must be in folders called train and test, got {got} in {folder}")
     known = {_plain(name): label for label, name in enumerate(classes)}
     if numbers:
         known |= {str(i): i for i in range(len(classes))}
-    names = sorted({path.name for split in SPLITS for path in _visible(folder / split) if path.is_dir()})
+    names = sorted({path.name for split in SPLITS for path in visible(folder / split) if path.is_dir()})
     labels = {name: known.get(_plain(name), -1) for name in names}
     unknown = [name for name in names if labels[name] < 0]
     absent = [name for label, name in enumerate(classes) if label not in labels.values()]
@@ -54,7 +54,7 @@ def files_of(folder: Path, split: str, labels: dict[str, int]) -> tuple[list[Pat
     numbers: list[int] = []
     for name, label in sorted(labels.items(), key=lambda item: item[1]):
         found = folder / split / name
-        paths = sorted(p for p in _visible(found) if p.suffix.lower() in _SUFFIXES) if found.is_dir() else []
+        paths = sorted(p for p in visible(found) if p.suffix.lower() in _SUFFIXES) if found.is_dir() else []
         if not paths:
             raise DataError(f"every class must have images ({', '.join(_SUFFIXES)}), but there are none in {found}")
         files += paths
@@ -73,14 +73,16 @@ def encoded(path: Path, shape: tuple[int, int, int]) -> io.BytesIO | Image.Image
         image = Image.open(io.BytesIO(content))
         image.load()
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{path} is damaged or no image ({error}); replace it") from error
+        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+        raise DataError(f"{path} is damaged or no image ({reason}); replace it") from error
     height, width, channels = shape
     if image.size != (width, height):
         raise DataError(f"images must be {width}×{height}, got {image.width}×{image.height} in {path}; resize them")
     return io.BytesIO(content) if image.mode == _MODES[channels] else image.convert(_MODES[channels])
 
 
-def _visible(folder: Path) -> list[Path]:
+def visible(folder: Path) -> list[Path]:
+    """What is in a folder, but for what is hidden."""
     return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 

@@ -57,6 +57,11 @@ def find(name: str, root: Path) -> tuple[Found | None, list[str]]:
                 if own:
                     raise
                 passed_over.append(str(error))
+    for folder in (manual / name, manual):
+        unknown = [path.name for path in folders.visible(folder) if path.name not in CLASSES] if folder.is_dir() else []
+        if unknown and not passed_over:
+            shown = ", ".join(sorted(unknown)[:5]) + (", …" if len(unknown) > 5 else "")
+            passed_over.append(f"{folder} has {shown}, and none is called as an archive of {name} or as train and test")
     return None, passed_over
 
 
