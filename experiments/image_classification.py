@@ -70,7 +70,7 @@ class Config(cli.Training):
     """Augmentation: largest number of pixels that an image is moved each way, on the device; as many as random crops
     have for padding."""
     flip: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Augmentation: mirror every other image, left to right, on the device."""
+    """Augmentation: mirror half of the images, at random, left to right, on the device."""
     image_size: int = 0
     """Height and width to which images are resized on the device, bilinearly; 0 leaves them as they are."""
 

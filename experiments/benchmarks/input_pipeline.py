@@ -5,8 +5,8 @@ python -m experiments.benchmarks.input_pipeline --image-size 224
 Random images, as many and as large as CIFAR-10's, are shuffled, cropped, mirrored, normalised and resized on the
 device by the code that trains: batches of `experiments.data.images.epochs`, held on the device or sent from the host
 one ahead, in float32 and in half precision. The times are warm, of all variants in turn, and waited for. `share` is
-the part of its time that a consumer of --consumer images/s would give to its input, if nothing ran at once: an H200
-trains ResNet-50 at about 7,000 a second. The run folder holds input_pipeline.md and .json.
+the part of its time that a consumer of --consumer images/s would give to its input, if nothing ran at once. The run
+folder holds input_pipeline.md and .json.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def nnx_functions(build: Callable[[nnx.Rngs], nnx.Module]) -> Functions:
     def init(seed: int) -> tuple[Any, Any]:
         return split(build(nnx.Rngs(jax.random.key(seed))))[1:]
 
-    graphdef = split(build(nnx.Rngs(0)))[0]
+    graphdef = split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))[0]
 
     def apply(params: Any, model_state: Any, images: jax.Array, train: bool) -> tuple[jax.Array, Any]:
         # Built anew: a Variable may change only in the trace that made it, and jax.grad has one of its own.
