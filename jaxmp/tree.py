@@ -109,8 +109,9 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         if new is old:
             return old
         new, old = jnp.asarray(new), jnp.asarray(old)
-        if jax.typeof(new).sharding.spec != jax.typeof(old).sharding.spec:  # on a mesh whose axes are explicit
-            new = jax.sharding.reshard(new, jax.typeof(old).sharding)
+        sharding = jax.typeof(old).sharding
+        if new.shape == old.shape and jax.typeof(new).sharding.spec != sharding.spec:  # on a mesh with explicit axes
+            new = jax.sharding.reshard(new, sharding)
         # PRNG keys have no astype; and unlike jnp.where, select broadcasts nothing.
         return jax.lax.select(jnp.asarray(pred), new if new.dtype == old.dtype else new.astype(old.dtype), old)
 
