@@ -1,4 +1,4 @@
-"""Records what torch's GradScaler does, for tests/test_loss_scale.py to compare with.
+"""Records what torch's GradScaler does, for the tests of loss scales to compare with.
 
 Run by hand where torch is installed: ``python tests/record_gradscaler.py`` writes tests/gradscaler_traces.json. The
 tests read that file, and need no torch.

@@ -1,0 +1,57 @@
+"""What the tests of loss scales share: one of each kind, recorded runs of torch, and many steps in one program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp.loss_scale import (
+    DynamicLossScale,
+    HeadroomLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
+
+HUGE = float(np.finfo(np.float32).max)
+TINY = float(np.finfo(np.float32).tiny)
+TRACES = json.loads(Path(__file__).with_name("gradscaler_traces.json").read_text())["runs"]
+ALL = [
+    NoOpLossScale(),
+    StaticLossScale(8.0),
+    DynamicLossScale(2.0**10, 3, 7, 4, 0.5, backoff=0.25, max_loss_scale=2.0**20),
+    DynamicLossScale(2.0**10, hysteresis=3, countdown=2),
+    HeadroomLossScale(3, loss_scale=2.0**12, running_max=0.5, period=9, dtype="float8_e5m2"),
+]
+every_scale = pytest.mark.parametrize("scale", ALL, ids=lambda scale: type(scale).__name__)
+
+
+@jax.jit
+def follow(scale: Any, flags: jax.Array, grad_max: jax.Array) -> tuple[Any, Any]:
+    """The scale after each step, and the last one; one compilation per structure and number of steps."""
+
+    def body(scale: Any, step: Any) -> tuple[Any, Any]:
+        scale = scale.adjust(*step)
+        return scale, scale
+
+    return jax.lax.scan(body, scale, (flags, grad_max))
+
+
+def run(scale: Any, flags: Any, grad_max: Any = 1.0) -> Any:
+    """``follow`` without the last scale, with NumPy leaves."""
+    flags = jnp.asarray(flags)
+    grad_max = jnp.broadcast_to(jnp.asarray(grad_max, jnp.float32), flags.shape)
+    return jax.tree.map(np.asarray, follow(scale, flags, grad_max)[1])
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Same structure, static fields included, and the same leaves with the same dtypes."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)

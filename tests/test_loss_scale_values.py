@@ -1,0 +1,188 @@
+"""What loss scales do to trees of arrays, and how the headroom scale follows the gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from loss_scale_tools import ALL, HUGE, assert_same, run
+
+from jaxmp.loss_scale import (
+    DynamicLossScale,
+    HeadroomLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
+
+
+@pytest.mark.parametrize(
+    "scale", [StaticLossScale(2.0**15), DynamicLossScale(), HeadroomLossScale()], ids=lambda s: type(s).__name__
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_scale_keeps_the_dtype_and_unscale_widens_half_to_float32(scale: LossScale, dtype: str) -> None:
+    tree = {"x": jnp.array([0.5, -1.5], dtype)}
+    scaled = scale.scale(tree)["x"]
+    back = scale.unscale({"x": scaled})["x"]
+    assert scaled.dtype == dtype
+    assert back.dtype == (dtype if dtype == "complex64" else "float32")
+    np.testing.assert_array_equal(scaled, np.array([0.5, -1.5], dtype) * np.array(2.0**15, dtype))
+    np.testing.assert_array_equal(back, [0.5, -1.5])
+
+
+def test_half_leaves_are_multiplied_in_float32_by_a_scale_that_half_cannot_hold() -> None:
+    assert float(StaticLossScale(2.0**20).scale(jnp.float16(2.0**-10))) == 2.0**10
+    assert float(DynamicLossScale(1000.1).scale(jnp.bfloat16(1.0))) == float(jnp.bfloat16(1000.1))
+
+
+def test_what_is_not_floating_passes_untouched() -> None:
+    tree = {
+        "int": jnp.arange(2),
+        "numpy": np.arange(2),
+        "bool": True,
+        "count": 3,
+        "name": "x",
+        "none": None,
+        "key": jax.random.key(0),
+        "float0": np.zeros(2, jax.dtypes.float0),
+    }
+    for scale in ALL[1:]:
+        for result in (scale.scale(tree), scale.unscale(tree)):
+            assert all(result[name] is tree[name] for name in tree)
+
+
+def test_no_scaling_returns_the_very_same_objects() -> None:
+    scale, tree = NoOpLossScale(), {"x": jnp.ones(2)}
+    assert scale.loss_scale == 1
+    assert scale.scale(tree) is tree
+    assert scale.unscale(tree) is tree
+    assert scale.adjust(False) is scale
+
+
+@pytest.mark.parametrize("exponent", [-126, -30, -1, 0, 15, 24, 126, 127])
+def test_unscaling_by_any_power_of_two_loses_no_bit(exponent: int) -> None:
+    rng = np.random.default_rng(exponent + 200)
+    # True gradients that are normal, and stay normal and finite when scaled.
+    lowest, highest = max(-126, -126 - exponent), min(127, 127 - exponent)
+    exponents = rng.integers(lowest, highest, 200)
+    grads = np.ldexp(rng.uniform(1, 2, 200).astype(np.float32), exponents)
+    scaled = np.ldexp(grads, exponent)
+    static = StaticLossScale(2.0**exponent)
+    dynamic = DynamicLossScale(2.0**exponent, min_loss_scale=0, max_loss_scale=HUGE)
+    np.testing.assert_array_equal(jax.jit(lambda scale, x: scale.unscale(x))(dynamic, scaled), grads)
+    np.testing.assert_array_equal(jax.jit(static.unscale)(scaled), grads)
+    np.testing.assert_array_equal(jax.jit(dynamic.unscale)(scaled), grads)  # a constant of the program here
+    np.testing.assert_array_equal(dynamic.unscale(scaled), grads)
+
+
+def test_every_float16_gradient_is_unscaled_exactly_subnormals_included() -> None:
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    halves = halves[np.isfinite(halves)]
+    unscaled = jax.jit(DynamicLossScale(2.0**24).unscale)(halves)
+    np.testing.assert_array_equal(unscaled, halves.astype(np.float32) * np.float32(2.0**-24))
+
+
+def test_derivatives_pass_through_the_scaled_loss_and_not_into_the_scale() -> None:
+    for scale in ALL[1:]:
+        factor = float(scale.loss_scale)
+        assert jax.grad(scale.scale)(3.0) == factor
+        assert jax.grad(scale.unscale)(3.0) == 1 / factor
+
+    def loss(factor: jax.Array, x: jax.Array) -> jax.Array:
+        scale = dataclasses.replace(ALL[2], loss_scale=factor)
+        return scale.scale(x) + scale.unscale(x)
+
+    assert jax.grad(loss)(2.0, 3.0) == 0
+
+
+def largest_fitting(grad_max: float, headroom: float, largest: float = 65504.0) -> float:
+    return 2.0 ** math.floor(math.log2(largest / 2**headroom / grad_max))
+
+
+@given(
+    headroom=st.sampled_from([0, 4]),
+    magnitudes=st.lists(st.floats(-30, 10), min_size=40, max_size=40),
+    flags=st.lists(st.sampled_from([True] * 9 + [False]), min_size=40, max_size=40),
+)
+def test_headroom_is_kept_within_bounds_by_powers_of_two(
+    headroom: int, magnitudes: list[float], flags: list[bool]
+) -> None:
+    grad_max = np.exp2(np.float32(magnitudes))
+    start = HeadroomLossScale(headroom, min_loss_scale=2.0**-4)
+    states = run(start, flags, np.where(flags, grad_max, np.inf))
+    before = np.append(np.float32(start.loss_scale), states.loss_scale[:-1])
+    for old, new, running, largest, finite in zip(
+        before, states.loss_scale, states.running_max, grad_max, flags, strict=True
+    ):
+        assert np.frexp(new)[0] == 0.5
+        assert 2.0**-4 <= new <= min(2.0**24, 2 * old)
+        if finite:
+            assert largest <= running
+            assert new == 2.0**-4 or new * largest <= 65504 / 2**headroom
+        else:
+            assert new == max(old / 2, 2.0**-4)
+
+
+def test_headroom_settles_on_the_largest_power_of_two_that_fits_and_never_overflows() -> None:
+    rng = np.random.default_rng(0)
+    grad_max = np.exp2(rng.normal(-12, 0.7, 400)).astype(np.float32)  # spread over some four binary orders
+    states = run(HeadroomLossScale(period=100), np.ones(400, bool), grad_max)
+    used = np.append(np.float32(2.0**15), states.loss_scale[:-1])
+    assert (used * grad_max < 65504).all()
+    assert states.loss_scale[4] == 2.0**20  # from 2**15, one binary order a step
+    assert np.log2(states.loss_scale[50:]).std() < 1
+
+
+def test_headroom_for_a_steady_gradient_is_what_arithmetic_says() -> None:
+    for grad_max in (1e-3, 0.7, 3.0):
+        states = run(HeadroomLossScale(headroom=2), [True] * 20, grad_max)
+        assert states.loss_scale[-1] == largest_fitting(grad_max, 2)
+
+
+def test_headroom_drops_at_once_and_returns_after_the_running_maximum_decayed() -> None:
+    grad_max = np.array([1.0] * 3 + [64.0] + [1.0] * 100, np.float32)
+    scales = run(HeadroomLossScale(period=10), [True] * 104, grad_max).loss_scale
+    assert scales[2] == 2048
+    assert scales[3] == 32
+    assert np.argmax(scales[3:] >= 2048) == pytest.approx(50, abs=1)  # five binary orders, so that 2 * 2048 < 4094
+
+
+def test_a_non_finite_step_backs_headroom_off_for_a_period_though_gradients_look_small() -> None:
+    flags = [True] * 3 + [False] + [True] * 30
+    scales = run(HeadroomLossScale(period=10), flags, np.where(flags, 1e-3, np.nan)).loss_scale
+    assert scales[2] == 2.0**18
+    np.testing.assert_array_equal(scales[3:13], 2.0**17)
+    np.testing.assert_array_equal(scales[15:22], 2.0**18)
+
+
+@pytest.mark.parametrize("running_max", [0.0, 0.25])
+def test_gradients_that_are_all_zero_or_unknown_change_nothing_while_finite(running_max: float) -> None:
+    scale = HeadroomLossScale(loss_scale=2.0**9, running_max=running_max)
+    for grad_max in (0.0, math.nan, math.inf):
+        assert_same(scale.adjust(True, grad_max), scale)
+
+
+def test_non_finite_steps_at_the_minimum_leave_a_usable_scale() -> None:
+    scale = HeadroomLossScale(loss_scale=2.0, min_loss_scale=1.0)
+    states = run(scale, [False] * 5 + [True] * 5, [math.nan] * 5 + [1e-6] * 5)
+    assert states.loss_scale.tolist() == [1] * 10
+    assert np.isfinite(states.running_max).all()
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float16", 65504.0), ("float8_e5m2", 57344.0), (jnp.float16, 65504.0)])
+def test_headroom_counts_from_the_largest_number_of_the_dtype(dtype: Any, largest: float) -> None:
+    scale = HeadroomLossScale(0, dtype=dtype, loss_scale=2.0**20).adjust(True, 1.0)
+    assert float(scale.loss_scale) == largest_fitting(1.0, 0, largest)
+
+
+def test_only_headroom_needs_the_largest_gradient_and_says_so() -> None:
+    assert [scale.needs_grad_max for scale in ALL] == [False, False, False, False, True]
+    with pytest.raises(ValueError, match=r"HeadroomLossScale needs grad_max.*got None: call adjust"):
+        HeadroomLossScale().adjust(True)
