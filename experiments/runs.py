@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import datetime
@@ -111,6 +112,8 @@ class Run:
         return self
 
     def __exit__(self, *args: Any) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # what ended the run comes first
+            self._read(self._late.drain())  # the last steps of a run that was stopped
         self._progress.__exit__(*args)
         try:
             self._file.close()

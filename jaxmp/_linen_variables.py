@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import tree as _tree
+from jaxmp._jaxpr.loops import same_structure
 from jaxmp._jaxpr.weak import strengthen
 from jaxmp.patterns import Path
 
@@ -50,12 +51,6 @@ def own_leaves(collection: Variables) -> list[Any]:
 def has_children(collections: Variables) -> bool:
     """Whether a submodule has variables in ``collections``."""
     return any(isinstance(value, Mapping) for collection in collections.values() for value in collection.values())
-
-
-def same_structure(tree: Any, other: Any) -> bool:
-    """Whether two pytrees have the same structure."""
-    structure: Callable[[Any], Any] = jax.tree.structure
-    return bool(structure(tree) == structure(other))
 
 
 def like(new: Any, old: Any) -> Any:

@@ -62,7 +62,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"jaxmp.linen.apply_policy takes an instance of flax.linen.Module, got {module!r}; make the instance first "
-            "(Model(...)); NNX modules are not supported yet"
+            "(Model(...)), or use jaxmp.nnx.apply_policy for NNX modules"
         )
     scope = module.scope.rewound() if module.scope else None
     return _with_root(module, Root(get_policy_map(policy, overrides)), parent=scope, name=module.name)

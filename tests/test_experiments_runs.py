@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from experiments import comparison_report, runs
+from experiments import comparison_report, image_classification, runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -160,3 +161,19 @@ def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path):
     ):
         assert label in done.stdout
         assert label in (folder / "loss_scaling.md").read_text()
+
+
+def test_a_run_that_is_stopped_has_the_rows_of_all_its_steps(tmp_path, data_dir):
+    config = image_classification.Config(data_dir=data_dir, run_dir=tmp_path, steps=9, checkpoint_every=0)
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        experiment = image_classification.prepare(config)
+        run = runs.Run("image_classification", config, experiment, tmp_path, None)
+        with pytest.raises(KeyboardInterrupt), run:
+            state = experiment.init(0)
+            for step, batch in enumerate(run.steps(), 1):
+                state, metrics = experiment.step(state, batch)
+                run.log(metrics)
+                if step == 5:
+                    raise KeyboardInterrupt
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4", "5"]

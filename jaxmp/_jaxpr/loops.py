@@ -42,14 +42,15 @@ def _is_one_of(functions: Any, frame: FrameType) -> bool:
 
 def as_carry(result: Any, carry: Any) -> Any:
     """The ``result`` of a loop's body with the new carry, all of it or its first part, in the dtypes of ``carry``."""
-    if _is_alike(result, carry):
+    if same_structure(result, carry):
         return jax.tree.map(_like, result, carry)
-    if isinstance(result, tuple) and result and _is_alike(result[0], carry):
+    if isinstance(result, tuple) and result and same_structure(result[0], carry):
         return (jax.tree.map(_like, result[0], carry), *result[1:])
     return result
 
 
-def _is_alike(tree: Any, other: Any) -> bool:
+def same_structure(tree: Any, other: Any) -> bool:
+    """Whether two pytrees have the same structure."""
     structure: Any = jax.tree.structure
     return bool(structure(tree) == structure(other))
 
