@@ -1,0 +1,98 @@
+"""Reading equations: what each version of JAX keeps elsewhere or under another name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex_core
+from jax._src import source_info_util
+from jax.extend.core import Literal
+
+Names = tuple[str, ...]
+
+
+class Bodies(NamedTuple):
+    """The jaxprs in an equation and how their values meet those outside.
+
+    ``kind`` is ``"call"`` (operands and results are those of the one body), ``"scan"``, ``"while"`` (condition, body)
+    or ``"cond"`` (the branches). A scan has ``consts`` constants and ``carry`` carried values, a while loop ``consts``
+    of the condition, then ``body_consts``.
+    """
+
+    kind: str
+    jaxprs: tuple[Any, ...]
+    consts: int = 0
+    body_consts: int = 0
+    carry: int = 0
+
+
+# The parameter that holds the body of a primitive which computes just that body.
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "shard_map": "jaxpr",
+    "composite": "call_jaxpr",
+}
+
+
+def bodies_of(eqn: Any) -> Bodies | None:
+    """The bodies of an equation that can be built again with other dtypes inside; None for all others."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        # `composite` called its body `jaxpr` before 0.12.
+        return Bodies("call", (params[_CALLS[name]] if _CALLS[name] in params else params["jaxpr"],))
+    if name == "scan":
+        if "ft_in" in params:  # from 0.11 on
+            consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
+        else:
+            consts, carry = params["num_consts"], params["num_carry"]
+        return Bodies("scan", (params["jaxpr"],), consts, carry=carry)
+    if name == "while":
+        consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
+        jaxprs = (params["cond_jaxpr"], params["body_jaxpr"])
+        return Bodies("while", jaxprs, consts, body_consts, len(eqn.invars) - consts - body_consts)
+    if name == "cond":
+        return Bodies("cond", tuple(params["branches"]))
+    return None
+
+
+def opened(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr, open or closed, as the open one and its constants; the two are one class from JAX 0.11 on."""
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is written into the equation. Its ``val`` is no ``np.ndarray`` from JAX 0.7.2 on."""
+    return isinstance(atom, Literal)
+
+
+def names_of(eqn: Any) -> Names:
+    """The scopes around an equation, outermost first: modules and named scopes, without ``jvp``, ``vmap`` and such."""
+    stack = eqn.source_info.name_stack.stack
+    return tuple(part for entry in stack if isinstance(entry, source_info_util.Scope) for part in entry.name.split("/"))
+
+
+def source_of(eqn: Any) -> tuple[str, int] | None:
+    """The user's file and line that an equation comes from."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return None if frame is None else (frame.file_name, frame.start_line)
+
+
+@contextlib.contextmanager
+def in_place_of(eqn: Any) -> Iterator[None]:
+    """Equations bound here have the source, the scopes and the context of ``eqn``."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def is_tracing() -> bool:
+    """Whether what is bound now becomes part of a larger program that is compiled later."""
+    return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())

@@ -1,0 +1,222 @@
+"""Equations with bodies, built again around other bodies.
+
+A body here is a Python function of flat values. Everything goes through JAX's public functions, so that no private
+parameter of a primitive has to be known; only ``remat2`` is bound itself, for what it says of being differentiated
+has no public name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.dtypes import float0
+
+from jaxmp._jaxpr.reading import Bodies, opened
+
+Values = Sequence[Any]
+Body = Callable[..., list[Any]]
+Rule = Callable[[Any, Values, Sequence[Any]], list[Any]]
+"""Evaluates a closed jaxpr of a derivative rule on operands, its results in the given dtypes (None: as they come)."""
+
+
+def rebuild(eqn: Any, bodies: Bodies, functions: Sequence[Body], operands: Values, rule: Rule) -> list[Any]:
+    """The results of ``eqn`` with ``functions`` for its bodies.
+
+    Args:
+      eqn: an equation that :func:`jaxmp._jaxpr.reading.bodies_of` knows.
+      bodies: what it says of it.
+      functions: for each body a function from all its flat inputs (constants first) to a list of its results.
+      operands: the flat operands, carries in the dtypes that the body returns.
+      rule: how the derivative rules of custom_jvp and custom_vjp are evaluated.
+    """
+    params, name = eqn.params, eqn.primitive.name
+    if name == "custom_jvp_call":
+        return list(_custom_jvp(params, functions[0], operands, rule))
+    if name == "custom_vjp_call":
+        return list(_custom_vjp(params, functions[0], operands, rule, eqn))
+    if name == "remat2":
+        return _remat(eqn, functions[0], operands)
+    return list(_REBUILT[name](params, bodies, functions, operands))
+
+
+def _jit(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+    options: dict[str, Any] = {"keep_unused": params["keep_unused"]}
+    for option in ("in_shardings", "out_shardings"):
+        if not all(type(sharding).__name__ == "UnspecifiedValue" for sharding in params[option]):
+            options[option] = tuple(
+                None if type(sharding).__name__ == "UnspecifiedValue" else sharding for sharding in params[option]
+            )
+    if params["inline"] is True:
+        options["inline"] = True
+    if params["compiler_options_kvs"]:
+        options["compiler_options"] = dict(params["compiler_options_kvs"])
+    return jax.jit(named(functions[0], params["name"]), **options)(*operands)
+
+
+def named(function: Body, name: str) -> Body:
+    """``function`` under another name, which compiled programs and profiles show."""
+
+    def call(*args: Any) -> list[Any]:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _closed_call(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+    return functions[0](*operands)
+
+
+def _composite(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+    attributes = {name: jax.tree.unflatten(tree, leaves) for name, leaves, tree in params["attributes"]}
+
+    def decomposition(*args: Any, **_: Any) -> list[Any]:
+        return functions[0](*args)
+
+    return jax.lax.composite(decomposition, name=params["name"], version=params["version"])(*operands, **attributes)
+
+
+def _shard_map(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+    return jax.shard_map(
+        lambda *args: tuple(functions[0](*args)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )(*operands)
+
+
+def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+    stop = bodies.consts + bodies.carry
+    consts, init, xs = operands[: bodies.consts], operands[bodies.consts : stop], operands[stop:]
+
+    def body(carry: Values, xs: Values) -> tuple[list[Any], list[Any]]:
+        results = functions[0](*consts, *carry, *xs)
+        return results[: bodies.carry], results[bodies.carry :]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(body, list(init), list(xs), **options)
+    return [*carry, *ys]
+
+
+def _while(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+    start = bodies.consts + bodies.body_consts
+    consts, body_consts, init = operands[: bodies.consts], operands[bodies.consts : start], operands[start:]
+    return jax.lax.while_loop(
+        lambda carry: functions[0](*consts, *carry)[0],
+        lambda carry: functions[1](*body_consts, *carry),
+        list(init),
+    )
+
+
+def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+    index, *rest = operands
+    return jax.lax.switch(index, list(functions), *rest)
+
+
+_REBUILT = {
+    "jit": _jit,
+    "closed_call": _closed_call,
+    "core_call": _closed_call,
+    "composite": _composite,
+    "shard_map": _shard_map,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+
+
+def _remat(eqn: Any, function: Body, operands: Values) -> list[Any]:
+    """Bound as it was: ``differentiated`` decides whether XLA is kept from sharing the recomputation again."""
+    jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
+    prevent_cse = eqn.params["prevent_cse"]
+    if isinstance(prevent_cse, tuple):
+        prevent_cse = (False,) * len(consts) + prevent_cse
+    params = {**eqn.params, "jaxpr": without_consts(jaxpr), "prevent_cse": prevent_cse}
+    return list(eqn.primitive.bind(*consts, *operands, **params))
+
+
+def without_consts(jaxpr: Any) -> Any:
+    """An open jaxpr whose constants are its first arguments."""
+    if not jaxpr.constvars:
+        return jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
+def _custom_jvp(params: Any, function: Body, operands: Values, rule: Rule) -> Values:
+    # The constants are what the function closed over; a custom_jvp has no derivative with respect to them.
+    count = params["num_consts"]
+    consts, primals = operands[:count], operands[count:]
+    call = jax.custom_jvp(lambda *args: function(*consts, *args))
+
+    def jvp(primals: Values, tangents: Values) -> tuple[list[Any], list[Any]]:
+        zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
+        jaxpr, rule_consts, out_zeros = params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+        results = jax.eval_shape(lambda *args: function(*consts, *args), *primals)
+        dtypes = [result.dtype for result in results]
+        nonzero = [tangent for tangent in tangents if not isinstance(tangent, SymbolicZero)]
+        tangent_dtypes = [dtype for dtype, zero in zip(dtypes, out_zeros, strict=True) if not zero]
+        out = rule((jaxpr, rule_consts), [*primals, *nonzero], [*dtypes, *tangent_dtypes])
+        primals_out, tangents_out = out[: len(dtypes)], iter(out[len(dtypes) :])
+        return primals_out, [
+            SymbolicZero(jax.typeof(primal).to_tangent_aval()) if zero else next(tangents_out)
+            for primal, zero in zip(primals_out, out_zeros, strict=True)
+        ]
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return call(*primals)
+
+
+def _custom_vjp(params: Any, function: Body, operands: Values, rule: Rule, eqn: Any) -> Values:
+    count = params["num_consts"]
+    consts, primals = operands[:count], operands[count:]
+    dtypes = [primal.dtype for primal in primals]
+    call = jax.custom_vjp(lambda *args: function(*consts, *args))
+
+    def forward() -> tuple[Any, list[Any]]:
+        return params["fwd_jaxpr_thunk"].call_wrapped(*[True] * len(primals))
+
+    def fwd(*args: Any) -> tuple[list[Any], list[Any]]:
+        jaxpr = forward()  # before `out_trees`, which it fills
+        _, residual_tree, forwarded = params["out_trees"]()
+        saved = residual_tree.num_leaves - sum(position is not None for position in forwarded)
+        results = jax.eval_shape(lambda *args: function(*consts, *args), *args)
+        out = rule(jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
+        new = iter(out[:saved])
+        return out[saved:], [next(new) if position is None else args[position] for position in forwarded]
+
+    def bwd(residuals: Values, cotangents: Values) -> tuple[Any, ...]:
+        new = iter(var.aval for var in forward()[0].outvars)
+        _, _, forwarded = params["out_trees"]()
+        in_avals = [atom.aval for atom in eqn.invars[count:]]
+        written = [next(new) if position is None else in_avals[position] for position in forwarded]
+        written += [var.aval.to_ct_aval() for var in eqn.outvars]
+        given = [*residuals, *cotangents]
+        present: list[bool] = []
+
+        def flat(*args: Any) -> list[Any]:
+            result = params["bwd"].call_wrapped(*_filled(args, given))
+            cts = result[0] if isinstance(result, tuple) else result  # from 0.11 on with what the rule logged
+            present[:] = [isinstance(ct, (jax.Array, np.ndarray)) for ct in cts]
+            return [ct for ct, here in zip(cts, present, strict=True) if here]
+
+        floating = [n for n, value in enumerate(given) if value.dtype != float0]
+        avals = [jax.ShapeDtypeStruct(written[n].shape, written[n].dtype) for n in floating]
+        traced = opened(jax.make_jaxpr(flat)(*avals))
+        wanted = [dtype for dtype, here in zip(dtypes, present, strict=True) if here]
+        out = iter(rule(traced, [given[n] for n in floating], wanted))
+        return tuple(next(out) if here else None for here in present)
+
+    call.defvjp(fwd, bwd)
+    return call(*primals)
+
+
+def _filled(args: Values, given: Values) -> list[Any]:
+    """``args`` and, in their places, the cotangents of integers, which no program can compute with."""
+    rest = iter(args)
+    return [value if value.dtype == float0 else next(rest) for value in given]

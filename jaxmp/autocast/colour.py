@@ -1,0 +1,197 @@
+"""Colouring: which values are half, decided on the whole graph.
+
+The passes, in order (the model is TensorFlow's ``auto_mixed_precision`` pass; where this one differs it says so):
+
+1. Products are half. Without one nothing changes.
+2. :mod:`jaxmp.autocast.islands` makes float32 what feeds only float32 operations, from its first operation on.
+3. Forwards, float32 drags along what reads it (the scale and bias after a normalisation), until a product reads it:
+   from there on it exists in half anyway. It does not drag along the residual stream: a sum of a float32 value and a
+   half one is half, or one normalisation would make everything after it float32.
+4. What stands between two products, by any path, and was not dragged along, is half. What leads to no product, such
+   as the last bias before the result, stays float32.
+5. A loop's carry has one colour: half if a product lies on its way round, else float32, for then it adds up.
+6. Data that is only moved keeps its dtype, or is cast before it moves if all who read it want half.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxmp.autocast import islands
+from jaxmp.autocast.cycles import on_a_cycle_with
+from jaxmp.autocast.graph import Graph, Node
+from jaxmp.autocast.kinds import Kind
+from jaxmp.autocast.rules import BIJECTIVE, MOVES
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class Colour(enum.IntEnum):
+    """How an operation is computed."""
+
+    KEEP = 0
+    """With its operands as they come."""
+    WRITTEN = 1
+    """With its operands in the dtypes they were written with."""
+    HALF = 2
+    FULL = 3
+    ROUND = 4
+    """In float32, its result rounded to half."""
+
+
+class State(enum.IntEnum):
+    """What a value brings along to the operations that read it."""
+
+    NEUTRAL = 0
+    """An argument, or made from arguments only."""
+    HALF = 1
+    FULL = 2
+    STRICT = 3
+
+
+def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bool = False) -> bool:
+    """Gives every node its ``colour`` and the ``dtype`` that it will have.
+
+    Args:
+      graph: its sources may have another ``dtype`` than they were written with.
+      half: the compute dtype.
+      results: nodes whose value is wanted in half; they count as read by a product.
+      force: colour although there is no product: the body of a rule belongs to a larger program.
+
+    Returns:
+      Whether anything changes.
+    """
+    nodes = graph.nodes
+    products = [node for node in nodes if node.kind is Kind.HALF]
+    if not products and not force:
+        return False
+    wanted = set(map(id, results))
+    halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
+    _spread([*products, *halves], "has_half", "users")
+    _spread([*products, *results], "leads", "inputs")
+    islands.extend(nodes)
+    _hold_sums(nodes)
+    for node in reversed(nodes):
+        node.feeds_half = id(node) in wanted or any(_takes_half(user) for user in node.users)
+    _settle(nodes)
+    for node in nodes:
+        node.colour, node.dtype = _paint(node, half)
+    _move_casts(nodes, half)
+    for node in islands.softmaxes(nodes):
+        if node.colour == Colour.FULL and any(_is_half(user) for user in node.users):
+            node.colour, node.dtype = Colour.ROUND, half
+    return True
+
+
+def _spread(start: Iterable[Node], flag: str, along: str) -> None:
+    stack = list(start)
+    for node in stack:
+        setattr(node, flag, True)
+    while stack:
+        for other in getattr(stack.pop(), along):
+            if not getattr(other, flag):
+                setattr(other, flag, True)
+                stack.append(other)
+
+
+def _hold_sums(nodes: Sequence[Node]) -> None:
+    """Makes float32 each carry that adds up: arithmetic on its way round, but no product."""
+    carries = [node for node in nodes if node.kind is Kind.JOIN and node.name == "carry"]
+    for cycle in on_a_cycle_with(carries):
+        kinds = {node.kind for node in cycle}
+        adds_up = any(node.kind is Kind.FULL or (node.kind is Kind.INFER and node.name not in MOVES) for node in cycle)
+        if Kind.HALF not in kinds and adds_up:
+            for node in cycle:
+                if node.kind is Kind.JOIN:
+                    node.kind, node.reason = Kind.FULL, "a carry that adds up, with no product on its way round"
+
+
+def _takes_half(user: Node) -> bool:
+    moves = user.kind is Kind.JOIN or (user.kind is Kind.CLEAR and user.name in BIJECTIVE)
+    return user.kind is Kind.HALF or (moves and user.feeds_half)
+
+
+def _settle(nodes: Sequence[Node]) -> None:
+    """The state of every node, forwards, again and again until no loop changes it any more."""
+    for _ in range(8):
+        changed = False
+        for node in nodes:
+            state = _state(node)
+            changed |= state != node.state
+            node.state = state
+        if not changed:
+            return
+    for node in nodes:  # a loop that goes to and fro is float32
+        if node.kind is Kind.JOIN and _state(node) != node.state:
+            node.kind, node.state = Kind.FULL, State.FULL
+    for node in nodes:
+        node.state = _state(node)
+
+
+def _state(node: Node) -> State:
+    if node.kind is Kind.HALF:
+        return State.HALF
+    if node.kind is Kind.FULL:
+        return State.FULL
+    if node.kind is Kind.STRICT:
+        return State.STRICT
+    if node.kind in (Kind.SOURCE, Kind.KEPT):
+        return State.HALF if node.dtype.itemsize == 2 else State.NEUTRAL
+    if node.kind is Kind.CLEAR:
+        return max((operand.state for operand in node.inputs), default=State.NEUTRAL)
+    seen = [_seen(operand) for operand in node.inputs]
+    if not seen:
+        return State.NEUTRAL
+    if node.kind is Kind.JOIN:
+        if State.STRICT in seen:
+            return State.STRICT
+        if node.name == "carry" and seen[-1] is not State.NEUTRAL:
+            return seen[-1]
+        return State.HALF if State.HALF in seen else max(seen)
+    if node.name == "add" and max(seen) is State.FULL and State.HALF in seen and not _is_spread(node):
+        return State.HALF
+    return max(seen)
+
+
+def _seen(operand: Node) -> State:
+    """The state of an operand for one who infers: a product reads it too, so there is a half copy."""
+    return State.HALF if operand.state is State.FULL and operand.feeds_half else State(operand.state)
+
+
+def _is_spread(add: Node) -> bool:
+    """Whether a float32 operand of a sum is one number for many: a mean, which must not be rounded."""
+    return any(operand.name == "broadcast_in_dim" for operand in add.inputs if operand.state is State.FULL)
+
+
+def _paint(node: Node, half: np.dtype) -> tuple[Colour, np.dtype]:
+    own_half = node.written if node.written.itemsize == 2 else half
+    if node.kind is Kind.SOURCE:
+        return Colour.KEEP, node.dtype
+    if node.kind is Kind.KEPT:
+        return Colour.WRITTEN, node.written
+    if node.kind is Kind.HALF:
+        return Colour.HALF, own_half
+    if node.kind in (Kind.FULL, Kind.STRICT):
+        return Colour.FULL, _FLOAT32
+    if node.kind is Kind.CLEAR:
+        return Colour.KEEP, node.inputs[0].dtype if node.inputs else node.written
+    if node.state >= State.FULL:
+        return Colour.FULL, _FLOAT32
+    if node.state is State.HALF and node.leads:
+        return Colour.HALF, own_half
+    return Colour.WRITTEN, node.written
+
+
+def _is_half(node: Node) -> bool:
+    return node.colour == Colour.HALF
+
+
+def _move_casts(nodes: Sequence[Node], half: np.dtype) -> None:
+    """Casts before a move that all readers want in half: so a transposed weight is still transposed by the product."""
+    for node in reversed(nodes):
+        movable = node.kind is Kind.CLEAR and node.name in BIJECTIVE and len(node.inputs) == 1
+        if movable and node.dtype == _FLOAT32 and node.users and all(map(_is_half, node.users)):
+            node.colour, node.dtype = Colour.HALF, half

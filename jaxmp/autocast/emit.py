@@ -1,0 +1,187 @@
+"""Writing the coloured program again: every equation bound once more, in its dtypes."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.rebuild import rebuild
+from jaxmp.autocast.classes import Class, primitives_of
+from jaxmp.autocast.colour import Colour, colour
+from jaxmp.autocast.graph import Body, Node, Step, build
+from jaxmp.autocast.kinds import Kind, is_real
+from jaxmp.autocast.rules import Rules
+
+_PRODUCTS = primitives_of(Class.HALF)
+# Compiled as one, so that layers that share a body share the program, and a second call without jit finds it compiled.
+_COMPILED = frozenset({"scan", "while", "cond", "shard_map", "jit"})
+_programs: collections.OrderedDict[Any, Callable[..., Any]] = collections.OrderedDict()
+_MAX_PROGRAMS = 256
+
+
+def evaluate(body: Body, rules: Rules, args: Sequence[Any]) -> list[Any]:
+    """The results of a coloured body, each in the dtype of its node."""
+    env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
+    env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
+    shared: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if reading.is_literal(atom) else env[atom]
+
+    def read_as(atom: Any, node: Node | None, dtype: np.dtype) -> Any:
+        value = read(atom)
+        # A weight is cast at each use, so that its cotangents are summed in float32; an activation once.
+        if node is None or not node.has_half or reading.is_literal(atom):
+            return cast(value, dtype)
+        if (atom, dtype) not in shared:
+            shared[atom, dtype] = cast(value, dtype)
+        return shared[atom, dtype]
+
+    for step in body.steps:
+        with reading.in_place_of(step.eqn):
+            results = _results(step, rules, read, read_as)
+        env.update(zip(step.eqn.outvars, results, strict=True))
+    return [read(atom) for atom in body.jaxpr.outvars]
+
+
+def cast(value: Any, dtype: np.dtype) -> Any:
+    """``value`` in ``dtype``; itself if it has it."""
+    if isinstance(value, jax.Array):
+        return value if value.dtype == dtype else jax.lax.convert_element_type(value, dtype)
+    return np.asarray(value).astype(dtype)
+
+
+def _results(step: Step, rules: Rules, read: Any, read_as: Any) -> Sequence[Any]:
+    eqn = step.eqn
+    if step.bodies is not None:
+        return _with_bodies(step, rules, [read(atom) for atom in eqn.invars])
+    node = next((node for node in step.nodes if node is not None), None)
+    level = Colour.WRITTEN if node is None else node.colour
+    target = None
+    if node is not None and level in (Colour.HALF, Colour.FULL, Colour.ROUND):
+        target = np.dtype(np.float32) if level != Colour.HALF else node.dtype
+    operands = []
+    for atom, operand in zip(eqn.invars, step.operands, strict=True):
+        if operand is None or level == Colour.KEEP:
+            operands.append(read(atom))
+        else:
+            operands.append(read_as(atom, operand, atom.aval.dtype if target is None else target))
+    if eqn.primitive.name == "convert_element_type" and node is not None:
+        narrows = step.kind is Kind.KEPT
+        return [cast(read(eqn.invars[0]), eqn.params["new_dtype"]) if narrows else operands[0]]
+    params = eqn.params if target is None else _in_dtype(eqn, target)
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    results = list(out) if eqn.primitive.multiple_results else [out]
+    return [cast(results[0], node.dtype)] if node is not None and level == Colour.ROUND else results
+
+
+def _in_dtype(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
+    params = dict(eqn.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
+    if eqn.primitive.name in _PRODUCTS and dtype == np.float32 and params["precision"] is None:
+        params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    return params
+
+
+def _with_bodies(step: Step, rules: Rules, operands: list[Any]) -> Sequence[Any]:
+    eqn, bodies = step.eqn, step.bodies
+    assert bodies is not None
+    if bodies.kind in ("scan", "while"):
+        start = bodies.consts + bodies.body_consts
+        for position, join in enumerate(step.joins, start):
+            if join is not None:
+                operands[position] = cast(operands[position], join.dtype)
+    functions = [functools.partial(_run, body, rules, _joins_of(step, n)) for n, body in enumerate(step.inner)]
+    rule = functools.partial(_evaluate_rule, rules, step.names)
+
+    def call(*args: Any) -> list[Any]:
+        return rebuild(eqn, bodies, functions, args, rule)
+
+    return (_shared(call, step, rules) if eqn.primitive.name in _COMPILED else call)(*operands)
+
+
+def _shared(call: Callable[..., Any], step: Step, rules: Rules) -> Callable[..., Any]:
+    """``call`` compiled, or what was compiled from an equal step: in this trace, or in any call without a trace."""
+    programs: dict[Any, Callable[..., Any]] = rules.programs if reading.is_tracing() else _programs
+    key = _signature(step, rules)
+    if key not in programs:
+        programs[key] = jax.jit(call, inline=True)
+    if programs is _programs:  # each holds the constants of its program
+        _programs.move_to_end(key)
+        if len(_programs) > _MAX_PROGRAMS:
+            _programs.popitem(last=False)
+    return programs[key]
+
+
+def _joins_of(step: Step, position: int) -> list[Node | None]:
+    """The joins that the first results of a body go into."""
+    is_condition = step.bodies is not None and step.bodies.kind == "while" and position == 0
+    return [] if is_condition else step.joins
+
+
+def _run(body: Body, rules: Rules, joins: Sequence[Node | None], *args: Any) -> list[Any]:
+    results = evaluate(body, rules, args)
+    for position, join in enumerate(joins):
+        if join is not None:
+            results[position] = cast(results[position], join.dtype)
+    return results
+
+
+def _evaluate_rule(
+    rules: Rules, names: reading.Names, jaxpr: tuple[Any, list[Any]], args: Sequence[Any], dtypes: Sequence[Any]
+) -> list[Any]:
+    """A derivative rule under autocast; its operands come, and its results go, in the dtypes of the function's."""
+    return coloured(jaxpr, rules, names, args, dtypes, force=True)
+
+
+def coloured(
+    jaxpr: tuple[Any, list[Any]],
+    rules: Rules,
+    names: reading.Names,
+    args: Sequence[Any],
+    dtypes: Sequence[Any],
+    force: bool = False,
+) -> list[Any]:
+    """Evaluates an open jaxpr with its constants under autocast, its results in ``dtypes`` (None: as they come)."""
+    graph = build(*jaxpr, rules, names)
+    for node, value in zip(graph.sources, args, strict=True):
+        if node is not None:
+            node.dtype = np.dtype(value.dtype)
+    wanted = [
+        node
+        for node, dtype in zip(graph.body.results, dtypes, strict=True)
+        if node is not None and dtype is not None and np.dtype(dtype).itemsize == 2
+    ]
+    colour(graph, rules.half, wanted, force)
+    results = evaluate(graph.body, rules, args)
+    return [
+        value if dtype is None or not is_real(jax.typeof(value)) else cast(value, dtype)
+        for value, dtype in zip(results, dtypes, strict=True)
+    ]
+
+
+def _signature(step: Step, rules: Rules) -> Any:
+    """What the program of a step depends on, besides the dtypes of its operands."""
+    assert step.bodies is not None
+    params = tuple((name, value if _is_hashable(value) else id(value)) for name, value in step.eqn.params.items())
+    return (step.eqn.primitive.name, params, step.bodies.jaxprs, step.names, rules.key, _decisions(step))
+
+
+def _decisions(step: Step) -> Any:
+    own = tuple((node.colour, node.dtype) for node in (*step.nodes, *step.joins) if node is not None)
+    return (own, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

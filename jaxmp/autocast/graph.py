@@ -1,0 +1,201 @@
+"""The graph that autocast colours: one node for each floating value, over all nested programs at once.
+
+A body is no border: what goes into and comes out of a ``jit``, a branch or a loop is the same node inside and outside.
+Only where several values become one there is a node of its own, called ``join``: the carry of a loop (its initial value
+and what the body returns) and the result of a conditional (what each branch returns).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._jaxpr import reading
+from jaxmp.autocast.kinds import Kind, is_real
+from jaxmp.autocast.rules import Rules
+
+
+class Node:
+    """A floating value and the operation that makes it."""
+
+    __slots__ = (
+        "colour",
+        "const",
+        "dtype",
+        "feeds_half",
+        "has_half",
+        "inputs",
+        "kind",
+        "leads",
+        "name",
+        "reason",
+        "state",
+        "users",
+        "written",
+    )
+
+    def __init__(self, kind: Kind, name: str, written: np.dtype, inputs: Sequence[Node], reason: str = "") -> None:
+        self.kind, self.name, self.written, self.reason = kind, name, written, reason
+        self.inputs: list[Node] = []
+        self.users: list[Node] = []
+        self.const: float | None = None  # the largest magnitude of a constant
+        for node in inputs:
+            self.read(node)
+        # What colouring finds out.
+        self.has_half = self.leads = self.feeds_half = False
+        self.state = 0
+        self.colour = 0
+        self.dtype = written
+
+    def read(self, node: Node) -> None:
+        """Adds an input."""
+        self.inputs.append(node)
+        node.users.append(self)
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """An equation in its place: the nodes of its floating results and the bodies in it."""
+
+    eqn: Any
+    names: reading.Names
+    operands: list[Node | None]
+    nodes: list[Node | None]
+    kind: Kind = Kind.KEPT
+    reason: str = ""
+    bodies: reading.Bodies | None = None
+    inner: list[Body] = dataclasses.field(default_factory=list)
+    joins: list[Node | None] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class Body:
+    """A jaxpr in its place, with the nodes of its results."""
+
+    jaxpr: Any
+    consts: list[Any]
+    steps: list[Step]
+    results: list[Node | None]
+
+
+@dataclasses.dataclass(slots=True)
+class Graph:
+    """All nodes, each after its inputs but for the returns of loops, and the program that they belong to."""
+
+    nodes: list[Node]
+    body: Body
+    sources: list[Node | None]
+
+
+def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()) -> Graph:
+    """The graph of an open jaxpr and its constants; ``names`` are the scopes around it."""
+    builder = _Builder(rules)
+    sources = [builder.source(var.aval) for var in jaxpr.invars]
+    return Graph(builder.nodes, builder.body(jaxpr, consts, sources, names), sources)
+
+
+class _Builder:
+    def __init__(self, rules: Rules) -> None:
+        self.nodes: list[Node] = []
+        self.rules = rules
+
+    def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "") -> Node | None:
+        if not is_real(aval):
+            return None
+        node = Node(kind, name, aval.dtype, inputs, reason)
+        self.nodes.append(node)
+        return node
+
+    def source(self, aval: Any, value: Any = None) -> Node | None:
+        node = self.node(Kind.SOURCE, "source", aval, ())
+        # Only what is on the host, where looking at it waits for no device.
+        if node is not None and value is not None and not isinstance(value, jax.Array) and np.size(value) <= 4096:
+            magnitudes = np.abs(np.asarray(value, np.float32))
+            finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
+            if finite.size:
+                node.const = float(finite.max() if finite.max() > 1 else finite.min())
+        return node
+
+    def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[Node | None], names: reading.Names) -> Body:
+        env: dict[Any, Node | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=False):
+            env[var] = self.source(var.aval, value if isinstance(value, np.ndarray) else None)
+
+        def read(atom: Any) -> Node | None:
+            return self.source(atom.aval, atom.val) if reading.is_literal(atom) else env[atom]
+
+        steps = []
+        for eqn in jaxpr.eqns:
+            step = self.step(eqn, [read(atom) for atom in eqn.invars], (*names, *reading.names_of(eqn)))
+            env.update(zip(eqn.outvars, step.nodes, strict=True))
+            steps.append(step)
+        return Body(jaxpr, consts, steps, [read(atom) for atom in jaxpr.outvars])
+
+    def step(self, eqn: Any, operands: list[Node | None], names: reading.Names) -> Step:
+        bodies = None if self.rules.is_decided(names) else reading.bodies_of(eqn)
+        step = Step(eqn, names, operands, [], bodies=bodies)
+        if bodies is None:
+            self.leaf(step)
+        else:
+            getattr(self, f"enter_{bodies.kind}")(step, bodies)
+        return step
+
+    def inner(self, step: Step, jaxpr: Any, inputs: Sequence[Node | None]) -> list[Node | None]:
+        opened, consts = reading.opened(jaxpr)
+        step.inner.append(self.body(opened, consts, inputs, step.names))
+        return step.inner[-1].results
+
+    def enter_call(self, step: Step, bodies: reading.Bodies) -> None:
+        step.nodes = self.inner(step, bodies.jaxprs[0], step.operands)
+
+    def join(self, name: str, aval: Any, inputs: Sequence[Node | None]) -> Node | None:
+        return self.node(Kind.JOIN, name, aval, [node for node in inputs if node is not None])
+
+    def carry(self, step: Step, start: int, count: int) -> list[Node | None]:
+        step.joins = [
+            self.join("carry", atom.aval, [node])
+            for atom, node in zip(step.eqn.invars[start : start + count], step.operands[start:], strict=False)
+        ]
+        return step.joins
+
+    def enter_scan(self, step: Step, bodies: reading.Bodies) -> None:
+        stop = bodies.consts + bodies.carry
+        carry = self.carry(step, bodies.consts, bodies.carry)
+        inputs = [*step.operands[: bodies.consts], *carry, *step.operands[stop:]]
+        results = self.inner(step, bodies.jaxprs[0], inputs)
+        self.close(carry, results)
+        step.nodes = [*carry, *results[bodies.carry :]]
+
+    def enter_while(self, step: Step, bodies: reading.Bodies) -> None:
+        start = bodies.consts + bodies.body_consts
+        carry = self.carry(step, start, bodies.carry)
+        self.inner(step, bodies.jaxprs[0], [*step.operands[: bodies.consts], *carry])
+        self.close(carry, self.inner(step, bodies.jaxprs[1], [*step.operands[bodies.consts : start], *carry]))
+        step.nodes = carry
+
+    def close(self, carry: Sequence[Node | None], results: Sequence[Node | None]) -> None:
+        for join, node in zip(carry, results, strict=False):
+            if join is not None and node is not None:
+                join.read(node)
+
+    def enter_cond(self, step: Step, bodies: reading.Bodies) -> None:
+        results = [self.inner(step, branch, step.operands[1:]) for branch in bodies.jaxprs]
+        columns = zip(step.eqn.outvars, zip(*results, strict=True), strict=True)
+        step.joins = step.nodes = [self.join("branches", var.aval, column) for var, column in columns]
+
+    def leaf(self, step: Step) -> None:
+        eqn = step.eqn
+        step.kind, step.reason = self.rules.kind_of(eqn, step.operands, step.names)
+        name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
+        for position, var in enumerate(eqn.outvars):
+            reads = inputs
+            if step.kind is Kind.CLEAR and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort
+                one = step.operands[position]
+                reads = [] if one is None else [one]
+            step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason))
+        if step.kind is Kind.CLEAR and len(inputs) == 1 and step.nodes[0] is not None:
+            step.nodes[0].const = inputs[0].const

@@ -1,0 +1,77 @@
+"""Islands: groups of operations that are right only as a whole in float32.
+
+exp, log and sums are float32 by their class. What feeds them must be too, or the rounding comes just before the step
+that amplifies it: ``x - max`` before exp (softmax in bfloat16 errs by 7 %), the square before a sum (a variance as
+``E[x²] - E[x]²``, and 300² is infinite in float16), the difference before a squared error, the scale and mask before a
+softmax (``finfo.min`` is -inf in half).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from jaxmp.autocast.classes import Class, primitives_of
+from jaxmp.autocast.kinds import Kind
+
+from jaxmp.autocast.graph import Node
+
+_LINALG = primitives_of(Class.LINALG)
+_SQUARES = frozenset({"square", "integer_pow", "abs"})
+
+
+def extend(nodes: Sequence[Node]) -> None:
+    """Makes float32, backwards, what feeds only float32 operations, and what an island needs though others read it."""
+    for node in reversed(nodes):
+        if node.kind is not Kind.INFER or not node.has_half:
+            continue
+        readers = list(_readers(node))
+        full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT)]
+        if not full:
+            continue
+        if len(full) == len(readers) and not _is_stream(node):
+            node.kind, node.reason = Kind.FULL, f"feeds only {_names(full)}"
+        elif any(user.name in _LINALG for user in full):
+            node.kind, node.reason = Kind.FULL, f"feeds {_names(full)}"
+        elif _is_square(node) and any(user.name == "reduce_sum" for user in full):
+            node.kind, node.reason = Kind.FULL, "a square that is summed"
+        elif node.name == "sub" and any(_is_square(user) for user in full):
+            node.kind, node.reason = Kind.FULL, "a difference whose square is summed"
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Who computes with a value, however it was moved."""
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        if user.kind is Kind.CLEAR:
+            stack.extend(user.users)
+        else:
+            yield user
+
+
+def _is_stream(node: Node) -> bool:
+    """Whether a sum has two operands that products made: a residual stream stays half up to its last normalisation."""
+    return node.name == "add" and sum(operand.has_half for operand in node.inputs) > 1
+
+
+def _is_square(node: Node) -> bool:
+    return node.name in _SQUARES or (node.name == "mul" and len({id(operand) for operand in node.inputs}) == 1)
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    return ", ".join(sorted({node.name for node in nodes}))
+
+
+def softmaxes(nodes: Sequence[Node]) -> Iterator[Node]:
+    """The divisions that end a softmax: of exponentials by their sum."""
+    for node in nodes:
+        if node.name == "div" and len(node.inputs) == 2:
+            above, below = (_origin(operand) for operand in node.inputs)
+            if below.name == "reduce_sum" and below.inputs and _origin(below.inputs[0]) is above:
+                yield node
+
+
+def _origin(node: Node) -> Node:
+    while node.kind is Kind.CLEAR and len(node.inputs) == 1:
+        node = node.inputs[0]
+    return node

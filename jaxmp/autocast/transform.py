@@ -1,0 +1,154 @@
+"""The transform: a function in, the same function with each operation in its precision out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+
+from jaxmp._jaxpr import reading
+from jaxmp.autocast import emit
+from jaxmp.autocast.kinds import REAL, is_real
+from jaxmp.autocast.rules import DECIDED, Rules, precision
+from jaxmp.policy import Policy, PolicyMap, get_policy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_tracing: ContextVar[bool] = ContextVar("jaxmp_autocast_tracing", default=False)
+
+
+def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) -> F:
+    """``fun`` with each of its operations in the precision that suits it, decided on its whole graph.
+
+    Matrix products and convolutions run in the policy's compute dtype, what needs range or adds up many terms in
+    float32, the rest in what its neighbours have; :mod:`jaxmp.autocast` states the rules, :func:`jaxmp.cast_plan`
+    shows the decisions. ``fun`` is traced as it is written, on its own dtypes, and stays unedited: its params stay
+    float32, its results have the dtypes that they had (under a pure policy such as ``"bfloat16"``: the output dtype).
+    It composes with every transformation of JAX, around it and inside it.
+
+    Args:
+      fun: any function of arrays in pytrees that JAX can trace. Arguments that are no arrays (Python numbers, strings,
+        None, functions) reach it as they are.
+      policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16; ``"O1"`` is mixed_float16.
+        ``"float32"`` is for a part of a larger function under autocast, which then stays float32 as a whole.
+      overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"primitive:exp"`` or
+        ``"class:accumulation"`` to ``"float32"`` or ``"half"``. A path goes before an operation, a region marked with
+        :func:`jaxmp.precision` before both.
+
+    Raises:
+      ValueError: the policy has no half compute dtype; float16 on a TPU; an override is none, or (in the call) matched
+        nothing.
+      TypeError: the policy is a PolicyMap.
+
+    >>> def loss(w, x):
+    ...     return jax.nn.logsumexp(jax.nn.relu(x @ w) @ w)
+    >>> half = jaxmp.autocast(loss, "mixed_bfloat16")
+    >>> w = jax.numpy.eye(4)
+    >>> half(w, w).dtype, jax.grad(half)(w, w).dtype
+    (dtype('float32'), dtype('float32'))
+    """
+    one_policy = checked_policy(policy)
+    overrides = dict(overrides or {})
+    Rules(one_policy.compute_dtype, overrides)  # what is wrong with them is said here, not in the call
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if one_policy.compute_dtype == np.float32:
+            return _in_float32(fun, one_policy, args, kwargs)
+        check_backend(one_policy)
+        traced = Traced(fun, args, kwargs)
+        rules = Rules(one_policy.compute_dtype, overrides)
+        dtypes = traced.result_dtypes(one_policy)
+        with jax.named_scope(DECIDED):
+            results = emit.coloured(traced.jaxpr, rules, (), traced.operands, dtypes)
+        rules.check()
+        return traced.unflatten(results)
+
+    return cast(F, wrapped)
+
+
+def checked_policy(policy: Any) -> Policy:
+    """The one policy of an autocast."""
+    result = get_policy("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
+    if isinstance(result, PolicyMap):
+        raise TypeError(
+            f"autocast takes one policy for a function, got the PolicyMap {result}; pass its default and name the "
+            "exceptions by overrides={'**/head': 'float32'}"
+        )
+    if result.compute_dtype not in REAL:
+        raise ValueError(
+            f"autocast computes in float16 or bfloat16, got the compute dtype {result.compute_dtype.name}; use "
+            "'mixed_bfloat16' or 'mixed_float16'"
+        )
+    return result
+
+
+def check_backend(policy: Policy) -> None:
+    """Raises where the default backend has no products in the policy's compute dtype."""
+    if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":
+        raise ValueError(
+            "autocast needs a backend that multiplies in the policy's compute dtype, got float16 on a TPU, whose "
+            "matrix unit has bfloat16 only; use 'mixed_bfloat16'"
+        )
+
+
+def _in_float32(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
+    if not _tracing.get():
+        raise ValueError(
+            "autocast needs a policy with a half compute dtype, got float32 outside of any other autocast, where it "
+            "has nothing to change; use 'mixed_bfloat16' or 'mixed_float16', or call the function itself"
+        )
+    with precision("float32"), policy.precision():
+        return fun(*args, **kwargs)
+
+
+class Traced:
+    """The program of one call, on the dtypes that the author wrote.
+
+    Attributes:
+      jaxpr: an open jaxpr and its constants.
+      operands: the arrays of the call, in the order of the jaxpr's arguments.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        self.operands = [leaf for leaf in leaves if is_array(leaf)]
+
+        def flat(*operands: Any) -> list[Any]:
+            rest = iter(operands)
+            filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(tree, filled)
+            token = _tracing.set(True)
+            try:
+                results = fun(*args, **kwargs)
+            finally:
+                _tracing.reset(token)
+            self._results, self._tree = jax.tree.flatten(results)
+            return [leaf for leaf in self._results if is_array(leaf)]
+
+        closed = jax.make_jaxpr(flat)(*self.operands)
+        self.jaxpr = reading.opened(closed)
+        self._results = [_ARRAY if is_array(leaf) else leaf for leaf in self._results]  # tracers die with the trace
+
+    def result_dtypes(self, policy: Policy) -> list[Any]:
+        """The dtypes that the results have: their own, or in a policy without float32 results its output dtype."""
+        avals = [atom.aval for atom in self.jaxpr[0].outvars]
+        half = policy.output_dtype if policy.output_dtype.itemsize == 2 else None
+        return [half or aval.dtype if is_real(aval) else None for aval in avals]
+
+    def unflatten(self, results: Sequence[Any]) -> Any:
+        """What ``fun`` returns, with ``results`` for its arrays."""
+        rest = iter(results)
+        return jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._results])
+
+
+_ARRAY = object()
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether an argument or a result is traced; what is not stays the Python value that it is."""
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
