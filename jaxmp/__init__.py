@@ -8,6 +8,9 @@ dtype('float16')
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# A function in the package of its name: whichever of the two is bound last is what `jaxmp.autocast` is.
+from jaxmp.autocast import autocast as autocast
+
 if TYPE_CHECKING:
     from jaxmp import dtypes as dtypes
     from jaxmp import formats as formats
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from jaxmp import policy as policy
     from jaxmp import training as training
     from jaxmp import tree as tree
+    from jaxmp.autocast.plan import CastPlan as CastPlan
+    from jaxmp.autocast.plan import cast_plan as cast_plan
+    from jaxmp.autocast.rules import precision as precision
     from jaxmp.loss_scale import DynamicLossScale as DynamicLossScale
     from jaxmp.loss_scale import HeadroomLossScale as HeadroomLossScale
     from jaxmp.loss_scale import LossScale as LossScale
@@ -47,6 +53,8 @@ __version__ = "0.1.0"
 _EXPORTS = {
     **dict.fromkeys(("dtypes", "formats", "hardware", "jmp", "linen", "loss_scale", "nnx", "optimizer"), ""),
     **dict.fromkeys(("policy", "training", "tree"), ""),
+    **dict.fromkeys(("CastPlan", "cast_plan"), "autocast.plan"),
+    "precision": "autocast.rules",
     **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "LossScale"), "loss_scale"),
     **dict.fromkeys(("NoOpLossScale", "StaticLossScale"), "loss_scale"),
     **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),

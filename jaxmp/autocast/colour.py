@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxmp.autocast import islands
 from jaxmp.autocast.cycles import on_a_cycle_with
-from jaxmp.autocast.graph import Graph, Node
+from jaxmp.autocast.graph import Graph, Node, Step
 from jaxmp.autocast.kinds import Kind
 from jaxmp.autocast.rules import BIJECTIVE, MOVES
 
@@ -86,6 +86,21 @@ def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bo
     return True
 
 
+def computed_in(node: Node) -> np.dtype:
+    """The dtype that the operation of a half, full or rounded node computes in."""
+    return node.dtype if node.colour == Colour.HALF else _FLOAT32
+
+
+def operand_dtypes(step: Step) -> list[np.dtype | None]:
+    """The dtypes that the operands of an equation without bodies are cast to; None where they are left alone."""
+    node = step.node
+    if node is not None and node.colour == Colour.KEEP:
+        return [None] * len(step.operands)
+    if node is None or node.colour == Colour.WRITTEN:
+        return [None if operand is None else operand.written for operand in step.operands]
+    return [None if operand is None else computed_in(node) for operand in step.operands]
+
+
 def _spread(start: Iterable[Node], flag: str, along: str) -> None:
     stack = list(start)
     for node in stack:
@@ -141,7 +156,7 @@ def _state(node: Node) -> State:
     if node.kind in (Kind.SOURCE, Kind.KEPT):
         return State.HALF if node.dtype.itemsize == 2 else State.NEUTRAL
     if node.kind is Kind.CLEAR:
-        return max((operand.state for operand in node.inputs), default=State.NEUTRAL)
+        return State(max((operand.state for operand in node.inputs), default=State.NEUTRAL))
     seen = [_seen(operand) for operand in node.inputs]
     if not seen:
         return State.NEUTRAL
@@ -149,11 +164,11 @@ def _state(node: Node) -> State:
         if State.STRICT in seen:
             return State.STRICT
         if node.name == "carry" and seen[-1] is not State.NEUTRAL:
-            return seen[-1]
+            return State(seen[-1])
         return State.HALF if State.HALF in seen else max(seen)
     if node.name == "add" and max(seen) is State.FULL and State.HALF in seen and not _is_spread(node):
         return State.HALF
-    return max(seen)
+    return State(max(seen))
 
 
 def _seen(operand: Node) -> State:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.rebuild import rebuild
 from jaxmp.autocast.classes import Class, primitives_of
-from jaxmp.autocast.colour import Colour, colour
+from jaxmp.autocast.colour import Colour, colour, computed_in, operand_dtypes
 from jaxmp.autocast.graph import Body, Node, Step, build
 from jaxmp.autocast.kinds import Kind, is_real
 from jaxmp.autocast.rules import Rules
@@ -61,24 +61,18 @@ def _results(step: Step, rules: Rules, read: Any, read_as: Any) -> Sequence[Any]
     eqn = step.eqn
     if step.bodies is not None:
         return _with_bodies(step, rules, [read(atom) for atom in eqn.invars])
-    node = next((node for node in step.nodes if node is not None), None)
-    level = Colour.WRITTEN if node is None else node.colour
-    target = None
-    if node is not None and level in (Colour.HALF, Colour.FULL, Colour.ROUND):
-        target = np.dtype(np.float32) if level != Colour.HALF else node.dtype
-    operands = []
-    for atom, operand in zip(eqn.invars, step.operands, strict=True):
-        if operand is None or level == Colour.KEEP:
-            operands.append(read(atom))
-        else:
-            operands.append(read_as(atom, operand, atom.aval.dtype if target is None else target))
+    operands = [
+        read(atom) if dtype is None else read_as(atom, operand, dtype)
+        for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
+    ]
+    node = step.node
     if eqn.primitive.name == "convert_element_type" and node is not None:
         narrows = step.kind is Kind.KEPT
         return [cast(read(eqn.invars[0]), eqn.params["new_dtype"]) if narrows else operands[0]]
-    params = eqn.params if target is None else _in_dtype(eqn, target)
+    params = eqn.params if node is None or node.colour <= Colour.WRITTEN else _in_dtype(eqn, computed_in(node))
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     results = list(out) if eqn.primitive.multiple_results else [out]
-    return [cast(results[0], node.dtype)] if node is not None and level == Colour.ROUND else results
+    return [cast(results[0], node.dtype)] if node is not None and node.colour == Colour.ROUND else results
 
 
 def _in_dtype(eqn: Any, dtype: np.dtype) -> dict[str, Any]:

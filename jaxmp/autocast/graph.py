@@ -71,6 +71,11 @@ class Step:
     inner: list[Body] = dataclasses.field(default_factory=list)
     joins: list[Node | None] = dataclasses.field(default_factory=list)
 
+    @property
+    def node(self) -> Node | None:
+        """The node of the first floating result."""
+        return next((node for node in self.nodes if node is not None), None)
+
 
 @dataclasses.dataclass(slots=True)
 class Body:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jaxmp.autocast.classes import Class, primitives_of
-from jaxmp.autocast.kinds import Kind
-
 from jaxmp.autocast.graph import Node
+from jaxmp.autocast.kinds import Kind
 
 _LINALG = primitives_of(Class.LINALG)
 _SQUARES = frozenset({"square", "integer_pow", "abs"})

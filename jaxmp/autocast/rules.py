@@ -27,9 +27,12 @@ _REGION = re.compile(r"jaxmp\.precision\((float32|half)\)")
 
 # Data is only placed elsewhere: each element has one origin and one destination, so that to cast before or after it
 # is the same, forwards and backwards. (The gradient of a gather or a broadcast is a sum.)
-BIJECTIVE = frozenset("reshape transpose squeeze expand_dims rev copy copy_p name convert_element_type".split())
+BIJECTIVE = frozenset(
+    {"reshape", "transpose", "squeeze", "expand_dims", "rev", "copy", "copy_p", "name", "convert_element_type"}
+)
 MOVES = frozenset(
-    "concatenate select_n pad dynamic_update_slice scatter stack max min clamp scatter-min scatter-max".split()
+    {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}
+    | {"scatter", "scatter-min", "scatter-max"}
 )
 """Operations of several operands that round nothing, and so add up no error round a loop."""
 
