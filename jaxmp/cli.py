@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import os
 import sys
@@ -101,17 +102,78 @@ def formats(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command
+def plan(options: argparse.Namespace) -> int:
+    """Show what autocast decides for each operation of a function, and why; nothing is run but imports.
+
+    On a terminal it is a table, else the text of str(plan), which is the same on every machine: keep it under version
+    control, and a diff shows what a change did to the precision. Exit code 2 if something is wrong with the arguments.
+
+    Example:
+      jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
+    """
+    from jaxmp.autocast import cli
+
+    try:
+        result = cli.plan(options.function, options.policy, options.arg, options.args, options.override)
+    except cli.UsageError as error:
+        print(f"jaxmp plan: error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(result.to_json())
+    elif sys.stdout.isatty():
+        _print(_console(), result)
+    else:
+        print(result)
+    return 0
+
+
+def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="any function that JAX can trace")
+    command.add_argument("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16")
+    command.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="DTYPE[SHAPE]",
+        help="a positional argument, such as float32[8,16], int32[] or key[] (a random key); repeat for more",
+    )
+    command.add_argument(
+        "--args",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns the positional arguments as a tuple (pytrees, for instance); traced, not run",
+    )
+    command.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="KEY=LEVEL",
+        help="such as '**/head=float32' or 'primitive:exp=half'; repeat for more",
+    )
+
+
+_ARGUMENTS = {"plan": _add_plan_arguments}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxmp",
-        description="Mixed precision for JAX: what this machine computes fast, and what the formats can hold.",
+        description="Mixed precision for JAX: what this machine computes fast, what formats can hold, what autocast decides.",
         epilog="jaxmp COMMAND --help says more about one command.",
     )
     parser.add_argument("--version", action="version", version=f"jaxmp {jaxmp.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, run in _COMMANDS.items():
-        text = run.__doc__ or ""
-        command = commands.add_parser(name, help=text.splitlines()[0], description=text)
+        text = inspect.cleandoc(run.__doc__ or "")
+        command = commands.add_parser(
+            name,
+            help=text.splitlines()[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if name in _ARGUMENTS:
+            _ARGUMENTS[name](command)
         command.add_argument("--json", action="store_true", help="print JSON, for programs")
     return parser
 
