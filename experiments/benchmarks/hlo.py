@@ -1,0 +1,153 @@
+"""Reading XLA's programs: products by dtype, casts, and the bytes that all else moves."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s16": 2, "u16": 2, "f32": 4}
+_BYTES |= {"s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8, "c128": 16}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .* )?\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.$-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.$-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
+_PRODUCTS = {"dot": "dot", "convolution": "convolution"}
+_KERNELS = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
+_NO_WORK = frozenset("parameter constant tuple get-tuple-element bitcast iota after-all while conditional call".split())
+_LAYOUT = frozenset("copy transpose".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a program; ``dtypes`` and ``bytes`` are of its result, ``operands`` the names of what it reads."""
+
+    name: str
+    opcode: str
+    result: str
+    operands: tuple[str, ...]
+    text: str
+
+    @property
+    def bytes(self) -> float:
+        """The size of its result."""
+        return size(self.result)
+
+
+def size(shape: str) -> float:
+    """Bytes of an array, or of all arrays of a tuple, in XLA's notation.
+
+    >>> size("bf16[2,3]{1,0}")
+    12
+    """
+    arrays = _ARRAY.findall(shape)
+    return sum(_BYTES.get(dtype, 1) * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays)
+
+
+class Program:
+    """A program of XLA, from the text of its HLO, optimised or as it was lowered.
+
+    Attributes:
+      computations: name to instructions.
+      entry: the name of the first one to run.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry, current = "", None
+        for line in text.splitlines():
+            if header := _COMPUTATION.match(line):
+                current = self.computations.setdefault(header[2], {})
+                self.entry = header[2] if header[1] else self.entry
+            elif current is not None and (found := _INSTRUCTION.match(line)):
+                name, result, opcode, rest = found.groups()
+                operands = tuple(_OPERAND.findall(_ARRAY.sub("", _arguments(rest)))) if opcode != "constant" else ()
+                current[name] = Instruction(name, opcode, result, operands, line)
+
+    def walk(self, into_fusions: bool = True, repeat_loops: bool = False) -> Iterator[tuple[str, Instruction, int]]:
+        """Each instruction with its computation and how often it runs; a loop's body counts once unless repeated."""
+        stack = [(self.entry, 1)]
+        while stack:
+            name, times = stack.pop()
+            for instruction in self.computations.get(name, {}).values():
+                yield name, instruction, times
+                if instruction.opcode in ("fusion", "async-start") and not into_fusions:
+                    continue
+                trips = _TRIPS.search(instruction.text) if repeat_loops else None
+                inner = _CALLED.findall(instruction.text)
+                for branches in _BRANCHES.findall(instruction.text):
+                    inner += _OPERAND.findall(branches)
+                stack += [(each, times * (int(trips[1]) if trips else 1)) for each in inner]
+
+    def dtypes(self, computation: str, instruction: Instruction) -> tuple[str, ...]:
+        """The dtypes of an instruction's operands."""
+        known = self.computations[computation]
+        arrays = [_ARRAY.search(known[name].result) for name in instruction.operands if name in known]
+        return tuple(array[1] for array in arrays if array)
+
+    def products(self) -> collections.Counter[str]:
+        """How many matrix products, convolutions and fused attentions there are, as in ``"dot bf16×bf16"``."""
+        counts: collections.Counter[str] = collections.Counter()
+        for computation, instruction, times in self.walk():
+            if kind := _product(instruction):
+                counts[f"{kind} {'×'.join(self.dtypes(computation, instruction)[:2])}"] += times
+        return counts
+
+    def converts(self) -> collections.Counter[str]:
+        """How many casts between floating dtypes there are, as in ``"f32→bf16"``."""
+        counts: collections.Counter[str] = collections.Counter()
+        for computation, instruction, times in self.walk():
+            if instruction.opcode == "convert" and (cast := self._cast(computation, instruction)):
+                counts[cast] += times
+        return counts
+
+    def round_trips(self) -> int:
+        """How many casts undo the cast before them: float32 to half and back, or half to float32 and back."""
+        count = 0
+        for computation, instruction, times in self.walk():
+            if instruction.opcode == "convert" and (cast := self._cast(computation, instruction)):
+                before = self.computations[computation].get(instruction.operands[0])
+                if before is not None and before.opcode == "convert":
+                    old, new = cast.split("→")
+                    count += times * (self._cast(computation, before) == f"{new}→{old}")
+        return count
+
+    def _cast(self, computation: str, instruction: Instruction) -> str | None:
+        (old, *_), new = self.dtypes(computation, instruction) or ("",), _ARRAY.search(instruction.result)
+        floating = new is not None and "f" in old and "f" in new[1]
+        return f"{old}→{new[1]}" if floating and new is not None else None
+
+    def traffic(self) -> tuple[float, float]:
+        """Bytes that kernels other than products move, read plus written, and those of them that change a layout."""
+        total = layout = 0.0
+        for computation, instruction, times in self.walk(into_fusions=False, repeat_loops=True):
+            if instruction.opcode in _NO_WORK or _product(instruction):
+                continue
+            known = self.computations[computation]
+            read = sum(known[name].bytes for name in set(instruction.operands) if name in known)
+            moved = times * (read + instruction.bytes)
+            total += moved
+            layout += moved * (instruction.opcode in _LAYOUT or "wrapped_transpose" in instruction.text[:80])
+        return total, layout
+
+
+def _product(instruction: Instruction) -> str | None:
+    if instruction.opcode != "custom-call":
+        return _PRODUCTS.get(instruction.opcode)
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.text)
+    return next((kind for start, kind in _KERNELS.items() if target and target[1].startswith(start)), None)
+
+
+def _arguments(rest: str) -> str:
+    """What stands before the parenthesis that closes an instruction's operands."""
+    depth = 1
+    for position, character in enumerate(rest):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return rest[:position]
+    return rest
