@@ -158,7 +158,8 @@ _ARGUMENTS = {"plan": _add_plan_arguments}
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxmp",
-        description="Mixed precision for JAX: what this machine computes fast, what formats can hold, what autocast decides.",
+        description="Mixed precision for JAX: what this machine computes fast, what the formats can hold, and what "
+        "autocast decides.",
         epilog="jaxmp COMMAND --help says more about one command.",
     )
     parser.add_argument("--version", action="version", version=f"jaxmp {jaxmp.__version__}")

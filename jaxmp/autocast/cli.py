@@ -93,7 +93,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _shape(text: str) -> jax.ShapeDtypeStruct:
-    match = re.fullmatch(r"(\w+)(?:\[((?:\d+(?:,\d+)*)?)\])?", "".join(text.split()))
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\[\s*((?:\d+(?:\s*,\s*\d+)*)?)\s*\])?\s*", text)
     if match is None:
         raise UsageError(f"an --arg is a dtype and a shape, such as float32[8,16] or int32[], got {text!r}")
     name, sizes = match[1], tuple(int(size) for size in (match[2] or "").split(",") if size)

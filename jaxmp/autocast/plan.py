@@ -65,6 +65,7 @@ class Summary:
     A scan counts all its trips, a while loop one, and a conditional all its branches.
 
     Attributes:
+      changes: whether anything changes; without a product that may run in half nothing does.
       flops: floating-point operations of the function.
       half_flops: those of them in half precision.
       product_flops: those of matrix products and convolutions.
@@ -79,6 +80,7 @@ class Summary:
       unknown_trips: the number of loops whose trips are known only when they run.
     """
 
+    changes: bool
     flops: int
     half_flops: int
     product_flops: int
@@ -123,9 +125,9 @@ class CastPlan:
         """The text of the plan."""
         return report.text(self)
 
-    def __rich__(self) -> Any:
-        """The plan as a table."""
-        return report.table(self)
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        """The plan as a table; a narrow console gets fewer columns."""
+        yield report.table(self, options.max_width)
 
     def to_json(self) -> str:
         """The plan as JSON.
@@ -299,6 +301,7 @@ class _Writer:
         products = [row for row in self.rows if row.cls == Class.HALF]
         full = [row for row in products if not {"float16", "bfloat16"} & set(row.operands)]
         return Summary(
+            changes=self.reasons.changed,
             flops=sum(row.flops for row in self.rows),
             half_flops=self.half_flops,
             product_flops=sum(row.flops for row in products),

@@ -60,8 +60,8 @@ def summary_lines(plan: CastPlan) -> Iterator[str]:
     yield f"islands in float32: {_counts(summary.islands) or 'none'}"
     for place, why in summary.full_products:
         yield f"float32 product: {place}: {why}"
-    if not plan.rows or not summary.operations.get("half"):
-        yield "no product in the function: nothing changes"
+    if not summary.changes:
+        yield "no product in half: nothing changes"
     if summary.unknown:
         yield f"unknown primitives, which keep their dtypes: {', '.join(summary.unknown)}"
     if summary.uncounted:
@@ -85,16 +85,18 @@ def to_json(plan: CastPlan) -> str:
     return json.dumps(value, indent=2, allow_nan=False)
 
 
-def table(plan: CastPlan) -> Any:
-    """A table of the rows and the totals below it, for rich."""
+def table(plan: CastPlan, width: int) -> Any:
+    """A table of the rows and the totals below it, for rich; below 110 columns without sizes, class and source."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     grid = Table(title=f"autocast plan under {plan.policy}", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in _HEADER:
+    shown = [n for n, name in enumerate(_HEADER) if width >= 110 or name in ("primitive", _HEADER[1], "path", "why")]
+    for name in (_HEADER[n] for n in shown):
         grid.add_column(name, justify="right" if name in ("FLOPs", "casts") else "left", overflow="fold")
     for row in plan.rows:
         in_half = {"float16", "bfloat16"} & {*row.operands, *row.result.split(", ")}
-        grid.add_row(*map(Text, _cells(row)), style="green" if in_half else "")
+        cells = _cells(row)
+        grid.add_row(*(Text(cells[n]) for n in shown), style="green" if in_half else "")
     return Group(grid, Text(""), Text("\n".join(summary_lines(plan))))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxmp._jaxpr import reading
+from jaxmp.autocast.classes import Class, classify
 from jaxmp.autocast.colour import Colour, State
 from jaxmp.autocast.graph import Body, Graph, Node, Step
 from jaxmp.autocast.kinds import Kind
@@ -59,7 +60,8 @@ class Reasons:
         if step.kind is Kind.KEPT:
             return step.reason
         if not self.changed:
-            return "no product in the function: nothing changes"
+            is_product = classify(step.eqn.primitive.name) is Class.HALF
+            return step.reason if is_product else "no product in half: nothing changes"
         if node is None:
             return step.reason or "no floating result"
         reason = self._of_node(node, step)
