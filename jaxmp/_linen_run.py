@@ -38,6 +38,8 @@ from jaxmp._linen_variables import (
     restore_params,
     shapes,
 )
+from jaxmp._opt_level import level_of
+from jaxmp.autocast.rules import precision
 from jaxmp.dtypes import is_half
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
@@ -47,10 +49,14 @@ _ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", 
 
 @dataclasses.dataclass(frozen=True)
 class Root:
-    """What a module under policies knows: the policies, and its own path if it was reached through a bound parent."""
+    """What a module under policies knows: the policies, and its own path if it was reached through a bound parent.
+
+    Under autocast the policies say where it makes an exception, and no field and no param is touched.
+    """
 
     policies: PolicyMap
     prefix: Path = ()
+    autocast: bool = False
 
     def mark(self, module: nn.Module) -> None:
         """Marks the scope of ``module``, and so every scope below that is still to come, as belonging to this root."""
@@ -74,6 +80,7 @@ class _Decision:
     param_dtype: np.dtype
     inputs: Callable[[Any, Policy], Any] | None  # what becomes of them
     kept: str | None  # why its products, if it has any, are not in half
+    asked: str | None = None  # what an override asks of autocast
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,6 +170,7 @@ class Run:
     ) -> None:
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
+        self.autocast = root.autocast
         self.variables = self._foresee() if make_variables else shapes(module.variables)
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _Decision] = {}
@@ -211,6 +219,10 @@ class Run:
     def _decide(self, module: nn.Module, path: Path) -> _Decision:
         policy, pattern = self.policies.resolve(self.prefix + path, self.classes)
         key = hash((policy, pattern, self.prefix + path if self.by_path else None))
+        if self.autocast:
+            level = level_of(policy)
+            kept = f"override {pattern_text(pattern or '**')!r}" if level == "float32" else None
+            return _Decision(policy, key, policy.param_dtype, None, kept, None if pattern is None else level)
         here = self._at(path)
         is_parent = here is not None and has_children(here)
         owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
@@ -243,6 +255,9 @@ class Run:
         if self._has_product(module, path, method):
             self.products[path] = decision
 
+        if self.autocast:
+            with precision(decision.asked) if decision.asked else contextlib.nullcontext():
+                return next_fun(*args, **kwargs)
         policy, caller = decision.policy, _running.frames[-1] if _running.frames else None
         inside = caller is not None and caller.is_around(self, module)
         follows = caller is not None and caller.follows and not inside
@@ -273,7 +288,7 @@ class Run:
         return jax.default_matmul_precision(policy.matmul_precision or self.ambient_precision)
 
     def cast_output(self, result: Any) -> Any:
-        return result if self.prefix else self.decisions[()].policy.cast_to_output(result)
+        return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
 
     def _decide_children(self, module: nn.Module) -> None:
         # Before they are called: a parent may read their dtypes, or call a method that Linen does not wrap.

@@ -23,6 +23,7 @@ from flax import nnx
 from jaxmp import tree as _tree
 from jaxmp._jaxpr.loops import as_carry, is_loop_body
 from jaxmp._jaxpr.weak import products_in, strengthen, weaken
+from jaxmp._nnx_autocast import run_autocast
 from jaxmp._nnx_variables import cast_variable, is_container_class, is_object, own_variables
 from jaxmp.policy import Policy
 
@@ -44,6 +45,8 @@ class Decision:
       inputs: what becomes of them: cast to the compute dtype; or made to follow, so that they keep their digits on the
         way to a submodule and take the dtype of the first param that they meet; or nothing.
       given: the attributes that the policy replaced, as the author gave them.
+      autocast: whether that is up to autocast, and nothing counts but what is
+      asked: of it by an override.
       level: how many modules of the same class are around it for which the same was decided, so that one that is nested
         in another is told from a copy that a transform has made.
     """
@@ -53,6 +56,8 @@ class Decision:
     casts_params: bool
     inputs: Literal["cast", "follow"] | None
     given: tuple[tuple[str, Any], ...]
+    autocast: bool = False
+    asked: Literal["float32", "half"] | None = None
     level: int = 0
 
 
@@ -118,6 +123,8 @@ def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
 def _entrance(method: Any) -> Callable[..., Any]:
     @functools.wraps(getattr(method, "func", method), updated=())
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self).jaxmp_decision.autocast:
+            return run_autocast(self, method, args, kwargs)
         return _run(self, method.__get__(self, type(self)), args, kwargs)
 
     return enter

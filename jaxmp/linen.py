@@ -18,13 +18,16 @@ from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
-from flax.core import Scope
+from flax.core import Scope, lift
 from flax.linen import module as _linen_module
+from flax.linen.transforms import decorator_lift_transform
 
 from jaxmp._jaxpr.weak import strengthen
 from jaxmp._linen_fields import given_fields
 from jaxmp._linen_run import Root, is_running, running
 from jaxmp._linen_variables import Variables
+from jaxmp._opt_level import O1, is_o1, o1_map
+from jaxmp.autocast import autocast
 from jaxmp.policy import get_policy_map
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,13 +46,18 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     want equal dtypes, as always). The carry of a lifted loop (``nn.scan``, ``nn.RNN``) keeps the dtype it comes in
     with. A submodule with policies of its own keeps them.
 
+    ``"O1"`` is :func:`jaxmp.autocast` in ``mixed_float16``: no ``dtype`` of a module and no variable changes, and what
+    runs is decided operation by operation; overrides then say where in the module all is float32. Variables are made
+    without autocast. In bfloat16 the same is ``jaxmp.autocast(module.apply, "mixed_bfloat16")``.
+
     Args:
       module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.
-      policy: whatever :func:`jaxmp.get_policy` reads.
+      policy: whatever :func:`jaxmp.get_policy` reads, or ``"O1"``.
       overrides: pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`.
 
     Raises (when the module runs, for only then its submodules exist):
-      ValueError: a pattern matched no module and no variable; or a half policy under which every product stays float32.
+      ValueError: a pattern matched no module and no variable; or a half policy under which every product stays float32;
+        or (at once) an override of O1 computes neither in float32 nor in float16.
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -65,7 +73,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
             "(Model(...)), or use jaxmp.nnx.apply_policy for NNX modules"
         )
     scope = module.scope.rewound() if module.scope else None
-    return _with_root(module, Root(get_policy_map(policy, overrides)), parent=scope, name=module.name)
+    root = Root(o1_map(overrides), autocast=True) if is_o1(policy) else Root(get_policy_map(policy, overrides))
+    return _with_root(module, root, parent=scope, name=module.name)
 
 
 _Object: Any = object  # the class that it is mixed into comes after it
@@ -85,16 +94,18 @@ class _Policied(_Object):
     def _run(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        checking = self.scope is not None and isinstance(self.scope.root, _linen_module.TestScope)
-        if self.scope is None or checking or is_running(self):
+        if self.scope is None or _is_checked(self) or is_running(self):
             return call()
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
         bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
+        if self.jaxmp_root.autocast and not creates and name != "setup":
+            call = functools.partial(decorator_lift_transform(_lifted_autocast, method), self, *args, **kwargs)
         with running(self, self.jaxmp_root, bare_variables, name) as run:
             return run.cast_output(call())
 
     def _register_submodules(self, name: str, value: Any) -> None:
-        self.jaxmp_root.mark(self)  # before the scopes of the submodules exist
+        if not _is_checked(self):
+            self.jaxmp_root.mark(self)  # before the scopes of the submodules exist
         super()._register_submodules(name, value)
 
     @functools.wraps(nn.Module.apply)
@@ -121,6 +132,24 @@ class _Policied(_Object):
 
     def __reduce__(self) -> Any:
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
+
+
+def _is_checked(module: Any) -> bool:
+    """Whether Linen runs the module's ``setup``, without its variables, to see that it would."""
+    return module.scope is not None and isinstance(module.scope.root, _linen_module.TestScope)
+
+
+def _lifted_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``fun``, of a scope, under autocast: what it reads from the scope and writes there is traced with it."""
+
+    def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+            scope = scope_of(variables, rngs)
+            return fun(scope, *args, **kwargs), repack(scope)
+
+        return autocast(pure, O1)(variables, rngs, args, kwargs)
+
+    return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
 
 
 # What Linen wraps every method in. A method decorated with a lifted transform, or of a transformed class, has another.

@@ -21,6 +21,7 @@ from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
 from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
 from jaxmp._nnx_variables import cast_variable, change_own, own_containers, own_variables
+from jaxmp._opt_level import is_o1, level_of, o1_map
 from jaxmp.dtypes import is_half
 from jaxmp.patterns import Path, Pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy_map
@@ -43,6 +44,11 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     ``nnx.RNN``, ``jax.lax.scan``) the first argument of a module below the root is taken for the carry, and a result
     like it keeps its dtype. A module with a policy of its own, nested in another, keeps it.
 
+    ``"O1"`` is :func:`jaxmp.autocast` in ``mixed_float16``: no attribute and no Variable changes, and what runs is
+    decided operation by operation; overrides then say where in the model all is float32. The paths of the modules stand
+    on JAX's name stack meanwhile. For bfloat16 use :func:`jaxmp.autocast` on a function of arrays, made with
+    ``nnx.split`` and ``nnx.merge``.
+
     Sharp edges: in a method of a module without a ``dtype`` attribute ``self.kernel[...] = x`` writes to a cast of the
     Param, and is lost, as is what is appended there to a Python list of Params; ``self.kernel = nnx.Param(x)`` is not.
     What reads a Param outside of the methods of its module gets it as it is stored: a property called from elsewhere,
@@ -50,13 +56,14 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Args:
       model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
-      policy: whatever :func:`jaxmp.get_policy` reads.
+      policy: whatever :func:`jaxmp.get_policy` reads, or ``"O1"``.
       overrides: pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`; paths are those of
         ``nnx.iter_modules``: ``encoder/layers/0``.
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; or a half policy under which every product stays float32.
+      ValueError: a pattern matched no module and no Variable; a half policy under which every product stays float32; or
+        an override of O1 computes neither in float32 nor in float16.
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
@@ -70,12 +77,13 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
             f"jaxmp.nnx.apply_policy takes an instance of flax.nnx.Module, got {model!r}; make the instance first "
             "(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.apply_policy for Linen modules"
         )
-    policies = get_policy_map(policy, overrides)
+    autocast = is_o1(policy)
+    policies = o1_map(overrides) if autocast else get_policy_map(policy, overrides)
     model = nnx.clone(model, variables=False, graph=True)
     graph = read_graph(model)
     policies.check(graph.classes, graph.variables)
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
-    plans = [_plan(policies, node, graph.classes) for node in graph.nodes]
+    plans = [_plan(policies, autocast, node, graph.classes) for node in graph.nodes]
     if is_half(policies.root.compute_dtype) and not graph.nested:
         _check_products(policies.root, plans)
     casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]] = {}
@@ -93,30 +101,36 @@ class _Plan:
       policy: its policy.
       pattern: the pattern that gave it; None for the default.
       fills: the dtype attributes to be set.
+      autocast: whether they are all left as they are.
     """
 
     node: Node
     policy: Policy
     pattern: Pattern | None
     fills: dict[str, np.dtype]
+    autocast: bool
 
     @property
     def own_dtype(self) -> np.dtype | None:
         """The dtype that its author made it compute in, where that stays."""
-        given = None if "dtype" in self.fills else self.node.given.get("dtype")
+        given = None if "dtype" in self.fills or self.autocast else self.node.given.get("dtype")
         return None if given is None else np.dtype(given)
 
     def carry_out(self, graph: Graph, casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]]) -> None:
         """Sets the module up; ``casts`` has Params of other modules and casts of them, by the ids of the Params."""
         module, has_dtype, owns_params = self.node.module, "dtype" in self.node.given, bool(self.node.own_params())
-        if "param_dtype" in self.fills or "param_dtype" not in self.node.given:
+        if self.autocast:
+            has_dtype = True
+        elif "param_dtype" in self.fills or "param_dtype" not in self.node.given:
             change_own(module, lambda var: self._stored(var, casts))
         inputs: Literal["cast", "follow"] | None = None
         if not has_dtype and (owns_params or self.pattern is not None):
             inputs = "cast" if not self.node.is_parent() else "follow" if owns_params else None
         given = tuple((name, self.node.given[name]) for name in self.fills)
         is_root = self.node is graph.nodes[0]
-        decision = Decision(self.policy, is_root, owns_params and not has_dtype, inputs, given)
+        asked = level_of(self.policy) if self.autocast and self.pattern is not None else None
+        casts_params = owns_params and not has_dtype
+        decision = Decision(self.policy, is_root, casts_params, inputs, given, self.autocast, asked)
         # Those around it are set up already; roots inside are from an earlier call.
         alike = [other.module for other in self.node.around] if not is_root else graph.nested
         levels = [
@@ -142,12 +156,12 @@ class _Plan:
         return casts[id(var)][1]
 
 
-def _plan(policies: PolicyMap, node: Node, classes: Mapping[Path, type]) -> _Plan:
+def _plan(policies: PolicyMap, autocast: bool, node: Node, classes: Mapping[Path, type]) -> _Plan:
     order = [*policies.patterns, None]  # of the policies for the several paths of a shared module, the first pattern's
     policy, pattern = min((policies.resolve(p, classes) for p in node.paths), key=lambda found: order.index(found[1]))
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
-    fills = {name: dtypes[name] for name in node.given if node.is_filled(name, pattern is not None)}
-    return _Plan(node, policy, pattern, fills)
+    filled = [name for name in node.given if not autocast and node.is_filled(name, pattern is not None)]
+    return _Plan(node, policy, pattern, {name: dtypes[name] for name in filled}, autocast)
 
 
 def _check_products(policy: Policy, plans: list[_Plan]) -> None:

@@ -275,8 +275,10 @@ def _parse(text: str) -> Policy | PolicyMap:
         return _parse(hardware.recommended_policy())
     if name.lower() == "o1":
         raise ValueError(
-            "O1 casts operation by operation: it is jaxmp.autocast, which this version does not have yet; use 'O2' "
-            "(mixed_float16 with norms in float32) or 'mixed_float16'"
+            "a policy says which dtypes a module has, but O1 decides operation by operation: it is autocast; use "
+            "jaxmp.autocast(fun, 'mixed_float16'), apply_policy(model, 'O1') of jaxmp.linen or jaxmp.nnx, "
+            "jaxmp.make_train_step(loss_fn, policy='mixed_float16'), or the policy 'O2' (mixed_float16 with norms in "
+            "float32)"
         )
     if "=" in name:
         return _parse_fields(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from jaxmp import tree as _tree
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._train_state import TrainState as TrainState
 from jaxmp._train_state import require_same_structure
+from jaxmp.autocast import autocast
+from jaxmp.autocast.transform import checked_policy as one_policy_of
 from jaxmp.dtypes import nearest
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import get_loss_scale, scaled_value_and_grad, unscale
@@ -35,6 +38,8 @@ _OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 def make_train_step(
     loss_fn: LossFn,
     *,
+    policy: Any = None,
+    overrides: Mapping[str, str] | None = None,
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
     remat: str | Callable[..., Any] | None = None,
@@ -52,6 +57,10 @@ def make_train_step(
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng)`` returning ``(loss, new_model_state)`` or
         ``(loss, new_model_state, metrics)``, the loss a float32 scalar, ``metrics`` a dict.
+      policy: puts the loss function, whose model has no policy then, under :func:`jaxmp.autocast`: ``"O1"`` or whatever
+        names one policy. Its compute dtype is what counts: params, loss, model state and metrics keep their own. With
+        one that computes in float32 there is no autocast.
+      overrides: those of the autocast.
       accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over
         axis 0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad
         microbatch skips the step.
@@ -62,8 +71,9 @@ def make_train_step(
       max_consecutive_skips: how many skipped steps in a row with a scale that cannot fall end the run.
 
     Raises (here, or from the step):
-      ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``.
-      TypeError: the loss function returns something else; the loss is float16.
+      ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``; ``overrides``
+        without autocast, or one that matched nothing.
+      TypeError: the loss function returns something else; the loss is float16; the policy is a PolicyMap.
       NonFiniteTrainingError: training can't go on; noticed some steps late, because only finished counters are read.
 
     Warns once when the loss has float16 products and the optimizer no loss scale.
@@ -82,7 +92,8 @@ def make_train_step(
             raise ValueError(f"{name} must be a whole number of at least 1, got {steps!r}; 1 is the least")
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay}; 0.999 averages over about 1,000 steps")
-    return TrainStep(_with_remat(_checked(loss_fn), remat), accumulate_steps, ema_decay, donate, max_consecutive_skips)
+    loss_fn = _with_remat(_under_policy(_checked(loss_fn), policy, overrides), remat)
+    return TrainStep(loss_fn, accumulate_steps, ema_decay, donate, max_consecutive_skips)
 
 
 class TrainStep:
@@ -207,17 +218,20 @@ class NonFiniteTrainingError(FloatingPointError):
     """Too many steps in a row were not finite although the loss scale was as low as it can be."""
 
 
-def make_eval_step(loss_fn: LossFn, *, use_ema: bool = False) -> Callable[[TrainState, Any], Metrics]:
+def make_eval_step(
+    loss_fn: LossFn, *, policy: Any = None, overrides: Mapping[str, str] | None = None, use_ema: bool = False
+) -> Callable[[TrainState, Any], Metrics]:
     """A jitted ``step(state, batch) -> metrics``: the loss function without gradients; the state is left as it is.
 
     Args:
       loss_fn: as for :func:`make_train_step`; the model state that it returns is dropped.
+      policy, overrides: as for :func:`make_train_step`.
       use_ema: whether to evaluate ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
 
     Raises (from the step):
       ValueError: ``use_ema`` and the state has no moving average.
     """
-    loss_fn = _checked(loss_fn)
+    loss_fn = _under_policy(_checked(loss_fn), policy, overrides)
 
     @jax.jit
     def step(state: TrainState, batch: Any) -> Metrics:
@@ -253,6 +267,28 @@ def _checked(loss_fn: LossFn) -> LossFn:
         return loss, (new_model_state, metrics)
 
     return checked
+
+
+def _under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
+    """``loss_fn`` under autocast where ``policy`` computes in a half dtype."""
+    one_policy = None if policy is None else one_policy_of(policy)
+    if one_policy is None or one_policy.compute_dtype == np.float32:
+        if overrides:
+            raise ValueError(
+                f"overrides are exceptions from autocast, but policy={policy!r} asks for none, got {dict(overrides)}; "
+                'pass a half policy too ("mixed_bfloat16", say), or leave them out'
+            )
+        return loss_fn if one_policy is None else _within(one_policy.precision, loss_fn)
+    # A pure policy would round the loss and the batch statistics on their way out.
+    return _within(one_policy.precision, autocast(loss_fn, one_policy.with_output_dtype(np.float32), overrides))
+
+
+def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn) -> LossFn:
+    def within(*args: Any) -> Any:
+        with context():
+            return loss_fn(*args)
+
+    return within
 
 
 def _with_remat(loss_fn: LossFn, remat: Any) -> LossFn:

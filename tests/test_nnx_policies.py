@@ -188,11 +188,6 @@ def test_what_is_no_nnx_module_is_refused(given, error, text):
         apply_policy(given, "mixed_float16")
 
 
-def test_o1_says_that_it_is_autocast():
-    with pytest.raises(ValueError, match="autocast"):
-        jaxmp.nnx.apply_policy(Net(rngs()), "O1")
-
-
 class Student(nnx.Module):
     """May hold another of its class."""
 

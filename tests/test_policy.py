@@ -182,7 +182,8 @@ def test_the_output_dtype_can_be_changed():
         ("p=f32,m=sharp", r"matmul_precision must be one that .* takes, got 'sharp'; use 'highest' for true float32"),
         (
             "O1",
-            r"O1 casts operation by operation: it is jaxmp\.autocast, .* not have yet; use 'O2' .* or 'mixed_float16'",
+            r"O1 decides operation by operation: .* use jaxmp\.autocast\(fun, 'mixed_float16'\), "
+            r"apply_policy\(model, 'O1'\) .*make_train_step\(loss_fn, policy='mixed_float16'\), or the policy 'O2'",
         ),
         ("mixed_float16; a float32", r"rules 'pattern -> policy', each pattern once, got 'a float32'; write e\.g\. "),
         ("mixed_float16; a -> float32; a -> float16", r"each pattern once, got 'a -> float16'"),
