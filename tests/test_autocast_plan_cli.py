@@ -94,9 +94,9 @@ def test_a_terminal_gets_a_table_with_what_its_width_has_room_for(columns, shown
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["plan", *MATMUL]) == 0
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    assert re.match(r" *autocast plan under params=float32", lines[0])
-    assert ("class" in lines[1].split(), "source" in lines[1].split()) == (shown, shown)
-    assert re.match(r"dot_general +2×bfloat16 -> bfloat16 ", lines[2]) and "product" in lines[2]
+    assert lines[:2] == ["autocast plan under params=float32,compute=bfloat16,output=float32", ""]
+    assert ("class" in lines[2].split(), "source" in lines[2].split()) == (shown, shown)
+    assert re.match(r"dot_general +2×bfloat16 -> bfloat16 ", lines[3]) and "product" in lines[3]
     assert "FLOPs: 1024, 100.0 % in half precision" in lines
     assert max(map(len, lines)) <= int(columns)
 

@@ -16,10 +16,13 @@ _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path",
 
 def text(plan: CastPlan) -> str:
     """One line for each equation, then the totals; no width depends on another row."""
-    lines = [f"autocast plan under {plan.policy}"]
-    lines += [f"override {key!r}: {level}" for key, level in plan.overrides.items()]
-    lines += ["", _line(_HEADER), *(_line(_cells(row)) for row in plan.rows), "", *summary_lines(plan)]
-    return "\n".join(lines)
+    rows = (_line(_cells(row)) for row in plan.rows)
+    return "\n".join([*_title(plan), "", _line(_HEADER), *rows, "", *_totals(plan)])
+
+
+def _title(plan: CastPlan) -> Iterator[str]:
+    yield f"autocast plan under {plan.policy}"
+    yield from (f"override {key!r}: {level}" for key, level in plan.overrides.items())
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -47,8 +50,7 @@ def _short(number: int) -> str:
     return str(number)
 
 
-def summary_lines(plan: CastPlan) -> Iterator[str]:
-    """The totals as lines of text."""
+def _totals(plan: CastPlan) -> Iterator[str]:
     summary = plan.summary
     yield f"operations: {_counts(summary.operations)}"
     yield f"FLOPs: {summary.flops}, {_share(summary.half_flops, summary.flops)} in half precision"
@@ -91,7 +93,7 @@ def table(plan: CastPlan, width: int) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table(title=f"autocast plan under {plan.policy}", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown = [n for n, name in enumerate(_HEADER) if width >= 110 or name in ("primitive", _HEADER[1], "path", "why")]
     for name in (_HEADER[n] for n in shown):
         grid.add_column(name, justify="right" if name in ("FLOPs", "casts") else "left", overflow="fold")
@@ -99,4 +101,5 @@ def table(plan: CastPlan, width: int) -> Any:
         in_half = {"float16", "bfloat16"} & {*row.operands, *row.result.split(", ")}
         cells = _cells(row)
         grid.add_row(*(Text(cells[n]) for n in shown), style="green" if in_half else "")
-    return Group(grid, Text(""), Text("\n".join(summary_lines(plan))))
+    title, totals = ("\n".join(lines(plan)) for lines in (_title, _totals))
+    return Group(Text(title, style="bold"), Text(""), grid, Text(""), Text(totals))
