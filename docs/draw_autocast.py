@@ -1,0 +1,225 @@
+"""Draws the pictures of docs/autocast.md from the graph that jaxmp.autocast colours: python docs/draw_autocast.py
+
+The model is GPT-2's block of experiments/models, between the product that came before it and the one that comes after.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started as a file: the folder above this one has the packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from experiments.models.gpt2 import Block
+from jaxmp._jaxpr import reading
+from jaxmp.autocast import colour, graph
+from jaxmp.autocast.kinds import Kind
+from jaxmp.autocast.rules import Rules
+
+FOLDER = Path(__file__).parent
+HALF, FULL, OPEN, CAST = "#F2A65A", "#8DB7E2", "#FFFFFF", "#B3123F"
+TEXT, LINE = "#222222", "#777777"
+SECTIONS = ("bqhd,bkhd", "LayerNorm_1")  # where attention and the perceptron begin, in the scopes of the block
+Origins = dict[graph.Node, str]
+LABELS = {
+    "dot_general": "matrix product", "reduce_sum": "sum", "reduce_max": "max over keys", "integer_pow": "x³",
+    "select_n": "causal mask", "square": "x²", "mul": "×", "add": "+", "sub": "−", "div": "÷", "max": "max",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(eq=False)
+class Box:
+    """An operation of the picture."""
+
+    node: graph.Node
+    path: tuple[str, ...]
+    kind: Kind  # before its neighbours had a say
+    x: float = 0.0
+    y: float = 0.0
+
+    @property
+    def moves(self) -> bool:
+        return self.kind is Kind.CLEAR
+
+
+def coloured_block() -> list[Box]:
+    """The operations of a block, in order, as the library colours them."""
+    block, half = Block(heads=4, width=256), np.dtype(jnp.bfloat16)
+    x, w = jax.ShapeDtypeStruct((2, 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    params = jax.eval_shape(block.init, jax.random.key(0), x)
+    closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w) @ w)(params, x, w)
+    whole = graph.build(*reading.opened(closed), Rules(half, {}))
+    boxes = [Box(node, step.names, node.kind) for step in _steps(whole.body) if (node := step.node) is not None]
+    colour.colour(whole, half)
+    return boxes
+
+
+def _steps(body: graph.Body) -> Iterable[graph.Step]:
+    for step in body.steps:
+        yield from [inner for each in step.inner for inner in _steps(each)] or [step]
+
+
+def lay_out(boxes: Sequence[Box]) -> None:
+    """Places operations below what they read, params beside who reads them."""
+    known = {box.node: box for box in boxes}
+    params = [box for box in boxes if _is_param(box)]
+    others = [box for box in boxes if not _is_param(box)]
+    for box in others:
+        above = [known[node] for node in box.node.inputs if node in known and not _is_param(known[node])]
+        box.y = max((each.y + 1.0 for each in above), default=0.0)
+        box.x = sum(each.x for each in above) / len(above) if above else 0.0
+    rows = collections.defaultdict(list)
+    for box in others:
+        rows[round(box.y, 2)].append(box)
+    for y in sorted(rows):
+        row = sorted(rows[y], key=lambda box: (box.x, box.node.name != "square"))
+        middle = sum(box.x for box in row) / len(row)
+        for place, box in enumerate(row):
+            box.x = middle + 1.2 * (place - (len(row) - 1) / 2)
+    for box in params:
+        reader = known[box.node.users[0]]
+        box.x, box.y = reader.x + 1.0, reader.y - 0.45
+
+
+def _is_param(box: Box) -> bool:
+    """Whether it only brings a param or a constant into shape."""
+    return box.moves and all(node.kind is Kind.SOURCE for node in box.node.inputs)
+
+
+def final_fill(box: Box) -> str:
+    """The colour an operation has in the end."""
+    return HALF if box.node.dtype.itemsize == 2 else FULL
+
+
+def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, title: str, origins: Origins) -> None:
+    """A panel: boxes, arrows, where values come from and, if asked for, where they are cast."""
+    known = {box.node: box for box in boxes}
+    for box in boxes:
+        outside = [node for node in dict.fromkeys(box.node.inputs) if node not in known and node in origins]
+        for node in dict.fromkeys(box.node.inputs):
+            if (above := known.get(node)) is not None:
+                _arrow(axes, (above.x, above.y + (0.1 if above.moves else 0.22)), box, casts and _is_cast(node, box))
+        for place, node in enumerate(outside):
+            x, y = box.x + 1.3 * (place - (len(outside) - 1) / 2) - (1.1 if box.y else 0), box.y - 0.75
+            _arrow(axes, (x, y), box, casts and _is_cast(node, box))
+            axes.text(x, y - 0.05, origins[node], ha="center", va="bottom", fontsize=8, color=LINE, style="italic")
+    for box in boxes:
+        _box(axes, box, fills[box], casts and box.node.colour == colour.Colour.ROUND)
+    low, high = min(box.x for box in boxes), max(box.x for box in boxes)
+    middle, reach = (low + high) / 2, max(2.1, (high - low) / 2 + 0.8)
+    axes.set_xlim(middle - reach, middle + reach)
+    axes.set_ylim(max(box.y for box in boxes) + 0.6, -1.2)
+    axes.set_title(title, fontsize=11, fontweight="bold", color=TEXT)
+    axes.axis("off")
+
+
+def _is_cast(above: graph.Node, box: Box) -> bool:
+    """Whether a value changes its dtype on the way into an operation."""
+    return box.node.colour != colour.Colour.KEEP and above.dtype != colour.computed_in(box.node)
+
+
+def _arrow(axes: Any, start: tuple[float, float], box: Box, cast: bool) -> None:
+    end = box.x, box.y - (0.1 if box.moves else 0.22)
+    far = end[1] - start[1] > 1.0  # past other boxes, in a bow
+    bow = 0.0 if not far else (-0.28 if start[0] >= end[0] - 0.05 else 0.18)
+    look = {"arrowstyle": "-|>", "color": CAST if cast else LINE, "linewidth": 1.7 if cast else 0.9}
+    look |= {"shrinkA": 0, "shrinkB": 0, "connectionstyle": f"arc3,rad={bow}"}
+    axes.annotate("", end, start, arrowprops=look, zorder=5 if cast else 1)
+    if cast:
+        axes.plot(*end, "D", color=CAST, markersize=5.5, zorder=6)
+
+
+def _box(axes: Any, box: Box, fill: str, rounds: bool) -> None:
+    if box.moves:
+        axes.plot([box.x], [box.y], "o", markersize=9, markerfacecolor=fill, markeredgecolor=LINE, zorder=3)
+        if _is_param(box):
+            name = {"mul": "scale", "add": "bias", "select_n": "float32's lowest"}.get(box.node.users[0].name, "param")
+            axes.text(box.x + 0.15, box.y, name, ha="left", va="center", fontsize=8, color=LINE, style="italic")
+        return
+    name = LABELS.get(box.node.name, box.node.name)
+    width = max(0.5, 0.105 * len(name) + 0.1)
+    look = {"boxstyle": "round,pad=0.02,rounding_size=0.08", "facecolor": fill, "edgecolor": LINE, "zorder": 3}
+    axes.add_patch(FancyBboxPatch((box.x - width / 2, box.y - 0.22), width, 0.44, **look))
+    axes.text(box.x, box.y, name, ha="center", va="center", fontsize=8.5, color=TEXT, zorder=4)
+    if rounds:  # computed in float32
+        lower = {**look, "facecolor": FULL, "linewidth": 0, "zorder": 3.5}
+        axes.add_patch(FancyBboxPatch((box.x - width / 2, box.y - 0.21), width, 0.2, **lower))
+        axes.plot([box.x], [box.y + 0.24], "D", color=CAST, markersize=5.5, zorder=6)
+
+
+def legend(figure: Figure, kinds: Sequence[tuple[str, str, str]]) -> None:
+    """What colours and marks mean: label, colour and marker."""
+    axes = figure.add_axes((0, 0, 1, 0.05))
+    axes.axis("off")
+    handles = [
+        axes.plot([], [], mark, markersize=9, markerfacecolor=fill, markeredgecolor=LINE)[0] for _, fill, mark in kinds
+    ]
+    axes.legend(handles, [label for label, _, _ in kinds], ncols=len(kinds), loc="center", frameon=False, fontsize=10)
+
+
+def draw_block(boxes: Sequence[Box], path: Path) -> None:
+    """The whole block: every operation, every cast."""
+    starts = [next(i for i, box in enumerate(boxes) if any(name in part for part in box.path)) for name in SECTIONS]
+    parts = [boxes[: starts[0]], boxes[starts[0] : starts[1]], boxes[starts[1] :]]
+    titles = ("1  layer norm; queries, keys, values", "2  attention; residual sum", "3  layer norm; perceptron; sum")
+    figure = Figure(figsize=(14, 15))
+    for i, (part, title) in enumerate(zip(parts, titles, strict=True)):
+        lay_out(part)
+        origins = {box.node: f"from {n}" for n, other in enumerate(parts[:i], 1) for box in other}
+        axes = figure.add_axes((0.01 + 0.33 * i, 0.05, 0.32, 0.92))
+        draw(axes, part, {box: final_fill(box) for box in part}, True, title, origins)
+    legend(
+        figure,
+        (("bfloat16", HALF, "s"), ("float32", FULL, "s"), ("only moved: its neighbours' dtype", OPEN, "o"),
+         ("cast", CAST, "D")),
+    )  # fmt: skip
+    figure.savefig(path, dpi=90)
+
+
+def draw_passes(boxes: Sequence[Box], path: Path) -> None:
+    """The layer norm and what surrounds it: as classified, with the island grown, and in the end."""
+    chosen = [box for box in boxes[: _first_move(boxes)]]
+    lay_out(chosen)
+    neutral = dict.fromkeys(chosen, OPEN)
+    by_class = {Kind.HALF: HALF, Kind.FULL: FULL, Kind.STRICT: FULL}
+    panels = (
+        ("1  what each operation is", {**neutral, **{box: by_class.get(box.kind, OPEN) for box in chosen}}, False),
+        ("2  islands grow backwards", {**neutral, **{box: by_class.get(box.node.kind, OPEN) for box in chosen}}, False),
+        ("3-6  the rest follows; casts", {box: final_fill(box) for box in chosen}, True),
+    )
+    figure = Figure(figsize=(13, 9))
+    for i, (title, fills, casts) in enumerate(panels):
+        axes = figure.add_axes((0.01 + 0.33 * i, 0.06, 0.32, 0.89))
+        draw(axes, chosen, fills, casts, title, {})
+    legend(
+        figure,
+        (("bfloat16", HALF, "s"), ("float32", FULL, "s"), ("not decided yet", OPEN, "s"), ("only moved", OPEN, "o"),
+         ("cast", CAST, "D")),
+    )  # fmt: skip
+    figure.savefig(path, dpi=100)
+
+
+def _first_move(boxes: Sequence[Box]) -> int:
+    """Where the projection to queries, keys and values is finished: the move after its bias."""
+    return next(i for i, box in enumerate(boxes) if box.moves and box.path[-1:] == ("Block",))
+
+
+def main(folder: Path = FOLDER) -> None:
+    boxes = coloured_block()
+    draw_passes(boxes, folder / "autocast_passes.png")
+    draw_block(boxes, folder / "autocast_block.png")
+
+
+if __name__ == "__main__":
+    main()
