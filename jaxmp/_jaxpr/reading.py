@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
@@ -79,9 +81,14 @@ def names_of(eqn: Any) -> Names:
 
 
 def source_of(eqn: Any) -> tuple[str, int] | None:
-    """The user's file and line that an equation comes from."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return None if frame is None else (frame.file_name, frame.start_line)
+    """The file and line that an equation comes from: the innermost that is neither JAX's nor jaxmp's own."""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_OURS):
+            return frame.file_name, frame.start_line
+    return None
+
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
 
 
 @contextlib.contextmanager

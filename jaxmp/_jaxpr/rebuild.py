@@ -168,7 +168,7 @@ def _custom_jvp(params: Any, function: Body, operands: Values, rule: Rule) -> Va
             for primal, zero in zip(primals_out, out_zeros, strict=True)
         ]
 
-    call.defjvp(jvp, symbolic_zeros=True)
+    call.defjvp(jvp, symbolic_zeros=params["symbolic_zeros"])
     return call(*primals)
 
 

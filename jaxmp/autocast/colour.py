@@ -4,9 +4,9 @@ The passes, in order (the model is TensorFlow's ``auto_mixed_precision`` pass; w
 
 1. Products are half. Without one nothing changes.
 2. :mod:`jaxmp.autocast.islands` makes float32 what feeds only float32 operations, from its first operation on.
-3. Forwards, float32 drags along what reads it (the scale and bias after a normalisation), until a product reads it:
-   from there on it exists in half anyway. It does not drag along the residual stream: a sum of a float32 value and a
-   half one is half, or one normalisation would make everything after it float32.
+3. Forwards, float32 drags along what reads it (the scale and bias after a normalisation), until a product or an
+   activation on the way to one reads it: from there on it exists in half. It does not drag along the residual stream:
+   a sum of a float32 value and a half one is half, or one normalisation would make everything after it float32.
 4. What stands between two products, by any path, and was not dragged along, is half. What leads to no product, such
    as the last bias before the result, stays float32.
 5. A loop's carry has one colour: half if a product lies on its way round, else float32, for then it adds up.
@@ -16,17 +16,19 @@ The passes, in order (the model is TensorFlow's ``auto_mixed_precision`` pass; w
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from jaxmp.autocast import islands
+from jaxmp.autocast.classes import Class, primitives_of
 from jaxmp.autocast.cycles import on_a_cycle_with
 from jaxmp.autocast.graph import Graph, Node, Step
 from jaxmp.autocast.kinds import Kind
-from jaxmp.autocast.rules import BIJECTIVE, MOVES
+from jaxmp.autocast.rules import MONOTONE, MOVES
 
 _FLOAT32 = np.dtype(np.float32)
+_PRODUCTS = primitives_of(Class.HALF)
 
 
 class Colour(enum.IntEnum):
@@ -66,23 +68,22 @@ def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bo
     """
     nodes = graph.nodes
     products = [node for node in nodes if node.kind is Kind.HALF]
-    if not products and not force:
+    if not force and not any(node.kind in (Kind.HALF, Kind.FULL) and node.name in _PRODUCTS for node in nodes):
         return False
-    wanted = set(map(id, results))
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
     _spread([*products, *halves], "has_half", "users")
     _spread([*products, *results], "leads", "inputs")
     islands.extend(nodes)
     _hold_sums(nodes)
-    for node in reversed(nodes):
-        node.feeds_half = id(node) in wanted or any(_takes_half(user) for user in node.users)
+    _find_readers([*(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
     for node in nodes:
         node.colour, node.dtype = _paint(node, half)
+    _round_softmaxes(graph, half)
+    for node in nodes:
+        if node.colour == Colour.KEEP and node.inputs:
+            node.dtype = node.inputs[0].dtype
     _move_casts(nodes, half)
-    for node in islands.softmaxes(nodes):
-        if node.colour == Colour.FULL and any(_is_half(user) for user in node.users):
-            node.colour, node.dtype = Colour.ROUND, half
     return True
 
 
@@ -124,9 +125,42 @@ def _hold_sums(nodes: Sequence[Node]) -> None:
                     node.kind, node.reason = Kind.FULL, "a carry that adds up, with no product on its way round"
 
 
-def _takes_half(user: Node) -> bool:
-    moves = user.kind is Kind.JOIN or (user.kind is Kind.CLEAR and user.name in BIJECTIVE)
-    return user.kind is Kind.HALF or (moves and user.feeds_half)
+def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
+    """Finds what exists in half although it is computed in float32: what products read, and activations before them."""
+    _spread_back(operands, "feeds_half", _moves)
+    _spread_back(operands, "heads_half", lambda user, operand: _moves(user, operand) or _is_activation(user, operand))
+    starts = [
+        operand
+        for node in nodes
+        if node.kind is Kind.INFER and node.heads_half
+        for operand in node.inputs
+        if not operand.feeds_half and _is_activation(node, operand) and node.name not in _AFFINE
+    ]
+    _spread_back(starts, "feeds_half", _moves)
+
+
+_AFFINE = frozenset({"add", "sub", "mul", "div"})
+
+
+def _moves(user: Node, operand: Node) -> bool:
+    return user.kind is Kind.JOIN or (user.kind is Kind.CLEAR and user.name in MONOTONE)
+
+
+def _is_activation(user: Node, operand: Node) -> bool:
+    """Whether ``user`` computes each of its elements from one of ``operand``: no statistic that many elements share."""
+    return user.kind is Kind.INFER and user.shape == operand.shape
+
+
+def _spread_back(start: Iterable[Node], flag: str, through: Callable[[Node, Node], bool]) -> None:
+    stack = list(start)
+    for node in stack:
+        setattr(node, flag, True)
+    while stack:
+        user = stack.pop()
+        for operand in user.inputs:
+            if not getattr(operand, flag) and through(user, operand):
+                setattr(operand, flag, True)
+                stack.append(operand)
 
 
 def _settle(nodes: Sequence[Node]) -> None:
@@ -178,7 +212,8 @@ def _seen(operand: Node) -> State:
 
 def _is_spread(add: Node) -> bool:
     """Whether a float32 operand of a sum is one number for many: a mean, which must not be rounded."""
-    return any(operand.name == "broadcast_in_dim" for operand in add.inputs if operand.state is State.FULL)
+    full = [operand for operand in add.inputs if operand.state is State.FULL]
+    return any(operand.shape != add.shape or operand.name == "broadcast_in_dim" for operand in full)
 
 
 def _paint(node: Node, half: np.dtype) -> tuple[Colour, np.dtype]:
@@ -200,6 +235,14 @@ def _paint(node: Node, half: np.dtype) -> tuple[Colour, np.dtype]:
     return Colour.WRITTEN, node.written
 
 
+def _round_softmaxes(graph: Graph, half: np.dtype) -> None:
+    """Rounds the softmaxes that products read, so that no float32 copy is saved for the derivative."""
+    results = set(graph.body.results)
+    for node in islands.softmaxes(graph.nodes):
+        if node.colour == Colour.FULL and node.feeds_half and node not in results:
+            node.colour, node.dtype = Colour.ROUND, half
+
+
 def _is_half(node: Node) -> bool:
     return node.colour == Colour.HALF
 
@@ -207,6 +250,6 @@ def _is_half(node: Node) -> bool:
 def _move_casts(nodes: Sequence[Node], half: np.dtype) -> None:
     """Casts before a move that all readers want in half: so a transposed weight is still transposed by the product."""
     for node in reversed(nodes):
-        movable = node.kind is Kind.CLEAR and node.name in BIJECTIVE and len(node.inputs) == 1
+        movable = node.kind is Kind.CLEAR and node.name in MONOTONE and len(node.inputs) == 1
         if movable and node.dtype == _FLOAT32 and node.users and all(map(_is_half, node.users)):
             node.colour, node.dtype = Colour.HALF, half

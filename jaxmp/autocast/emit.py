@@ -60,7 +60,7 @@ def cast(value: Any, dtype: np.dtype) -> Any:
 def _results(step: Step, rules: Rules, read: Any, read_as: Any) -> Sequence[Any]:
     eqn = step.eqn
     if step.bodies is not None:
-        return _with_bodies(step, rules, [read(atom) for atom in eqn.invars])
+        return _with_bodies(step, rules, [read(atom) for atom in eqn.invars], read_as)
     operands = [
         read(atom) if dtype is None else read_as(atom, operand, dtype)
         for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
@@ -84,7 +84,7 @@ def _in_dtype(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
     return params
 
 
-def _with_bodies(step: Step, rules: Rules, operands: list[Any]) -> Sequence[Any]:
+def _with_bodies(step: Step, rules: Rules, operands: list[Any], read_as: Any) -> Sequence[Any]:
     eqn, bodies = step.eqn, step.bodies
     assert bodies is not None
     if bodies.kind in ("scan", "while"):
@@ -92,6 +92,10 @@ def _with_bodies(step: Step, rules: Rules, operands: list[Any]) -> Sequence[Any]
         for position, join in enumerate(step.joins, start):
             if join is not None:
                 operands[position] = cast(operands[position], join.dtype)
+    if bodies.kind == "call":
+        for position, (atom, operand) in enumerate(zip(eqn.invars, step.operands, strict=True)):
+            if operand is not None and operand.has_half and _reads_half(step.inner[0], position):
+                operands[position] = read_as(atom, operand, rules.half)
     functions = [functools.partial(_run, body, rules, _joins_of(step, n)) for n, body in enumerate(step.inner)]
     rule = functools.partial(_evaluate_rule, rules, step.names)
 
@@ -112,6 +116,30 @@ def _shared(call: Callable[..., Any], step: Step, rules: Rules) -> Callable[...,
         if len(_programs) > _MAX_PROGRAMS:
             _programs.popitem(last=False)
     return programs[key]
+
+
+def _reads_half(body: Body, position: int) -> bool:
+    """Whether all who read an operand of a call want it in half: then a call saves no float32 copy of it."""
+    var = body.jaxpr.invars[position]
+    if body.readers is None:
+        body.readers = {}
+        for step in body.steps:
+            for n, atom in enumerate(step.eqn.invars):
+                if not reading.is_literal(atom):
+                    body.readers.setdefault(atom, []).append((step, n))
+    readers = body.readers.get(var, [])
+    return bool(readers) and var not in body.jaxpr.outvars and all(_wants_half(step, n) for step, n in readers)
+
+
+def _wants_half(step: Step, position: int) -> bool:
+    if step.bodies is None:
+        dtype = operand_dtypes(step)[position]
+        return dtype is not None and dtype.itemsize == 2
+    if step.bodies.kind == "call":
+        return _reads_half(step.inner[0], position)
+    carried = position - step.bodies.consts - step.bodies.body_consts
+    join = step.joins[carried] if step.bodies.carry > carried >= 0 else None
+    return join is not None and join.dtype.itemsize == 2
 
 
 def _joins_of(step: Step, position: int) -> list[Node | None]:

@@ -28,28 +28,32 @@ class Node:
         "dtype",
         "feeds_half",
         "has_half",
+        "heads_half",
         "inputs",
         "kind",
         "leads",
         "name",
         "reason",
+        "shape",
         "state",
         "users",
         "written",
     )
 
-    def __init__(self, kind: Kind, name: str, written: np.dtype, inputs: Sequence[Node], reason: str = "") -> None:
-        self.kind, self.name, self.written, self.reason = kind, name, written, reason
+    def __init__(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "") -> None:
+        self.kind, self.name, self.reason = kind, name, reason
+        self.written: np.dtype = aval.dtype
+        self.shape: tuple[int, ...] = aval.shape
         self.inputs: list[Node] = []
         self.users: list[Node] = []
         self.const: float | None = None  # the largest magnitude of a constant
         for node in inputs:
             self.read(node)
         # What colouring finds out.
-        self.has_half = self.leads = self.feeds_half = False
+        self.has_half = self.leads = self.feeds_half = self.heads_half = False
         self.state = 0
         self.colour = 0
-        self.dtype = written
+        self.dtype = self.written
 
     def read(self, node: Node) -> None:
         """Adds an input."""
@@ -85,6 +89,7 @@ class Body:
     consts: list[Any]
     steps: list[Step]
     results: list[Node | None]
+    readers: dict[Any, list[tuple[Step, int]]] | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -111,7 +116,7 @@ class _Builder:
     def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "") -> Node | None:
         if not is_real(aval):
             return None
-        node = Node(kind, name, aval.dtype, inputs, reason)
+        node = Node(kind, name, aval, inputs, reason)
         self.nodes.append(node)
         return node
 

@@ -15,22 +15,28 @@ from jaxmp.autocast.graph import Node
 from jaxmp.autocast.kinds import Kind
 
 _LINALG = primitives_of(Class.LINALG)
+_CAST = "convert_element_type"
 _SQUARES = frozenset({"square", "integer_pow", "abs"})
 
 
 def extend(nodes: Sequence[Node]) -> None:
     """Makes float32, backwards, what feeds only float32 operations, and what an island needs though others read it."""
+    solved = set()  # what is factorised or solved, and all that is computed from products just for that
     for node in reversed(nodes):
+        if node.name in _LINALG:
+            solved.add(node)
         if node.kind is not Kind.INFER or not node.has_half:
             continue
         readers = list(_readers(node))
-        full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT)]
+        # What the author casts to float32 is the author's half up to there.
+        full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT) and user.name != _CAST]
         if not full:
             continue
-        if len(full) == len(readers) and not _is_stream(node):
-            node.kind, node.reason = Kind.FULL, f"feeds only {_names(full)}"
-        elif any(user.name in _LINALG for user in full):
+        if not solved.isdisjoint(full):
             node.kind, node.reason = Kind.FULL, f"feeds {_names(full)}"
+            solved.add(node)
+        elif len(full) == len(readers) and not _is_stream(node):
+            node.kind, node.reason = Kind.FULL, f"feeds only {_names(full)}"
         elif _is_square(node) and any(user.name == "reduce_sum" for user in full):
             node.kind, node.reason = Kind.FULL, "a square that is summed"
         elif node.name == "sub" and any(_is_square(user) for user in full):

@@ -25,10 +25,11 @@ DECIDED = "jaxmp.autocast"
 """The scope around everything that autocast has written: another autocast leaves it as it is."""
 _REGION = re.compile(r"jaxmp\.precision\((float32|half)\)")
 
-# Data is only placed elsewhere: each element has one origin and one destination, so that to cast before or after it
-# is the same, forwards and backwards. (The gradient of a gather or a broadcast is a sum.)
-BIJECTIVE = frozenset(
+# To cast before or after is the same: each element has one origin and one destination, or the largest is picked, and
+# rounding keeps the order. (Not so where the gradient is a sum: after a gather, a broadcast.)
+MONOTONE = frozenset(
     {"reshape", "transpose", "squeeze", "expand_dims", "rev", "copy", "copy_p", "name", "convert_element_type"}
+    | {"reduce_window_max", "reduce_window_min"}
 )
 MOVES = frozenset(
     {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}

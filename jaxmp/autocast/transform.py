@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.attention import fused_attention
 from jaxmp.autocast import emit
 from jaxmp.autocast.kinds import REAL, is_real
 from jaxmp.autocast.rules import DECIDED, Rules, precision
@@ -21,36 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _tracing: ContextVar[bool] = ContextVar("jaxmp_autocast_tracing", default=False)
 
 
-def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) -> F:
-    """``fun`` with each of its operations in the precision that suits it, decided on its whole graph.
-
-    Matrix products and convolutions run in the policy's compute dtype, what needs range or adds up many terms in
-    float32, the rest in what its neighbours have; :mod:`jaxmp.autocast` states the rules, :func:`jaxmp.cast_plan`
-    shows the decisions. ``fun`` is traced as it is written, on its own dtypes, and stays unedited: its params stay
-    float32, its results have the dtypes that they had (under a pure policy such as ``"bfloat16"``: the output dtype).
-    It composes with every transformation of JAX, around it and inside it.
-
-    Args:
-      fun: any function of arrays in pytrees that JAX can trace. Arguments that are no arrays (Python numbers, strings,
-        None, functions) reach it as they are.
-      policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16; ``"O1"`` is mixed_float16.
-        ``"float32"`` is for a part of a larger function under autocast, which then stays float32 as a whole.
-      overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"primitive:exp"`` or
-        ``"class:accumulation"`` to ``"float32"`` or ``"half"``. A path goes before an operation, a region marked with
-        :func:`jaxmp.precision` before both.
-
-    Raises:
-      ValueError: the policy has no half compute dtype; float16 on a TPU; an override is none, or (in the call) matched
-        nothing.
-      TypeError: the policy is a PolicyMap.
-
-    >>> def loss(w, x):
-    ...     return jax.nn.logsumexp(jax.nn.relu(x @ w) @ w)
-    >>> half = jaxmp.autocast(loss, "mixed_bfloat16")
-    >>> w = jax.numpy.eye(4)
-    >>> half(w, w).dtype, jax.grad(half)(w, w).dtype
-    (dtype('float32'), dtype('float32'))
-    """
+def transformed(fun: F, policy: Any, overrides: Mapping[str, str] | None) -> F:
+    """See :func:`jaxmp.autocast`."""
     one_policy = checked_policy(policy)
     overrides = dict(overrides or {})
     Rules(one_policy.compute_dtype, overrides)  # what is wrong with them is said here, not in the call
@@ -58,9 +31,11 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if one_policy.compute_dtype == np.float32:
+            if policy == "auto":  # this device has no fast half precision
+                return fun(*args, **kwargs)
             return _in_float32(fun, one_policy, args, kwargs)
         check_backend(one_policy)
-        traced = Traced(fun, args, kwargs)
+        traced = Traced(fun, args, kwargs, one_policy.compute_dtype)
         rules = Rules(one_policy.compute_dtype, overrides)
         dtypes = traced.result_dtypes(one_policy)
         with jax.named_scope(DECIDED):
@@ -102,7 +77,7 @@ def _in_float32(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any)
             "autocast needs a policy with a half compute dtype, got float32 outside of any other autocast, where it "
             "has nothing to change; use 'mixed_bfloat16' or 'mixed_float16', or call the function itself"
         )
-    with precision("float32"), policy.precision():
+    with precision("float32"), policy.precision(), fused_attention(None):
         return fun(*args, **kwargs)
 
 
@@ -114,7 +89,7 @@ class Traced:
       operands: the arrays of the call, in the order of the jaxpr's arguments.
     """
 
-    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], half: Any) -> None:
         leaves, tree = jax.tree.flatten((args, kwargs))
         self.operands = [leaf for leaf in leaves if is_array(leaf)]
 
@@ -130,7 +105,8 @@ class Traced:
             self._results, self._tree = jax.tree.flatten(results)
             return [leaf for leaf in self._results if is_array(leaf)]
 
-        closed = jax.make_jaxpr(flat)(*self.operands)
+        with fused_attention(half):
+            closed = jax.make_jaxpr(flat)(*self.operands)
         self.jaxpr = reading.opened(closed)
         self._results = [_ARRAY if is_array(leaf) else leaf for leaf in self._results]  # tracers die with the trace
 

@@ -1,0 +1,61 @@
+"""What the tests of autocast share: programs looked at equation by equation, and gradients compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmp
+from jaxmp._jaxpr.walk import equations
+
+HALVES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
+
+
+def half(fun: Any, policy: str = "mixed_bfloat16", overrides: Any = None) -> Any:
+    """``fun`` under autocast."""
+    return jaxmp.autocast(fun, policy, overrides)
+
+
+def operations(fun: Any, *args: Any) -> list[tuple[str, str]]:
+    """Name and result dtype of each equation of the traced ``fun`` that has a floating result, bodies included."""
+    found = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args)):
+        dtypes = [var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype")]
+        if dtypes and jnp.issubdtype(dtypes[0], jnp.floating):
+            found.append((eqn.primitive.name, dtypes[0].name))
+    return found
+
+
+def dtypes_of(name: str, fun: Any, *args: Any) -> list[str]:
+    """The result dtypes of the primitive called ``name`` in the traced ``fun``, in order."""
+    return [dtype for primitive, dtype in operations(fun, *args) if primitive == name]
+
+
+def products(fun: Any, *args: Any) -> list[str]:
+    """The operand dtypes of the products in the traced ``fun``, in order; mixed operands are joined by a plus."""
+    names = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+    found = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args)):
+        if eqn.primitive.name in names:
+            found.append("+".join(sorted({var.aval.dtype.name for var in eqn.invars[:2]})))
+    return found
+
+
+def cosine(a: Any, b: Any) -> float:
+    """The cosine between two trees of gradients."""
+    x, y = (np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(t)]) for t in (a, b))
+    return float(x @ y / np.linalg.norm(x) / np.linalg.norm(y))
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    """Normal numbers."""
+    return scale * jax.random.normal(jax.random.key(seed), shape)
+
+
+def layer_norm(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+    """A layer normalisation as people write it."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + epsilon)

@@ -1,0 +1,68 @@
+"""jax.nn.dot_product_attention under autocast: cuDNN's kernel where there is one, half products elsewhere."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import HALVES, half, normal, products
+
+QUERY = normal(0, 2, 6, 2, 8)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The operand dtypes and the implementation of each call that reaches JAX, on what claims to be a GPU."""
+    seen, original = [], jax.nn.dot_product_attention
+
+    def record(query, key, value, *args, implementation=None, **kwargs):
+        seen.append((query.dtype.name, value.dtype.name, implementation))
+        if implementation == "cudnn" and query.shape[-1] % 8:
+            raise NotImplementedError("head dim")
+        return jnp.zeros_like(query) if implementation == "cudnn" else original(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    return seen
+
+
+def attend(q, **kwargs):
+    return jax.nn.dot_product_attention(q, q * 2, q + 1, **kwargs)
+
+
+def test_a_float32_call_reaches_cudnn_in_half_on_a_gpu(calls):
+    program = jax.make_jaxpr(half(lambda q: attend(q, is_causal=True)))(QUERY)
+    assert ("bfloat16", "bfloat16", "cudnn") in calls
+    assert program.out_avals[0].dtype == jnp.float32
+
+
+def test_a_call_that_names_cudnn_reaches_it_on_any_backend(calls, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    jax.make_jaxpr(half(lambda q: attend(q, implementation="cudnn"), "mixed_float16"))(QUERY)
+    assert calls == [("float16", "float16", "cudnn")]
+
+
+def test_a_head_that_cudnn_has_no_kernel_for_runs_as_it_was_written(calls):
+    jax.make_jaxpr(half(attend))(normal(0, 2, 6, 2, 7))
+    assert calls[-1] == ("float32", "float32", None)
+
+
+@pytest.mark.parametrize("written", [lambda q: attend(q, implementation="xla"), half(attend, "float32")])
+def test_xla_and_float32_regions_stay_as_they_were_written(calls, written):
+    jax.make_jaxpr(half(lambda q: written(q) @ jnp.eye(8)))(QUERY)
+    assert {call[0] for call in calls} == {"float32"} and "cudnn" not in {call[2] for call in calls}
+
+
+def test_outside_of_autocast_nothing_is_changed(calls):
+    attend(QUERY)
+    assert calls == [("float32", "float32", None)]
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_it_works_in_half_on_a_cpu(policy):
+    fun = half(lambda q: attend(q, is_causal=True), policy)
+    assert set(products(fun, QUERY)) == {HALVES[policy]}
+    assert np.allclose(jax.jit(fun)(QUERY), attend(QUERY, is_causal=True), atol=0.05)
+    gradient = jax.jit(jax.grad(lambda q: fun(q).sum()))(QUERY)
+    assert bool(jnp.isfinite(gradient).all())

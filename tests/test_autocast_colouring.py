@@ -1,0 +1,201 @@
+"""Which values are half: the rules of jaxmp.autocast.colour, each on the smallest program that shows it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from autocast_tools import HALVES, dtypes_of, half, layer_norm, normal, operations, products
+
+X, W, B = normal(0, 4, 8), normal(1, 8, 8), normal(2, 8)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_products_take_half_operands_and_results_keep_their_dtype(policy):
+    def fun(x, w):
+        return x @ w
+
+    assert products(half(fun, policy), X, W) == [HALVES[policy]]
+    assert half(fun, policy)(X, W).dtype == jnp.float32
+
+
+def test_without_a_product_nothing_changes():
+    def fun(x):
+        return jax.nn.softmax(x) * jnp.tanh(x) + jnp.sum(x**2)
+
+    assert operations(half(fun), X) == operations(fun, X)
+    assert jnp.array_equal(half(fun)(X), fun(X))
+
+
+def test_a_float32_bias_between_products_drags_nothing_to_float32():
+    def fun(x, w, b):
+        return jax.nn.relu(x @ w + b) @ w
+
+    assert dtypes_of("add", half(fun), X, W, B) == ["bfloat16"]
+    assert dtypes_of("max", half(fun), X, W, B) == ["bfloat16"]
+
+
+def test_what_leads_to_no_product_stays_float32():
+    def fun(x, w, b):
+        return jnp.tanh(x @ w + b)
+
+    assert dtypes_of("add", half(fun), X, W, B) == ["float32"]
+    assert dtypes_of("tanh", half(fun), X, W, B) == ["float32"]
+
+
+def test_what_is_made_of_arguments_only_stays_float32():
+    def fun(x, w):
+        return x @ (w * 3.0 + 1.0)
+
+    assert dtypes_of("mul", half(fun), X, W) == dtypes_of("add", half(fun), X, W) == ["float32"]
+
+
+def test_a_residual_stream_stays_half_and_its_norms_compute_in_float32():
+    def fun(x, w):
+        x = x @ w
+        for _ in range(3):
+            x = x + layer_norm(x) @ w
+        return layer_norm(x) @ w
+
+    streams = [dtype for name, dtype in operations(half(fun), X, W) if name == "add"]
+    # three norms with their epsilon, each before its sum; then the last norm
+    assert streams == ["float32", "bfloat16"] * 3 + ["float32"]
+    assert set(dtypes_of("reduce_sum", half(fun), X, W)) == {"float32"}
+    assert set(dtypes_of("sub", half(fun), X, W)) == {"float32"}
+
+
+def test_a_stream_after_its_norm_is_half_as_in_a_post_norm_block():
+    def fun(x, w):
+        x = x @ w
+        for _ in range(2):
+            x = layer_norm(x + jax.nn.gelu(x @ w) @ w)
+        return x @ w
+
+    sums = [dtype for name, dtype in operations(half(fun), X, W) if name == "add"]
+    assert sums.count("bfloat16") == 2 * 3  # two in each gelu, and the stream's own
+    assert sums.count("float32") == 2  # the epsilons
+
+
+def test_a_stream_of_batch_norms_and_activations_is_half():
+    def norm(x):
+        return (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)
+
+    def fun(x, w):
+        x = jax.nn.relu(norm(x @ w))
+        for _ in range(2):
+            x = jax.nn.relu(x + norm(x @ w))
+        return x @ w
+
+    # what each product reads has been rounded once, and nothing float32 is read by a sum with the stream
+    casts = [
+        (eqn.invars[0].aval.dtype.name, eqn.params["new_dtype"].name)
+        for eqn in jax.make_jaxpr(half(fun))(X, W).eqns
+        if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.shape == X.shape
+    ]
+    assert casts.count(("float32", "bfloat16")) <= 1 + 2 * 3
+
+
+def test_a_float32_position_code_does_not_make_the_stream_float32():
+    def fun(x, w):
+        x = x + jnp.sin(jnp.arange(4.0))[:, None]
+        for _ in range(2):
+            x = x + jax.nn.relu(layer_norm(x) @ w) @ w
+        return layer_norm(x) @ w
+
+    streams = [
+        eqn.outvars[0].aval.dtype.name
+        for eqn in jax.make_jaxpr(half(fun))(X, W).eqns
+        if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == X.shape
+    ]
+    assert streams == ["float32", "bfloat16", "bfloat16"]
+
+
+def test_data_movement_takes_the_colour_of_its_neighbours():
+    def fun(x, w):
+        h = (x @ w).reshape(2, 2, 8).transpose(1, 0, 2)[:, ::-1]
+        return h.reshape(4, 8) @ w.T
+
+    program = operations(half(fun), X, W)
+    for name in ("reshape", "transpose", "rev"):
+        assert {dtype for primitive, dtype in program if primitive == name} == {"bfloat16"}
+
+
+def test_a_table_is_read_in_float32_and_cast_after():
+    def fun(table, ids, w):
+        return table[ids] @ w
+
+    args = (normal(3, 10, 8), jnp.zeros(5, int), W)
+    assert dtypes_of("gather", half(fun), *args) == ["float32"]
+
+
+def test_weights_are_cast_at_each_use_and_activations_once():
+    def fun(x, w):
+        h = x @ w
+        return h @ w + (h * 1.5) @ w, h
+
+    program = jax.make_jaxpr(half(fun))(X, W)
+    casts = [eqn for eqn in program.eqns if eqn.primitive.name == "convert_element_type"]
+    weight = program.jaxpr.invars[1]
+    assert sum(eqn.invars[0] is weight for eqn in casts) == 3
+
+
+def test_a_cast_by_the_author_wins():
+    def fun(x, w):
+        h = (x @ w).astype(jnp.float16)
+        return h, (h * 2).astype(jnp.float32) @ w
+
+    result, _ = half(fun)(X, W)
+    assert result.dtype == jnp.float16
+    assert dtypes_of("mul", half(fun), X, W) == ["float16"]
+    assert products(half(fun), X, W) == ["bfloat16", "bfloat16"]
+
+
+def test_a_product_of_the_authors_half_operands_keeps_its_dtypes():
+    def fun(x, w):
+        x, w = x.astype(jnp.float16), w.astype(jnp.float16)
+        return jnp.matmul(x, w, preferred_element_type=jnp.float32), x @ w
+
+    assert dtypes_of("dot_general", half(fun), X, W) == ["float32", "float16"]
+
+
+def test_a_product_of_the_highest_precision_stays_float32():
+    def fun(x, w):
+        return jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST) @ w
+
+    assert products(half(fun), X, W) == ["float32", "bfloat16"]
+
+
+def test_half_arguments_meet_float32_weights_in_half_products():
+    def fun(x, w):
+        return x.astype(jnp.float32) @ w
+
+    assert products(half(fun), X.astype(jnp.bfloat16), W) == ["bfloat16"]
+
+
+def test_results_of_a_pure_policy_come_out_half():
+    def fun(x, w, n):
+        return x @ w, n
+
+    result, n = half(fun, "bfloat16")(X, W, jnp.arange(3))
+    assert (result.dtype, n.dtype) == (jnp.bfloat16, jnp.int32)
+
+
+def test_an_outer_product_is_a_multiplication():
+    def fun(x, w, angles):
+        return jnp.cos(jnp.einsum("i,j->ij", jnp.arange(4.0) * 1000, angles)) * (x @ w) @ w
+
+    assert products(half(fun), X, W, B) == ["bfloat16", "float32", "bfloat16"] or products(half(fun), X, W, B) == [
+        "float32",
+        "bfloat16",
+        "bfloat16",
+    ]
+
+
+def test_convolutions_are_half_forwards_and_backwards():
+    def fun(image, kernel):
+        dims = ("NHWC", "HWIO", "NHWC")
+        out = jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=dims)
+        return jnp.sum(jax.nn.relu(out) ** 2)
+
+    args = (normal(4, 1, 6, 6, 3), normal(5, 3, 3, 3, 4))
+    assert set(products(jax.grad(half(fun, "mixed_float16"), (0, 1)), *args)) == {"float16"}

@@ -1,0 +1,265 @@
+"""Autocast under, around and inside JAX's other transformations, and what it leaves alone."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import HALVES, cosine, half, normal, operations, products
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxmp
+
+X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
+
+
+def network(x, w):
+    return jax.nn.softmax(jnp.tanh(x @ w) @ w) @ w
+
+
+def test_jit_vmap_and_eager_agree():
+    expected = half(network)(X, W)
+    assert jnp.allclose(jax.jit(half(network))(X, W), expected, atol=1e-2)
+    assert jnp.allclose(jax.vmap(half(network), (0, None))(X, W), expected, atol=1e-2)
+    assert jnp.allclose(half(jax.vmap(network, (0, None)))(X, W), expected, atol=1e-2)
+    assert jnp.allclose(half(jax.jit(network))(X, W), expected, atol=1e-2)
+
+
+def test_shapes_and_programs_can_be_had_without_running():
+    assert jax.eval_shape(half(network), X, W) == jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    compiled = jax.jit(half(network)).lower(X, jax.ShapeDtypeStruct(W.shape, W.dtype)).compile()
+    assert jnp.allclose(compiled(X, W), network(X, W), atol=0.02)
+
+
+def test_donated_buffers_are_given_away():
+    step = jax.jit(half(lambda w, x: w - 0.1 * (x.T @ jnp.tanh(x @ w))), donate_argnums=0)
+    w = W + 0.0
+    assert step(w, X).shape == W.shape
+    assert w.is_deleted()
+
+
+def test_it_is_idempotent():
+    once, twice = half(network), half(half(network))
+    assert operations(twice, X, W) == operations(once, X, W)
+    assert jnp.array_equal(twice(X, W), once(X, W))
+    gradient = jax.grad(lambda w: half(network)(X, w).sum())
+    assert operations(half(gradient), W) == operations(gradient, W)
+
+
+def test_an_inner_policy_wins_inside():
+    def fun(x, w):
+        return half(lambda x: x @ w @ w, "mixed_bfloat16")(x @ w) @ w
+
+    assert products(half(fun, "mixed_float16"), X, W) == ["float16", "bfloat16", "bfloat16", "float16"]
+
+
+def test_an_inner_float32_keeps_a_part_in_float32_forwards_and_backwards():
+    inner = half(lambda x, w: jnp.tanh(x @ w), "float32")
+
+    def fun(x, w):
+        return jnp.sum(inner(x @ w, w) @ w)
+
+    assert products(half(fun), X, W) == ["bfloat16", "float32", "bfloat16"]
+    for gradient in (jax.grad(half(fun), 1), half(jax.grad(fun, 1))):
+        assert sorted(products(gradient, X, W)) == ["bfloat16"] * 5 + ["float32"] * 3
+
+
+def test_state_is_restored_after_an_exception():
+    def broken(x):
+        raise KeyError("broken")
+
+    attention = jax.nn.dot_product_attention
+    with pytest.raises(KeyError, match="broken"):
+        half(broken)(X)
+    assert jax.nn.dot_product_attention is attention
+    with pytest.raises(ValueError, match="outside of any other autocast"):
+        half(network, "float32")(X, W)
+
+
+def test_threads_do_not_see_each_other():
+    barrier, errors = threading.Barrier(2), []
+
+    def fun(x, w):
+        barrier.wait(10)
+        return x @ w
+
+    def inside():
+        half(fun)(X, W)
+
+    def outside():
+        barrier.wait(10)
+        try:
+            half(network, "float32")(X, W)
+        except ValueError:
+            errors.append("outside")
+
+    threads = [threading.Thread(target=inside), threading.Thread(target=outside)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == ["outside"]
+
+
+def test_arguments_that_are_no_arrays_stay_python_values():
+    def fun(x, flag, *, name, depth, options):
+        assert flag is True and name == "tanh" and depth == 2 and options == {"scale": 0.5, "none": None}
+        for _ in range(depth):
+            x = getattr(jnp, name)(x @ W) * options["scale"]
+        return {"x": x, "name": name, "depth": depth}
+
+    result = half(fun)(X, True, name="tanh", depth=2, options={"scale": 0.5, "none": None})
+    assert (result["name"], result["depth"], result["x"].shape) == ("tanh", 2, X.shape)
+
+
+def test_the_name_and_documentation_of_the_function_are_kept():
+    def step(x):
+        """One step."""
+        return x
+
+    assert (half(step).__name__, half(step).__doc__) == ("step", "One step.")
+
+
+def test_numpy_arguments_and_results_of_every_kind():
+    result = half(lambda x: (x @ W, None, 3, "a", x > 0, x.astype(jnp.int32)))(np.asarray(X))
+    assert result[1:4] == (None, 3, "a")
+    assert (result[4].dtype, result[5].dtype) == (jnp.bool_, jnp.int32)
+
+
+def test_random_numbers_and_dropout_masks_are_those_of_the_unchanged_function():
+    def fun(key, x, w):
+        h = x @ w
+        keep = jax.random.bernoulli(key, 0.7, h.shape)
+        return jnp.where(keep, h / 0.7, 0) @ w, keep, jax.random.normal(key, (3,)), jax.random.split(key)
+
+    for policy in HALVES:
+        result, expected = half(fun, policy)(jax.random.key(3), X, W), fun(jax.random.key(3), X, W)
+        assert jnp.array_equal(result[1], expected[1]) and jnp.array_equal(result[2], expected[2])
+        assert result[3].dtype == expected[3].dtype
+
+
+def test_float64_complex_and_fp8_are_left_alone():
+    with jax.enable_x64(True):
+        x, w = jnp.asarray(X, jnp.float64), jnp.asarray(W, jnp.float64)
+        assert products(half(lambda x, w, y: (jnp.exp(x @ w), y @ y.T)), x, w, X) == ["float64", "bfloat16"]
+        assert jnp.array_equal(half(network)(x, w), network(x, w))
+
+    def fun(x, w):
+        z = jax.lax.complex(x @ w, x)
+        return z @ jax.lax.complex(w, w), (x @ w).astype(jnp.float8_e4m3fn), jnp.abs(jnp.fft.fft(x @ w)) @ w
+
+    results = half(fun)(X, W)
+    assert [result.dtype.name for result in results] == ["complex64", "float8_e4m3fn", "float32"]
+    assert products(half(fun), X, W) == ["bfloat16", "complex64", "bfloat16", "bfloat16", "bfloat16"]
+
+
+def test_integer_products_are_left_alone():
+    n = jnp.arange(4).reshape(2, 2)
+    assert products(half(lambda x, n: (x @ W, n @ n)), X, n) == ["bfloat16", "int32"]
+
+
+def test_callbacks_see_the_dtypes_that_the_author_wrote():
+    seen = []
+
+    def fun(x, w):
+        h = x @ w
+        jax.debug.callback(lambda value: seen.append(value.dtype), h)
+        doubled = jax.pure_callback(lambda v: np.asarray(v) * 2, jax.ShapeDtypeStruct(h.shape, h.dtype), h)
+        return doubled @ w
+
+    assert jnp.allclose(jax.jit(half(fun))(X, W), fun(X, W), atol=0.1)
+    jax.effects_barrier()
+    assert set(seen) == {np.dtype("float32")}
+
+
+def mesh():
+    return jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def sharded(body):
+    spec = PartitionSpec("batch", None)
+    return jax.shard_map(body, mesh=mesh(), in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec())
+
+
+def test_shard_map_inside_and_around():
+    def body(x, w):
+        return jax.lax.psum(jnp.sum(jax.nn.relu(x @ w) @ w), "batch")
+
+    outer, inner = half(sharded(body)), sharded(half(body))
+    expected = sharded(body)
+    for fun in (outer, inner):
+        assert np.isclose(jax.jit(fun)(X, W), expected(X, W), rtol=0.02, atol=0.02)
+        assert cosine(jax.jit(jax.grad(fun, 1))(X, W), jax.grad(expected, 1)(X, W)) > 0.999
+        assert set(products(jax.grad(fun, 1), X, W)) == {"bfloat16"}
+
+
+def test_shardings_of_arguments_are_kept():
+    x = jax.device_put(X, NamedSharding(mesh(), PartitionSpec("batch", None)))
+    assert jax.jit(half(lambda x: jnp.tanh(x @ W) * x))(x).sharding == x.sharding
+
+
+def test_collectives_under_vmap():
+    fun = half(lambda row: jax.lax.pmean(row @ W, "batch"))
+    assert jnp.allclose(jax.vmap(fun, axis_name="batch")(X)[0], (X @ W).mean(0), atol=0.02)
+
+
+def test_functions_may_close_over_what_is_being_differentiated():
+    def loss(w):
+        return half(lambda x: jnp.sum(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=2)[0]))(X)
+
+    def expected(w):
+        return jnp.sum(jnp.tanh(jnp.tanh(X @ w) @ w))
+
+    assert cosine(jax.grad(loss)(W), jax.grad(expected)(W)) > 0.999
+    assert cosine(jax.jit(jax.grad(loss))(W), jax.grad(expected)(W)) > 0.999
+
+
+def body(h, _):
+    return jnp.tanh(h @ h.T @ h), None
+
+
+def test_a_second_call_compiles_nothing():
+    fun = half(lambda x: jax.nn.relu(jax.lax.scan(body, x, None, length=3)[0] @ W).sum())
+    flat = half(lambda x: jnp.sum(jax.nn.softmax(jax.nn.relu(x @ W)) @ W))
+    # Without jit JAX compiles a loop's transpose in every call, so that loops are differentiated under jit here.
+    for call in (fun, jax.jit(fun), jax.jit(jax.grad(fun)), jax.grad(flat)):
+        call(X)
+        with compilations() as count:
+            call(X)
+        assert not count
+
+
+class compilations:
+    """Lists the programs that JAX compiles within it."""
+
+    def __enter__(self):
+        self.events: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(self.listen)
+        return self.events
+
+    def listen(self, event, duration, **_):
+        if "backend_compile" in event:
+            self.events.append(event)
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self.listen)
+
+
+def test_layers_that_share_a_jitted_body_share_its_program():
+    layer = jax.jit(lambda x, w: jax.nn.gelu(x @ w) @ w)
+
+    def fun(x, w):
+        for _ in range(4):
+            x = layer(x, w)
+        return x @ w
+
+    text = jax.jit(half(fun)).lower(X, W).as_text()
+    assert text.count("func.func private @_lambda") <= 2  # the first reads an argument, the others a half stream
+
+
+def test_auto_on_a_device_without_fast_half_precision_changes_nothing():
+    assert jaxmp.hardware.recommended_policy() == "float32"
+    assert jnp.array_equal(half(network, "auto")(X, W), network(X, W))

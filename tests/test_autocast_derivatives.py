@@ -1,0 +1,192 @@
+"""Derivatives: custom rules are kept and run under the policy, forwards and backwards, first and second order."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import cosine, half, normal, operations, products
+from jax.ad_checkpoint import checkpoint_name
+
+X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
+
+
+def network(w):
+    return jnp.sum(jax.nn.softmax(jnp.tanh(X @ w) @ w) @ w)
+
+
+DERIVATIVES = {
+    "grad": jax.grad,
+    "value_and_grad": lambda f: lambda w: jax.value_and_grad(f)(w)[1],
+    "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w + 1.0,))[1],
+    "linearize": lambda f: lambda w: jax.linearize(f, w)[1](w + 1.0),
+    "vjp": lambda f: lambda w: jax.vjp(f, w)[1](jnp.float32(2)),
+    "hessian": jax.hessian,
+    "jvp of grad": lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (w + 1.0,))[1],
+    "jacrev": jax.jacrev,
+    "jacfwd": jax.jacfwd,
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_agree_with_float32(name):
+    expected, result = DERIVATIVES[name](network)(W), DERIVATIVES[name](half(network))(W)
+    assert jax.tree.leaves(result)[0].dtype == jnp.float32
+    assert cosine(result, expected) > 0.999
+
+
+def test_the_gradient_of_autocast_and_the_autocast_gradient_have_the_same_products():
+    inner, outer = products(jax.grad(half(network)), W), products(half(jax.grad(network)), W)
+    assert sorted(inner) == sorted(outer) == ["bfloat16"] * 8
+    assert cosine(jax.grad(half(network))(W), half(jax.grad(network))(W)) > 0.999
+
+
+def recorded(log):
+    """A product with a derivative rule of its own, which notes that it was used."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def forward(x, w):
+        log.append("forward")
+        return x @ w, (x, w)
+
+    def backward(residuals, g):
+        log.append("backward")
+        x, w = residuals
+        return 2 * (g @ w.T), x.T @ g  # twice the true gradient of x, to be told by its value
+
+    product.defvjp(forward, backward)
+    return product
+
+
+def test_a_custom_vjp_keeps_its_rule_and_its_rule_is_half():
+    log: list[str] = []
+    product = recorded(log)
+
+    def fun(w):
+        return jnp.sum(jnp.tanh(product(product(X, w), w)))
+
+    assert products(jax.grad(half(fun)), W) == ["bfloat16"] * 6
+    assert log.count("forward") and log.count("backward")
+    expected = jax.grad(fun)(W)
+    assert cosine(jax.grad(half(fun))(W), expected) > 0.9999
+    assert cosine(half(jax.grad(fun))(W), expected) > 0.9999
+    assert ("custom_vjp_call", "bfloat16") in operations(half(fun), W)
+
+
+def test_a_custom_vjp_with_integers_static_arguments_and_no_gradient():
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def layer(activation, x, w, n):
+        return activation(x @ w) * n.astype(jnp.float32)
+
+    def forward(activation, x, w, n):
+        return layer(activation, x, w, n), (x, w, n)
+
+    def backward(activation, residuals, g):
+        x, w, n = residuals
+        _, pullback = jax.vjp(lambda x, w: activation(x @ w) * n.astype(jnp.float32), x, w)
+        return (*pullback(g), None)
+
+    layer.defvjp(forward, backward)
+
+    def fun(w, n):
+        return jnp.sum(layer(jnp.tanh, layer(jnp.sin, X, w, n), w, n))
+
+    n = jnp.arange(8) + 1
+    assert cosine(jax.grad(half(fun))(W, n), jax.grad(fun)(W, n)) > 0.999
+    assert set(products(jax.grad(half(fun)), W, n)) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_custom_jvp_keeps_its_rule_and_its_rule_is_half(symbolic):
+    @jax.custom_jvp
+    def layer(x, w, n):
+        return jnp.tanh(x @ w) * n
+
+    def rule(primals, tangents):
+        x, w, n = primals
+        dx, dw, _ = (
+            jnp.zeros_like(p) if isinstance(t, jax.custom_derivatives.SymbolicZero) else t
+            for p, t in zip(primals, tangents, strict=True)
+        )
+        y = layer(x, w, n)
+        return y, (1 - (y / n) ** 2) * n * (dx @ w + x @ dw) * 2.0  # twice the true one
+
+    layer.defjvp(rule, symbolic_zeros=symbolic)
+
+    def fun(w):
+        return jnp.sum(layer(layer(X, w, jnp.float32(2)), w, jnp.float32(3)))
+
+    assert cosine(jax.grad(half(fun))(W), jax.grad(fun)(W)) > 0.999
+    assert np.isclose(jnp.linalg.norm(jax.grad(half(fun))(W)), jnp.linalg.norm(jax.grad(fun)(W)), rtol=0.02)
+    assert set(products(jax.grad(half(fun)), W)) == {"bfloat16"}
+    assert ("custom_jvp_call", "bfloat16") in operations(half(fun), W)
+
+
+def test_relu_has_the_derivative_zero_at_zero():
+    def fun(x):
+        return jnp.sum(jax.nn.relu(x @ jnp.eye(8)) @ jnp.eye(8))
+
+    assert jnp.all(jax.grad(half(fun))(jnp.zeros((2, 8))) == 0)
+
+
+POLICIES = {
+    "everything again": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots without batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("hidden"),
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpoint_keeps_its_policy(policy):
+    def block(x, w):
+        return checkpoint_name(jnp.tanh(x @ w), "hidden") @ w
+
+    def twice(block):
+        return lambda w: jnp.sum(block(block(X, w), w))
+
+    fun, bare = twice(jax.checkpoint(block, policy=POLICIES[policy])), twice(block)
+
+    expected = products(jax.grad(fun), W)
+    for transformed in (jax.grad(half(fun)), half(jax.grad(fun))):
+        assert products(transformed, W) == ["bfloat16"] * len(expected)  # as much is computed twice
+        assert cosine(transformed(W), jax.grad(bare)(W)) > 0.999
+
+
+def test_what_is_recomputed_stays_recomputed_in_the_compiled_program():
+    def fun(w):
+        block = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w))
+        return jnp.sum(block(block(X)))
+
+    def count(f):
+        return jax.jit(f).lower(W).as_text().count("optimization_barrier")
+
+    assert count(half(jax.grad(fun))) == count(jax.grad(fun)) > 0
+    assert count(jax.grad(half(fun))) == count(jax.grad(fun))
+
+
+def test_a_rule_in_a_loop_under_vmap():
+    product = recorded([])
+
+    def fun(w):
+        return jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(product(x, w)), None), X, None, length=3)[0])
+
+    batch = jnp.stack([W, W + 0.1])
+    assert cosine(jax.vmap(jax.grad(half(fun)))(batch), jax.vmap(jax.grad(fun))(batch)) > 0.999
+
+
+def test_residuals_are_saved_in_half():
+    def fun(w):
+        return jnp.sum(jax.nn.gelu(jax.nn.gelu(X @ w) @ w) @ w)
+
+    _, pullback = jax.vjp(half(fun), W)
+    saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == X.shape]
+    assert saved and {leaf.dtype.name for leaf in saved} <= {"bfloat16", "bool"}

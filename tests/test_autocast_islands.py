@@ -1,0 +1,140 @@
+"""Islands: what is right only as a whole in float32, by its numbers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import HALVES, dtypes_of, half, normal, operations
+
+W = jnp.eye(8)
+LOWEST = jnp.finfo(jnp.float32).min
+
+
+def between(fun):
+    """``fun`` between two products that change nothing but the dtype."""
+    return lambda x, w: fun(x @ w) @ w
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_softmax_errs_by_one_ulp(policy):
+    dtype = jnp.dtype(HALVES[policy])
+    x = (normal(0, 4, 8) * 5).astype(dtype).astype(jnp.float32)
+    exact = np.exp(np.asarray(x, np.float64) - np.max(np.asarray(x, np.float64), -1, keepdims=True))
+    exact /= exact.sum(-1, keepdims=True)
+    result = np.asarray(half(between(jax.nn.softmax), policy)(x, W), np.float64)
+    info = jnp.finfo(dtype)
+    assert np.max(np.abs(result - exact) / np.maximum(exact * info.eps, info.smallest_subnormal)) <= 1
+
+
+def test_a_softmax_is_rounded_where_it_ends():
+    assert dtypes_of("div", half(between(jax.nn.softmax)), normal(0, 4, 8), W) == ["float32"]
+    program = jax.make_jaxpr(half(between(lambda x: jax.nn.softmax(x))))(normal(0, 4, 8), W)
+    end = next(n for n, eqn in enumerate(program.eqns) if eqn.primitive.name == "div")
+    assert program.eqns[end + 1].params.get("new_dtype") == jnp.bfloat16
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("loss", [jax.nn.log_softmax, jax.nn.logsumexp, lambda x: jnp.mean((x - 1.001) ** 2)])
+def test_losses_have_the_accuracy_of_float32(policy, loss):
+    x = (normal(1, 4, 8) * 5).astype(HALVES[policy]).astype(jnp.float32)
+    exact = np.asarray(loss(x), np.float64)
+    assert np.allclose(half(lambda x, w: loss(x @ w), policy)(x, W), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loss_of_a_product_and_its_target_does_not_round_the_target():
+    def loss(w, x, target):
+        return jnp.mean((x @ w - target) ** 2)
+
+    x, target = normal(0, 4, 8), normal(1, 4, 8)
+    rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
+    exact = jnp.mean((rounded - target) ** 2)
+    assert np.isclose(half(loss)(W, x, target), exact, rtol=1e-6)
+    value, _ = half(jax.value_and_grad(loss))(W, x, target)
+    assert np.isclose(value, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_variance_as_a_difference_of_means_is_float32(policy):
+    def standardise(x):
+        variance = jnp.mean(x**2, -1, keepdims=True) - jnp.mean(x, -1, keepdims=True) ** 2
+        return (x - jnp.mean(x, -1, keepdims=True)) * jax.lax.rsqrt(variance + 1e-5)
+
+    x = (100 + normal(2, 4, 8)).astype(HALVES[policy]).astype(jnp.float32)
+    wide = np.asarray(x, np.float64)
+    exact = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    error = np.abs(np.asarray(half(between(standardise), policy)(x, W)) - exact).max()
+    assert error < 0.02  # bfloat16's E[x²] - E[x]² errs by 100 %; float32's own by 0.3 %
+
+
+def test_squares_that_are_summed_do_not_overflow_float16():
+    x = jnp.full((1, 8), 300.0)
+    norm = half(between(lambda x: x / jnp.sqrt(jnp.sum(x**2, -1, keepdims=True))), "mixed_float16")
+    assert np.allclose(norm(x, W), 8**-0.5, rtol=1e-3)
+
+
+def test_a_tiny_epsilon_does_not_vanish_in_float16():
+    def fun(x):
+        return x / (jnp.abs(x) + 1e-12)
+
+    assert bool(jnp.all(jnp.isfinite(half(between(fun), "mixed_float16")(jnp.zeros((2, 8)), W))))
+
+
+MASKS = {
+    "added": lambda s, keep: s + jnp.where(keep, 0.0, LOWEST),
+    "selected": lambda s, keep: jnp.where(keep, s, LOWEST),
+    "a number": lambda s, keep: s + (1.0 - keep.astype(jnp.float32)) * -1e9,
+    "handed in": lambda s, keep: s + jnp.asarray(np.where(np.arange(8) < 3, 0, LOWEST), jnp.float32),
+    "a constant": lambda s, keep: s + np.where(np.arange(8) < 3, 0, LOWEST).astype(np.float32),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_the_lowest_float32_stay_finite_in_float16(mask):
+    keep = jnp.arange(8) < 3
+
+    def attend(x, w):
+        return jax.nn.softmax(MASKS[mask](x @ w, keep)) @ w
+
+    x = jnp.concatenate([normal(3, 3, 8), jnp.zeros((1, 8))])
+    result = half(attend, "mixed_float16")(x, W)
+    assert np.allclose(result, attend(x, W), atol=2e-3)
+    gradient = jax.grad(lambda w: half(attend, "mixed_float16")(x, w).sum())(W)
+    assert bool(jnp.all(jnp.isfinite(gradient)))
+
+
+def test_a_mask_of_scores_that_others_read_is_not_rounded_to_infinity():
+    def fun(x, w):
+        scores = x @ w + jnp.where(jnp.arange(8) < 3, 0.0, LOWEST)
+        return jax.nn.softmax(scores) @ w, scores
+
+    assert bool(jnp.isfinite(half(fun, "mixed_float16")(jnp.ones((1, 8)), W)[1]).all())
+
+
+def test_what_feeds_a_factorisation_is_float32_although_a_product_reads_it_too():
+    def fun(x, w):
+        kernel = jnp.exp(-((x @ w) ** 2))
+        return jnp.linalg.cholesky(kernel @ w + 4.0 * w) @ w
+
+    program = operations(half(fun), jnp.eye(8), W)
+    assert ("cholesky", "float32") in program
+    assert {dtype for name, dtype in program if name == "add"} == {"float32"}  # the jitter, the symmetric part
+
+
+def test_cosine_similarity_is_float32():
+    def similarity(x):
+        y = jnp.roll(x, 1, 0)
+        dot = jnp.sum(x * y, -1)
+        return dot / (jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1) + 1e-12)
+
+    x = (normal(6, 4, 8) * 100).astype(jnp.float16).astype(jnp.float32)
+    result = half(lambda x, w: similarity(x @ w)[:, None] * jnp.ones(8) @ w, "mixed_float16")(x, W)
+    assert np.allclose(result[:, 0], similarity(x), rtol=1e-3)
+
+
+def test_scatters_that_add_do_so_in_float32():
+    def fun(x, w):
+        return jnp.zeros(8).at[jnp.zeros(8, int)].add((x @ w)[0]) @ w
+
+    assert dtypes_of("scatter-add", half(fun), jnp.ones((1, 8)), W) == ["float32"]

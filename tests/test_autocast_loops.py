@@ -1,0 +1,168 @@
+"""Loops and conditionals: one colour round each loop, weights cast at each use, sums kept in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import HALVES, cosine, half, layer_norm, normal, products
+
+from jaxmp._jaxpr.reading import bodies_of
+from jaxmp._jaxpr.walk import equations
+
+X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
+ONE = jnp.ones((1, 1))
+
+
+def carries(fun, *args):
+    """The dtypes of the floating carries of all loops in the traced ``fun``."""
+    found = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args)):
+        if eqn.primitive.name in ("scan", "while"):
+            bodies = bodies_of(eqn)
+            found += [var.aval.dtype.name for var in eqn.outvars[: bodies.carry] if var.aval.dtype != jnp.int32]
+    return found
+
+
+def test_a_residual_stream_is_carried_in_half_and_a_running_loss_in_float32():
+    def fun(x, weights):
+        def body(carry, w):
+            x, loss = carry
+            x = x + jax.nn.gelu(layer_norm(x) @ w) @ w.T
+            return (x, loss + jnp.mean(x**2)), None
+
+        (x, loss), _ = jax.lax.scan(body, (x, jnp.float32(0)), weights)
+        return x @ weights[0], loss
+
+    args = (X, jnp.stack([W] * 3))
+    assert carries(half(fun), *args) == ["bfloat16", "float32"]
+    assert set(products(half(fun), *args)) == {"bfloat16"}
+    for result, expected in zip(half(fun)(*args), fun(*args), strict=True):
+        assert np.allclose(result, expected, rtol=0.05, atol=0.05)
+
+
+def test_a_post_norm_stream_is_carried_in_half():
+    def fun(x, weights):
+        return jax.lax.scan(lambda x, w: (layer_norm(x + jax.nn.relu(x @ w) @ w), None), x, weights)[0] @ W
+
+    assert carries(half(fun), X, jnp.stack([W] * 2)) == ["bfloat16"]
+
+
+def test_a_sum_of_products_that_does_not_feed_them_is_carried_in_float32():
+    def fun(x, w):
+        def body(carry, row):
+            state, x = carry
+            return (state + jnp.outer(row, row), x), (x @ w) @ state
+
+        return jax.lax.scan(body, (jnp.zeros((8, 8)), x), x @ w)[1]
+
+    assert carries(half(fun), X, W)[0] == "float32"
+
+
+def test_the_cell_of_an_lstm_is_carried_in_half():
+    def fun(xs, w):
+        def body(carry, x):
+            h, cell = carry
+            gates = x @ w + h @ w
+            cell = jax.nn.sigmoid(gates) * cell + jax.nn.sigmoid(gates) * jnp.tanh(gates)
+            h = jax.nn.sigmoid(gates) * jnp.tanh(cell)
+            return (h, cell), h
+
+        return jax.lax.scan(body, (jnp.zeros((4, 8)), jnp.zeros((4, 8))), xs)[1] @ w
+
+    args = (jnp.stack([X] * 3), W)
+    assert carries(half(fun), *args) == ["bfloat16", "bfloat16"]
+    assert np.allclose(half(fun)(*args), fun(*args), atol=0.05)
+
+
+def test_weights_that_a_loop_only_carries_stay_float32():
+    def fun(x, w):
+        def body(carry):
+            n, x, w, v = carry
+            return n + 1, jnp.tanh(x @ w), v, w
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, x, w, 2 * w))[1] @ w
+
+    assert carries(half(fun), X, W) == ["bfloat16", "float32", "float32"]
+
+
+LOOPS = {
+    "scan": lambda w: jax.lax.scan(lambda c, _: (c + jnp.sum(ONE @ w), None), 0.0, None, length=4096)[0],
+    "scan's results": lambda w: jax.lax.scan(lambda c, _: (c, ONE @ w), 0.0, None, length=4096)[1].sum(),
+    "fori": lambda w: jax.lax.fori_loop(0, 4096, lambda _, c: c + jnp.sum(ONE @ w), 0.0),
+    "map": lambda w: jax.lax.map(lambda x: (x @ w).sum(), jnp.ones((4096, 1, 1))).sum(),
+    "nested": lambda w: jax.lax.scan(
+        lambda c, _: (c + jax.lax.scan(lambda d, _: (d + jnp.sum(ONE @ w), None), 0.0, None, length=64)[0], None),
+        0.0,
+        None,
+        length=64,
+    )[0],
+}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_4096_uses_of_a_weight_have_a_gradient_of_4096(loop, policy):
+    assert jax.grad(half(LOOPS[loop], policy))(ONE)[0, 0] == 4096
+    assert half(jax.grad(LOOPS[loop]), policy)(ONE)[0, 0] == 4096
+
+
+def test_600_uses_without_a_loop_have_a_gradient_of_600():
+    def fun(w):
+        return sum(jnp.sum(ONE @ w) for _ in range(600))
+
+    assert jax.jit(jax.grad(half(fun)))(ONE)[0, 0] == 600
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_the_gradient_of_a_table_is_summed_in_float32(policy):
+    def fun(table):
+        return jnp.sum(table[jnp.zeros(4096, int)] @ jnp.eye(4))
+
+    table = jnp.zeros((10, 4))
+    assert jnp.all(jax.grad(half(fun, policy))(table)[0] == 4096)
+    assert jnp.all(half(jax.grad(fun), policy)(table)[0] == 4096)
+
+
+FLOWS = {
+    "cond": lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda h: jnp.tanh(h @ w), lambda h: h, x @ w),
+    "switch": lambda x, w: jax.lax.switch(1, [lambda h: h @ w, lambda h: jnp.exp(h), lambda h: h + 1], x @ w),
+    "fori": lambda x, w: jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ w), x),
+    "map": lambda x, w: jax.lax.map(lambda row: jax.nn.softmax(row @ w), x),
+    "associative_scan": lambda x, w: jax.lax.associative_scan(jnp.add, x @ w),
+    "reverse, unrolled": lambda x, w: jax.lax.scan(
+        lambda h, r: (jnp.tanh(h @ w + r), h), x[0], x, reverse=True, unroll=2
+    )[1],
+    "cond in scan": lambda x, w: jax.lax.scan(
+        lambda h, n: (jax.lax.cond(n > 1, lambda h: jnp.tanh(h @ w), lambda h: h * 2, h), None), x, jnp.arange(3)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_control_flow_agrees_with_float32(flow):
+    def fun(x, w):
+        return jnp.sum(jnp.sin(FLOWS[flow](x, w)) @ w)
+
+    assert set(products(half(fun), X, W)) == {"bfloat16"}
+    assert np.isclose(half(fun)(X, W), fun(X, W), rtol=0.05, atol=0.05)
+    assert cosine(jax.grad(half(fun), (0, 1))(X, W), jax.grad(fun, (0, 1))(X, W)) > 0.999
+    assert cosine(half(jax.grad(fun, (0, 1)))(X, W), jax.grad(fun, (0, 1))(X, W)) > 0.998
+
+
+def test_branches_have_one_colour():
+    def fun(x, w):
+        h = x @ w
+        return jax.lax.cond(x[0, 0] > 0, lambda h: jnp.exp(h), lambda h: h, h) @ w
+
+    (eqn,) = (eqn for eqn in jax.make_jaxpr(half(fun))(X, W).eqns if eqn.primitive.name == "cond")
+    assert eqn.outvars[0].aval.dtype == jnp.bfloat16
+
+
+def test_a_while_loop_whose_condition_reads_the_carry():
+    def fun(x, w):
+        return jax.lax.while_loop(lambda h: jnp.sum(h**2) > 0.1, lambda h: jnp.tanh(h @ w) * 0.5, x) @ w
+
+    assert carries(half(fun), X, W) == ["bfloat16"]
+    assert np.allclose(half(fun)(X, W), fun(X, W), atol=0.02)

@@ -1,0 +1,151 @@
+"""Regions and overrides, the most specific first, and the errors of autocast."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from autocast_tools import dtypes_of, half, normal, products
+
+import jaxmp
+from jaxmp.autocast.classes import UnknownOperationError
+
+X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
+
+
+def model(x, w):
+    with jax.named_scope("encoder"):
+        for n in range(2):
+            with jax.named_scope(f"layer_{n}"):
+                x = jnp.exp(-(x @ w))
+    with jax.named_scope("head"):
+        return x @ w
+
+
+def test_a_path_covers_what_lies_below_it():
+    assert products(half(model, overrides={"encoder": "float32"}), X, W) == ["float32", "float32", "bfloat16"]
+    assert products(half(model, overrides={"**/layer_1": "float32"}), X, W) == ["bfloat16", "float32", "bfloat16"]
+    assert products(half(model, overrides={"**/head": "float32"}), X, W) == ["bfloat16", "bfloat16", "float32"]
+
+
+def test_the_first_path_that_matches_wins():
+    overrides = {"**/layer_0": "half", "encoder": "float32"}
+    assert products(half(model, overrides=overrides), X, W) == ["bfloat16", "float32", "bfloat16"]
+
+
+def test_a_path_holds_in_the_gradient():
+    def loss(w):
+        return jnp.sum(model(X, w))
+
+    override = {"**/head": "float32"}
+    for gradient in (jax.grad(half(loss, overrides=override)), half(jax.grad(loss), overrides=override)):
+        assert sorted(products(gradient, W)) == ["bfloat16"] * 5 + ["float32"] * 3
+
+
+def test_primitives_and_classes():
+    assert set(dtypes_of("exp", half(model), X, W)) == {"float32"}
+    assert set(dtypes_of("exp", half(model, overrides={"primitive:exp": "half"}), X, W)) == {"bfloat16"}
+    assert set(dtypes_of("exp", half(model, overrides={"class:pointwise": "half"}), X, W)) == {"bfloat16"}
+    assert products(half(model, overrides={"primitive:dot_general": "float32"}), X, W) == ["float32"] * 3
+    assert products(half(model, overrides={"class:half": "float32"}), X, W) == ["float32"] * 3
+
+
+def test_a_primitive_goes_before_its_class_and_a_path_before_both():
+    overrides = {"class:half": "half", "primitive:dot_general": "float32"}
+    assert products(half(model, overrides=overrides), X, W) == ["float32"] * 3
+    assert products(half(model, overrides={**overrides, "**/head": "half"}), X, W) == ["float32", "float32", "bfloat16"]
+
+
+def test_a_region_goes_before_all_overrides_and_the_inner_one_wins():
+    def fun(x, w):
+        with jax.named_scope("head"), jaxmp.precision("float32"):
+            x = x @ w
+            with jaxmp.precision("half"):
+                x = x @ w
+            return x @ w
+
+    for overrides in (None, {"**/head": "half", "primitive:dot_general": "half"}):
+        assert products(half(fun, overrides=overrides), X, W) == ["float32", "bfloat16", "float32"]
+
+
+def test_a_region_holds_in_gradients_loops_and_functions_that_were_jitted_before():
+    @jax.jit
+    def block(x, w):
+        with jaxmp.precision("float32"):
+            return jnp.tanh(x @ w)
+
+    def fun(w):
+        return jnp.sum(jax.lax.scan(lambda x, _: (block(x, w) @ w, None), X, None, length=2)[0])
+
+    block(X, W)
+    assert products(half(fun), W) == ["float32", "bfloat16"]
+    assert sorted(products(jax.grad(half(fun)), W)) == ["bfloat16"] * 3 + ["float32"] * 3
+
+
+def test_products_that_are_asked_to_be_float32_are_true_float32():
+    (eqn,) = (e for e in jax.make_jaxpr(half(lambda x, w: x @ w, overrides={"class:half": "float32"}))(X, W).eqns)
+    assert eqn.params["precision"] == (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+
+
+def test_a_region_changes_nothing_outside_of_autocast():
+    def fun(x):
+        with jaxmp.precision("half"):
+            return x @ W
+
+    assert products(fun, X) == ["float32"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "text"),
+    [
+        ({"**/haed": "float32"}, ValueError, "'**/haed' matched none; nearest paths: 'head'"),
+        ({"primitive:log": "half"}, ValueError, "'primitive:log' matched none; nearest primitives: "),
+        ({"primitive:expp": "half"}, UnknownOperationError, "'primitive:expp' names a primitive that does not exist"),
+        ({"class:nope": "half"}, UnknownOperationError, "'class:nope' names a class that does not exist"),
+        ({"**/head": "bfloat16"}, ValueError, "in 'float32' or in 'half' (the policy's compute dtype), got 'bfloat16'"),
+        ({jnp.tanh: "half"}, TypeError, "an override of autocast is a path such as '**/head'"),
+    ],
+)
+def test_overrides_that_mean_nothing_raise(overrides, error, text):
+    with pytest.raises(error) as raised:
+        half(model, overrides=overrides)(X, W)
+    assert text in str(raised.value)
+
+
+def test_wrong_overrides_raise_before_the_call():
+    with pytest.raises(UnknownOperationError):
+        half(model, overrides={"primitive:expp": "half"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "text"),
+    [
+        ("float64", ValueError, "autocast computes in float16 or bfloat16, got the compute dtype float64"),
+        ("O2", TypeError, "autocast takes one policy for a function, got the PolicyMap O2"),
+        ("mixed_bf16", ValueError, "unknown policy 'mixed_bf16'"),
+    ],
+)
+def test_policies_without_a_half_dtype_raise(policy, error, text):
+    with pytest.raises(error) as raised:
+        half(model, policy)
+    assert text in str(raised.value)
+
+
+def test_float32_raises_where_it_changes_nothing():
+    with pytest.raises(ValueError, match=r"got float32 outside of any other autocast.*use 'mixed_bfloat16'"):
+        half(model, "float32")(X, W)
+
+
+def test_float16_raises_on_a_tpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(ValueError, match="got float16 on a TPU, whose matrix unit has bfloat16 only; use 'mixed_bf"):
+        half(model, "mixed_float16")(X, W)
+
+
+def test_a_region_of_no_level_raises():
+    with pytest.raises(ValueError, match="in 'float32' or in 'half'"):
+        jaxmp.precision("bfloat16")
+
+
+def test_o1_is_mixed_float16():
+    assert products(half(model, "O1"), X, W) == ["float16"] * 3
