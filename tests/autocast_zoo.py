@@ -1,0 +1,707 @@
+"""Functions that people write between two matrix products, with how exact each must be under autocast.
+
+A case is computed between two products that only permute, in whatever dtype, so that the function sees numbers known
+to the last bit and all of the error is its own. All inputs are numbers that bfloat16 and float16 both have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jax.scipy as jsp
+import numpy as np
+import optax.losses as losses
+from flax import nnx
+from jax import lax
+
+
+class Tolerance(NamedTuple):
+    """The largest error where a product reads the result, in units in the last place of the compute dtype.
+
+    Attributes:
+      ulps: how many.
+      why: what they are made of.
+      of: of what the unit is the last place's: of ``"each"`` number, or of the ``"largest"`` of the result.
+    """
+
+    ulps: float
+    why: str
+    of: str = "each"
+
+
+EXACT = Tolerance(0, "moves or selects numbers, or makes small integers: nothing is rounded")
+ROUNDED = Tolerance(0.51, "float32 from its first operation to its last, then rounded once: half a unit")
+ONE_STEP = Tolerance(1, "one operation in half precision: half a unit, and as much for its kernel")
+
+
+def steps(count: float, why: str) -> Tolerance:
+    """``count`` units for what stays in half precision, one operation after the other, without cancellation."""
+    return Tolerance(count, why)
+
+
+def of_largest(count: float, why: str) -> Tolerance:
+    """Units of the largest number, for sums whose terms cancel and products that sum."""
+    return Tolerance(count, why, "largest")
+
+
+LOGISTIC = of_largest(1.2, "float16's own exp(-x) overflows inside: below -11 the result is 0 and not 9e-6")
+
+
+class Case(NamedTuple):
+    """A function of ``inputs``, which come from a product, and of ``plain`` arguments, which do not."""
+
+    name: str
+    fun: Callable[..., Any]
+    inputs: tuple[np.ndarray, ...]
+    tolerance: Tolerance
+    plain: tuple[np.ndarray, ...] = ()
+
+
+SHAPE = (4, 8)
+
+
+def exact(x: Any) -> np.ndarray:
+    """``x`` rounded to numbers that bfloat16 and float16 both have."""
+    rounded = np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float32)
+    return np.where(np.abs(rounded) < 2.0**-14, 0, rounded).astype(np.float32)
+
+
+def normal(scale: float = 1, mean: float = 0, shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
+    return exact(mean + scale * np.random.default_rng(seed).normal(size=shape))
+
+
+def uniform(low: float, high: float, shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
+    margin = (high - low) / 64  # so that rounding keeps within the borders
+    return exact(np.random.default_rng(seed).uniform(low + margin, high - margin, size=shape))
+
+
+def simplex(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
+    x = np.exp(np.random.default_rng(seed).normal(size=shape))
+    return exact(x / x.sum(-1, keepdims=True))
+
+
+def integers(stop: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(stop, size=shape).astype(np.int32)
+
+
+def spread(n: int = 4, seed: int = 0) -> np.ndarray:
+    """A well conditioned, not symmetric matrix."""
+    return exact(np.random.default_rng(seed).normal(size=(n, n)) + 4 * np.eye(n))
+
+
+def positive_definite(n: int = 4, seed: int = 0) -> np.ndarray:
+    """Symmetric, with eigenvalues far from each other."""
+    x = np.random.default_rng(seed).normal(size=(n, n)) / 4
+    return exact(x + x.T + np.diag(2.0 + 2 * np.arange(n)))
+
+
+A, B = normal(), normal(seed=1)
+WIDE = normal(5)
+POSITIVE, POSITIVE_B = uniform(0.1, 8), uniform(0.1, 8, seed=1)
+UNIT, UNIT_B = uniform(0, 1), uniform(0, 1, seed=1)
+SIGNED_UNIT = uniform(-1, 1)
+ROW = normal(3, shape=(8,))
+LABELS = integers(8, (4,))
+ONE_HOT = np.eye(8, dtype=np.float32)[LABELS]
+SIGNS = np.where(normal(seed=3) > 0, 1, -1).astype(np.float32)
+ZEROS_AND_ONES = (normal(seed=3) > 0).astype(np.float32)
+MASK = np.array([[True] * 5 + [False] * 3] * 3 + [[True] * 8])
+CAUSAL = np.tril(np.ones((4, 4), bool))
+SQUARE = spread()
+SYMMETRIC = positive_definite()
+
+
+def float32_functions() -> Iterator[Case]:
+    """Pointwise functions whose class is float32: range, conditioning, series."""
+    for name, fun, x in (
+        ("exp", jnp.exp, normal(3)),
+        ("exp2", jnp.exp2, normal(3)),
+        ("expm1", jnp.expm1, normal(0.1)),
+        ("log", jnp.log, POSITIVE),
+        ("log near one", jnp.log, normal(0.05, 1)),
+        ("log1p", jnp.log1p, UNIT),
+        ("log2", jnp.log2, POSITIVE),
+        ("log10", jnp.log10, POSITIVE),
+        ("sinh", jnp.sinh, normal(3)),
+        ("cosh", jnp.cosh, normal(3)),
+        ("sin of 1000", jnp.sin, normal(30, 1000)),
+        ("cos of 1000", jnp.cos, normal(30, 1000)),
+        ("tan", jnp.tan, SIGNED_UNIT),
+        ("arcsin", jnp.arcsin, SIGNED_UNIT),
+        ("arccos", jnp.arccos, SIGNED_UNIT),
+        ("arctan", jnp.arctan, WIDE),
+        ("arcsinh", jnp.arcsinh, WIDE),
+        ("arccosh", jnp.arccosh, uniform(1, 9)),
+        ("arctanh", jnp.arctanh, SIGNED_UNIT),
+        ("rsqrt", lax.rsqrt, POSITIVE),
+        ("rsqrt of a small variance", lambda x: lax.rsqrt(x + 1e-6), uniform(0, 0.001)),
+        ("x ** 2.5", lambda x: x**2.5, POSITIVE),
+        ("2 ** x", lambda x: 2.0**x, WIDE),
+        ("erf_inv", lax.erf_inv, SIGNED_UNIT),
+        ("lgamma", lax.lgamma, POSITIVE),
+        ("digamma", lax.digamma, uniform(2, 9)),
+        ("bessel_i0e", lax.bessel_i0e, WIDE),
+        ("bessel_i1e", lax.bessel_i1e, WIDE),
+        ("angles of positions", lambda x: jnp.sin(x[:, :1] * 100.0) + jnp.cos(x[:, 1:2] * 100.0), normal(3)),
+    ):
+        yield Case(name, fun, (x,), ROUNDED)
+    yield Case("power", jnp.power, (POSITIVE, B), ROUNDED)
+    sum_of_two = of_largest(0.76, "the float32 logarithm is rounded and added to the larger one, which is half")
+    yield Case("logaddexp", jnp.logaddexp, (WIDE, normal(5, seed=1)), sum_of_two)
+    yield Case("logaddexp2", jnp.logaddexp2, (WIDE, normal(5, seed=1)), sum_of_two)
+
+
+def half_functions() -> Iterator[Case]:
+    """Operations that stay in half precision between two products."""
+    for name, fun, x in (
+        ("neg", jnp.negative, A),
+        ("abs", jnp.abs, A),
+        ("sign", jnp.sign, A),
+        ("floor", jnp.floor, WIDE),
+        ("ceil", jnp.ceil, WIDE),
+        ("round", jnp.round, WIDE),
+        ("trunc", jnp.trunc, WIDE),
+        ("clip", lambda x: jnp.clip(x, -1, 1), A),
+        ("maximum with zero written as 1e-12", lambda x: jnp.maximum(x, 1e-12), POSITIVE),
+        ("clip at float32's largest", lambda x: jnp.clip(x, -3e38, 3e38), A),
+        ("nan_to_num", lambda x: jnp.nan_to_num(x, nan=0.0, posinf=1.0, neginf=-1.0), A),
+        ("heaviside", lambda x: jnp.heaviside(x, 0.5), A),
+    ):
+        yield Case(name, fun, (x,), EXACT)
+    for name, fun, x in (
+        ("square", jnp.square, A),
+        ("x ** 3", lambda x: x**3, A),
+        ("sqrt", jnp.sqrt, POSITIVE),
+        ("cbrt", jnp.cbrt, POSITIVE),
+        ("reciprocal", jnp.reciprocal, POSITIVE),
+        ("tanh", jnp.tanh, A),
+        ("erf", lax.erf, A),
+        ("x / 3", lambda x: x / 3.0, A),
+        ("x * scale", lambda x: x * 0.125, A),
+        ("x + 1", lambda x: x + 1.0, A),
+    ):
+        yield Case(name, fun, (x,), ONE_STEP)
+    for name, fun, x, y in (
+        ("add", jnp.add, A, B),
+        ("subtract", jnp.subtract, A, B),
+        ("multiply", jnp.multiply, A, B),
+        ("divide", jnp.divide, A, POSITIVE),
+        ("remainder", jnp.remainder, POSITIVE, POSITIVE_B),
+        ("fmod", jnp.fmod, WIDE, POSITIVE_B),
+    ):
+        yield Case(name, fun, (x, y), ONE_STEP)
+    yield Case("logistic", lax.logistic, (WIDE,), LOGISTIC)
+    yield Case("maximum", jnp.maximum, (A, B), EXACT)
+    yield Case("minimum", jnp.minimum, (A, B), EXACT)
+    yield Case("where", lambda x, y, m: jnp.where(m, x, y), (A, B), EXACT, (MASK,))
+    yield Case("floor_divide", jnp.floor_divide, (WIDE, POSITIVE_B), EXACT)
+    yield Case("arctan2", jnp.arctan2, (A, POSITIVE), ONE_STEP)
+    yield Case("add a bias", jnp.add, (A,), ONE_STEP, (ROW,))
+    yield Case("hypot", jnp.hypot, (A, B), steps(4, "ratio, its square, a root and their product, each rounded"))
+    yield Case("lerp", lambda x, y: x + 0.25 * (y - x), (A, B), of_largest(2, "a difference, a sum"))
+    yield Case("sinc", jnp.sinc, (A,), of_largest(2, "pi·x rounded in half, near the zeros of sin"))
+
+
+def activations() -> Iterator[Case]:
+    """jax.nn."""
+    chain = "elementwise in half precision, each operation rounded"
+    for name, fun, x, tolerance in (
+        ("relu", jax.nn.relu, A, EXACT),
+        ("relu6", jax.nn.relu6, WIDE, EXACT),
+        ("hard_tanh", jax.nn.hard_tanh, A, EXACT),
+        ("identity", jax.nn.identity, A, EXACT),
+        ("leaky_relu", jax.nn.leaky_relu, A, steps(2, "the slope 0.01 rounded, and the product")),
+        ("sigmoid", jax.nn.sigmoid, WIDE, LOGISTIC),
+        ("softplus", jax.nn.softplus, WIDE, ONE_STEP),
+        ("log_sigmoid", jax.nn.log_sigmoid, WIDE, ONE_STEP),
+        ("soft_sign", jax.nn.soft_sign, A, steps(2, chain)),
+        ("silu", jax.nn.silu, WIDE, LOGISTIC),
+        ("mish", jax.nn.mish, A, steps(2, "float32 up to the tanh or its product with x")),
+        ("elu", jax.nn.elu, A, ROUNDED),
+        ("celu", jax.nn.celu, A, steps(2, chain)),
+        ("selu", jax.nn.selu, A, steps(2, "the constant, and the product")),
+        ("gelu", jax.nn.gelu, A, of_largest(1, "1 + tanh cancels in the tail: four roundings of what is added to one")),
+        (
+            "gelu exact",
+            lambda x: jax.nn.gelu(x, approximate=False),
+            A,
+            of_largest(1, "erfc of the rounded argument: x²·2⁻⁹ of a tail that is small"),
+        ),
+        ("glu", jax.nn.glu, A, steps(2, chain)),
+        ("hard_sigmoid", jax.nn.hard_sigmoid, WIDE, steps(3, chain)),
+        ("hard_silu", jax.nn.hard_silu, WIDE, steps(4, chain)),
+        ("squareplus", jax.nn.squareplus, A, of_largest(2, "x and the root cancel below zero")),
+        ("sparse_plus", jax.nn.sparse_plus, A, steps(3, chain)),
+        ("sparse_sigmoid", jax.nn.sparse_sigmoid, A, of_largest(2, chain)),
+        ("tanh of jax.nn", jax.nn.tanh, A, ONE_STEP),
+        (
+            "swish with a slope",
+            lambda x: x * jax.nn.sigmoid(1.702 * x),
+            A,
+            steps(4, "the slope, its product and the tail of the logistic function"),
+        ),
+        ("squared relu", lambda x: jnp.square(jax.nn.relu(x)), A, ONE_STEP),
+        ("geglu", lambda x: x[:, :4] * jax.nn.silu(x[:, 4:]), A, steps(3, chain)),
+    ):
+        yield Case(name, fun, (x,), tolerance)
+
+
+def softmaxes() -> Iterator[Case]:
+    """Islands that end in probabilities or their logarithms."""
+    floor = float(np.finfo(np.float32).min)
+    for name, fun in (
+        ("softmax", jax.nn.softmax),
+        ("softmax over columns", lambda x: jax.nn.softmax(x, axis=0)),
+        ("softmax by hand", lambda x: (e := jnp.exp(x - x.max(-1, keepdims=True))) / e.sum(-1, keepdims=True)),
+        ("softmax by logsumexp", lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))),
+        ("softmax of scaled logits", lambda x: jax.nn.softmax(x / 8**0.5)),
+        ("softmax with a where", lambda x: jax.nn.softmax(x, where=jnp.asarray(MASK))),
+        ("softmax with a mask selected", lambda x: jax.nn.softmax(jnp.where(MASK, x, floor))),
+        ("softmax with a mask added", lambda x: jax.nn.softmax(x + jnp.where(MASK, 0.0, floor))),
+        ("softmax of scaled and masked", lambda x: jax.nn.softmax(jnp.where(MASK, x / 3.0, -1e9))),
+        ("log_softmax", jax.nn.log_softmax),
+        ("log of a softmax by hand", lambda x: x - jnp.log(jnp.exp(x).sum(-1, keepdims=True))),
+        ("logsumexp", lambda x: jax.nn.logsumexp(x, -1)),
+        ("logmeanexp", lambda x: jax.nn.logmeanexp(x, -1)),
+        ("cumlogsumexp", lambda x: lax.cumlogsumexp(x, 1)),
+        ("entropy of logits", lambda x: -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(-1)),
+    ):
+        yield Case(name, fun, (WIDE,), ROUNDED)
+
+
+def sums() -> Iterator[Case]:
+    """Accumulations, and the moments and norms made of them."""
+    far = normal(1, 100)
+    for name, fun, x in (
+        ("sum", lambda x: x.sum(-1), A),
+        ("sum of all", jnp.sum, POSITIVE),
+        ("mean", lambda x: x.mean(-1), A),
+        ("mean of 4096", jnp.mean, uniform(0, 2, (4096,))),
+        ("average", lambda x: jnp.average(x, -1, jnp.arange(1.0, 9.0)), A),
+        ("prod", lambda x: x.prod(-1), uniform(0.5, 2)),
+        ("cumsum", lambda x: x.cumsum(-1), POSITIVE),
+        ("cumprod", lambda x: x.cumprod(-1), uniform(0.5, 2)),
+        ("nansum", lambda x: jnp.nansum(x, -1), A),
+        ("var", lambda x: x.var(-1), far),
+        ("std", lambda x: x.std(-1), far),
+        ("var, unbiased", lambda x: x.var(-1, ddof=1), far),
+        ("nanvar", lambda x: jnp.nanvar(x, -1), far),
+        ("standardize", jax.nn.standardize, far),
+        ("standardize of jnp", lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True), far),
+        (
+            "layer norm by hand",
+            lambda x: (
+                (x - (m := x.mean(-1, keepdims=True))) * lax.rsqrt(((x - m) ** 2).mean(-1, keepdims=True) + 1e-12)
+            ),
+            far,
+        ),
+        ("rms norm by hand", lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6), A),
+        ("norm of 300s", lambda x: jnp.sqrt(jnp.square(x).sum(-1)), normal(1, 300)),
+        ("L2 normalised", lambda x: x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-12), A),
+        ("L2 normalised by maximum", lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12), A),
+        ("L2 normalised by rsqrt", lambda x: x * lax.rsqrt(jnp.maximum((x**2).sum(-1, keepdims=True), 1e-12)), A),
+        ("L1 norm", lambda x: jnp.abs(x).sum(-1), WIDE),
+        ("Lp norm", lambda x: jnp.linalg.norm(x, 3, axis=-1), WIDE),
+        ("Frobenius norm", jnp.linalg.norm, WIDE),
+        ("mean square", lambda x: jnp.square(x).mean(), normal(1, 300)),
+        ("trapezoid", lambda x: jnp.trapezoid(x, axis=-1), POSITIVE),
+        ("average pooling", lambda x: nn.avg_pool(x[..., None], (4,), (4,)), POSITIVE),
+        ("sum pooling", lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 4), (1, 4), "VALID"), POSITIVE),
+        ("segment_sum", lambda x: jax.ops.segment_sum(x, jnp.array([0, 1, 0, 1]), 2), POSITIVE),
+        ("scatter-add", lambda x: jnp.zeros((2, 8)).at[jnp.array([0, 1, 0, 1])].add(x), POSITIVE),
+        ("4096 ones scattered", lambda x: jnp.zeros(2).at[jnp.zeros(4096, int)].add(x), np.ones(4096, np.float32)),
+        ("convolve", lambda x: jnp.abs(jnp.fft.rfft(x, axis=-1)), A),
+    ):
+        yield Case(name, fun, (x,), ROUNDED)
+    yield Case(
+        "E[x²] - E[x]²",
+        lambda x: (x * x).mean(-1) - x.mean(-1) ** 2,
+        (normal(3, 100),),
+        Tolerance(2, "float32 throughout; the difference cancels by 1000, which float32 has in reserve"),
+    )
+    yield Case("sum of products", dot, (A, B), of_largest(2, "each product rounded, summed in float32"))
+    yield Case("cosine similarity", cosine, (A, B), of_largest(2, "products rounded"))
+    yield Case("squared distance", lambda x, y: ((x - y) ** 2).sum(-1), (A, B), ROUNDED)
+    yield Case("distance", lambda x, y: jnp.linalg.norm(x - y, axis=-1), (A, B), ROUNDED)
+    yield Case("mean absolute error", lambda x, y: jnp.abs(x - y).mean(), (A, B), ROUNDED)
+
+
+def dot(x: Any, y: Any) -> Any:
+    return (x * y).sum(-1)
+
+
+def cosine(x: Any, y: Any) -> Any:
+    return dot(x, y) / (jnp.sqrt(dot(x, x)) * jnp.sqrt(dot(y, y)) + 1e-8)
+
+
+def moves() -> Iterator[Case]:
+    """What moves, orders and picks."""
+    for name, fun in (
+        ("reshape", lambda x: x.reshape(2, 16)),
+        ("transpose", lambda x: x.T),
+        ("sort", lambda x: jnp.sort(x, -1)),
+        ("top_k", lambda x: lax.top_k(x, 3)),
+        ("argmax", lambda x: jnp.argmax(x, -1)),
+        ("argsort", lambda x: jnp.argsort(x, -1)),
+        ("take_along_axis", lambda x: jnp.take_along_axis(x, jnp.argsort(x, -1), -1)),
+        ("take", lambda x: x[jnp.array([3, 0])]),
+        ("max", lambda x: x.max(-1)),
+        ("min", lambda x: x.min(-1)),
+        ("cummax", lambda x: lax.cummax(x, 1)),
+        ("max pooling", lambda x: nn.max_pool(x[..., None], (4,), (4,))),
+        ("roll", lambda x: jnp.roll(x, 3, -1)),
+        ("flip", jnp.flip),
+        ("concatenate", lambda x: jnp.concatenate([x, x[:, :3]], -1)),
+        ("stack", lambda x: jnp.stack([x, x])),
+        ("pad", lambda x: jnp.pad(x, 1)),
+        ("tile", lambda x: jnp.tile(x, 2)),
+        ("repeat", lambda x: jnp.repeat(x, 2, 0)),
+        ("broadcast_to", lambda x: jnp.broadcast_to(x, (2, 4, 8))),
+        ("tril", jnp.tril),
+        ("diagonal", jnp.diagonal),
+        ("dynamic_update_slice", lambda x: lax.dynamic_update_slice(x, x[:1, :2], (2, 3))),
+        ("at[].set", lambda x: x.at[1].set(0.0)),
+        ("split", lambda x: jnp.split(x, 2, -1)),
+        ("one_hot of the largest", lambda x: jax.nn.one_hot(x.argmax(-1), 8)),
+        ("median", lambda x: jnp.median(x[:3], 0)),
+        ("comparison", lambda x: (x > 0).astype(jnp.float32)),
+        ("isfinite", jnp.isfinite),
+        ("stop_gradient", lax.stop_gradient),
+        ("searchsorted", lambda x: jnp.searchsorted(jnp.sort(x[0]), x[1])),
+    ):
+        yield Case(name, fun, (A,), EXACT)
+
+
+def special() -> Iterator[Case]:
+    """jax.scipy.special and jax.scipy.stats."""
+    sp, st = jsp.special, jsp.stats
+    for name, fun, *inputs in (
+        ("special.logit", sp.logit, UNIT),
+        ("special.entr", sp.entr, UNIT),
+        ("special.xlogy", sp.xlogy, A, POSITIVE),
+        ("special.xlog1py", sp.xlog1py, A, POSITIVE),
+        ("special.gammaln", sp.gammaln, POSITIVE),
+        ("special.gamma", sp.gamma, uniform(0.5, 5)),
+        ("special.polygamma", lambda x: sp.polygamma(1, x), POSITIVE),
+        ("special.zeta", lambda x: sp.zeta(x + 1.5, 1.0), POSITIVE),
+        ("special.gammainc", sp.gammainc, POSITIVE, POSITIVE_B),
+        ("special.gammaincc", sp.gammaincc, POSITIVE, POSITIVE_B),
+        ("special.betaln", sp.betaln, POSITIVE, POSITIVE_B),
+        ("special.betainc", sp.betainc, POSITIVE, POSITIVE_B, UNIT),
+        ("special.log_ndtr", sp.log_ndtr, WIDE),
+        ("special.erfinv", sp.erfinv, SIGNED_UNIT),
+        ("stats.norm.pdf", st.norm.pdf, A),
+        ("stats.norm.logcdf", st.norm.logcdf, WIDE),
+        ("stats.expon.logpdf", st.expon.logpdf, POSITIVE),
+        ("stats.beta.logpdf", st.beta.logpdf, UNIT, POSITIVE, POSITIVE_B),
+    ):
+        yield Case(name, fun, tuple(inputs), ROUNDED)
+    around = of_largest(1.5, "float32 functions, with sums and products of their results and half numbers around them")
+    for name, fun, *inputs in (
+        ("special.rel_entr", sp.rel_entr, UNIT, UNIT_B),
+        ("special.kl_div", sp.kl_div, UNIT, UNIT_B),
+        ("special.i0", sp.i0, A),
+        ("special.i1", sp.i1, A),
+        ("special.ndtr", sp.ndtr, A),
+        ("special.ndtri", sp.ndtri, UNIT),
+        ("special.multigammaln", lambda x: sp.multigammaln(x, 2), uniform(3, 9)),
+        ("stats.norm.logpdf", st.norm.logpdf, WIDE),
+        ("stats.norm.logpdf of a mean and a deviation", st.norm.logpdf, A, B, POSITIVE),
+        ("stats.norm.cdf", st.norm.cdf, A),
+        ("stats.norm.ppf", st.norm.ppf, UNIT),
+        ("stats.cauchy.logpdf", st.cauchy.logpdf, WIDE),
+        ("stats.laplace.logpdf", st.laplace.logpdf, WIDE),
+        ("stats.logistic.logpdf", st.logistic.logpdf, WIDE),
+        ("stats.gamma.logpdf", st.gamma.logpdf, POSITIVE, POSITIVE_B),
+        ("stats.t.logpdf", st.t.logpdf, WIDE, POSITIVE),
+        ("stats.chi2.logpdf", st.chi2.logpdf, POSITIVE, POSITIVE_B),
+        ("stats.pareto.logpdf", lambda x, b: st.pareto.logpdf(x + 1, b), POSITIVE, POSITIVE_B),
+        ("stats.truncnorm.logpdf", lambda x: st.truncnorm.logpdf(x, -2.0, 3.0), SIGNED_UNIT),
+    ):
+        yield Case(name, fun, tuple(inputs), around)
+    yield Case("special.erfc", sp.erfc, (A,), ONE_STEP)
+    counts = integers(5, SHAPE)
+    yield Case("stats.poisson.logpmf", lambda mu, k: st.poisson.logpmf(k, mu), (POSITIVE,), around, (counts,))
+    yield Case("stats.bernoulli.logpmf", lambda p, k: st.bernoulli.logpmf(k, p), (UNIT,), around, (counts % 2,))
+    yield Case(
+        "stats.dirichlet.logpdf",
+        lambda a, x: st.dirichlet.logpdf(x[0], a),
+        (uniform(1, 4, (8,)),),
+        ROUNDED,
+        (np.full((1, 8), 0.125, np.float32),),
+    )
+    yield Case(
+        "stats.multivariate_normal.logpdf",
+        lambda x, c: st.multivariate_normal.logpdf(x, jnp.zeros(4), c),
+        (normal(shape=(3, 4)), SYMMETRIC),
+        ROUNDED,
+    )
+
+
+def linear_algebra() -> Iterator[Case]:
+    """Factorisations, solvers, transforms, and products."""
+    for name, fun, *inputs in (
+        ("linalg.det", jnp.linalg.det, SQUARE),
+        ("linalg.slogdet", lambda x: jnp.linalg.slogdet(x)[1], SQUARE),
+        ("linalg.inv", jnp.linalg.inv, SQUARE),
+        ("linalg.solve", jnp.linalg.solve, SQUARE, normal(shape=(4,))),
+        ("linalg.cholesky", jnp.linalg.cholesky, SYMMETRIC),
+        ("linalg.svdvals", jnp.linalg.svdvals, SQUARE),
+        ("linalg.eigvalsh", jnp.linalg.eigvalsh, SYMMETRIC),
+        ("linalg.qr", lambda x: jnp.linalg.qr(x)[1], SQUARE),
+        ("linalg.cond", jnp.linalg.cond, SQUARE),
+        (
+            "scipy.linalg.cho_solve",
+            lambda x, y: jsp.linalg.cho_solve(jsp.linalg.cho_factor(x), y),
+            SYMMETRIC,
+            normal(shape=(4,)),
+        ),
+        (
+            "scipy.linalg.solve_triangular",
+            lambda x, y: jsp.linalg.solve_triangular(x, y, lower=True),
+            SQUARE,
+            normal(shape=(4,)),
+        ),
+        ("fft", lambda x: jnp.abs(jnp.fft.fft(x)), A),
+    ):
+        yield Case(name, fun, tuple(inputs), of_largest(0.51, ROUNDED.why))
+    product = of_largest(1.01, "summed in float32, rounded to half, and the argument was exact")
+    for name, fun, *inputs in (
+        ("dot", jnp.dot, A, normal(shape=(8, 4), seed=1)),
+        ("einsum", lambda x, y: jnp.einsum("ij,kj->ik", x, y), A, B),
+        ("vdot", jnp.vdot, A, B),
+        ("tensordot", lambda x, y: jnp.tensordot(x, y, 2), A, B),
+        ("batched matmul", jnp.matmul, normal(shape=(2, 3, 4)), normal(shape=(2, 4, 3))),
+        (
+            "convolution",
+            lambda x, y: lax.conv_general_dilated(x, y, (1,), "SAME"),
+            normal(shape=(1, 2, 8)),
+            normal(shape=(3, 2, 3), seed=1),
+        ),
+        ("jnp.convolve", jnp.convolve, ROW, normal(shape=(3,))),
+        ("ragged_dot", lambda x, y: lax.ragged_dot(x, y, jnp.array([1, 3])), A, normal(shape=(2, 8, 4), seed=1)),
+    ):
+        yield Case(name, fun, tuple(inputs), product)
+    yield Case("outer", jnp.outer, (ROW, normal(shape=(8,), seed=1)), ONE_STEP)
+    yield Case("expm", jsp.linalg.expm, (spread() / 4,), of_largest(6, "products, squared again and again"))
+    yield Case(
+        "matrix_power",
+        lambda x: jnp.linalg.matrix_power(x, 3),
+        (SQUARE,),
+        of_largest(3, "a product of a rounded product"),
+    )
+    yield Case("cov", jnp.cov, (A,), of_largest(3, "centred, rounded, multiplied"))
+    yield Case("corrcoef", jnp.corrcoef, (A,), of_largest(4, "a covariance, divided twice"))
+
+
+def optax_losses() -> Iterator[Case]:
+    """optax.losses; they are returned at float32 accuracy, and rounded once where a product reads them."""
+    logits, other = WIDE, normal(5, seed=1)
+    ending = of_largest(1, "rounded where the product reads it; its last sum may be half by then")
+    for name, fun, x, *plain in (
+        ("squared_error", losses.squared_error, A, B),
+        ("l2_loss", losses.l2_loss, A, B),
+        ("huber_loss", losses.huber_loss, A, B),
+        ("log_cosh", losses.log_cosh, A, B),
+        ("softmax_cross_entropy", losses.softmax_cross_entropy, logits, ONE_HOT),
+        ("safe_softmax_cross_entropy", losses.safe_softmax_cross_entropy, logits, ONE_HOT),
+        ("softmax_cross_entropy_with_integer_labels", losses.softmax_cross_entropy_with_integer_labels, logits, LABELS),
+        ("poly_loss_cross_entropy", losses.poly_loss_cross_entropy, logits, ONE_HOT),
+        ("sigmoid_binary_cross_entropy", losses.sigmoid_binary_cross_entropy, logits, ZEROS_AND_ONES),
+        ("sigmoid_focal_loss", losses.sigmoid_focal_loss, logits, ZEROS_AND_ONES),
+        ("kl_divergence", lambda x, p: losses.kl_divergence(jax.nn.log_softmax(x), p), logits, simplex()),
+        (
+            "kl_divergence_with_log_targets",
+            lambda x, y: losses.kl_divergence_with_log_targets(jax.nn.log_softmax(x), jax.nn.log_softmax(y)),
+            logits,
+            other,
+        ),
+        ("convex_kl_divergence", lambda x, p: losses.convex_kl_divergence(jax.nn.log_softmax(x), p), logits, simplex()),
+        ("hinge_loss", losses.hinge_loss, A, SIGNS),
+        ("perceptron_loss", losses.perceptron_loss, A, SIGNS),
+        ("multiclass_hinge_loss", losses.multiclass_hinge_loss, A, LABELS),
+        ("multiclass_perceptron_loss", losses.multiclass_perceptron_loss, A, LABELS),
+        ("multiclass_sparsemax_loss", losses.multiclass_sparsemax_loss, A, LABELS),
+        ("sparsemax_loss", losses.sparsemax_loss, A, ZEROS_AND_ONES),
+        ("ranking_softmax_loss", losses.ranking_softmax_loss, logits, ZEROS_AND_ONES),
+        ("binary_dice_loss", losses.binary_dice_loss, logits[..., None], ZEROS_AND_ONES[..., None]),
+        ("cosine_similarity", losses.cosine_similarity, A, B),
+        ("cosine_distance", losses.cosine_distance, A, B),
+        ("ntxent", losses.ntxent, A, np.array([0, 0, 1, 1], np.int32)),
+        (
+            "ctc_loss",
+            losses.ctc_loss,
+            normal(5, shape=(1, 8, 4)),
+            np.zeros((1, 8), np.float32),
+            np.array([[1, 2, 3]], np.int32),
+            np.zeros((1, 3), np.float32),
+        ),
+    ):
+        yield Case(f"optax.{name}", fun, (x,), ending, tuple(plain))
+    yield Case("optax.triplet_margin_loss", losses.triplet_margin_loss, (A, B, ZEROS_AND_ONES), ROUNDED)
+    yield Case("optax.smooth_labels", lambda x: losses.smooth_labels(x, 0.1), (ONE_HOT,), ONE_STEP)
+
+
+def linen(module: nn.Module, *inputs: np.ndarray, method: Any = None, **kwargs: Any) -> Callable[..., Any]:
+    """``module`` as a function of its inputs, its params drawn once and rounded to what half precision has."""
+    variables = jax.tree.map(exact, module.init(jax.random.key(0), *inputs, method=method, **kwargs))
+    return lambda *args: module.apply(in_dtype_of(variables, args), *args, method=method, **kwargs)
+
+
+def nnx_layer(make: Callable[[nnx.Rngs], Any]) -> Callable[..., Any]:
+    """An NNX layer as a function of its inputs."""
+    graph, state = nnx.split(make(nnx.Rngs(0)))
+    state = jax.tree.map(lambda x: exact(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+    return lambda *args: nnx.merge(graph, in_dtype_of(state, args))(*args)
+
+
+def in_dtype_of(tree: Any, args: tuple[Any, ...]) -> Any:
+    """The floats of ``tree`` as constants in the dtype of the first argument: float64 where the reference is made."""
+    dtype = args[0].dtype
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, dtype) if isinstance(x, np.ndarray) and x.dtype == np.float32 else x, tree
+    )
+
+
+def layers() -> Iterator[Case]:
+    """Flax's layers."""
+    far, image = normal(1, 10), normal(shape=(1, 4, 4, 8))
+    for name, module, x in (
+        ("LayerNorm", nn.LayerNorm(), far),
+        ("RMSNorm", nn.RMSNorm(), far),
+        ("GroupNorm", nn.GroupNorm(2), far),
+        ("InstanceNorm", nn.InstanceNorm(), image),
+        ("BatchNorm in evaluation", nn.BatchNorm(use_running_average=True), far),
+    ):
+        yield Case(f"nn.{name}", linen(module, x), (x,), ROUNDED)
+    yield Case("nn.LayerNorm, slow variance", linen(nn.LayerNorm(use_fast_variance=False), far), (far,), ROUNDED)
+    batch_norm = nn.BatchNorm(use_running_average=False)
+    variables = batch_norm.init(jax.random.key(0), far)
+    yield Case(
+        "nn.BatchNorm in training",
+        lambda x: batch_norm.apply(in_dtype_of(jax.tree.map(exact, variables), (x,)), x, mutable=["batch_stats"])[0],
+        (far,),
+        ROUNDED,
+    )
+    bias = of_largest(1.51, "a product rounded, and a bias")
+    for name, module, x in (
+        ("Dense", nn.Dense(4), A),
+        ("DenseGeneral", nn.DenseGeneral((2, 2)), A),
+        ("Conv", nn.Conv(4, (3, 3)), image),
+        ("ConvTranspose", nn.ConvTranspose(4, (2, 2), (2, 2)), image),
+        ("Einsum", nn.Einsum((8, 4), "ij,jk->ik"), A),
+    ):
+        yield Case(f"nn.{name}", linen(module, x), (x,), bias)
+    yield Case("nn.PReLU", linen(nn.PReLU(), A), (A,), steps(2, "the slope 0.01 and its product"))
+    yield Case("nn.Embed.attend", linen(nn.Embed(6, 8), A, method="attend"), (A,), bias)
+    attention = of_largest(4, "four products, each rounded after the one before")
+    heads, sequence = nn.MultiHeadDotProductAttention(2), normal(shape=(1, 4, 8))
+    yield Case("nn.MultiHeadDotProductAttention", linen(heads, sequence), (sequence,), attention)
+    yield Case(
+        "nn.MultiHeadDotProductAttention, causal",
+        linen(heads, sequence, mask=jnp.asarray(CAUSAL)[None, None]),
+        (sequence,),
+        attention,
+    )
+    heads_of = normal(shape=(1, 4, 2, 8))
+    yield Case(
+        "nn.dot_product_attention",
+        lambda x: nn.dot_product_attention(x, x, x),
+        (heads_of,),
+        of_largest(2, "logits rounded, then two products"),
+    )
+    yield Case(
+        "jax.nn.dot_product_attention",
+        lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True),
+        (heads_of,),
+        of_largest(2, "logits rounded, then two products"),
+    )
+    gates = of_largest(3, "gates rounded, and a sum of products in half")
+    yield Case("nn.LSTMCell", linen_cell(nn.LSTMCell(4)), (A,), gates)
+    yield Case("nn.GRUCell", linen_cell(nn.GRUCell(4)), (A,), gates)
+    for name, make, x, tolerance in (
+        ("LayerNorm", lambda rngs: nnx.LayerNorm(8, rngs=rngs), far, ROUNDED),
+        ("RMSNorm", lambda rngs: nnx.RMSNorm(8, rngs=rngs), far, ROUNDED),
+        ("GroupNorm", lambda rngs: nnx.GroupNorm(8, 2, rngs=rngs), far, ROUNDED),
+        ("BatchNorm in evaluation", lambda rngs: nnx.BatchNorm(8, use_running_average=True, rngs=rngs), far, ROUNDED),
+        ("Linear", lambda rngs: nnx.Linear(8, 4, rngs=rngs), A, bias),
+        ("LinearGeneral", lambda rngs: nnx.LinearGeneral(8, (2, 2), rngs=rngs), A, bias),
+        ("Conv", lambda rngs: nnx.Conv(8, 4, (3, 3), rngs=rngs), image, bias),
+        ("ConvTranspose", lambda rngs: nnx.ConvTranspose(8, 4, (2, 2), rngs=rngs), image, bias),
+        ("LoRA", lambda rngs: nnx.LoRA(8, 2, 4, rngs=rngs), A, of_largest(2, "two products")),
+        ("MultiHeadAttention", lambda rngs: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs), sequence, attention),
+    ):
+        yield Case(f"nnx.{name}", nnx_layer(make), (x,), tolerance)
+
+
+def linen_cell(cell: Any) -> Callable[..., Any]:
+    """One step of a recurrent cell from a carry of zeros."""
+    variables = jax.tree.map(exact, cell.init(jax.random.key(0), cell.initialize_carry(jax.random.key(0), A.shape), A))
+
+    def step(x: jax.Array) -> jax.Array:
+        carry = jax.tree.map(lambda c: jnp.zeros(c.shape, x.dtype), cell.initialize_carry(jax.random.key(0), x.shape))
+        return cell.apply(in_dtype_of(variables, (x,)), carry, x)[1]
+
+    return step
+
+
+TABLE = (
+    float32_functions,
+    half_functions,
+    activations,
+    softmaxes,
+    sums,
+    moves,
+    special,
+    linear_algebra,
+    optax_losses,
+    layers,
+)
+with jax.numpy_dtype_promotion("standard"):  # Flax's layers are initialised
+    CASES = {case.name: case for part in TABLE for case in part()}
+
+
+def enter(x: Any) -> Any:
+    """``x`` from a product that turns it round, exactly."""
+    return (x.reshape(1, -1)[:, ::-1] @ reversal(x.size, x.dtype)).reshape(x.shape)
+
+
+def leave(y: Any) -> Any:
+    """``y`` read by a product; what does not float is left alone."""
+    if not jnp.issubdtype(y.dtype, jnp.floating):
+        return y
+    return (y.reshape(1, -1) @ reversal(y.size, y.dtype))[:, ::-1].reshape(y.shape)
+
+
+def reversal(size: int, dtype: Any) -> Any:
+    return jnp.asarray(np.eye(size)[::-1], dtype)
+
+
+def after_a_product(case: Case) -> Callable[..., Any]:
+    """The function on what comes from a product; its results are returned."""
+    count = len(case.inputs)
+    return lambda *args: case.fun(*map(enter, args[:count]), *args[count:])
+
+
+def between_products(case: Case) -> Callable[..., Any]:
+    """The function on what comes from a product, its results read by another."""
+    return lambda *args: jax.tree.map(leave, after_a_product(case)(*args))
+
+
+def float64(case: Case) -> list[np.ndarray]:
+    """The results of the function itself in float64."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in (*case.inputs, *case.plain)]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(case.fun(*map(jnp.asarray, wide)))]
+
+
+def ulps(got: Any, want: np.ndarray, half: Any, of: str = "each") -> float:
+    """The largest error of ``got`` in units in the last place that ``want`` has in ``half``."""
+    info = jnp.finfo(half)
+    size = np.abs(want) if of == "each" else np.abs(want).max(keepdims=True)
+    exponent = np.floor(np.log2(np.maximum(size, float(info.smallest_normal))))
+    return float(np.max(np.abs(np.asarray(got, np.float64) - want) / 2.0 ** (exponent - info.nmant)))

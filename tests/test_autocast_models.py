@@ -1,0 +1,299 @@
+"""Models that no one here wrote, unedited, under autocast: what Flax, Haiku and Optax compute in float32, in half."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp._jaxpr.walk import PRODUCTS, equations
+
+POLICIES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
+Loss = Callable[..., Any]
+
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion() -> Iterator[None]:
+    """As their readers have it: Flax's norms and Haiku add integers and floats of several dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def data(*shape: int, seed: int = 7) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def tokens(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(3).integers(0, 11, shape), jnp.int32)
+
+
+class Block(nn.Module):
+    """A transformer block before the first normalisation, as a tutorial writes it."""
+
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: Any = None) -> jax.Array:
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(2)(y, y, mask=mask)
+        y = nn.Dense(2 * self.width)(nn.LayerNorm()(x))
+        return x + nn.Dense(self.width)(nn.gelu(y))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and the embedding again."""
+
+    block: Any = Block
+    depth: int = 2
+
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        embed = nn.Embed(11, 16)
+        x = embed(ids) + self.param("positions", nn.initializers.normal(0.02), (ids.shape[-1], 16))
+        for _ in range(self.depth):
+            x = self.block()(x, nn.make_causal_mask(ids))
+        return embed.attend(nn.LayerNorm()(x))
+
+
+class ScannedLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        return nn.remat(Block)()(x), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layers = nn.scan(ScannedLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return nn.Dense(4)(layers()(x, None)[0])
+
+
+class ResNet(nn.Module):
+    """Convolutions, batch norms and a shortcut."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        norm = functools.partial(nn.BatchNorm, use_running_average=False)
+        x = nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
+        y = nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
+        x = nn.relu(x + norm()(nn.Conv(8, (3, 3), use_bias=False)(y)))
+        return nn.Dense(5)(x.mean((1, 2)))
+
+
+IMAGES, SEQUENCE = data(4, 6, 6, 3), data(2, 5, 16)
+CAUSAL = nn.make_causal_mask(jnp.ones((2, 5)))
+
+LINEN: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
+    "MLP": (nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)]), (SEQUENCE,)),
+    "Conv": (nn.Sequential([nn.Conv(8, (3, 3)), nn.swish, nn.ConvTranspose(4, (2, 2), (2, 2))]), (IMAGES,)),
+    "BatchNorm": (ResNet(), (IMAGES,)),
+    "LayerNorm": (nn.Sequential([nn.Dense(16), nn.LayerNorm(), nn.gelu, nn.Dense(4)]), (SEQUENCE,)),
+    "RMSNorm": (nn.Sequential([nn.Dense(16), nn.RMSNorm(), nn.silu, nn.Dense(4)]), (SEQUENCE,)),
+    "GroupNorm": (nn.Sequential([nn.Conv(8, (3, 3)), nn.GroupNorm(2), nn.relu, nn.Conv(2, (1, 1))]), (IMAGES,)),
+    "attention with a mask": (nn.MultiHeadDotProductAttention(2), (SEQUENCE, SEQUENCE, SEQUENCE)),
+    "block": (Block(), (SEQUENCE, CAUSAL)),
+    "decoder": (Decoder(), (tokens(2, 5),)),
+    "decoder of remat blocks": (Decoder(nn.remat(Block)), (tokens(2, 5),)),
+    "scanned remat blocks": (Scanned(), (SEQUENCE,)),
+    "LSTM": (nn.Sequential([nn.RNN(nn.OptimizedLSTMCell(8)), nn.Dense(3)]), (SEQUENCE,)),
+    "GRU": (nn.Sequential([nn.RNN(nn.GRUCell(8)), nn.Dense(3)]), (SEQUENCE,)),
+    "bidirectional": (nn.Bidirectional(nn.RNN(nn.LSTMCell(4)), nn.RNN(nn.LSTMCell(4))), (SEQUENCE,)),
+    "DenseGeneral": (nn.DenseGeneral((4, 2), axis=(-2, -1)), (SEQUENCE,)),
+}
+
+
+def linen_program(name: str) -> tuple[Loss, Any, Any]:
+    model, args = LINEN[name]
+    kwargs = {"mask": CAUSAL} if "mask" in name else {}
+    variables = dict(model.init(jax.random.key(0), *args, **kwargs))
+    params = variables.pop("params")
+
+    def loss(params: Any, rest: Any) -> tuple[jax.Array, Any]:
+        out, state = model.apply({"params": params, **rest}, *args, mutable=["batch_stats"], **kwargs)
+        return optax.losses.huber_loss(out).mean(), (out, state)
+
+    return loss, params, variables
+
+
+class NNXBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.norm2 = nnx.LayerNorm(16, rngs=rngs), nnx.RMSNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm(x), mask=CAUSAL)
+        return x + self.down(nnx.silu(self.up(self.norm2(x))))
+
+
+def nnx_network(rngs: nnx.Rngs) -> Any:
+    return nnx.Sequential(
+        nnx.Conv(3, 8, (3, 3), rngs=rngs),
+        nnx.BatchNorm(8, rngs=rngs),
+        nnx.relu,
+        nnx.Conv(8, 4, (3, 3), rngs=rngs),
+        nnx.GroupNorm(4, 2, rngs=rngs),
+        nnx.Linear(4, 2, rngs=rngs),
+    )
+
+
+NNX: dict[str, tuple[Callable[[nnx.Rngs], Any], Any]] = {
+    "Linear": (
+        lambda rngs: nnx.Sequential(nnx.Linear(16, 8, rngs=rngs), nnx.gelu, nnx.Linear(8, 4, rngs=rngs)),
+        SEQUENCE,
+    ),
+    "Embed": (lambda rngs: nnx.Sequential(nnx.Embed(11, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)), tokens(2, 5)),
+    "block": (NNXBlock, SEQUENCE),
+    "convolutions and statistics": (nnx_network, IMAGES),
+    "LSTM": (lambda rngs: nnx.RNN(nnx.LSTMCell(16, 8, rngs=rngs)), SEQUENCE),
+    "GRU": (lambda rngs: nnx.RNN(nnx.GRUCell(16, 8, rngs=rngs)), SEQUENCE),
+    "LoRA": (lambda rngs: nnx.LoRA(16, 2, 8, base_module=nnx.Linear(16, 8, rngs=rngs), rngs=rngs), SEQUENCE),
+}
+
+
+def nnx_program(name: str) -> tuple[Loss, Any, Any]:
+    make, x = NNX[name]
+    graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params: Any, rest: Any) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graph, params, rest)
+        out = model(x)
+        return jnp.square(out).mean(), (out, nnx.state(model, nnx.BatchStat))
+
+    return loss, params, rest
+
+
+def haiku_attention(x: jax.Array) -> jax.Array:
+    y = hk.LayerNorm(-1, True, True)(x)
+    attention = hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(), model_size=16)
+    return x + attention(y, y, y, mask=CAUSAL)
+
+
+def haiku_lstm(x: jax.Array) -> jax.Array:
+    core = hk.LSTM(8)
+    out, _ = hk.dynamic_unroll(core, x.swapaxes(0, 1), core.initial_state(x.shape[0]))
+    return hk.Linear(3)(out)
+
+
+HAIKU: dict[str, tuple[Callable[..., jax.Array], Any]] = {
+    "MLP": (lambda x: hk.nets.MLP([32, 8])(x), SEQUENCE),
+    "Conv": (lambda x: hk.Conv2DTranspose(2, 2)(jax.nn.relu(hk.Conv2D(8, 3)(x))), IMAGES),
+    "BatchNorm": (lambda x: hk.Linear(3)(jax.nn.relu(hk.BatchNorm(True, True, 0.9)(hk.Conv2D(8, 3)(x), True))), IMAGES),
+    "attention": (haiku_attention, SEQUENCE),
+    "LSTM": (haiku_lstm, SEQUENCE),
+    "Embed": (lambda ids: hk.Linear(4)(hk.Embed(11, 8)(ids)), tokens(2, 5)),
+}
+
+
+def haiku_program(name: str) -> tuple[Loss, Any, Any]:
+    fun, x = HAIKU[name]
+    model = hk.transform_with_state(fun)
+    params, state = model.init(jax.random.key(0), x)
+
+    def loss(params: Any, state: Any) -> tuple[jax.Array, Any]:
+        out, new = model.apply(params, state, None, x)
+        return jnp.square(out - 1.0).mean(), (out, new)
+
+    return loss, params, state
+
+
+X, TARGETS = data(6, 8), tokens(6) % 5
+OPTAX: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax_cross_entropy_with_integer_labels": lambda y: optax.losses.softmax_cross_entropy_with_integer_labels(
+        y, TARGETS
+    ),
+    "softmax_cross_entropy": lambda y: optax.losses.softmax_cross_entropy(y, jax.nn.one_hot(TARGETS, 5)),
+    "sigmoid_binary_cross_entropy": lambda y: optax.losses.sigmoid_binary_cross_entropy(y, (y > 0).astype(y.dtype)),
+    "sigmoid_focal_loss": lambda y: optax.losses.sigmoid_focal_loss(y, jax.nn.one_hot(TARGETS, 5)),
+    "huber_loss": lambda y: optax.losses.huber_loss(y, jnp.ones((6, 5))),
+    "log_cosh": lambda y: optax.losses.log_cosh(y, jnp.ones((6, 5))),
+    "kl_divergence": lambda y: optax.losses.kl_divergence(jax.nn.log_softmax(y), jnp.full((6, 5), 0.2)),
+    "cosine_distance": lambda y: optax.losses.cosine_distance(y, jnp.ones((6, 5))),
+    "hinge_loss": lambda y: optax.losses.hinge_loss(y, jnp.ones((6, 5))),
+    "triplet_margin_loss": lambda y: optax.losses.triplet_margin_loss(y[:2], y[2:4], y[4:]),
+    "ntxent": lambda y: optax.losses.ntxent(y, jnp.array([0, 1, 2, 0, 1, 2])),
+}
+
+
+def optax_program(name: str) -> tuple[Loss, Any, Any]:
+    model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(5)])
+    params = model.init(jax.random.key(0), X)
+
+    def loss(params: Any, _: Any) -> tuple[jax.Array, Any]:
+        out = model.apply(params, X)
+        return OPTAX[name](out).mean(), (out, ())
+
+    return loss, params, ()
+
+
+MODELS: dict[str, Callable[[], tuple[Loss, Any, Any]]] = {
+    **{f"linen {name}": functools.partial(linen_program, name) for name in LINEN},
+    **{f"nnx {name}": functools.partial(nnx_program, name) for name in NNX},
+    **{f"haiku {name}": functools.partial(haiku_program, name) for name in HAIKU},
+    **{f"optax {name}": functools.partial(optax_program, name) for name in OPTAX},
+}
+
+
+def value_and_grad(loss: Loss) -> Loss:
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+def product_operands(jaxpr: Any) -> set[str]:
+    """The dtypes that products take; integers (a mask in a convolution, say) are no business of autocast."""
+    products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
+    return {var.aval.dtype.name for eqn in products for var in eqn.invars[:2]}
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+def dtypes(tree: Any) -> list[Any]:
+    return [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_in_half_what_it_computes_in_float32(name: str) -> None:
+    loss, params, rest = MODELS[name]()
+    plain = value_and_grad(loss)
+    halves = [value_and_grad(jaxmp.autocast(loss, policy)) for policy in POLICIES]
+    want, *all_got = compiled(lambda *args: [fun(*args) for fun in (plain, *halves)])(params, rest)
+    (value, (out, state)), grads = want
+    for policy, (half_value, half_grads) in zip(POLICIES, all_got, strict=True):
+        got_value, (got_out, got_state) = half_value
+        assert dtypes(half_value) == dtypes((value, (out, state)))
+        assert dtypes(half_grads) == dtypes(params)
+        # A model this small makes some ten roundings one after the other.
+        rounding = 10 * float(jnp.finfo(POLICIES[policy]).eps)
+        scale = float(jnp.abs(out).max())
+        assert np.abs(flat(got_out) - flat(out)).max() <= rounding * scale
+        assert abs(float(got_value - value)) <= rounding * max(abs(float(value)), scale)
+        assert cosine(flat(half_grads), flat(grads)) > (0.99 if policy == "mixed_bfloat16" else 0.9999)
+        if jax.tree.leaves(state):
+            np.testing.assert_allclose(
+                flat(got_state), flat(state), atol=rounding * max(1.0, np.abs(flat(state)).max())
+            )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_product_of_a_model_is_left_in_float32(name: str) -> None:
+    loss, params, rest = MODELS[name]()
+    for policy, half in POLICIES.items():
+        for fun in (value_and_grad(jaxmp.autocast(loss, policy)), jaxmp.autocast(value_and_grad(loss), policy)):
+            assert product_operands(jax.make_jaxpr(fun)(params, rest)) == {half}
