@@ -33,10 +33,14 @@ class Training:
     loss_scale: str = "auto"
     """Loss scale: none, static:4096, dynamic or headroom, the last two with parameters if need be, as in
     dynamic:loss_scale=1024,period=100 or headroom:headroom=3. auto is dynamic where the policy computes in float16."""
+    autocast: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Leave the model in plain float32 and run the loss function under jaxmp.autocast, which decides operation by
+    operation; --policy, mixed_bfloat16 say, names the dtype of the products."""
     opt_level: Annotated[Literal["O0", "O1", "O2", "O3"] | None, tyro.conf.arg(metavar="{O0,O1,O2,O3}")] = None
-    """Apex's name for a policy together with its loss scale, in place of --policy."""
+    """Apex's name for a policy together with its loss scale, in place of --policy; O1 is --autocast in float16."""
     override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
-    """Another policy for the modules whose path matches, as in '**/Dense_1=float32'."""
+    """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast paths begin with
+    the model's own name."""
     remat: str = "none"
     """What the backward pass computes again in place of keeping it: none, full, dots, dots_no_batch, or the name of a
     policy of jax.checkpoint_policies."""

@@ -7,8 +7,8 @@ python -m experiments.compare --task cifar10 --steps 300 --flags model=resnet18 
 python -m experiments.compare --demo
 
 Every policy is trained with every seed; one that computes in float16 under each of the loss scales, others without
-one. A policy may name its own: float16@static:4096. Float32 is always there, as what the others are measured against.
-The run folder holds compare.md, compare.json and compare.png. --demo runs both tasks in under 4 minutes on two cores.
+one. A policy may name its own: float16@static:4096. autocast:mixed_bfloat16 leaves the model in float32 and runs the
+loss function under autocast. Float32 is always there, as what the others are measured against. holds compare.md, compare.json and compare.png. --demo runs both tasks in under 4 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ TASKS = {**dict.fromkeys(IMAGES, image_classification), "pysource": language_mod
 METRICS = {**dict.fromkeys(IMAGES, "accuracy"), "pysource": "loss"}  # what picture and sentence show of each
 # What of a task's flags --flags may name no value of: the comparison has its own, or no use for it.
 _NOT_FLAGS = (
-    "policy", "loss_scale", "opt_level", "override", "remat", "seed", "steps", "batch_size", "dataset", "data_dir",
-    "run_dir", "evaluate_every", "checkpoint_every", "keep", "resume",
+    "policy", "loss_scale", "opt_level", "autocast", "override", "remat", "seed", "steps", "batch_size", "dataset",
+    "data_dir", "run_dir", "evaluate_every", "checkpoint_every", "keep", "resume",
 )  # fmt: skip
+_AUTOCAST = "autocast:"  # before a policy: the loss function runs under autocast, and the model has no policy
 _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16", "float16@none")
 
 
@@ -56,7 +57,8 @@ class Config:
     ] = ()
     """Flags of the task's own script, as in 'model=resnet18 flip'; see its --help."""
     policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]")] = ("mixed_float16", "mixed_bfloat16")
-    """Policies beside float32, each perhaps with its loss scale after an @."""
+    """Policies beside float32, each perhaps with its loss scale after an @. autocast:mixed_bfloat16 leaves the model in
+    float32 and runs the loss function under jaxmp.autocast."""
     loss_scales: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SCALE")] = ("none", "dynamic")
     """Loss scales for policies that compute in float16 and name none: none, static:4096, dynamic, headroom."""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="SEED")] = (0, 1, 2)
@@ -88,10 +90,10 @@ def variants(policies: tuple[str, ...], loss_scales: tuple[str, ...]) -> list[tu
     found = [BASELINE]
     for text in policies:
         policy, at, own = text.partition("@")
-        half = compute_dtype(read_policy(policy, own or "none")[0]) == jnp.float16
+        half = compute_dtype(read_policy(policy.removeprefix(_AUTOCAST), own or "none")[0]) == jnp.float16
         found += [(policy, scale) for scale in ([own] if at else loss_scales if half else ["none"])]
     for policy, scale in found:
-        read_policy(policy, scale)
+        read_policy(policy.removeprefix(_AUTOCAST), scale)
     return list(dict.fromkeys(found))
 
 
@@ -131,7 +133,8 @@ def prepare(config: Config) -> dict[tuple[str, str], Experiment]:
         override = () if (policy, loss_scale) == BASELINE else config.override
         flags = dataclasses.replace(
             base,
-            policy=policy,
+            policy=policy.removeprefix(_AUTOCAST),
+            autocast=policy.startswith(_AUTOCAST),
             loss_scale=loss_scale,
             override=override,
             remat=config.remat,

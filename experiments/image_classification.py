@@ -32,7 +32,7 @@ from experiments import cli, data, models, training
 from experiments.data import images
 from experiments.experiment import Experiment
 from experiments.metrics import accuracy
-from experiments.precision import compute_dtype, read_overrides, read_policy
+from experiments.precision import compute_dtype, read_autocast, read_overrides, read_policy, require_matches
 
 LINEN = {
     "cnn": lambda classes, small_images: models.CNN(classes),
@@ -95,11 +95,12 @@ def load(dataset: str, data_dir: Path | None) -> Data:
 
 
 def functions(config: Config, policy: Any, shape: tuple[int, int, int]) -> models.Functions:
-    """The network under its policy, for images of that shape."""
+    """The network under its policy, or without one, for images of that shape."""
     overrides, small = read_overrides(config.override), shape[0] <= SMALL
     if config.api == "linen":
         model = LINEN[config.model](classes=10, small_images=small)
-        return models.linen_functions(jaxmp.linen.apply_policy(model, policy, overrides), shape)
+        model = model if policy is None else jaxmp.linen.apply_policy(model, policy, overrides)
+        return models.linen_functions(model, shape)
 
     from experiments.models import nnx
     from jaxmp.nnx import apply_policy
@@ -109,7 +110,7 @@ def functions(config: Config, policy: Any, shape: tuple[int, int, int]) -> model
             model: Any = nnx.CNN(shape, classes=10, rngs=rngs)
         else:
             model = nnx.resnet18(shape[2], classes=10, small_images=small, rngs=rngs)
-        return apply_policy(model, policy, overrides)
+        return model if policy is None else apply_policy(model, policy, overrides)
 
     return models.nnx_functions(build)
 
@@ -141,6 +142,11 @@ def check(config: Config) -> None:
         raise ValueError("--model cnn halves its images: --image-size must be at least 2, or 0 for theirs, got 1")
     if config.api == "nnx" and config.model == "resnet50":
         raise ValueError("--api nnx has cnn and resnet18, got --model resnet50; use --api linen")
+    if config.api == "nnx" and config.override and (config.autocast or config.opt_level == "O1"):
+        raise ValueError(
+            "under autocast --override matches the names on JAX's name stack, where --api nnx puts none, got "
+            f"{config.override[0]!r}; use --api linen"
+        )
 
 
 def prepare(config: Config) -> Experiment:
@@ -152,17 +158,18 @@ def prepare(config: Config) -> Experiment:
     """
     check(config)
     policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
+    autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
 
     train, test, mean, std, origin = load(config.dataset, config.data_dir)
     cli.require("--shift", config.shift, 0, train.image.shape[1])
     epoch = images.steps_per_epoch(train, config.batch_size)
     steps = config.steps or config.epochs * epoch
     # The first module would round its input anyway, unless an override says otherwise.
-    dtype = "float32" if config.override else compute_dtype(policy).name
+    dtype = "float32" if config.override or autocast else compute_dtype(policy).name
     pixels = images.Pixels(config.image_size, mean, std, dtype)
     shape = pixels.shape(train.image.shape[1:])
 
-    init, apply = functions(config, policy, shape)
+    init, apply = functions(config, None if autocast else policy, shape)
     tx = jaxmp.loss_scaling(optimizer(config, steps), loss_scale)
 
     def loss_fn(params: Any, model_state: Any, batch: images.Batch, rng: Any, train: bool = True) -> Any:
@@ -175,12 +182,16 @@ def prepare(config: Config) -> Experiment:
         return jaxmp.TrainState.create(apply_fn=apply, params=params, tx=tx, model_state=init(0)[1], ema=config.ema > 0)
 
     jax.eval_shape(init, 0)  # a pattern that matches nothing is an error here, not after the folder is made
-    return Experiment(
-        loss_fn=loss_fn,
+    experiment = Experiment(
+        loss_fn=jaxmp.autocast(loss_fn, **autocast) if autocast else loss_fn,
         step=jaxmp.make_train_step(
-            loss_fn, accumulate_steps=config.accumulate, ema_decay=config.ema or None, remat=config.remat
+            loss_fn,
+            accumulate_steps=config.accumulate,
+            ema_decay=config.ema or None,
+            remat=config.remat,
+            **autocast,
         ),
-        eval_step=jaxmp.make_eval_step(functools.partial(loss_fn, train=False), use_ema=config.ema > 0),
+        eval_step=jaxmp.make_eval_step(functools.partial(loss_fn, train=False), use_ema=config.ema > 0, **autocast),
         init_params=lambda seed: init(seed)[0],
         create=create,
         train_batches=lambda seed, start=0: images.epochs(
@@ -189,8 +200,16 @@ def prepare(config: Config) -> Experiment:
         test_batches=lambda: images.in_order(test, 1024 if shape[0] <= SMALL else config.batch_size, pixels),
         steps=steps,
         batch_size=config.batch_size,
-        precision={"policy": str(policy), "loss_scale_rule": loss_scale_name, "data": origin},
+        precision={
+            "policy": str(policy),
+            "loss_scale_rule": loss_scale_name,
+            "data": origin,
+            "autocast": "yes" if autocast else "no",
+        },
     )
+    if autocast:
+        require_matches(experiment)
+    return experiment
 
 
 def train(config: Config) -> dict[str, Any]:

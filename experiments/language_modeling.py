@@ -29,7 +29,7 @@ from experiments.data import text
 from experiments.experiment import Experiment
 from experiments.metrics import accuracy
 from experiments.models import NextToken
-from experiments.precision import read_overrides, read_policy
+from experiments.precision import read_autocast, read_overrides, read_policy, require_matches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ def prepare(config: Config) -> Experiment:
     cli.require("--steps", config.steps, 1)
     cli.require("--context", config.context, 1)
     policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
+    autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
 
     tokens, origin = load(config.dataset, config.data_dir, config.vocabulary)
     if config.batch_size > len(tokens.test):
@@ -77,7 +78,9 @@ def prepare(config: Config) -> Experiment:
         )
     cli.require("--test-batches", config.test_batches, 1, len(tokens.test) // config.batch_size + 1)
 
-    model = jaxmp.linen.apply_policy(NextToken(config.vocabulary), policy, read_overrides(config.override))
+    model = NextToken(config.vocabulary)
+    if not autocast:
+        model = jaxmp.linen.apply_policy(model, policy, read_overrides(config.override))
     tx = jaxmp.loss_scaling(optax.adam(config.learning_rate), loss_scale)
 
     def loss_fn(params: Any, model_state: Any, batch: text.Batch, rng: Any) -> Any:
@@ -92,20 +95,31 @@ def prepare(config: Config) -> Experiment:
         return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx, ema=config.ema > 0)
 
     experiment = Experiment(
-        loss_fn=loss_fn,
+        loss_fn=jaxmp.autocast(loss_fn, **autocast) if autocast else loss_fn,
         step=jaxmp.make_train_step(
-            loss_fn, accumulate_steps=config.accumulate, ema_decay=config.ema or None, remat=config.remat
+            loss_fn,
+            accumulate_steps=config.accumulate,
+            ema_decay=config.ema or None,
+            remat=config.remat,
+            **autocast,
         ),
-        eval_step=jaxmp.make_eval_step(loss_fn, use_ema=config.ema > 0),
+        eval_step=jaxmp.make_eval_step(loss_fn, use_ema=config.ema > 0, **autocast),
         init_params=init_params,
         create=create,
         train_batches=functools.partial(text.windows, tokens.train, config.context, config.batch_size),
         test_batches=lambda: text.spread(tokens.test, config.context, config.batch_size, config.test_batches),
         steps=config.steps,
         batch_size=config.batch_size,
-        precision={"policy": str(policy), "loss_scale_rule": loss_scale_name, "data": origin},
+        precision={
+            "policy": str(policy),
+            "loss_scale_rule": loss_scale_name,
+            "data": origin,
+            "autocast": "yes" if autocast else "no",
+        },
     )
     jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error here, not after the folder is made
+    if autocast:
+        require_matches(experiment)
     return experiment
 
 

@@ -1,10 +1,11 @@
-"""What the flags --policy, --opt-level, --override and --loss-scale say, as jaxmp's objects."""
+"""What the flags --policy, --opt-level, --autocast, --override and --loss-scale say, as jaxmp's objects."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import jaxmp
@@ -37,13 +38,70 @@ def read_policy(policy: str, loss_scale: str, opt_level: str | None = None) -> t
                 f"--opt-level names a policy, as --policy does: got --opt-level {opt_level} and --policy {policy}; "
                 "leave one of them away"
             )
-        policy, automatic = opt_level, OPT_LEVELS[opt_level]
-        chosen = jaxmp.get_policy(policy)
+        automatic = OPT_LEVELS[opt_level]
+        chosen = jaxmp.get_policy("mixed_float16" if opt_level == "O1" else opt_level)
+    elif policy.strip().upper() == "O1":
+        raise ValueError(
+            "--policy says which dtypes modules have, but O1 is autocast; use --opt-level O1, or --policy "
+            "mixed_float16 and --autocast (autocast:mixed_float16 in compare)"
+        )
     else:
         chosen = jaxmp.get_policy(policy)
         automatic = "dynamic" if compute_dtype(chosen) == jnp.float16 else "none"
     text = automatic if loss_scale == "auto" else loss_scale
     return chosen, read_loss_scale(text), text
+
+
+def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: tuple[str, ...]) -> dict[str, Any]:
+    """How the loss function runs: the arguments ``policy`` and ``overrides`` of :func:`jaxmp.autocast`, if it does.
+
+    Args:
+      autocast: the flag.
+      opt_level: O1 asks for autocast too.
+      policy: what :func:`read_policy` has read.
+      override: ``PATTERN=POLICY`` texts, whose policies compute in float32 or in the compute dtype of ``policy``.
+
+    Returns:
+      An empty dict where the model has the policy.
+
+    Raises:
+      ValueError: what the flags ask for is not what autocast can do.
+    """
+    if not autocast and opt_level != "O1":
+        return {}
+    if opt_level not in (None, "O1"):
+        raise ValueError(
+            f"--autocast decides operation by operation and --opt-level {opt_level} by module, got both; leave one of "
+            "them away, or use --opt-level O1, which is autocast in float16"
+        )
+    if isinstance(policy, jaxmp.PolicyMap):
+        raise ValueError(f"--autocast takes one policy, got {policy}; name the exceptions with --override")
+    if policy.compute_dtype == jnp.float32 or policy.param_dtype != jnp.float32:
+        raise ValueError(
+            "--autocast computes float32 params in half precision, got a policy of "
+            f"{policy.param_dtype.name} params that computes in {policy.compute_dtype.name}; use --policy "
+            "mixed_bfloat16 or mixed_float16, or leave --autocast away"
+        )
+    overrides = {}
+    for pattern, text in read_overrides(override).items():
+        dtype = compute_dtype(jaxmp.get_policy(text))
+        if dtype not in (jnp.float32, policy.compute_dtype):
+            raise ValueError(
+                f"under autocast an override computes in float32 or in {policy.compute_dtype.name}, got "
+                f"'{pattern}={text}'; write '{pattern}=float32', say"
+            )
+        overrides[pattern] = "float32" if dtype == jnp.float32 else "half"
+    return {"policy": policy, "overrides": overrides}
+
+
+def require_matches(experiment: Any) -> None:
+    """Traces the loss function under autocast, so that an override that matches nothing is an error at once.
+
+    Raises:
+      ValueError: there is one.
+    """
+    state = jax.eval_shape(experiment.init, 0)
+    jax.eval_shape(experiment.eval_step, state, next(iter(experiment.test_batches())))
 
 
 def compute_dtype(policy: Any) -> Any:

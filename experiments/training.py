@@ -23,8 +23,8 @@ C = TypeVar("C", bound=cli.Training)
 
 # Flags that a resumed run may have otherwise. Those of precision are held against the checkpoint's dtypes instead.
 MAY_CHANGE = frozenset(
-    ("policy", "loss_scale", "opt_level", "override", "remat", "steps", "epochs", "evaluate_every", "checkpoint_every",
-     "keep", "resume", "data_dir", "run_dir")
+    ("policy", "loss_scale", "opt_level", "autocast", "override", "remat", "steps", "epochs", "evaluate_every",
+     "checkpoint_every", "keep", "resume", "data_dir", "run_dir")
 )  # fmt: skip
 _LENGTH = frozenset(("steps", "epochs"))
 

@@ -24,6 +24,8 @@ SCRIPTS = [image_classification, language_modeling, compare, loss_scaling, input
         ("float32", "auto", None, "float32", jaxmp.NoOpLossScale),
         ("mixed_float16", "none", None, "mixed_float16", jaxmp.NoOpLossScale),
         ("auto", "auto", "O0", "float32", jaxmp.NoOpLossScale),
+        ("auto", "auto", "O1", "mixed_float16", jaxmp.DynamicLossScale),
+        ("auto", "none", "O1", "mixed_float16", jaxmp.NoOpLossScale),
         ("auto", "auto", "O2", "O2", jaxmp.DynamicLossScale),
         ("auto", "auto", "O3", "float16", jaxmp.NoOpLossScale),
         ("auto", "headroom", "O3", "float16", jaxmp.HeadroomLossScale),
@@ -81,9 +83,9 @@ def test_an_override_without_pattern_or_policy_is_an_error(text):
         read_overrides((text,))
 
 
-def test_o1_says_that_it_is_autocast_and_what_to_use():
-    with pytest.raises(ValueError, match=r"O1 .* jaxmp\.autocast, .* not have yet; use 'O2'"):
-        read_policy("auto", "auto", "O1")
+def test_o1_as_a_policy_says_that_it_is_autocast_and_what_to_use():
+    with pytest.raises(ValueError, match="O1 is autocast; use --opt-level O1, or --policy mixed_float16 and --autocast"):
+        read_policy("o1", "auto")
 
 
 def test_an_opt_level_beside_a_policy_is_an_error():
@@ -137,7 +139,8 @@ def test_flags_that_repeat_and_flags_with_several_values_are_read():
         (image_classification, {"epochs": 0}, "--epochs must be at least 1, got 0"),
         (image_classification, {"policy": "mixed_float17"}, "unknown policy 'mixed_float17'; .* 'mixed_float16'"),
         (language_modeling, {"steps": 0}, "--steps must be at least 1, got 0"),
-        (language_modeling, {"opt_level": "O1"}, "O1 .* use 'O2'"),
+        (language_modeling, {"opt_level": "O1", "policy": "mixed_float16"}, "got --opt-level O1 and --policy mixed_"),
+        (language_modeling, {"policy": "O1"}, "O1 is autocast; use --opt-level O1"),
         (language_modeling, {"evaluate_every": -1}, "--evaluate-every must be at least 0, got -1"),
         (language_modeling, {"checkpoint_every": -1}, "--checkpoint-every must be at least 0, got -1"),
         (image_classification, {"keep": 0}, "--keep must be at least 1, got 0"),
