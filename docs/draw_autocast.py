@@ -1,4 +1,6 @@
-"""Draws the pictures of docs/autocast.md from the graph that jaxmp.autocast colours: python docs/draw_autocast.py
+"""Draws the pictures of docs/autocast.md from the graph that jaxmp.autocast colours.
+
+python docs/draw_autocast.py
 
 The model is GPT-2's block of experiments/models, between the product that came before it and the one that comes after.
 """
@@ -50,6 +52,7 @@ class Box:
 
     @property
     def moves(self) -> bool:
+        """Whether it places data elsewhere and computes nothing."""
         return self.kind is Kind.CLEAR
 
 
@@ -216,6 +219,7 @@ def _first_move(boxes: Sequence[Box]) -> int:
 
 
 def main(folder: Path = FOLDER) -> None:
+    """Writes both pictures to a folder."""
     boxes = coloured_block()
     draw_passes(boxes, folder / "autocast_passes.png")
     draw_block(boxes, folder / "autocast_block.png")

@@ -43,7 +43,16 @@ from experiments.runs import run_folder, write_json
 BY_HAND, AUTOCAST = "by hand", "autocast"
 VARIANTS = ("float32", BY_HAND, "by hand, again", AUTOCAST)
 TIME_GOAL, MEMORY_GOAL = 1.01, 1.02
-COLUMNS = ("step", "ms", "quartiles", "time ratio", "quartiles of the ratio", "compiled MiB", "memory ratio", "peak MiB")
+COLUMNS = (
+    "step",
+    "ms",
+    "quartiles",
+    "time ratio",
+    "quartiles of the ratio",
+    "compiled MiB",
+    "memory ratio",
+    "peak MiB",
+)
 PROGRAM_COLUMNS = ("program", "products by operand dtypes", "casts", "round trips")
 
 

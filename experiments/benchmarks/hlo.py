@@ -19,8 +19,9 @@ _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
 _PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _KERNELS = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
-_NO_WORK = frozenset("parameter constant tuple get-tuple-element bitcast iota after-all while conditional call".split())
-_LAYOUT = frozenset("copy transpose".split())
+_NO_WORK = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"})
+_NO_WORK |= {"while", "conditional", "call"}  # their bodies work
+_LAYOUT = frozenset({"copy", "transpose"})
 
 
 @dataclasses.dataclass(frozen=True)
