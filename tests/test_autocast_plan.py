@@ -182,6 +182,11 @@ def test_a_function_without_products_keeps_every_operation_and_says_so():
     assert str(found).endswith("no product in half: nothing changes")
 
 
+def test_a_function_without_operations_has_a_plan_too():
+    text = str(plan(lambda x: x, shape(8)))
+    assert "operations: none\nFLOPs: 0, 0.0 % in half precision\n" in text
+
+
 def test_an_autocast_inside_has_decided():
     inner = jaxmp.autocast(lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=3)[0], "mixed_float16")
     found = plan(lambda x, w: inner(x, w) @ w, shape(4, 4), shape(4, 4))

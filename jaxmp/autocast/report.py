@@ -52,7 +52,7 @@ def _short(number: int) -> str:
 
 def _totals(plan: CastPlan) -> Iterator[str]:
     summary = plan.summary
-    yield f"operations: {_counts(summary.operations)}"
+    yield f"operations: {_counts(summary.operations) or 'none'}"
     yield f"FLOPs: {summary.flops}, {_share(summary.half_flops, summary.flops)} in half precision"
     yield (
         f"FLOPs of products: {summary.product_flops}, "

@@ -60,7 +60,8 @@ class Row:
 class Summary:
     """The totals of a plan.
 
-    A scan counts all its trips, a while loop one, and a conditional all its branches.
+    A scan counts all its trips, a while loop one, a conditional all its branches, and the body of a shard_map the work
+    of one device.
 
     Attributes:
       changes: whether anything changes; without a product that may run in half nothing does.
