@@ -8,7 +8,8 @@ python -m experiments.compare --demo
 
 Every policy is trained with every seed; one that computes in float16 under each of the loss scales, others without
 one. A policy may name its own: float16@static:4096. autocast:mixed_bfloat16 leaves the model in float32 and runs the
-loss function under autocast. Float32 is always there, as what the others are measured against. holds compare.md, compare.json and compare.png. --demo runs both tasks in under 4 minutes on two cores.
+loss function under autocast. Float32 is always there, as what the others are measured against. The run folder holds
+compare.md, compare.json and compare.png. --demo runs both tasks in under 4 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -1,0 +1,220 @@
+"""O1 for Linen modules: autocast of the whole module, its variables untouched, exceptions by path and by class."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from linen_zoo import (
+    MLP,
+    Linear,
+    ResNet,
+    Tied,
+    data,
+    dtypes_of,
+    loss_of,
+    model_products,
+    products,
+    quick_jit,
+    rngs,
+    same_bits,
+    split,
+)
+
+import jaxmp
+from jaxmp.linen import apply_policy
+
+IMAGES = data(2, 16, 16, 3)
+IDS = jnp.array([1, 3])
+
+
+class Noisy(nn.Module):
+    """Dropout between two layers."""
+
+    inner: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dropout(0.5, deterministic=False)(nn.Dense(8)(x))
+        return nn.Dense(4)(x) if self.inner is None else self.inner(x)
+
+
+class Helped(nn.Module):
+    """Calls a submodule from a method that is not ``__call__``, and shares its layer with another."""
+
+    def setup(self) -> None:
+        self.body, self.head = nn.Dense(4), nn.Dense(4)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.encode(x))
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        return nn.relu(self.body(x))
+
+
+@pytest.mark.parametrize("level", ["O1", " o1 "])
+def test_variables_are_those_of_the_bare_module_bit_for_bit(level):
+    bare = ResNet()
+    model = apply_policy(bare, level)
+    same_bits(quick_jit(model.init)(rngs(), IMAGES), quick_jit(bare.init)(rngs(), IMAGES))
+
+
+def test_it_computes_what_autocast_by_hand_computes_bit_for_bit():
+    bare = ResNet()
+    variables = quick_jit(bare.init)(rngs(), IMAGES)
+    model = apply_policy(bare, "O1")
+    by_hand = jaxmp.autocast(functools.partial(bare.apply, mutable=["batch_stats"]), "mixed_float16")
+    got = quick_jit(functools.partial(model.apply, mutable=["batch_stats"]))(variables, IMAGES)
+    same_bits(got, quick_jit(by_hand)(variables, IMAGES))
+    assert dtypes_of(got) == {"float32"}
+    assert set(model_products(model, IMAGES)) == {"float16"}
+
+
+def test_gradients_point_where_those_of_float32_point():
+    bare = ResNet()
+    params, rest = split(quick_jit(bare.init)(rngs(), IMAGES))
+    models = (apply_policy(bare, "O1"), bare)
+    got, want = (quick_jit(jax.grad(loss_of(m, IMAGES, train=False), has_aux=True))(params, rest)[0] for m in models)
+    assert dtypes_of(got) == {"float32"}
+    a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
+    assert a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) > 0.99
+
+
+@pytest.mark.parametrize("level", ["float32", "highest", "half"])
+@pytest.mark.parametrize("pattern", ["Dense_1", "**/Dense_1", "*_1"])
+def test_an_override_by_path_shows_in_the_program(pattern, level):
+    policy = jaxmp.Policy("float32", "float32", "float32", matmul_precision="highest") if level == "highest" else level
+    model = apply_policy(MLP((4, 4, 3)), "O1", {pattern: policy})
+    middle = "float16" if level == "half" else "float32"
+    assert model_products(model, data(2, 5)) == ["float16", middle, "float16"]
+
+
+@pytest.mark.parametrize("pattern", [nn.Conv, "type:Conv"])
+def test_an_override_by_class_shows_in_the_program(pattern):
+    found = model_products(apply_policy(ResNet(), "O1", {pattern: "float32"}), IMAGES)
+    assert found[:-1] == ["float32"] * 9 and found[-1] == "float16"
+
+
+def test_the_first_pattern_that_matches_wins():
+    model = apply_policy(MLP((4, 4, 3)), "O1", {"Dense_2": "half", "**": "float32"})
+    assert model_products(model, data(2, 5)) == ["float32", "float32", "float16"]
+
+
+def test_paths_do_not_contain_the_methods_that_lead_to_a_module():
+    model = apply_policy(Helped(), "O1", {"body": "float32"})
+    assert model_products(model, data(2, 4)) == ["float32", "float16"]
+    variables = model.init(rngs(), data(2, 4))
+    assert products(lambda x: model.apply(variables, x, method="encode"), data(2, 4)) == ["float32"]
+    assert products(lambda x: model.apply(variables, x, method=lambda m, x: m.head(m.body(x))), data(2, 4)) == [
+        "float32",
+        "float16",
+    ]
+
+
+def test_a_tied_embedding_is_overridden_where_it_is_used_again():
+    assert model_products(apply_policy(Tied(), "O1", {"embed": "float32"}), IDS) == ["float16", "float32"]
+    assert model_products(apply_policy(Tied(), "O1"), IDS) == ["float16", "float16"]
+
+
+@pytest.mark.parametrize("transform", [nn.jit, nn.remat])
+def test_modules_of_one_lifted_class_follow_their_own_paths(transform):
+    class Lifted(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            layer = transform(nn.Dense)
+            return layer(4, name="b")(layer(4, name="a")(x))
+
+    assert model_products(apply_policy(Lifted(), "O1", {"b": "float32"}), data(2, 4)) == ["float16", "float32"]
+
+
+def test_layers_in_a_scan_follow_the_path_of_the_stack():
+    class Stacked(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            class Step(nn.Module):
+                @nn.compact
+                def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+                    return jnp.tanh(nn.Dense(4)(x)), None
+
+            scanned = nn.scan(Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return nn.Dense(4)(scanned(name="layers")(x, None)[0])
+
+    x = data(2, 4)
+    assert model_products(apply_policy(Stacked(), "O1"), x) == ["float16", "float16"]
+    assert model_products(apply_policy(Stacked(), "O1", {"layers/**": "float32"}), x) == ["float32", "float16"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_dropout_masks_are_those_of_the_bare_module(nested):
+    def build(inner: Any) -> Any:
+        return Noisy(inner) if nested else inner
+
+    bare, model = build(Noisy()), build(apply_policy(Noisy(), "O1"))
+    variables = bare.init(rngs(), data(3, 4))
+    want, mutated = bare.apply(variables, data(3, 4), rngs=rngs(1), capture_intermediates=True)
+    got, also = model.apply(variables, data(3, 4), rngs=rngs(1), capture_intermediates=True)
+    masks = jax.tree.map(lambda x: x == 0, (mutated, also))
+    same_bits(masks[0], masks[1])
+    np.testing.assert_allclose(got, want, atol=0.02)
+    assert not np.array_equal(got, want)
+
+
+def test_nested_in_a_bare_module_only_it_is_under_autocast():
+    model = Noisy(apply_policy(Noisy(), "O1"))
+    assert model_products(model, data(3, 4)) == ["float32", "float16", "float16"]
+
+
+def test_bound_modules_and_their_submodules_run_under_autocast():
+    model = apply_policy(Tied(), "O1", {"embed": "float32"})
+    bound = model.bind(model.init(rngs(), IDS))
+    same_bits(bound(IDS), bound(IDS))
+    assert products(bound, IDS) == ["float16", "float32"]
+    assert products(lambda x: bound.hidden(x), data(1, 4)) == ["float16"]
+    assert products(lambda x: bound.embed.attend(x), data(1, 4)) == ["float32"]
+
+
+def test_it_is_one_policy_among_others_for_clones_copies_and_tables():
+    model = apply_policy(apply_policy(MLP(), "mixed_bfloat16"), "O1", {"Dense_1": "float32"})
+    for copy in (model.clone(), pickle.loads(pickle.dumps(model))):
+        assert model_products(copy, data(2, 5)) == ["float16", "float32"]
+    assert model_products(apply_policy(model, "mixed_bfloat16"), data(2, 5)) == ["bfloat16", "bfloat16"]
+    console = {"force_terminal": False, "width": 120}
+    bare = MLP().tabulate(rngs(), data(2, 5), console_kwargs=console)
+    assert model.tabulate(rngs(), data(2, 5), console_kwargs=console) == bare
+
+
+def test_it_is_compiled_once():
+    model = apply_policy(Linear(), "O1")
+    variables = model.init(rngs(), data(2, 5))
+    run = jax.jit(model.apply)
+    for seed in range(3):
+        run(variables, data(2, 5, seed=seed))
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"Dense1": "float32"}, r"'Dense1' matched none; nearest paths: 'Dense_1'"),
+        ({nn.Conv: "float32"}, r"'type:Conv' matched none; nearest classes: "),
+        ({"**": "float32"}, r"computes in float16, but every product stays .* Dense_0 \(override '\*\*'\)"),
+    ],
+)
+def test_overrides_that_cannot_be_are_errors_when_it_runs(overrides, text):
+    model = apply_policy(MLP(), "O1", overrides)
+    with pytest.raises(ValueError, match=text):
+        model.apply(MLP().init(rngs(), data(2, 5)), data(2, 5))
+
+
+def test_an_override_to_another_half_dtype_is_an_error_at_once():
+    text = (
+        r"O1 computes in float16, .* for '\*\*/head' computes in bfloat16; .*jaxmp\.autocast\(fun, 'mixed_bfloat16'\)"
+    )
+    with pytest.raises(ValueError, match=text):
+        apply_policy(MLP(), "O1", {"**/head": "mixed_bfloat16"})

@@ -1,0 +1,176 @@
+"""The train and eval steps under ``policy=``: autocast of the loss function, with loss scaling and whole skips."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from linen_zoo import data, dtypes_of, same_bits
+
+import jaxmp
+from jaxmp._jaxpr.walk import equations, product_dtypes
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(3, name="head")(nn.relu(x))
+
+
+NET = Net()
+BATCH = {"x": data(8, 5), "y": jnp.arange(8) % 3}
+
+
+def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+    logits, model_state = NET.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    return loss, model_state, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()}
+
+
+def new_state(loss_scale: Any = None) -> jaxmp.TrainState:
+    variables = dict(NET.init(jax.random.key(0), BATCH["x"]))
+    tx = jaxmp.loss_scaling(optax.sgd(0.3, momentum=0.9), loss_scale or jaxmp.DynamicLossScale(2.0**10))
+    return jaxmp.TrainState.create(params=variables.pop("params"), tx=tx, model_state=variables, ema=True)
+
+
+def make(policy: Any = None, **kwargs: Any) -> Any:
+    return jaxmp.make_train_step(loss_fn, policy=policy, ema_decay=0.9, donate=False, **kwargs)
+
+
+def dtypes_in(step: Any) -> set[str]:
+    return product_dtypes(jax.make_jaxpr(getattr(step, "jitted", step))(new_state(), BATCH))
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [("O1", "float16"), ("mixed_float16", "float16"), ("mixed_bfloat16", "bfloat16"), ("bfloat16", "bfloat16")],
+)
+def test_the_step_and_the_evaluation_multiply_in_the_compute_dtype(policy, dtype):
+    assert dtypes_in(make(policy)) == {dtype}
+    assert dtypes_in(jaxmp.make_eval_step(loss_fn, policy=policy)) == {dtype}
+
+
+@pytest.mark.parametrize("policy", [None, "float32", "O0", "tensorfloat32"])
+def test_a_float32_policy_means_no_autocast(policy):
+    assert dtypes_in(make(policy)) == {"float32"}
+    (state, metrics), (bare, bare_metrics) = (step(new_state(), BATCH) for step in (make(policy), make()))
+    same_bits(metrics, bare_metrics)
+    same_bits((state.params, state.model_state), (bare.params, bare.model_state))
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("float32", {"HIGHEST"}), ("tensorfloat32", {"HIGH"}), (None, set())])
+def test_a_float32_policy_brings_the_precision_of_its_products(policy, expected):
+    program = jax.make_jaxpr(jaxmp.make_eval_step(loss_fn, policy=policy))(new_state(), BATCH)
+    named = (eqn.params["precision"] for eqn in equations(program) if eqn.primitive.name == "dot_general")
+    assert {part.name for precision in named if precision is not None for part in precision} == expected
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_a_step_is_that_of_the_loss_function_under_autocast_by_hand(policy):
+    mixed = jaxmp.get_policy(policy).with_output_dtype("float32")
+    by_hand = jaxmp.make_train_step(jaxmp.autocast(loss_fn, mixed), ema_decay=0.9, donate=False)
+    got, want = (step(new_state(), BATCH) for step in (make(policy), by_hand))
+    same_bits(got[1], want[1])
+    same_bits(got[0].params, want[0].params)
+    same_bits(got[0].model_state, want[0].model_state)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"accumulate_steps": 2}, {"remat": "full"}, {"remat": "dots"}], ids=str)
+def test_it_trains_with_everything_float32_that_is_kept_and_one_compilation(kwargs):
+    step, state = make("O1", **kwargs), new_state()
+    losses = []
+    for _ in range(30):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] / 2
+    assert dtypes_of((state.params, state.model_state, state.ema_params)) == {"float32"}
+    assert step.jitted._cache_size() == 1 and int(state.skipped) == 0
+
+
+def test_a_skipped_step_changes_nothing_but_the_scale():
+    step, state = make("mixed_float16"), new_state()
+    state, _ = step(state, BATCH)
+    after, metrics = step(state, {**BATCH, "x": BATCH["x"].at[0, 0].set(jnp.inf)})
+    assert bool(metrics["skipped"]) and int(after.skipped) == 1
+    for name in ("params", "model_state", "ema_params"):
+        same_bits(getattr(after, name), getattr(state, name))
+    same_bits(after.opt_state.inner_state, state.opt_state.inner_state)
+    assert float(jaxmp.get_loss_scale(after.opt_state).loss_scale) == 2.0**9
+
+
+def test_gradients_point_where_those_of_float32_point():
+    state = new_state()
+
+    def gradients(policy: Any) -> np.ndarray:
+        fun = jaxmp.autocast(loss_fn, policy) if policy else loss_fn
+        grads = jax.grad(lambda params: fun(params, state.model_state, BATCH, None)[0])(state.params)
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)])
+
+    want = gradients(None)
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        got = gradients(policy)
+        assert got @ want / (np.linalg.norm(got) * np.linalg.norm(want)) > 0.99
+
+
+def test_overrides_reach_the_autocast():
+    assert dtypes_in(make("mixed_bfloat16", overrides={"**/head": "float32"})) == {"bfloat16", "float32"}
+    evaluate = jaxmp.make_eval_step(loss_fn, policy="O1", overrides={"**/head": "float32"})
+    assert dtypes_in(evaluate) == {"float16", "float32"}
+
+
+def test_float16_products_of_autocast_without_a_loss_scale_are_warned_of_once():
+    step, state = make("O1"), new_state(jaxmp.NoOpLossScale())
+    with pytest.warns(UserWarning, match=r"float16 products but the optimizer no loss scale"):
+        state, _ = step(state, BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(state, BATCH)
+        make("mixed_bfloat16")(new_state(jaxmp.NoOpLossScale()), BATCH)
+
+
+@pytest.mark.parametrize("make_step", [jaxmp.make_train_step, jaxmp.make_eval_step])
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"policy": "O2"}, TypeError, "autocast takes one policy for a function, got the PolicyMap"),
+        ({"policy": "mixed_float17"}, ValueError, "unknown policy 'mixed_float17'"),
+        ({"policy": "float64"}, ValueError, "autocast computes in float16 or bfloat16, got the compute dtype float64"),
+        (
+            {"overrides": {"a": "float32"}},
+            ValueError,
+            r"policy=None asks for none, got \{'a': 'float32'\}; pass",
+        ),
+        ({"policy": "float32", "overrides": {"a": "half"}}, ValueError, "policy='float32' asks for none, got"),
+        ({"policy": "O1", "overrides": {"a": "float31"}}, ValueError, "in 'float32' or in 'half' .* got 'float31'"),
+    ],
+)
+def test_what_cannot_be_is_an_error_at_once(make_step, kwargs, error, text):
+    with pytest.raises(error, match=text):
+        make_step(loss_fn, **kwargs)
+
+
+def test_an_override_that_matches_nothing_is_an_error_of_the_step():
+    step = make("O1", overrides={"**/heda": "float32"})
+    with pytest.raises(ValueError, match=r"'\*\*/heda' matched none; nearest paths: .*Net/head"):
+        step(new_state(), BATCH)
+
+
+def test_an_o1_model_in_the_loss_function_is_left_as_it_is():
+    model = jaxmp.linen.apply_policy(NET, "O1", {"head": "float32"})
+
+    def own(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        logits, model_state = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), model_state
+
+    steps = [jaxmp.make_train_step(own, ema_decay=0.9, donate=False, policy=policy) for policy in (None, "O1")]
+    results = [functools.reduce(lambda s, _: step(s, BATCH)[0], range(2), new_state()) for step in steps]
+    same_bits(results[0].params, results[1].params)
+    assert dtypes_in(steps[1]) == {"float16", "float32"}
