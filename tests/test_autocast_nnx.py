@@ -1,0 +1,203 @@
+"""O1 for NNX modules: autocast with the model's state flowing through, and paths on the name stack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.errors import TraceContextError
+from linen_zoo import data, dtypes_of, same_bits
+from nnx_zoo import Net, Scale, outcome, rngs, values
+
+import jaxmp
+from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.walk import PRODUCTS, equations, product_dtypes
+from jaxmp.nnx import apply_policy
+
+X = data(2, 6, 6, 3)
+
+
+def found(model: Any, *args: Any) -> list[tuple[str, str]]:
+    """The scopes and the operand dtype of every product of a call; the model is left as it is."""
+    graphdef, state = nnx.split(model)
+    jaxpr = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(*args))(state)
+    products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
+    scopes = ("jaxmp.autocast", "jaxmp.precision(float32)")
+    return [
+        ("/".join(name for name in reading.names_of(eqn) if name not in scopes), eqn.invars[0].aval.dtype.name)
+        for eqn in products
+    ]
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.encode(x))
+
+
+class Outer(nnx.Module):
+    def __init__(self, inner: Any, rngs: nnx.Rngs) -> None:
+        self.first, self.inner = nnx.Linear(4, 4, rngs=rngs), inner
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(self.first(x))
+
+
+def test_the_products_of_every_module_run_in_half_at_their_paths():
+    assert found(apply_policy(Mlp(rngs()), "O1"), data(2, 4)) == [
+        ("layers/0", "float16"),
+        ("layers/1", "float16"),
+        ("head", "float16"),
+    ]
+    nested = apply_policy(Outer(Mlp(rngs()), rngs()), "O1")
+    assert [path for path, _ in found(nested, data(2, 4))] == [
+        "first",
+        "inner/layers/0",
+        "inner/layers/1",
+        "inner/head",
+    ]
+
+
+@pytest.mark.parametrize("pattern", ["head", "**/head", "he*"])
+def test_an_override_by_path_shows_in_the_program(pattern):
+    dtypes = [dtype for _, dtype in found(apply_policy(Mlp(rngs()), "O1", {pattern: "float32"}), data(2, 4))]
+    assert dtypes == ["float16", "float16", "float32"]
+
+
+@pytest.mark.parametrize("pattern", [Scale, "type:Scale"])
+def test_an_override_by_class_shows_in_the_program(pattern):
+    assert [dtype for path, dtype in found(apply_policy(Net(rngs()), "O1", {pattern: "float32"}), X)] == [
+        "float16", "float16", "float16", "float32", "float16",
+    ]  # fmt: skip
+
+
+def test_it_computes_what_autocast_by_hand_computes_and_state_flows():
+    bare, model = Net(rngs()), apply_policy(Net(rngs()), "O1")
+    graphdef, state = nnx.split(bare)
+
+    def pure(state: Any, x: jax.Array) -> Any:
+        copy = nnx.merge(graphdef, state)
+        return copy(x), nnx.state(copy, nnx.Not(nnx.RngState))
+
+    want, after = jaxmp.autocast(pure, "mixed_float16")(state, X)
+    same_bits(model(X), want)
+    same_bits(values(model), nnx.as_pure(after))
+    assert dtypes_of(values(model)) == {"float32"}
+    assert not np.array_equal(model.norm.mean[...], np.zeros(8))
+
+
+def test_dropout_and_gradients_are_those_of_the_bare_model():
+    bare, model = Net(rngs()), apply_policy(Net(rngs()), "O1")
+    for _ in range(2):  # the second call has another mask
+        (out, got, _), (wanted, want, _) = (outcome(m, X) for m in (model, bare))
+        np.testing.assert_allclose(out, wanted, atol=0.05)
+    assert dtypes_of(got) == {"float32"}
+    a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
+    assert a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) > 0.99
+
+
+def test_it_trains_with_loss_scaling_one_trace_and_whole_skips():
+    model = apply_policy(Net(rngs()), "O1")
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.01), loss_scale=jaxmp.DynamicLossScale(2.0**8))
+    traces = 0
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+        nonlocal traces
+        traces += 1
+        loss, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, X)) for _ in range(8)]
+    assert losses[-1] < losses[0] and int(optimizer.skipped) == 0
+    before = values(model)
+    step(model, optimizer, X.at[0, 0, 0, 0].set(jnp.inf))
+    same_bits(values(model), before)
+    assert int(optimizer.skipped) == 1 and float(optimizer.loss_scale.loss_scale) == 2.0**7
+    assert traces == 1 and dtypes_of(values(model)) == {"float32"}
+
+
+class Stacked(nnx.Module):
+    """Layers in a scan, within a rematerialised method, and a jitted head."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        keys = jax.random.split(rngs.params(), 3)
+        self.layers = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(keys)
+        self.head = nnx.Linear(4, 2, rngs=rngs)
+
+    @nnx.remat
+    def body(self, x: jax.Array) -> jax.Array:
+        return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+    @nnx.jit
+    def top(self, x: jax.Array) -> jax.Array:
+        return self.head(x)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.top(self.body(x))
+
+
+@pytest.mark.parametrize("pattern", ["layers", "head"])
+def test_overrides_hold_in_the_transforms_of_nnx(pattern):
+    model = apply_policy(Stacked(rngs()), "O1", {pattern: "float32"})
+    assert [dtype for _, dtype in found(model, data(2, 4))] == [
+        "float32" if name == pattern else "float16" for name in ("layers", "head")
+    ]
+    grads = nnx.grad(lambda model: model(data(2, 4)).sum())(model)
+    assert dtypes_of(nnx.as_pure(grads)) == {"float32"}
+
+
+def test_the_argument_stays_as_it_was_and_shares_its_variables():
+    bare = Mlp(rngs())
+    model = apply_policy(bare, "O1")
+    assert type(bare) is Mlp and isinstance(model, Mlp) and model.head.kernel is bare.head.kernel
+    assert [dtype for _, dtype in found(bare, data(2, 4))] == ["float32"] * 3
+
+
+def test_another_policy_replaces_it_and_it_replaces_another():
+    model = apply_policy(apply_policy(Mlp(rngs()), "mixed_bfloat16"), "O1")
+    assert model.head.dtype is None
+    assert [dtype for _, dtype in found(model, data(2, 4))] == ["float16"] * 3
+    assert [dtype for _, dtype in found(apply_policy(model, "mixed_bfloat16"), data(2, 4))] == ["bfloat16"] * 3
+
+
+def test_nested_in_a_bare_model_only_it_is_under_autocast_and_other_methods_are_too():
+    model = Outer(apply_policy(Mlp(rngs()), "O1"), rngs())
+    assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "float16", "float16", "float16"]
+    jaxpr = jax.make_jaxpr(lambda x: model.inner.encode(x))(data(2, 4))
+    assert product_dtypes(jaxpr) == {"float16"}
+
+
+def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed():
+    model, x = apply_policy(Mlp(rngs()), "O1"), data(2, 4)
+    np.testing.assert_allclose(jax.jit(lambda x: model(x))(x), model(x), rtol=0.02, atol=1e-3)
+    with_statistics = apply_policy(Net(rngs()), "O1")
+    with pytest.raises(TraceContextError):
+        jax.jit(lambda x: with_statistics(x))(X)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"heda": "float32"}, r"'heda' matched none; nearest paths: 'head'"),
+        ({"**": "float32"}, r"computes in float16, but every product stays .* head \(override '\*\*'\)"),
+        ({"head": "bfloat16"}, r"O1 computes in float16, .* 'head' computes in bfloat16"),
+    ],
+)
+def test_overrides_that_cannot_be_are_errors_at_once(overrides, text):
+    with pytest.raises(ValueError, match=text):
+        apply_policy(Mlp(rngs()), "O1", overrides)
