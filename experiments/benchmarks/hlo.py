@@ -13,6 +13,7 @@ _BYTES |= {"s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8, "c128": 1
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.$-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
+_NOT_NAMES = re.compile(r"/\*.*?\*/|" + _ARRAY.pattern)
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -67,7 +68,7 @@ class Program:
                 self.entry = header[2] if header[1] else self.entry
             elif current is not None and (found := _INSTRUCTION.match(line)):
                 name, result, opcode, rest = found.groups()
-                operands = tuple(_OPERAND.findall(_ARRAY.sub("", _arguments(rest)))) if opcode != "constant" else ()
+                operands = tuple(_OPERAND.findall(_NOT_NAMES.sub("", _arguments(rest)))) if opcode != "constant" else ()
                 current[name] = Instruction(name, opcode, result, operands, line)
 
     def walk(self, into_fusions: bool = True, repeat_loops: bool = False) -> Iterator[tuple[str, Instruction, int]]:
