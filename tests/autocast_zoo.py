@@ -501,7 +501,9 @@ def linear_algebra() -> Iterator[Case]:
 def optax_losses() -> Iterator[Case]:
     """optax.losses; they are returned at float32 accuracy, and rounded once where a product reads them."""
     logits, other = WIDE, normal(5, seed=1)
-    ending = of_largest(1, "rounded where the product reads it; its last sum may be half by then")
+    ending = of_largest(
+        2, "a loss per example, whose last difference, square or sum may be half where a product reads it"
+    )
     for name, fun, x, *plain in (
         ("squared_error", losses.squared_error, A, B),
         ("l2_loss", losses.l2_loss, A, B),

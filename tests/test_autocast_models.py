@@ -168,7 +168,7 @@ def nnx_program(name: str) -> tuple[Loss, Any, Any]:
     graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
 
     def loss(params: Any, rest: Any) -> tuple[jax.Array, Any]:
-        model = nnx.merge(graph, params, rest)
+        model = nnx.merge(graph, params, rest, copy=True)  # the trace is an inner one, whose Variables are its own
         out = model(x)
         return jnp.square(out).mean(), (out, nnx.state(model, nnx.BatchStat))
 
