@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -202,7 +203,7 @@ def peak_in_a_process_of_its_own(name: str, variant: str, config: Config) -> int
     for field in ("batch_size", "sequence", "layers", "width", "vocabulary", "image"):
         flags += [f"--{field.replace('_', '-')}", str(getattr(config, field))]
     command = [sys.executable, "-m", "experiments.benchmarks.autocast", *flags]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True)
     last = done.stdout.split()[-1]
     return None if last == "None" else int(last)
 
@@ -271,6 +272,8 @@ def _counts(counts: collections.Counter[str]) -> str:
 
 
 def main(config: Config) -> list[dict[str, Any]]:
+    # Before JAX meets the GPU: else this process takes most of its memory, and those that measure peaks find none.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with cli.bad_values_end_it():
         for flag in ("rounds", "batch_size", "sequence", "layers", "width", "vocabulary", "image"):
             cli.require(f"--{flag.replace('_', '-')}", getattr(config, flag), 0)
