@@ -138,3 +138,40 @@ def test_scatters_that_add_do_so_in_float32():
         return jnp.zeros(8).at[jnp.zeros(8, int)].add((x @ w)[0]) @ w
 
     assert dtypes_of("scatter-add", half(fun), jnp.ones((1, 8)), W) == ["float32"]
+
+
+def test_a_statistic_that_a_product_reads_is_rounded_once_and_last():
+    def norms(x, w):
+        return jnp.sqrt(jnp.sum((x @ w) ** 2, -1)) @ jnp.eye(4)
+
+    def variances(x, w):
+        h = x @ w
+        return (jnp.mean(h * h, -1) - jnp.mean(h, -1) ** 2) @ jnp.eye(4)
+
+    assert np.allclose(half(norms, "mixed_float16")(jnp.full((4, 8), 300.0), W), 848.5)
+    x = (100 + normal(7, 4, 8)).astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.allclose(half(variances)(x, W), variances(x, W), rtol=0.01)
+
+
+def test_a_logsumexp_that_is_subtracted_again_is_float32():
+    def softmax(x, w):
+        h = x @ w
+        return jnp.exp(h - jax.nn.logsumexp(h, -1, keepdims=True)) @ w
+
+    x = (normal(8, 4, 8) * 5).astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.allclose(half(softmax)(x, W), jax.nn.softmax(x), rtol=2**-8)
+
+
+def test_special_functions_are_float32_as_a_whole():
+    x = jnp.linspace(-8, 5, 32).reshape(4, 8)
+    result = half(between(jax.scipy.special.log_ndtr), "mixed_float16")(x, W)
+    rounded = x.astype(jnp.float16).astype(jnp.float32)
+    assert np.allclose(result, jax.scipy.special.log_ndtr(rounded), rtol=1e-3, atol=1e-6)
+
+
+def test_a_product_of_log_probabilities_is_float32():
+    def loss(x, w):
+        return jnp.sum(jax.nn.log_softmax(x @ w) @ jnp.eye(8)[:, :1])
+
+    x = (normal(9, 4, 8) * 5).astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.allclose(half(loss)(x, W), loss(x, W), rtol=1e-6)

@@ -35,7 +35,7 @@ def rebuild(eqn: Any, bodies: Bodies, functions: Sequence[Body], operands: Value
     """
     params, name = eqn.params, eqn.primitive.name
     if name == "custom_jvp_call":
-        return list(_custom_jvp(params, functions[0], operands, rule))
+        return list(_custom_jvp(params, functions[0], operands, rule, eqn))
     if name == "custom_vjp_call":
         return list(_custom_vjp(params, functions[0], operands, rule, eqn))
     if name == "remat2":
@@ -65,6 +65,12 @@ def named(function: Body, name: str) -> Body:
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def function_name(eqn: Any) -> str:
+    """The name of the function that has a derivative rule."""
+    jaxpr, _ = opened(eqn.params["call_jaxpr"])
+    return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
 
 
 def _closed_call(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
@@ -148,11 +154,11 @@ def without_consts(jaxpr: Any) -> Any:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
-def _custom_jvp(params: Any, function: Body, operands: Values, rule: Rule) -> Values:
+def _custom_jvp(params: Any, function: Body, operands: Values, rule: Rule, eqn: Any) -> Values:
     # The constants are what the function closed over; a custom_jvp has no derivative with respect to them.
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
-    call = jax.custom_jvp(lambda *args: function(*consts, *args))
+    call = jax.custom_jvp(named(lambda *args: function(*consts, *args), function_name(eqn)))
 
     def jvp(primals: Values, tangents: Values) -> tuple[list[Any], list[Any]]:
         zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
@@ -176,7 +182,7 @@ def _custom_vjp(params: Any, function: Body, operands: Values, rule: Rule, eqn: 
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
     dtypes = [primal.dtype for primal in primals]
-    call = jax.custom_vjp(lambda *args: function(*consts, *args))
+    call = jax.custom_vjp(named(lambda *args: function(*consts, *args), function_name(eqn)))
 
     def forward() -> tuple[Any, list[Any]]:
         return params["fwd_jaxpr_thunk"].call_wrapped(*[True] * len(primals))

@@ -67,12 +67,14 @@ def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bo
       Whether anything changes.
     """
     nodes = graph.nodes
+    islands.keep_log_probabilities(nodes)
     products = [node for node in nodes if node.kind is Kind.HALF]
     if not force and not any(node.kind in (Kind.HALF, Kind.FULL) and node.name in _PRODUCTS for node in nodes):
         return False
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
     _spread([*products, *halves], "has_half", "users")
     _spread([*products, *results], "leads", "inputs")
+    islands.find_activations(nodes)
     islands.extend(nodes)
     _hold_sums(nodes)
     _find_readers([*(operand for node in products for operand in node.inputs), *results], nodes)
@@ -128,13 +130,16 @@ def _hold_sums(nodes: Sequence[Node]) -> None:
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     """Finds what exists in half although it is computed in float32: what products read, and activations before them."""
     _spread_back(operands, "feeds_half", _moves)
-    _spread_back(operands, "heads_half", lambda user, operand: _moves(user, operand) or _is_activation(user, operand))
+    _spread_back(operands, "heads_half", lambda user, operand: _moves(user, operand) or _is_elementwise(user, operand))
     starts = [
         operand
         for node in nodes
         if node.kind is Kind.INFER and node.heads_half
         for operand in node.inputs
-        if not operand.feeds_half and _is_activation(node, operand) and node.name not in _AFFINE
+        if operand.is_activation
+        and not operand.feeds_half
+        and _is_elementwise(node, operand)
+        and node.name not in _AFFINE
     ]
     _spread_back(starts, "feeds_half", _moves)
 
@@ -146,8 +151,7 @@ def _moves(user: Node, operand: Node) -> bool:
     return user.kind is Kind.JOIN or (user.kind is Kind.CLEAR and user.name in MONOTONE)
 
 
-def _is_activation(user: Node, operand: Node) -> bool:
-    """Whether ``user`` computes each of its elements from one of ``operand``: no statistic that many elements share."""
+def _is_elementwise(user: Node, operand: Node) -> bool:
     return user.kind is Kind.INFER and user.shape == operand.shape
 
 
@@ -200,7 +204,7 @@ def _state(node: Node) -> State:
         if node.name == "carry" and seen[-1] is not State.NEUTRAL:
             return State(seen[-1])
         return State.HALF if State.HALF in seen else max(seen)
-    if node.name == "add" and max(seen) is State.FULL and State.HALF in seen and not _is_spread(node):
+    if node.name == "add" and max(seen) is State.FULL and State.HALF in seen and _continues_stream(node):
         return State.HALF
     return State(max(seen))
 
@@ -210,10 +214,9 @@ def _seen(operand: Node) -> State:
     return State.HALF if operand.state is State.FULL and operand.feeds_half else State(operand.state)
 
 
-def _is_spread(add: Node) -> bool:
-    """Whether a float32 operand of a sum is one number for many: a mean, which must not be rounded."""
-    full = [operand for operand in add.inputs if operand.state is State.FULL]
-    return any(operand.shape != add.shape or operand.name == "broadcast_in_dim" for operand in full)
+def _continues_stream(add: Node) -> bool:
+    """Whether a sum of a half and a float32 operand has no statistic in it, a mean or a logarithm of a sum."""
+    return all(operand.is_activation or not operand.has_half for operand in add.inputs)
 
 
 def _paint(node: Node, half: np.dtype) -> tuple[Colour, np.dtype]:

@@ -30,6 +30,7 @@ class Node:
         "has_half",
         "heads_half",
         "inputs",
+        "is_activation",
         "kind",
         "leads",
         "name",
@@ -50,7 +51,7 @@ class Node:
         for node in inputs:
             self.read(node)
         # What colouring finds out.
-        self.has_half = self.leads = self.feeds_half = self.heads_half = False
+        self.has_half = self.leads = self.feeds_half = self.heads_half = self.is_activation = False
         self.state = 0
         self.colour = 0
         self.dtype = self.written

@@ -15,8 +15,34 @@ from jaxmp.autocast.graph import Node
 from jaxmp.autocast.kinds import Kind
 
 _LINALG = primitives_of(Class.LINALG)
+_PRODUCTS = primitives_of(Class.HALF)
+_ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
+_EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 _CAST = "convert_element_type"
 _SQUARES = frozenset({"square", "integer_pow", "abs"})
+
+
+def find_activations(nodes: Sequence[Node]) -> None:
+    """Marks what has an element for each element of a product, and so is no statistic of one number for many."""
+    for node in nodes:
+        if node.kind is Kind.HALF:
+            node.is_activation = True
+        elif node.kind is Kind.JOIN or (node.kind is Kind.CLEAR and node.name not in _EXTREMES):
+            node.is_activation = any(operand.is_activation for operand in node.inputs)
+        elif node.name in _ELEMENTWISE:
+            node.is_activation = any(operand.is_activation and operand.shape == node.shape for operand in node.inputs)
+
+
+def keep_log_probabilities(nodes: Sequence[Node]) -> None:
+    """Makes float32 the products that read log-probabilities: they select or add them, as the CTC loss does."""
+    for node in nodes:
+        if node.kind is Kind.HALF and node.name in _PRODUCTS and any(map(_is_log_softmax, node.inputs)):
+            node.kind, node.reason = Kind.FULL, "a product of log-probabilities"
+
+
+def _is_log_softmax(node: Node) -> bool:
+    node = _origin(node)
+    return node.name == "sub" and len(node.inputs) == 2 and _origin(node.inputs[1]).name == "log"
 
 
 def extend(nodes: Sequence[Node]) -> None:
@@ -56,7 +82,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _is_stream(node: Node) -> bool:
     """Whether a sum has two operands that products made: a residual stream stays half up to its last normalisation."""
-    return node.name == "add" and sum(operand.has_half for operand in node.inputs) > 1
+    return node.name == "add" and sum(operand.is_activation for operand in node.inputs) > 1
 
 
 def _is_square(node: Node) -> bool:

@@ -161,6 +161,8 @@ class Rules:
             return self._kind_of_product(eqn)
         if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
             return Kind.FULL, f"{cls.value} is float32"
+        if reading.is_special(eqn):  # polynomials and series, whose parts are nothing that one would round
+            return Kind.FULL, "part of a special function"
         return self._kind_by_constants(name, operands)
 
     def _asked(self, name: str, names: reading.Names, path: reading.Names) -> tuple[str, str] | None:
