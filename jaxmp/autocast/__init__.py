@@ -12,7 +12,7 @@ written. A function without a product is not changed at all.
 that add included; factorisations and Fourier transforms; products of the highest precision. Islands are float32 from
 their first operation on: a softmax (rounded where it ends if a product reads it), log-softmax, logsumexp, variances
 and norms, squared errors, masks and other constants that half cannot hold, what a factorisation reads. A float32 value
-makes float32 what is computed from it, up to the next product or activation, but not the residual stream it is added to.
+makes float32 what is computed from it, up to the next product or activation, but not a residual stream that it joins.
 
 **Loops.** A carry has one dtype: half if a product lies on its way round, float32 if it only adds up. Weights stay
 float32 arguments, cast at each use, so that the cotangents of all uses are summed in float32.

@@ -193,7 +193,8 @@ def _signature(step: Step, rules: Rules) -> Any:
     """What the program of a step depends on, besides the dtypes of its operands."""
     assert step.bodies is not None
     params = tuple((name, value if _is_hashable(value) else id(value)) for name, value in step.eqn.params.items())
-    return (step.eqn.primitive.name, params, step.bodies.jaxprs, step.names, rules.key, _decisions(step))
+    names = step.names if rules.paths else ()  # elsewhere the decisions say all that scopes have a part in
+    return (step.eqn.primitive.name, params, step.bodies.jaxprs, names, rules.key, _decisions(step))
 
 
 def _decisions(step: Step) -> Any:
