@@ -29,6 +29,7 @@ from jaxmp.autocast.rules import MONOTONE, MOVES
 
 _FLOAT32 = np.dtype(np.float32)
 _PRODUCTS = primitives_of(Class.HALF)
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 class Colour(enum.IntEnum):
@@ -99,6 +100,10 @@ def operand_dtypes(step: Step) -> list[np.dtype | None]:
     node = step.node
     if node is not None and node.colour == Colour.KEEP:
         return [None] * len(step.operands)
+    if node is None and step.eqn.primitive.name in _COMPARISONS:
+        compared = {operand.dtype for operand in step.operands if operand is not None and operand.const != 0}
+        if len(compared) == 1 and compared != {_FLOAT32}:
+            return [None if operand is None else next(iter(compared)) for operand in step.operands]
     if node is None or node.colour == Colour.WRITTEN:
         return [None if operand is None else operand.written for operand in step.operands]
     return [None if operand is None else computed_in(node) for operand in step.operands]

@@ -47,7 +47,7 @@ class Node:
         self.shape: tuple[int, ...] = aval.shape
         self.inputs: list[Node] = []
         self.users: list[Node] = []
-        self.const: float | None = None  # the largest magnitude of a constant
+        self.const: float | None = None  # the magnitude of a constant: the largest, or the smallest if none exceeds 1
         for node in inputs:
             self.read(node)
         # What colouring finds out.
@@ -90,6 +90,7 @@ class Body:
     consts: list[Any]
     steps: list[Step]
     results: list[Node | None]
+    has_floats: bool
     readers: dict[Any, list[tuple[Step, int]]] | None = None
 
 
@@ -127,8 +128,7 @@ class _Builder:
         if node is not None and value is not None and not isinstance(value, jax.Array) and np.size(value) <= 4096:
             magnitudes = np.abs(np.asarray(value, np.float32))
             finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
-            if finite.size:
-                node.const = float(finite.max() if finite.max() > 1 else finite.min())
+            node.const = float(finite.max() if finite.max() > 1 else finite.min()) if finite.size else 0.0
         return node
 
     def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[Node | None], names: reading.Names) -> Body:
@@ -144,7 +144,8 @@ class _Builder:
             step = self.step(eqn, [read(atom) for atom in eqn.invars], (*names, *reading.names_of(eqn)))
             env.update(zip(eqn.outvars, step.nodes, strict=True))
             steps.append(step)
-        return Body(jaxpr, consts, steps, [read(atom) for atom in jaxpr.outvars])
+        results = [read(atom) for atom in jaxpr.outvars]
+        return Body(jaxpr, consts, steps, results, has_floats=any(node is not None for node in env.values()))
 
     def step(self, eqn: Any, operands: list[Node | None], names: reading.Names) -> Step:
         bodies = None if self.rules.is_decided(names) else reading.bodies_of(eqn)
@@ -153,6 +154,8 @@ class _Builder:
             self.leaf(step)
         else:
             getattr(self, f"enter_{bodies.kind}")(step, bodies)
+            if not any(body.has_floats for body in step.inner):
+                step.bodies = None  # masks and indices: bound as it is
         return step
 
     def inner(self, step: Step, jaxpr: Any, inputs: Sequence[Node | None]) -> list[Node | None]:

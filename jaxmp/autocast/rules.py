@@ -214,7 +214,7 @@ class Rules:
             constants = [value for value in constants if value < self.smallest]
         if any(value > self.largest for value in constants):
             return Kind.STRICT, f"a constant beyond {self.half.name}'s largest number"
-        if any(value < self.smallest for value in constants):
+        if any(0 < value < self.smallest for value in constants):
             return Kind.FULL, f"a constant below {self.half.name}'s smallest normal number"
         return Kind.INFER, ""
 
