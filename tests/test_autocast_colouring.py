@@ -199,3 +199,25 @@ def test_convolutions_are_half_forwards_and_backwards():
 
     args = (normal(4, 1, 6, 6, 3), normal(5, 3, 3, 3, 4))
     assert set(products(jax.grad(half(fun, "mixed_float16"), (0, 1)), *args)) == {"float16"}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_network_gives_the_bits_of_casts_by_hand(policy):
+    dtype = jnp.dtype(HALVES[policy])
+
+    def network(x, w, b):
+        h = jax.nn.relu(x @ w + b)
+        h = h + jnp.tanh(layer_norm(h) @ w)
+        return jnp.mean(jnp.square(h @ w))
+
+    def by_hand(x, w, b):
+        half_w = w.astype(dtype)
+        h = jax.nn.relu(x.astype(dtype) @ half_w + b.astype(dtype))
+        h = h + jnp.tanh(layer_norm(h.astype(jnp.float32)).astype(dtype) @ half_w)
+        return jnp.mean(jnp.square((h @ half_w).astype(jnp.float32)))
+
+    assert jnp.array_equal(half(network, policy)(X, W, B), by_hand(X, W, B))
+    for ours, theirs in zip(
+        jax.grad(half(network, policy), (0, 2))(X, W, B), jax.grad(by_hand, (0, 2))(X, W, B), strict=True
+    ):
+        assert jnp.allclose(ours, theirs, rtol=0.02, atol=1e-3)

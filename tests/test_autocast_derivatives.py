@@ -190,3 +190,16 @@ def test_residuals_are_saved_in_half():
     _, pullback = jax.vjp(half(fun), W)
     saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == X.shape]
     assert saved and {leaf.dtype.name for leaf in saved} <= {"bfloat16", "bool"}
+
+
+def test_an_evaluation_before_or_inside_the_loss_changes_no_bit_of_the_gradients():
+    fun = half(network)
+    expected = jax.grad(fun)(W)
+    fun(W)
+    assert jnp.array_equal(jax.grad(fun)(W), expected)
+
+    def with_evaluation(w):
+        return fun(w) + 0 * jax.lax.stop_gradient(fun(w))
+
+    assert jnp.array_equal(jax.grad(with_evaluation)(W), expected)
+    assert cosine(jax.grad(half(lambda w: network(w) + 0 * jax.lax.stop_gradient(network(w))))(W), expected) > 0.9999

@@ -50,9 +50,10 @@ class Block(nn.Module):
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention over (batch, sequence, heads, width): cuDNN's kernel for half inputs on a GPU."""
-    if jax.default_backend() == "gpu" and q.dtype.itemsize == 2:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    """Causal attention over (batch, sequence, heads, width): on a GPU cuDNN's kernel for half inputs, or autocast's."""
+    if jax.default_backend() == "gpu":
+        implementation = "cudnn" if q.dtype.itemsize == 2 else None  # None: autocast chooses, if it is autocast
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(v.dtype)

@@ -155,7 +155,7 @@ class _Builder:
         else:
             getattr(self, f"enter_{bodies.kind}")(step, bodies)
             if not any(body.has_floats for body in step.inner):
-                step.bodies = None  # masks and indices: bound as it is
+                step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
         return step
 
     def inner(self, step: Step, jaxpr: Any, inputs: Sequence[Node | None]) -> list[Node | None]:
