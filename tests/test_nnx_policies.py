@@ -12,7 +12,6 @@ from flax import nnx
 from linen_zoo import data, same_bits
 from nnx_zoo import Net, Scale, model_products, outcome, rngs, values
 
-import jaxmp
 from jaxmp.nnx import apply_policy
 
 IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
