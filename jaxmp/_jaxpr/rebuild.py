@@ -7,6 +7,7 @@ has no public name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,38 +24,42 @@ Rule = Callable[[Any, Values, Sequence[Any]], list[Any]]
 """Evaluates a closed jaxpr of a derivative rule on operands, its results in the given dtypes (None: as they come)."""
 
 
-def rebuild(eqn: Any, bodies: Bodies, functions: Sequence[Body], operands: Values, rule: Rule) -> list[Any]:
-    """The results of ``eqn`` with ``functions`` for its bodies.
+def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> Body:
+    """``eqn`` with ``functions`` for its bodies, as a function of its flat operands.
 
     Args:
       eqn: an equation that :func:`jaxmp._jaxpr.reading.bodies_of` knows.
       bodies: what it says of it.
       functions: for each body a function from all its flat inputs (constants first) to a list of its results.
-      operands: the flat operands, carries in the dtypes that the body returns.
       rule: how the derivative rules of custom_jvp and custom_vjp are evaluated.
+
+    Returns:
+      A function that wants carries in the dtypes that the body returns. That of ``jit`` is jitted.
     """
     params, name = eqn.params, eqn.primitive.name
-    if name == "custom_jvp_call":
-        return list(_custom_jvp(params, functions[0], operands, rule, eqn))
-    if name == "custom_vjp_call":
-        return list(_custom_vjp(params, functions[0], operands, rule, eqn))
+    if name == "jit":
+        return _jit(params, functions[0])
     if name == "remat2":
-        return _remat(eqn, functions[0], operands)
-    return list(_REBUILT[name](params, bodies, functions, operands))
+        return functools.partial(_remat, eqn, functions[0])
+    if name in _WITH_RULES:
+        return functools.partial(_WITH_RULES[name], eqn, functions[0], rule)
+    return functools.partial(_REBUILT[name], params, bodies, functions)
 
 
-def _jit(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+def _jit(params: Any, function: Body) -> Body:
     options: dict[str, Any] = {"keep_unused": params["keep_unused"]}
     for option in ("in_shardings", "out_shardings"):
-        if not all(type(sharding).__name__ == "UnspecifiedValue" for sharding in params[option]):
-            options[option] = tuple(
-                None if type(sharding).__name__ == "UnspecifiedValue" else sharding for sharding in params[option]
-            )
+        if not all(map(_is_unspecified, params[option])):
+            options[option] = tuple(None if _is_unspecified(sharding) else sharding for sharding in params[option])
     if params["inline"] is True:
         options["inline"] = True
     if params["compiler_options_kvs"]:
         options["compiler_options"] = dict(params["compiler_options_kvs"])
-    return jax.jit(named(functions[0], params["name"]), **options)(*operands)
+    return jax.jit(named(function, params["name"]), **options)
+
+
+def _is_unspecified(sharding: Any) -> bool:
+    return type(sharding).__name__ == "UnspecifiedValue"
 
 
 def named(function: Body, name: str) -> Body:
@@ -73,31 +78,33 @@ def function_name(eqn: Any) -> str:
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
 
 
-def _closed_call(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+def _closed_call(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
     return functions[0](*operands)
 
 
-def _composite(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+def _composite(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
     attributes = {name: jax.tree.unflatten(tree, leaves) for name, leaves, tree in params["attributes"]}
 
     def decomposition(*args: Any, **_: Any) -> list[Any]:
         return functions[0](*args)
 
-    return jax.lax.composite(decomposition, name=params["name"], version=params["version"])(*operands, **attributes)
+    composite = jax.lax.composite(decomposition, name=params["name"], version=params["version"])
+    return list(composite(*operands, **attributes))
 
 
-def _shard_map(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
-    return jax.shard_map(
+def _shard_map(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
+    mapped = jax.shard_map(
         lambda *args: tuple(functions[0](*args)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
-    )(*operands)
+    )
+    return list(mapped(*operands))
 
 
-def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
     stop = bodies.consts + bodies.carry
     consts, init, xs = operands[: bodies.consts], operands[bodies.consts : stop], operands[stop:]
 
@@ -110,7 +117,7 @@ def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Valu
     return [*carry, *ys]
 
 
-def _while(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+def _while(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
     start = bodies.consts + bodies.body_consts
     consts, body_consts, init = operands[: bodies.consts], operands[bodies.consts : start], operands[start:]
     return jax.lax.while_loop(
@@ -120,13 +127,12 @@ def _while(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Val
     )
 
 
-def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], operands: Values) -> Values:
+def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
     index, *rest = operands
     return jax.lax.switch(index, list(functions), *rest)
 
 
 _REBUILT = {
-    "jit": _jit,
     "closed_call": _closed_call,
     "core_call": _closed_call,
     "composite": _composite,
@@ -137,7 +143,7 @@ _REBUILT = {
 }
 
 
-def _remat(eqn: Any, function: Body, operands: Values) -> list[Any]:
+def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
     """Bound as it was: ``differentiated`` decides whether XLA is kept from sharing the recomputation again."""
     jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
     prevent_cse = eqn.params["prevent_cse"]
@@ -154,7 +160,8 @@ def without_consts(jaxpr: Any) -> Any:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
-def _custom_jvp(params: Any, function: Body, operands: Values, rule: Rule, eqn: Any) -> Values:
+def _custom_jvp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[Any]:
+    params = eqn.params
     # The constants are what the function closed over; a custom_jvp has no derivative with respect to them.
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
@@ -175,10 +182,11 @@ def _custom_jvp(params: Any, function: Body, operands: Values, rule: Rule, eqn: 
         ]
 
     call.defjvp(jvp, symbolic_zeros=params["symbolic_zeros"])
-    return call(*primals)
+    return list(call(*primals))
 
 
-def _custom_vjp(params: Any, function: Body, operands: Values, rule: Rule, eqn: Any) -> Values:
+def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[Any]:
+    params = eqn.params
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
     dtypes = [primal.dtype for primal in primals]
@@ -219,7 +227,10 @@ def _custom_vjp(params: Any, function: Body, operands: Values, rule: Rule, eqn: 
         return tuple(next(out) if here else None for here in present)
 
     call.defvjp(fwd, bwd)
-    return call(*primals)
+    return list(call(*primals))
+
+
+_WITH_RULES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
 
 
 def _filled(args: Values, given: Values) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.rebuild import rebuild
+from jaxmp._jaxpr.rebuild import rebuilt
 from jaxmp.autocast.classes import Class, primitives_of
 from jaxmp.autocast.colour import Colour, colour, computed_in, operand_dtypes
 from jaxmp.autocast.graph import Body, Node, Step, build
@@ -19,9 +18,10 @@ from jaxmp.autocast.kinds import Kind, is_real
 from jaxmp.autocast.rules import Rules
 
 _PRODUCTS = primitives_of(Class.HALF)
-# Compiled as one, so that layers that share a body share the program, and a second call without jit finds it compiled.
-_COMPILED = frozenset({"scan", "while", "cond", "shard_map", "jit"})
-_programs: collections.OrderedDict[Any, Callable[..., Any]] = collections.OrderedDict()
+# Layers that share a jitted body share its program. Without jit, loops are compiled as one, and found compiled by the
+# next call: the one used longest ago is the first.
+_LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
+_programs: dict[Any, Callable[..., Any]] = {}
 _MAX_PROGRAMS = 256
 
 
@@ -99,23 +99,29 @@ def _with_bodies(step: Step, rules: Rules, operands: list[Any], read_as: Any) ->
     functions = [functools.partial(_run, body, rules, _joins_of(step, n)) for n, body in enumerate(step.inner)]
     rule = functools.partial(_evaluate_rule, rules, step.names)
 
-    def call(*args: Any) -> list[Any]:
-        return rebuild(eqn, bodies, functions, args, rule)
+    def program() -> Callable[..., list[Any]]:
+        return rebuilt(eqn, bodies, functions, rule)
 
-    return (_shared(call, step, rules) if eqn.primitive.name in _COMPILED else call)(*operands)
+    name = eqn.primitive.name
+    if name == "jit":
+        call = _shared(rules.programs if reading.is_tracing() else _programs, step, rules, program)
+    elif name in _LOOPS and not reading.is_tracing():
+        call = _shared(_programs, step, rules, lambda: jax.jit(program()))
+    else:
+        call = program()
+    return call(*operands)
 
 
-def _shared(call: Callable[..., Any], step: Step, rules: Rules) -> Callable[..., Any]:
-    """``call`` compiled, or what was compiled from an equal step: in this trace, or in any call without a trace."""
-    programs: dict[Any, Callable[..., Any]] = rules.programs if reading.is_tracing() else _programs
+def _shared(
+    programs: dict[Any, Callable[..., Any]], step: Step, rules: Rules, make: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """What was made of an equal step, in this trace or in any call without a trace; else what ``make`` makes."""
     key = _signature(step, rules)
-    if key not in programs:
-        programs[key] = jax.jit(call, inline=True)
-    if programs is _programs:  # each holds the constants of its program
-        _programs.move_to_end(key)
-        if len(_programs) > _MAX_PROGRAMS:
-            _programs.popitem(last=False)
-    return programs[key]
+    made = programs.pop(key, None) or make()
+    programs[key] = made
+    if programs is _programs and len(programs) > _MAX_PROGRAMS:  # each holds the constants of its program
+        del programs[next(iter(programs))]
+    return made
 
 
 def _reads_half(body: Body, position: int) -> bool:
