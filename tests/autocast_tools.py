@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,11 @@ import numpy as np
 
 import jaxmp
 from jaxmp._jaxpr.walk import equations
+
+# One compilation for all that a test compares, in a fraction of the time; every rounding of the program is done.
+compiled = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+)
 
 HALVES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_zoo import CASES, after_a_product, between_products, float64, ulps
+from autocast_zoo import (
+    PARTS,
+    Case,
+    after_a_product,
+    arguments,
+    between_products,
+    compiled,
+    float64,
+    gradient,
+    table,
+    ulps,
+)
 
 import jaxmp
 from jaxmp._jaxpr.walk import PRODUCTS, equations
 
 POLICIES = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
+Function = Callable[[Case], Callable[..., Any]]
 
 # optax, jax.scipy.stats and Flax's layers mix integers, float32 and half by themselves.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-# Compiled in a fraction of the time, and every rounding of the program is done: none is taken back by a fusion.
-compiled = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
-)
 
 
 @pytest.fixture
@@ -32,12 +41,34 @@ def standard_promotion() -> Any:
 
 
 @functools.cache
-def reference(name: str) -> list[np.ndarray]:
-    return float64(CASES[name])
+def reference(part: str) -> dict[str, list[np.ndarray]]:
+    return float64(lambda case: case.fun, table(part).values())
 
 
-def arguments(name: str) -> list[jax.Array]:
-    return [jnp.asarray(x) for x in (*CASES[name].inputs, *CASES[name].plain)]
+@contextlib.contextmanager
+def naming(case: Case) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the case {case.name!r} of the table")
+        raise
+
+
+def in_half(function: Function, cases: Iterable[Case]) -> Iterator[tuple[Case, Any, list[jax.Array]]]:
+    """Each case with a half dtype and its results under that policy; one program, which compiles in a fraction."""
+    cases = list(cases)
+
+    def program(args: dict[str, tuple[jax.Array, ...]]) -> dict[str, list[Any]]:
+        results = {}
+        for case in cases:
+            with naming(case):
+                results[case.name] = [jaxmp.autocast(function(case), policy)(*args[case.name]) for policy in POLICIES]
+        return results
+
+    results = compiled(program)({case.name: tuple(map(jnp.asarray, arguments(case))) for case in cases})
+    for case in cases:
+        for half, result in zip(POLICIES.values(), results[case.name], strict=True):
+            yield case, half, jax.tree.leaves(result)
 
 
 def floats(leaves: list[Any]) -> list[Any]:
@@ -48,37 +79,72 @@ def others(leaves: list[Any]) -> list[list[Any]]:
     return [leaf.tolist() for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_function_between_two_products_errs_no_more_than_the_table_says(name: str) -> None:
-    case, want = CASES[name], reference(name)
-    both = compiled(lambda *args: [jaxmp.autocast(between_products(case), policy)(*args) for policy in POLICIES])
-    for half, results in zip(POLICIES.values(), both(*arguments(name)), strict=True):
-        got = jax.tree.leaves(results)
-        assert {leaf.dtype.name for leaf in floats(got)} <= {"float32"}
-        assert others(got) == others(want)
-        errors = [ulps(a, b, half, case.tolerance.of) for a, b in zip(floats(got), floats(want), strict=True)]
-        assert not errors or max(errors) <= case.tolerance.ulps, f"{half.__name__}: {max(errors):.3g} ulp"
+def error(got: list[Any], want: list[np.ndarray], half: Any, of: str) -> float:
+    return max((ulps(a, b, half, of) for a, b in zip(floats(got), floats(want), strict=True)), default=0.0)
 
 
-def has_product(name: str) -> bool:
-    jaxpr = jax.make_jaxpr(CASES[name].fun)(*arguments(name))
-    return any(eqn.primitive.name in PRODUCTS for eqn in equations(jaxpr))
+@pytest.mark.parametrize("part", PARTS)
+def test_functions_between_two_products_err_no_more_than_the_table_says(part: str) -> None:
+    wrong = []
+    for case, half, got in in_half(between_products, table(part).values()):
+        want, allowed = reference(part)[case.name], case.tolerance
+        found = error(got, want, half, allowed.of)
+        if not found <= allowed.ulps:
+            wrong.append(f"{case.name} in {half.__name__}: {found:.3g} ulp, {allowed.ulps} allowed")
+        if {leaf.dtype.name for leaf in floats(got)} > {"float32"} or others(got) != others(want):
+            wrong.append(f"{case.name} in {half.__name__}: other dtypes or other integers")
+    assert not wrong, "\n".join(wrong)
+
+
+@functools.cache
+def without_a_product(part: str) -> dict[str, Case]:
+    def has_product(case: Case) -> bool:
+        jaxpr = jax.make_jaxpr(case.fun)(*map(jnp.asarray, arguments(case)))
+        return any(eqn.primitive.name in PRODUCTS for eqn in equations(jaxpr))
+
+    return {name: case for name, case in table(part).items() if not has_product(case)}
 
 
 # float32's own error, and where a difference cancels what is left of it.
 FLOAT32_ULPS = 16
-RETURNED = [name for name in CASES if name.startswith("optax.") or "log" in name or "softmax" in name]
+RETURNED = ("softmaxes", "optax_losses", "log_densities")
 
 
-@pytest.mark.parametrize("name", RETURNED)
-def test_what_is_returned_and_not_multiplied_has_float32_accuracy(name: str) -> None:
-    if has_product(name):
-        return
-    case, want = CASES[name], reference(name)
-    both = compiled(lambda *args: [jaxmp.autocast(after_a_product(case), policy)(*args) for policy in POLICIES])
-    for results in both(*arguments(name)):
-        for a, b in zip(jax.tree.leaves(results), want, strict=True):
-            assert ulps(a, b, np.float32, "largest") <= FLOAT32_ULPS
+@pytest.mark.parametrize("part", RETURNED)
+def test_what_is_returned_and_not_multiplied_has_float32_accuracy(part: str) -> None:
+    wrong = []
+    for case, half, got in in_half(after_a_product, without_a_product(part).values()):
+        found = error(got, reference(part)[case.name], np.float32, "largest")
+        if not found <= FLOAT32_ULPS:
+            wrong.append(f"{case.name} in {half.__name__}: {found:.3g} ulp of float32")
+    assert not wrong, "\n".join(wrong)
+
+
+# Of the largest entry of a gradient, in units of the half dtype's epsilon.
+GRADIENT_EPSILONS = 4
+GRADIENT_COSINE = {jnp.bfloat16: 0.9999, jnp.float16: 0.999999}
+DIFFERENTIATED = {
+    "activations": (),
+    "softmaxes": (),
+}
+
+
+@pytest.mark.parametrize("part", DIFFERENTIATED)
+def test_gradients_of_functions_between_two_products_are_those_of_float64(part: str) -> None:
+    names = DIFFERENTIATED[part] or tuple(table(part))
+    cases = [table(part)[name] for name in names]
+    want = float64(gradient, cases)
+    wrong = []
+    for case, half, got in in_half(gradient, cases):
+        a, b = (
+            np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in leaves])
+            for leaves in (got, want[case.name])
+        )
+        cosine = a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
+        found = np.abs(a - b).max() / np.abs(b).max() / float(jnp.finfo(half).eps)
+        if not (cosine >= GRADIENT_COSINE[half] and found <= GRADIENT_EPSILONS):
+            wrong.append(f"{case.name} in {half.__name__}: cosine {cosine:.7f}, {found:.3g} epsilons of the largest")
+    assert not wrong, "\n".join(wrong)
 
 
 def program(fun: Any, *args: Any) -> list[tuple[str, ...]]:
@@ -87,18 +153,20 @@ def program(fun: Any, *args: Any) -> list[tuple[str, ...]]:
     return [(eqn.primitive.name, *(str(atom.aval) for atom in (*eqn.invars, *eqn.outvars))) for eqn in found]
 
 
-def test_a_function_without_a_product_is_left_alone() -> None:
-    with jax.numpy_dtype_promotion("standard"):
-        names = [name for name in CASES if not has_product(name)]
-        for name in names:
-            args = arguments(name)
-            assert program(jaxmp.autocast(CASES[name].fun, "mixed_float16"), *args) == program(CASES[name].fun, *args)
-    assert len(names) > 150
+@pytest.mark.parametrize("part", PARTS)
+def test_a_function_without_a_product_is_left_alone(part: str) -> None:
+    cases = without_a_product(part).values()
+    assert cases
+    for case in cases:
+        args = [jnp.asarray(x) for x in arguments(case)]
+        with naming(case):
+            assert program(jaxmp.autocast(case.fun, "mixed_float16"), *args) == program(case.fun, *args)
 
 
-def test_the_table_has_at_least_150_functions_each_with_a_reason() -> None:
-    assert len(CASES) >= 150
-    assert all(case.tolerance.why for case in CASES.values())
+def test_the_table_has_at_least_180_functions_each_with_a_reason() -> None:
+    cases = [case for part in PARTS for case in table(part).items()]
+    assert len(dict(cases)) == len(cases) >= 180
+    assert all(case.tolerance.why for _, case in cases)
 
 
 # The specification's own figures.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, dtypes_of, half, normal, operations
+from autocast_tools import HALVES, compiled, dtypes_of, half, normal, operations
 
 W = jnp.eye(8)
 LOWEST = jnp.finfo(jnp.float32).min
@@ -98,10 +98,11 @@ def test_masks_of_the_lowest_float32_stay_finite_in_float16(mask):
         return jax.nn.softmax(MASKS[mask](x @ w, keep)) @ w
 
     x = jnp.concatenate([normal(3, 3, 8), jnp.zeros((1, 8))])
-    result = half(attend, "mixed_float16")(x, W)
-    assert np.allclose(result, attend(x, W), atol=2e-3)
-    gradient = jax.grad(lambda w: half(attend, "mixed_float16")(x, w).sum())(W)
-    assert bool(jnp.all(jnp.isfinite(gradient)))
+    cast = half(attend, "mixed_float16")
+    gradient = jax.grad(lambda w: cast(x, w).sum())
+    result, expected, slope = compiled(lambda w: (cast(x, w), attend(x, w), gradient(w)))(W)
+    assert np.allclose(result, expected, atol=2e-3)
+    assert bool(jnp.all(jnp.isfinite(slope)))
 
 
 def test_a_mask_of_scores_that_others_read_is_not_rounded_to_infinity():
@@ -148,9 +149,9 @@ def test_a_statistic_that_a_product_reads_is_rounded_once_and_last():
         h = x @ w
         return (jnp.mean(h * h, -1) - jnp.mean(h, -1) ** 2) @ jnp.eye(4)
 
-    assert np.allclose(half(norms, "mixed_float16")(jnp.full((4, 8), 300.0), W), 848.5)
+    assert np.allclose(compiled(half(norms, "mixed_float16"))(jnp.full((4, 8), 300.0), W), 848.5)
     x = (100 + normal(7, 4, 8)).astype(jnp.bfloat16).astype(jnp.float32)
-    assert np.allclose(half(variances)(x, W), variances(x, W), rtol=0.01)
+    assert np.allclose(*compiled(lambda x, w: (half(variances)(x, w), variances(x, w)))(x, W), rtol=0.01)
 
 
 def test_a_logsumexp_that_is_subtracted_again_is_float32():
@@ -164,9 +165,9 @@ def test_a_logsumexp_that_is_subtracted_again_is_float32():
 
 def test_special_functions_are_float32_as_a_whole():
     x = jnp.linspace(-8, 5, 32).reshape(4, 8)
-    result = half(between(jax.scipy.special.log_ndtr), "mixed_float16")(x, W)
+    result = compiled(half(between(jax.scipy.special.log_ndtr), "mixed_float16"))(x, W)
     rounded = x.astype(jnp.float16).astype(jnp.float32)
-    assert np.allclose(result, jax.scipy.special.log_ndtr(rounded), rtol=1e-3, atol=1e-6)
+    assert np.allclose(result, compiled(jax.scipy.special.log_ndtr)(rounded), rtol=1e-3, atol=1e-6)
 
 
 def test_a_product_of_log_probabilities_is_float32():

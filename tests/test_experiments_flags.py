@@ -84,7 +84,7 @@ def test_an_override_without_pattern_or_policy_is_an_error(text):
 
 
 def test_o1_as_a_policy_says_that_it_is_autocast_and_what_to_use():
-    with pytest.raises(ValueError, match="O1 is autocast; use --opt-level O1, or --policy mixed_float16 and --autocast"):
+    with pytest.raises(ValueError, match="O1 is autocast; use --opt-level O1, or --policy mixed_float16 and --auto"):
         read_policy("o1", "auto")
 
 
