@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxmp import tree as tree
     from jaxmp.autocast.plan import CastPlan as CastPlan
     from jaxmp.autocast.plan import cast_plan as cast_plan
-    from jaxmp.autocast.rules import precision as precision
+    from jaxmp.autocast.regions import precision as precision
     from jaxmp.loss_scale import DynamicLossScale as DynamicLossScale
     from jaxmp.loss_scale import HeadroomLossScale as HeadroomLossScale
     from jaxmp.loss_scale import LossScale as LossScale
@@ -54,7 +54,7 @@ _EXPORTS = {
     **dict.fromkeys(("dtypes", "formats", "hardware", "jmp", "linen", "loss_scale", "nnx", "optimizer"), ""),
     **dict.fromkeys(("policy", "training", "tree"), ""),
     **dict.fromkeys(("CastPlan", "cast_plan"), "autocast.plan"),
-    "precision": "autocast.rules",
+    "precision": "autocast.regions",
     **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "LossScale"), "loss_scale"),
     **dict.fromkeys(("NoOpLossScale", "StaticLossScale"), "loss_scale"),
     **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),

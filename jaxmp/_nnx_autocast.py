@@ -18,7 +18,7 @@ from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmp._opt_level import O1
 from jaxmp.autocast import autocast
-from jaxmp.autocast.rules import precision
+from jaxmp.autocast.regions import precision
 from jaxmp.patterns import Path
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from autocast_tools import HALVES, half, normal, products
 
+import jaxmp
+
 QUERY = normal(0, 2, 6, 2, 8)
 
 
@@ -46,6 +48,52 @@ def test_a_call_that_names_cudnn_reaches_it_on_any_backend(calls, monkeypatch):
 def test_a_head_that_cudnn_has_no_kernel_for_runs_as_it_was_written(calls):
     jax.make_jaxpr(half(attend))(normal(0, 2, 6, 2, 7))
     assert calls[-1] == ("float32", "float32", None)
+
+
+def test_a_jitted_call_is_traced_again_in_autocast_and_out_of_it(calls):
+    jitted = jax.jit(attend)
+    for fun, dtype in (
+        (jitted, "float32"),
+        (half(jitted), "bfloat16"),
+        (jitted, "float32"),
+        (half(jitted), "bfloat16"),
+    ):
+        found = str(jax.make_jaxpr(fun)(QUERY))
+        assert ("bf16" in found) == (dtype == "bfloat16")
+
+
+def in_region(q):
+    with jaxmp.precision("float32"):
+        return attend(q)
+
+
+def in_scope(q):
+    with jax.named_scope("att"):
+        return attend(q)
+
+
+@pytest.mark.parametrize(
+    ("fun", "overrides"),
+    [
+        (in_region, None),
+        (in_scope, {"**/att": "float32"}),
+        (attend, {"class:half": "float32"}),
+        (attend, {"primitive:dot_general": "float32"}),
+    ],
+)
+def test_regions_and_overrides_keep_a_call_in_float32(calls, fun, overrides):
+    jax.make_jaxpr(half(lambda q: fun(q @ jnp.eye(8)), overrides=overrides))(QUERY)
+    assert {call[0] for call in calls} == {"float32"}
+
+
+def test_a_bias_that_masks_stays_finite(monkeypatch, calls):
+    biases, record = [], jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *args, **kw: biases.append(args[3]) or record(*args, **kw)
+    )
+    bias = jnp.full((1, 1, 6, 6), jnp.finfo(jnp.float32).min)
+    program = jax.make_jaxpr(half(lambda q, b: jax.nn.dot_product_attention(q, q, q, b), "mixed_float16"))(QUERY, bias)
+    assert biases[0].dtype == jnp.float16 and "65504" in str(program)
 
 
 @pytest.mark.parametrize("written", [lambda q: attend(q, implementation="xla"), half(attend, "float32")])

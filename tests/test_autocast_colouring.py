@@ -86,7 +86,8 @@ def test_a_stream_of_batch_norms_and_activations_is_half():
             x = jax.nn.relu(x + norm(x @ w))
         return x @ w
 
-    # what each product reads has been rounded once, and nothing float32 is read by a sum with the stream
+    assert products(half(fun), X, W) == ["bfloat16"] * 4
+    # what each product reads has been rounded once
     casts = [
         (eqn.invars[0].aval.dtype.name, eqn.params["new_dtype"].name)
         for eqn in jax.make_jaxpr(half(fun))(X, W).eqns
@@ -184,11 +185,7 @@ def test_an_outer_product_is_a_multiplication():
     def fun(x, w, angles):
         return jnp.cos(jnp.einsum("i,j->ij", jnp.arange(4.0) * 1000, angles)) * (x @ w) @ w
 
-    assert products(half(fun), X, W, B) == ["bfloat16", "float32", "bfloat16"] or products(half(fun), X, W, B) == [
-        "float32",
-        "bfloat16",
-        "bfloat16",
-    ]
+    assert sorted(products(half(fun), X, W, B)) == ["bfloat16", "bfloat16", "float32"]
 
 
 def test_convolutions_are_half_forwards_and_backwards():

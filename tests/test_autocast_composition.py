@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -226,10 +228,11 @@ def test_a_second_call_compiles_nothing():
     flat = half(lambda x: jnp.sum(jax.nn.softmax(jax.nn.relu(x @ W)) @ W))
     # Without jit JAX compiles a loop's transpose in every call, so that loops are differentiated under jit here.
     for call in (fun, jax.jit(fun), jax.jit(jax.grad(fun)), jax.grad(flat)):
-        call(X)
-        with compilations() as count:
+        with compilations() as first:
             call(X)
-        assert not count
+        with compilations() as second:
+            call(X)
+        assert first and not second
 
 
 class compilations:
@@ -249,7 +252,9 @@ class compilations:
 
 
 def test_layers_that_share_a_jitted_body_share_its_program():
-    layer = jax.jit(lambda x, w: jax.nn.gelu(x @ w) @ w)
+    @jax.jit
+    def layer(x, w):
+        return jax.nn.gelu(x @ w) @ w
 
     def fun(x, w):
         for _ in range(4):
@@ -257,9 +262,41 @@ def test_layers_that_share_a_jitted_body_share_its_program():
         return x @ w
 
     text = jax.jit(half(fun)).lower(X, W).as_text()
-    assert text.count("func.func private @_lambda") <= 2  # the first reads an argument, the others a half stream
+    assert 1 <= text.count("func.func private @layer") <= 2  # the first reads an argument, the others a half stream
 
 
-def test_auto_on_a_device_without_fast_half_precision_changes_nothing():
-    assert jaxmp.hardware.recommended_policy() == "float32"
+def test_auto_on_a_device_without_fast_half_precision_changes_nothing(monkeypatch):
+    monkeypatch.setattr(jaxmp.hardware, "recommended_policy", lambda: "float32")
     assert jnp.array_equal(half(network, "auto")(X, W), network(X, W))
+
+
+@pytest.mark.parametrize("default", ["highest", "float32", "BF16_BF16_F32", "tensorfloat32"])
+def test_a_default_precision_is_not_the_authors_word(default):
+    with jax.default_matmul_precision(default):
+        assert products(half(network), X, W) == ["bfloat16"] * 3
+
+
+@pytest.mark.parametrize("default", ["bfloat16", "tensorfloat32", "highest"])
+def test_a_float32_region_is_true_float32_under_any_default_precision(default):
+    def fun(x, w):
+        with jaxmp.precision("float32"):
+            return x @ w
+
+    with jax.default_matmul_precision(default):
+        (eqn,) = jax.make_jaxpr(half(fun))(X, W).eqns
+    assert eqn.params["precision"] == (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+
+
+def test_a_constant_of_the_host_is_cast_once():
+    weight = np.asarray(W)
+    program = jax.make_jaxpr(half(lambda x: sum(x @ weight for _ in range(10)) @ W))(X)
+    assert sum(const.dtype == jnp.bfloat16 for const in program.consts) <= 1
+
+
+def test_what_it_keeps_between_calls_goes_with_the_function():
+    fun = half(lambda x: jax.lax.scan(body, x, None, length=3)[0])
+    fun(X)
+    gone = weakref.ref(fun)
+    del fun
+    gc.collect()
+    assert gone() is None

@@ -11,6 +11,8 @@ import pytest
 from autocast_tools import compiled, cosine, half, normal, operations, products
 from jax.ad_checkpoint import checkpoint_name
 
+import jaxmp
+
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 
 
@@ -204,3 +206,55 @@ def test_an_evaluation_before_or_inside_the_loss_changes_no_bit_of_the_gradients
 
     assert jnp.array_equal(jax.grad(with_evaluation)(W), expected)
     assert cosine(jax.grad(half(lambda w: network(w) + 0 * jax.lax.stop_gradient(network(w))))(W), expected) > 0.9999
+
+
+def test_a_region_round_a_jitted_rule_holds_in_its_backward_pass():
+    @jax.custom_vjp
+    def layer(x, w):
+        return jnp.exp(x @ w)
+
+    layer.defvjp(lambda x, w: (layer(x, w), (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
+    jitted = jax.jit(layer)
+
+    def fun(w):
+        h = jitted(X, w)
+        with jaxmp.precision("float32"):
+            return jnp.sum(jitted(h, w))
+
+    assert sorted(products(jax.grad(half(fun)), W)) == ["bfloat16"] * 3 + ["float32"] * 3
+
+
+def test_a_rule_may_keep_a_part_in_float32():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def backward(residuals, g):
+        x, w = residuals
+        return half(lambda g: g @ w.T, "float32")(g), x.T @ g
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    gradient = jax.grad(half(lambda x, w: jnp.sum(product(jnp.sin(x), w) @ w)), (0, 1))
+    assert sorted(products(gradient, X, W)) == ["bfloat16"] * 5 + ["float32"]
+
+
+def test_a_custom_vjp_is_told_what_has_no_derivative():
+    seen = []
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w, x
+
+    def forward(x, w):
+        seen.append((x.perturbed, w.perturbed))
+        return (x.value @ w.value, x.value), (x.value, w.value)
+
+    def backward(residuals, cotangents):
+        seen.append([isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cotangents])
+        x, w = residuals
+        return cotangents[0] @ w.T, x.T @ cotangents[0]
+
+    product.defvjp(forward, backward, symbolic_zeros=True)
+    gradient = jax.grad(half(lambda w: jnp.sum(product(X, w)[0])))(W)
+    assert (False, True) in seen and [False, True] in seen
+    assert cosine(gradient, jax.grad(lambda w: jnp.sum(X @ w))(W)) > 0.9999

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, compiled, dtypes_of, half, normal, operations
+from autocast_tools import HALVES, compiled, dtypes_of, half, normal, operations, products
 
 W = jnp.eye(8)
 LOWEST = jnp.finfo(jnp.float32).min
@@ -40,7 +40,10 @@ def test_a_softmax_is_rounded_where_it_ends():
 def test_losses_have_the_accuracy_of_float32(policy, loss):
     x = (normal(1, 4, 8) * 5).astype(HALVES[policy]).astype(jnp.float32)
     exact = np.asarray(loss(x), np.float64)
-    assert np.allclose(half(lambda x, w: loss(x @ w), policy)(x, W), exact, rtol=1e-5, atol=1e-5)
+    # The value beside a gradient: products follow, so that no operation is float32 for leading to none.
+    both = half(jax.value_and_grad(lambda w, x: jnp.sum(loss(x @ w))), policy)
+    assert set(products(both, W, x)) == {HALVES[policy]}
+    assert np.isclose(both(W, x)[0], exact.sum(), rtol=1e-5, atol=1e-4)
 
 
 def test_a_loss_of_a_product_and_its_target_does_not_round_the_target():
@@ -85,9 +88,17 @@ MASKS = {
     "added": lambda s, keep: s + jnp.where(keep, 0.0, LOWEST),
     "selected": lambda s, keep: jnp.where(keep, s, LOWEST),
     "a number": lambda s, keep: s + (1.0 - keep.astype(jnp.float32)) * -1e9,
-    "handed in": lambda s, keep: s + jnp.asarray(np.where(np.arange(8) < 3, 0, LOWEST), jnp.float32),
     "a constant": lambda s, keep: s + np.where(np.arange(8) < 3, 0, LOWEST).astype(np.float32),
 }
+
+
+def test_a_mask_that_is_handed_in_stays_finite_in_float16():
+    def attend(x, w, mask):
+        return jax.nn.softmax(x @ w + mask) @ w
+
+    mask = jnp.where(jnp.arange(8) < 3, 0.0, LOWEST)
+    x = normal(3, 4, 8)
+    assert np.allclose(half(attend, "mixed_float16")(x, W, mask), attend(x, W, mask), atol=2e-3)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -176,3 +187,23 @@ def test_a_product_of_log_probabilities_is_float32():
 
     x = (normal(9, 4, 8) * 5).astype(jnp.bfloat16).astype(jnp.float32)
     assert np.allclose(half(loss)(x, W), loss(x, W), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w, u: (x @ w - jnp.log(u)) @ w,  # Gumbel noise, a temperature: a logarithm, but no log-probability
+        lambda x, w, u: (x @ w - jnp.log(jnp.sum(u))) @ w,
+    ],
+)
+def test_a_product_of_other_logarithms_is_half(fun):
+    assert products(half(fun), jnp.ones((4, 8)), W, jnp.ones(8)) == ["bfloat16"] * 2
+
+
+def test_who_asks_for_half_gets_a_half_product_of_log_probabilities():
+    def loss(x, w):
+        return jax.nn.log_softmax(x @ w) @ w
+
+    assert products(half(loss), jnp.ones((4, 8)), W) == ["bfloat16", "float32"]
+    overrides = {"primitive:dot_general": "half"}
+    assert products(half(loss, overrides=overrides), jnp.ones((4, 8)), W) == ["bfloat16"] * 2

@@ -12,7 +12,8 @@ from jaxmp._jaxpr.reading import bodies_of
 from jaxmp._jaxpr.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
-ONE = jnp.ones((1, 1))
+# Each use of the weight adds 1 to each element of its gradient. (To contract one element would be no product.)
+HALVES_2X2, ONES = jnp.full((2, 2), 0.5), jnp.ones((2, 2))
 
 
 def carries(fun, *args):
@@ -88,12 +89,15 @@ def test_weights_that_a_loop_only_carries_stay_float32():
 
 
 LOOPS = {
-    "scan": lambda w: jax.lax.scan(lambda c, _: (c + jnp.sum(ONE @ w), None), 0.0, None, length=4096)[0],
-    "scan's results": lambda w: jax.lax.scan(lambda c, _: (c, ONE @ w), 0.0, None, length=4096)[1].sum(),
-    "fori": lambda w: jax.lax.fori_loop(0, 4096, lambda _, c: c + jnp.sum(ONE @ w), 0.0),
-    "map": lambda w: jax.lax.map(lambda x: (x @ w).sum(), jnp.ones((4096, 1, 1))).sum(),
+    "scan": lambda w: jax.lax.scan(lambda c, _: (c + jnp.sum(HALVES_2X2 @ w), None), 0.0, None, length=4096)[0],
+    "scan's results": lambda w: jax.lax.scan(lambda c, _: (c, HALVES_2X2 @ w), 0.0, None, length=4096)[1].sum(),
+    "fori": lambda w: jax.lax.fori_loop(0, 4096, lambda _, c: c + jnp.sum(HALVES_2X2 @ w), 0.0),
+    "map": lambda w: jax.lax.map(lambda x: (x @ w).sum(), jnp.full((4096, 2, 2), 0.5)).sum(),
     "nested": lambda w: jax.lax.scan(
-        lambda c, _: (c + jax.lax.scan(lambda d, _: (d + jnp.sum(ONE @ w), None), 0.0, None, length=64)[0], None),
+        lambda c, _: (
+            c + jax.lax.scan(lambda d, _: (d + jnp.sum(HALVES_2X2 @ w), None), 0.0, None, length=64)[0],
+            None,
+        ),
         0.0,
         None,
         length=64,
@@ -104,15 +108,36 @@ LOOPS = {
 @pytest.mark.parametrize("policy", HALVES)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_4096_uses_of_a_weight_have_a_gradient_of_4096(loop, policy):
-    assert compiled(jax.grad(half(LOOPS[loop], policy)))(ONE)[0, 0] == 4096
-    assert compiled(half(jax.grad(LOOPS[loop]), policy))(ONE)[0, 0] == 4096
+    for gradient in (jax.grad(half(LOOPS[loop], policy)), half(jax.grad(LOOPS[loop]), policy)):
+        assert set(products(gradient, ONES)) == {HALVES[policy]}
+        assert jnp.all(compiled(gradient)(ONES) == 4096)
 
 
 def test_600_uses_without_a_loop_have_a_gradient_of_600():
     def fun(w):
-        return sum(jnp.sum(ONE @ w) for _ in range(600))
+        return sum(jnp.sum(HALVES_2X2 @ w) for _ in range(600))
 
-    assert compiled(jax.grad(half(fun)))(ONE)[0, 0] == 600
+    assert set(products(half(fun), ONES)) == {"bfloat16"}
+    assert jnp.all(compiled(jax.grad(half(fun)))(ONES) == 600)
+
+
+def test_a_weight_and_an_activation_do_not_share_the_program_of_a_jitted_body():
+    uses = jax.jit(lambda w: sum(jnp.sum(HALVES_2X2 @ w) for _ in range(600)) + jnp.sum(jnp.exp(w)))
+
+    def fun(w, v):
+        return uses(jax.lax.rsqrt(ONES * jnp.sum(HALVES_2X2 @ v))) * 0 + uses(w)
+
+    assert jnp.allclose(compiled(jax.grad(half(fun)))(ONES, ONES), 600 + jnp.exp(1.0))
+
+
+def test_a_ring_of_carries_has_one_colour():
+    def fun(x, w):
+        def body(ring, _):
+            return (*ring[1:], jnp.tanh(ring[0] @ w)), None
+
+        return jax.lax.scan(body, tuple(x + n for n in range(12)), None, length=3)[0][0] @ w
+
+    assert carries(half(fun), X, W) == ["bfloat16"] * 12
 
 
 @pytest.mark.parametrize("policy", HALVES)
@@ -158,7 +183,7 @@ def test_branches_have_one_colour():
         h = x @ w
         return jax.lax.cond(x[0, 0] > 0, lambda h: jnp.exp(h), lambda h: h, h) @ w
 
-    (eqn,) = (eqn for eqn in jax.make_jaxpr(half(fun))(X, W).eqns if eqn.primitive.name == "cond")
+    (eqn,) = (eqn for eqn in equations(jax.make_jaxpr(half(fun))(X, W)) if eqn.primitive.name == "cond")
     assert eqn.outvars[0].aval.dtype == jnp.bfloat16
 
 

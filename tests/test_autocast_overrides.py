@@ -102,6 +102,13 @@ def test_a_region_changes_nothing_outside_of_autocast():
         ({"primitive:log": "half"}, ValueError, "'primitive:log' matched none; nearest primitives: "),
         ({"primitive:expp": "half"}, UnknownOperationError, "'primitive:expp' names a primitive that does not exist"),
         ({"class:nope": "half"}, UnknownOperationError, "'class:nope' names a class that does not exist"),
+        (
+            {"class:clear": "float32"},
+            ValueError,
+            "'class:clear': all_gather, all_gather_invariant, all_gather_reduced move",
+        ),
+        ({"primitive:transpose": "half"}, ValueError, "an override names operations that compute in a dtype"),
+        ({"primitive:scatter-add": "half"}, ValueError, "its derivative are seen in autocast(grad(f)) only"),
         ({"**/head": "bfloat16"}, ValueError, "in 'float32' or in 'half' (the policy's compute dtype), got 'bfloat16'"),
         ({jnp.tanh: "half"}, TypeError, "an override of autocast is a path such as '**/head'"),
     ],
@@ -149,3 +156,7 @@ def test_a_region_of_no_level_raises():
 
 def test_o1_is_mixed_float16():
     assert products(half(model, "O1"), X, W) == ["float16"] * 3
+
+
+def test_what_is_asked_for_happens_without_a_product_too():
+    assert dtypes_of("exp", half(jnp.exp, overrides={"primitive:exp": "half"}), X) == ["bfloat16"]

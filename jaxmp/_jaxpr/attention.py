@@ -10,55 +10,60 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-_half: ContextVar[np.dtype | None] = ContextVar("jaxmp_attention_dtype", default=None)
+# A part of the keys of JAX's own caches: what was jitted and traced without autocast is traced again in it.
+_key: Any = jax.make_user_context(default_value=None)
+_deciding: ContextVar[Callable[[], np.dtype | None]] = ContextVar("jaxmp_attention_dtype")
 _lock = threading.Lock()
 _originals: list[Any] = []
 _depth = 0
 
 
 @contextlib.contextmanager
-def fused_attention(half: np.dtype | None) -> Iterator[None]:
-    """Within it float32 calls of ``jax.nn.dot_product_attention`` run in ``half``, on cuDNN where it can.
+def fused_attention(key: Any, dtype: Callable[[], np.dtype | None]) -> Iterator[None]:
+    """Within it float32 calls of ``jax.nn.dot_product_attention`` run in half, on cuDNN where it can.
 
-    A call with ``implementation="xla"`` stays as it is, and so does every call if ``half`` is None (a float32 region).
-    Other threads see the function that they know.
+    A call with ``implementation="xla"`` stays as it is. Other threads see the function that they know.
+
+    Args:
+      key: what ``dtype`` depends on, hashable.
+      dtype: asked by each call for the dtype to cast to; None leaves the call as it is.
     """
     global _depth
-    token = _half.set(half)
+    token = _deciding.set(dtype)
     with _lock:
         if _depth == 0:
             _originals.append(jax.nn.dot_product_attention)
             jax.nn.dot_product_attention = _standing_in_for(_originals[-1])
         _depth += 1
     try:
-        yield
+        with _key(key):
+            yield
     finally:
         with _lock:
             _depth -= 1
             if _depth == 0:
                 jax.nn.dot_product_attention = _originals.pop()
-        _half.reset(token)
+        _deciding.reset(token)
 
 
 def _standing_in_for(original: Any) -> Any:
     @functools.wraps(original)
     def dot_product_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        half, implementation = _half.get(), kwargs.get("implementation")
-        operands = (query, key, value)
+        implementation, operands = kwargs.get("implementation"), (query, key, value)
         written = {np.dtype(getattr(operand, "dtype", None)) for operand in operands}
         wants = implementation == "cudnn" or (implementation is None and jax.default_backend() == "gpu")
-        if half is None or not wants or written != {np.dtype(np.float32)}:
+        half = _deciding.get(lambda: None)() if wants and written == {np.dtype(np.float32)} else None
+        if half is None:
             return original(*operands, *args, **kwargs)
-        arrays, options = jax.tree.map(
-            lambda leaf: leaf.astype(half) if _is_float32(leaf) else leaf, ((*operands, *args), kwargs)
-        )
+        arrays, options = jax.tree.map(functools.partial(_cast, half), ((*operands, *args), kwargs))
         fused = functools.partial(original, *arrays, **{**options, "implementation": "cudnn"})
         if implementation is None:
             try:
@@ -70,5 +75,9 @@ def _standing_in_for(original: Any) -> Any:
     return dot_product_attention
 
 
-def _is_float32(leaf: Any) -> bool:
-    return getattr(leaf, "dtype", None) == np.float32
+def _cast(half: np.dtype, leaf: Any) -> Any:
+    """``leaf`` in half if it is float32; what half cannot hold, as a bias that masks, at the end of its range."""
+    if getattr(leaf, "dtype", None) != np.float32:
+        return leaf
+    info = jnp.finfo(half)
+    return jnp.clip(leaf, float(info.min), float(info.max)).astype(half)

@@ -35,7 +35,7 @@ class Bodies(NamedTuple):
 _CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",
@@ -77,8 +77,17 @@ def is_literal(atom: Any) -> bool:
 
 def names_of(eqn: Any) -> Names:
     """The scopes around an equation, outermost first: modules and named scopes, without ``jvp``, ``vmap`` and such."""
-    stack = eqn.source_info.name_stack.stack
-    return tuple(part for entry in stack if isinstance(entry, source_info_util.Scope) for part in entry.name.split("/"))
+    return _scopes(eqn.source_info.name_stack)
+
+
+def current_names() -> Names:
+    """The scopes around the code that runs, as far as a trace knows them: those outside of a ``jit`` it does not."""
+    return _scopes(source_info_util.current_name_stack())
+
+
+def _scopes(stack: Any) -> Names:
+    scopes = (entry for entry in stack.stack if isinstance(entry, source_info_util.Scope))
+    return tuple(part for scope in scopes for part in scope.name.split("/"))
 
 
 def source_of(eqn: Any) -> tuple[str, int] | None:
@@ -100,7 +109,8 @@ _DEPTH = 24  # innermost first; JAX puts up to 23 frames between a function of i
 
 @functools.cache
 def _is_special_code(code: Any) -> bool:
-    return "/jax/_src/scipy/special" in code.co_filename or "/jax/_src/scipy/stats/" in code.co_filename
+    path = code.co_filename.replace("\\", "/")
+    return "/jax/_src/scipy/special" in path or "/jax/_src/scipy/stats/" in path
 
 
 _OURS = str(Path(__file__).parents[1]) + os.sep

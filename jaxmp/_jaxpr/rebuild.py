@@ -1,15 +1,17 @@
 """Equations with bodies, built again around other bodies.
 
-A body here is a Python function of flat values. Everything goes through JAX's public functions, so that no private
-parameter of a primitive has to be known; only ``remat2`` is bound itself, for what it says of being differentiated
-has no public name.
+A body here is a Python function of flat values. Everything is built through JAX's public functions, of parameters read
+off the equation; only ``remat2`` is bound itself, for what it says of being differentiated has no public name. Private
+are the names of those parameters: ``jvp_jaxpr_fun``, ``fwd_jaxpr_thunk``, ``bwd`` and ``out_trees`` of custom rules,
+``newly_manual_axes`` of shard_map, ``compiler_options_kvs`` of jit. The tests of each meet them on every JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +22,17 @@ from jaxmp._jaxpr.reading import Bodies, opened
 
 Values = Sequence[Any]
 Body = Callable[..., list[Any]]
-Rule = Callable[[Any, Values, Sequence[Any]], list[Any]]
-"""Evaluates a closed jaxpr of a derivative rule on operands, its results in the given dtypes (None: as they come)."""
+
+
+class Rule(NamedTuple):
+    """How derivative rules are evaluated.
+
+    ``evaluate`` takes an open jaxpr with its constants, its operands, and the dtypes of its results (None: as they
+    come); ``tracing`` is a context in which the author's rule is traced.
+    """
+
+    evaluate: Callable[[tuple[Any, list[Any]], Values, Sequence[Any]], list[Any]]
+    tracing: Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> Body:
@@ -51,8 +62,8 @@ def _jit(params: Any, function: Body) -> Body:
     for option in ("in_shardings", "out_shardings"):
         if not all(map(_is_unspecified, params[option])):
             options[option] = tuple(None if _is_unspecified(sharding) else sharding for sharding in params[option])
-    if params["inline"] is True:
-        options["inline"] = True
+    if params["inline"] is not False and getattr(params["inline"], "name", "") != "AUTO":  # an enum from 0.11.2 on
+        options["inline"] = params["inline"]
     if params["compiler_options_kvs"]:
         options["compiler_options"] = dict(params["compiler_options_kvs"])
     return jax.jit(named(function, params["name"]), **options)
@@ -134,7 +145,7 @@ def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any
 
 _REBUILT = {
     "closed_call": _closed_call,
-    "core_call": _closed_call,
+    "call": _closed_call,
     "composite": _composite,
     "shard_map": _shard_map,
     "scan": _scan,
@@ -169,12 +180,13 @@ def _custom_jvp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
 
     def jvp(primals: Values, tangents: Values) -> tuple[list[Any], list[Any]]:
         zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
-        jaxpr, rule_consts, out_zeros = params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+        with rule.tracing():
+            jaxpr, rule_consts, out_zeros = params["jvp_jaxpr_fun"].call_wrapped(*zeros)
         results = jax.eval_shape(lambda *args: function(*consts, *args), *primals)
         dtypes = [result.dtype for result in results]
         nonzero = [tangent for tangent in tangents if not isinstance(tangent, SymbolicZero)]
         tangent_dtypes = [dtype for dtype, zero in zip(dtypes, out_zeros, strict=True) if not zero]
-        out = rule((jaxpr, rule_consts), [*primals, *nonzero], [*dtypes, *tangent_dtypes])
+        out = rule.evaluate((jaxpr, rule_consts), [*primals, *nonzero], [*dtypes, *tangent_dtypes])
         primals_out, tangents_out = out[: len(dtypes)], iter(out[len(dtypes) :])
         return primals_out, [
             SymbolicZero(jax.typeof(primal).to_tangent_aval()) if zero else next(tangents_out)
@@ -192,15 +204,22 @@ def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
     dtypes = [primal.dtype for primal in primals]
     call = jax.custom_vjp(named(lambda *args: function(*consts, *args), function_name(eqn)))
 
+    symbolic = params["symbolic_zeros"]
+    perturbed = [True] * len(primals)
+
     def forward() -> tuple[Any, list[Any]]:
-        return params["fwd_jaxpr_thunk"].call_wrapped(*[True] * len(primals))
+        with rule.tracing():
+            return params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
 
     def fwd(*args: Any) -> tuple[list[Any], list[Any]]:
+        if symbolic:
+            perturbed[:] = [arg.perturbed for arg in args]
+            args = tuple(arg.value for arg in args)
         jaxpr = forward()  # before `out_trees`, which it fills
         _, residual_tree, forwarded = params["out_trees"]()
         saved = residual_tree.num_leaves - sum(position is not None for position in forwarded)
         results = jax.eval_shape(lambda *args: function(*consts, *args), *args)
-        out = rule(jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
+        out = rule.evaluate(jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
         new = iter(out[:saved])
         return out[saved:], [next(new) if position is None else args[position] for position in forwarded]
 
@@ -210,30 +229,30 @@ def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
         in_avals = [atom.aval for atom in eqn.invars[count:]]
         written = [next(new) if position is None else in_avals[position] for position in forwarded]
         written += [var.aval.to_ct_aval() for var in eqn.outvars]
-        given = [*residuals, *cotangents]
+        # Symbolic zeros and the cotangents of integers are no operands of a program.
+        given = [
+            SymbolicZero(aval) if isinstance(value, SymbolicZero) else value
+            for value, aval in zip([*residuals, *cotangents], written, strict=True)
+        ]
+        floating = [n for n, value in enumerate(given) if not isinstance(value, SymbolicZero) and value.dtype != float0]
         present: list[bool] = []
 
         def flat(*args: Any) -> list[Any]:
-            result = params["bwd"].call_wrapped(*_filled(args, given))
+            filled = dict(zip(floating, args, strict=True))
+            result = params["bwd"].call_wrapped(*[filled.get(n, value) for n, value in enumerate(given)])
             cts = result[0] if isinstance(result, tuple) else result  # from 0.11 on with what the rule logged
             present[:] = [isinstance(ct, (jax.Array, np.ndarray)) for ct in cts]
             return [ct for ct, here in zip(cts, present, strict=True) if here]
 
-        floating = [n for n, value in enumerate(given) if value.dtype != float0]
         avals = [jax.ShapeDtypeStruct(written[n].shape, written[n].dtype) for n in floating]
-        traced = opened(jax.make_jaxpr(flat)(*avals))
+        with rule.tracing():
+            traced = opened(jax.make_jaxpr(flat)(*avals))
         wanted = [dtype for dtype, here in zip(dtypes, present, strict=True) if here]
-        out = iter(rule(traced, [given[n] for n in floating], wanted))
+        out = iter(rule.evaluate(traced, [given[n] for n in floating], wanted))
         return tuple(next(out) if here else None for here in present)
 
-    call.defvjp(fwd, bwd)
+    call.defvjp(fwd, bwd, symbolic_zeros=symbolic)
     return list(call(*primals))
 
 
 _WITH_RULES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
-
-
-def _filled(args: Values, given: Values) -> list[Any]:
-    """``args`` and, in their places, the cotangents of integers, which no program can compute with."""
-    rest = iter(args)
-    return [value if value.dtype == float0 else next(rest) for value in given]

@@ -15,6 +15,7 @@ The passes, in order (the model is TensorFlow's ``auto_mixed_precision`` pass; w
 
 from __future__ import annotations
 
+import collections
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
@@ -70,7 +71,7 @@ def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bo
     nodes = graph.nodes
     islands.keep_log_probabilities(nodes)
     products = [node for node in nodes if node.kind is Kind.HALF]
-    if not force and not any(node.kind in (Kind.HALF, Kind.FULL) and node.name in _PRODUCTS for node in nodes):
+    if not force and not products and not any(node.kind is Kind.FULL and node.name in _PRODUCTS for node in nodes):
         return False
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
     _spread([*products, *halves], "has_half", "users")
@@ -101,7 +102,7 @@ def operand_dtypes(step: Step) -> list[np.dtype | None]:
     if node is not None and node.colour == Colour.KEEP:
         return [None] * len(step.operands)
     if node is None and step.eqn.primitive.name in _COMPARISONS:
-        compared = {operand.dtype for operand in step.operands if operand is not None and operand.const != 0}
+        compared = {operand.dtype for operand in step.operands if operand is not None and operand.const != (0.0, 0.0)}
         if len(compared) == 1 and compared != {_FLOAT32}:
             return [None if operand is None else next(iter(compared)) for operand in step.operands]
     if node is None or node.colour == Colour.WRITTEN:
@@ -173,20 +174,27 @@ def _spread_back(start: Iterable[Node], flag: str, through: Callable[[Node, Node
 
 
 def _settle(nodes: Sequence[Node]) -> None:
-    """The state of every node, forwards, again and again until no loop changes it any more."""
-    for _ in range(8):
-        changed = False
-        for node in nodes:
-            state = _state(node)
-            changed |= state != node.state
-            node.state = state
-        if not changed:
+    """The state of every node: forwards once, and then round the loops until nothing changes any more."""
+    queue = collections.deque(nodes)
+    waiting = set(nodes)
+    for _ in range(_ROUNDS * len(nodes)):
+        if not queue:
             return
+        node = queue.popleft()
+        waiting.discard(node)
+        state = _state(node)
+        if state != node.state:
+            node.state = state
+            new = [user for user in node.users if user not in waiting]
+            queue.extend(new)
+            waiting.update(new)
     for node in nodes:  # a loop that goes to and fro is float32
-        if node.kind is Kind.JOIN and _state(node) != node.state:
-            node.kind, node.state = Kind.FULL, State.FULL
-    for node in nodes:
-        node.state = _state(node)
+        if node.kind is Kind.JOIN and node in waiting:
+            node.kind = Kind.FULL
+            return _settle(nodes)
+
+
+_ROUNDS = 64
 
 
 def _state(node: Node) -> State:

@@ -10,18 +10,18 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.rebuild import rebuilt
+from jaxmp._jaxpr.rebuild import Rule, rebuilt
 from jaxmp.autocast.classes import Class, primitives_of
 from jaxmp.autocast.colour import Colour, colour, computed_in, operand_dtypes
 from jaxmp.autocast.graph import Body, Node, Step, build
 from jaxmp.autocast.kinds import Kind, is_real
-from jaxmp.autocast.rules import Rules
+from jaxmp.autocast.regions import regions_in
+from jaxmp.autocast.rules import Rules, asks_for_highest
+from jaxmp.autocast.scope import tracing
 
 _PRODUCTS = primitives_of(Class.HALF)
-# Layers that share a jitted body share its program. Without jit, loops are compiled as one, and found compiled by the
-# next call: the one used longest ago is the first.
+# Without jit, loops are compiled as one, and found compiled by the next call.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
-_programs: dict[Any, Callable[..., Any]] = {}
 _MAX_PROGRAMS = 256
 
 
@@ -36,8 +36,8 @@ def evaluate(body: Body, rules: Rules, args: Sequence[Any]) -> list[Any]:
 
     def read_as(atom: Any, node: Node | None, dtype: np.dtype) -> Any:
         value = read(atom)
-        # A weight is cast at each use, so that its cotangents are summed in float32; an activation once.
-        if node is None or not node.has_half or reading.is_literal(atom):
+        # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
+        if node is None or reading.is_literal(atom) or not (node.has_half or isinstance(value, np.ndarray)):
             return cast(value, dtype)
         if (atom, dtype) not in shared:
             shared[atom, dtype] = cast(value, dtype)
@@ -67,8 +67,9 @@ def _results(step: Step, rules: Rules, read: Any, read_as: Any) -> Sequence[Any]
     ]
     node = step.node
     if eqn.primitive.name == "convert_element_type" and node is not None:
-        narrows = step.kind is Kind.KEPT
-        return [cast(read(eqn.invars[0]), eqn.params["new_dtype"]) if narrows else operands[0]]
+        if step.kind is not Kind.KEPT:
+            return operands[:1]
+        operands = [read(eqn.invars[0])]  # the author's cast, from whatever dtype the value has
     params = eqn.params if node is None or node.colour <= Colour.WRITTEN else _in_dtype(eqn, computed_in(node))
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     results = list(out) if eqn.primitive.multiple_results else [out]
@@ -79,8 +80,13 @@ def _in_dtype(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
     params = dict(eqn.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
-    if eqn.primitive.name in _PRODUCTS and dtype == np.float32 and params["precision"] is None:
-        params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    if (
+        eqn.primitive.name in _PRODUCTS
+    ):  # an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes it was chosen for
+        if dtype != np.float32:
+            params["precision"] = None
+        elif not asks_for_highest(params["precision"]):
+            params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
     return params
 
 
@@ -97,30 +103,26 @@ def _with_bodies(step: Step, rules: Rules, operands: list[Any], read_as: Any) ->
             if operand is not None and operand.has_half and _reads_half(step.inner[0], position):
                 operands[position] = read_as(atom, operand, rules.half)
     functions = [functools.partial(_run, body, rules, _joins_of(step, n)) for n, body in enumerate(step.inner)]
-    rule = functools.partial(_evaluate_rule, rules, step.names)
+    rule = Rule(functools.partial(_evaluate_rule, rules, step.names), functools.partial(tracing, rules.key))
 
     def program() -> Callable[..., list[Any]]:
         return rebuilt(eqn, bodies, functions, rule)
 
     name = eqn.primitive.name
-    if name == "jit":
-        call = _shared(rules.programs if reading.is_tracing() else _programs, step, rules, program)
-    elif name in _LOOPS and not reading.is_tracing():
-        call = _shared(_programs, step, rules, lambda: jax.jit(program()))
-    else:
-        call = program()
-    return call(*operands)
+    if name == "jit":  # layers that share a jitted body share its program
+        return _shared(step, rules, program)(*operands)
+    if name in _LOOPS and not reading.is_tracing():
+        return _shared(step, rules, lambda: jax.jit(program()))(*operands)
+    return program()(*operands)
 
 
-def _shared(
-    programs: dict[Any, Callable[..., Any]], step: Step, rules: Rules, make: Callable[[], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """What was made of an equal step, in this trace or in any call without a trace; else what ``make`` makes."""
+def _shared(step: Step, rules: Rules, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What was made of an equal step before, else what ``make`` makes."""
     key = _signature(step, rules)
-    made = programs.pop(key, None) or make()
-    programs[key] = made
-    if programs is _programs and len(programs) > _MAX_PROGRAMS:  # each holds the constants of its program
-        del programs[next(iter(programs))]
+    made = rules.programs.get(key) or make()
+    if len(rules.programs) >= _MAX_PROGRAMS:  # each holds the constants of its program
+        rules.programs.clear()
+    rules.programs[key] = made
     return made
 
 
@@ -199,13 +201,15 @@ def _signature(step: Step, rules: Rules) -> Any:
     """What the program of a step depends on, besides the dtypes of its operands."""
     assert step.bodies is not None
     params = tuple((name, value if _is_hashable(value) else id(value)) for name, value in step.eqn.params.items())
-    names = step.names if rules.paths else ()  # elsewhere the decisions say all that scopes have a part in
-    return (step.eqn.primitive.name, params, step.bodies.jaxprs, names, rules.key, _decisions(step))
+    # Derivative rules are decided later, where these scopes have a say.
+    names = step.names if rules.paths else regions_in(step.names)
+    return (step.eqn.primitive.name, params, step.bodies.jaxprs, names, _decisions(step))
 
 
 def _decisions(step: Step) -> Any:
     own = tuple((node.colour, node.dtype) for node in (*step.nodes, *step.joins) if node is not None)
-    return (own, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
+    shared = tuple(operand is not None and operand.has_half for operand in step.operands)
+    return (own, shared, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
 
 
 def _is_hashable(value: Any) -> bool:

@@ -47,7 +47,7 @@ class Node:
         self.shape: tuple[int, ...] = aval.shape
         self.inputs: list[Node] = []
         self.users: list[Node] = []
-        self.const: float | None = None  # the magnitude of a constant: the largest, or the smallest if none exceeds 1
+        self.const: tuple[float, float] | None = None  # of a constant: the smallest magnitude but 0, and the largest
         for node in inputs:
             self.read(node)
         # What colouring finds out.
@@ -110,6 +110,10 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
     return Graph(builder.nodes, builder.body(jaxpr, consts, sources, names), sources)
 
 
+_READ = 2**20
+"""Constants of more elements are taken for weights and not looked at."""
+
+
 class _Builder:
     def __init__(self, rules: Rules) -> None:
         self.nodes: list[Node] = []
@@ -125,15 +129,15 @@ class _Builder:
     def source(self, aval: Any, value: Any = None) -> Node | None:
         node = self.node(Kind.SOURCE, "source", aval, ())
         # Only what is on the host, where looking at it waits for no device.
-        if node is not None and value is not None and not isinstance(value, jax.Array) and np.size(value) <= 4096:
+        if node is not None and value is not None and not isinstance(value, jax.Array) and np.size(value) <= _READ:
             magnitudes = np.abs(np.asarray(value, np.float32))
             finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
-            node.const = float(finite.max() if finite.max() > 1 else finite.min()) if finite.size else 0.0
+            node.const = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
         return node
 
     def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[Node | None], names: reading.Names) -> Body:
         env: dict[Any, Node | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var, value in zip(jaxpr.constvars, consts, strict=False):
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.source(var.aval, value if isinstance(value, np.ndarray) else None)
 
         def read(atom: Any) -> Node | None:

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from jaxmp.autocast.classes import Class, primitives_of
 from jaxmp.autocast.graph import Node
-from jaxmp.autocast.kinds import Kind
+from jaxmp.autocast.kinds import PRODUCT, Kind
 
 _LINALG = primitives_of(Class.LINALG)
-_PRODUCTS = primitives_of(Class.HALF)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
 _EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 _CAST = "convert_element_type"
@@ -36,13 +35,22 @@ def find_activations(nodes: Sequence[Node]) -> None:
 def keep_log_probabilities(nodes: Sequence[Node]) -> None:
     """Makes float32 the products that read log-probabilities: they select or add them, as the CTC loss does."""
     for node in nodes:
-        if node.kind is Kind.HALF and node.name in _PRODUCTS and any(map(_is_log_softmax, node.inputs)):
+        if node.kind is Kind.HALF and node.reason == PRODUCT and any(map(_is_log_softmax, node.inputs)):
             node.kind, node.reason = Kind.FULL, "a product of log-probabilities"
 
 
 def _is_log_softmax(node: Node) -> bool:
     node = _origin(node)
-    return node.name == "sub" and len(node.inputs) == 2 and _origin(node.inputs[1]).name == "log"
+    if node.name != "sub" or len(node.inputs) != 2:
+        return False
+    logarithm = _origin(node.inputs[1])
+    total = _origin(logarithm.inputs[0]) if logarithm.name == "log" else logarithm
+    return total.name == "reduce_sum" and _is_exponential(total.inputs[0])
+
+
+def _is_exponential(node: Node) -> bool:
+    node = _origin(node)
+    return node.name == "exp" or (node.name == "select_n" and any(_origin(case).name == "exp" for case in node.inputs))
 
 
 def extend(nodes: Sequence[Node]) -> None:
@@ -98,7 +106,7 @@ def softmaxes(nodes: Sequence[Node]) -> Iterator[Node]:
     for node in nodes:
         if node.name == "div" and len(node.inputs) == 2:
             above, below = (_origin(operand) for operand in node.inputs)
-            if below.name == "reduce_sum" and below.inputs and _origin(below.inputs[0]) is above:
+            if below.name == "reduce_sum" and _origin(below.inputs[0]) is above and _is_exponential(above):
                 yield node
 
 

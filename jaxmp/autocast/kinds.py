@@ -11,6 +11,10 @@ from jax.numpy import bfloat16
 REAL = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, bfloat16))
 
 
+PRODUCT = "product"
+"""The reason of a product that nobody asked anything of."""
+
+
 class Kind(enum.IntEnum):
     """What a node is before its neighbours have a say."""
 

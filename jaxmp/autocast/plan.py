@@ -96,8 +96,8 @@ def cast_plan(
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
-        traced = Traced(fun, args, kwargs, one_policy.compute_dtype)
         rules = Rules(one_policy.compute_dtype, overrides)
+        traced = Traced(fun, args, kwargs, rules)
         writer = Writer(traced.jaxpr, rules, traced.result_dtypes(one_policy))
         rules.check()
         return CastPlan(str(one_policy), overrides, tuple(writer.rows), writer.summary())

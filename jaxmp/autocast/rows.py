@@ -19,8 +19,9 @@ from jaxmp.autocast.colour import Colour, colour, computed_in, operand_dtypes
 from jaxmp.autocast.flops import flops_of
 from jaxmp.autocast.graph import Body, Node, Step, build
 from jaxmp.autocast.patterns import islands_of
+from jaxmp.autocast.regions import path_of
 from jaxmp.autocast.rules import Rules
-from jaxmp.autocast.why import Reasons, trips_of, without_regions
+from jaxmp.autocast.why import Reasons, trips_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +210,7 @@ class Writer:
         cls = "recurse" if step.bodies is not None else classify(eqn.primitive.name) or "unknown"
         nodes = step.nodes or [None] * len(eqn.outvars)
         result = ", ".join(_name(node, var) for node, var in zip(nodes, eqn.outvars, strict=True))
-        path = "/".join(without_regions(step.names))
+        path = "/".join(path_of(step.names))
         name = eqn.primitive.name
         self.rows.append(
             Row(path, name, str(cls), tuple(operands), result, why, place, flops, len(casts), sum(casts), depth)

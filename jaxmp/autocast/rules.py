@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +12,18 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp.autocast.classes import Class, classify, primitives_named_by
-from jaxmp.autocast.kinds import REAL, Kind, is_real
+from jaxmp.autocast.kinds import PRODUCT, REAL, Kind, is_real
+from jaxmp.autocast.regions import DECIDED, checked_level, level_of, path_of
 from jaxmp.dtypes import nearest
 from jaxmp.patterns import matches
 
 if TYPE_CHECKING:
     from jaxmp.autocast.graph import Node
 
-DECIDED = "jaxmp.autocast"
-"""The scope around everything that autocast has written: another autocast leaves it as it is."""
-_REGION = re.compile(r"jaxmp\.precision\((float32|half)\)")
-
 # To cast before or after is the same: each element has one origin and one destination, or the largest is picked, and
 # rounding keeps the order. (Not so where the gradient is a sum: after a gather, a broadcast.)
 MONOTONE = frozenset(
-    {"reshape", "transpose", "squeeze", "expand_dims", "rev", "copy", "copy_p", "name", "convert_element_type"}
+    {"reshape", "transpose", "squeeze", "rev", "copy", "name", "convert_element_type"}
     | {"reduce_window_max", "reduce_window_min"}
 )
 MOVES = frozenset(
@@ -38,37 +33,7 @@ MOVES = frozenset(
 """Operations of several operands that round nothing, and so add up no error round a loop."""
 
 
-def precision(level: str) -> contextlib.AbstractContextManager[None]:
-    """Marks the code it surrounds: within :func:`jaxmp.autocast` its operations compute in this precision.
-
-    Use it where an ``astype`` would leave no trace: in a function that autocast reads, everything is float32 already.
-    The mark is a scope on JAX's name stack, so that it holds in gradients, loops and jitted functions alike; outside of
-    autocast it changes nothing. Products in a float32 region run at the highest precision (no TF32).
-
-    Args:
-      level: ``"float32"`` or ``"half"``.
-
-    Raises:
-      ValueError: another level.
-
-    >>> def fun(x, w):
-    ...     with precision("float32"):
-    ...         return x @ w
-    >>> import jax.numpy as jnp
-    >>> from jaxmp.autocast import autocast
-    >>> autocast(fun, "mixed_bfloat16")(jnp.full((1, 1), 1 / 3), jnp.ones((1, 1)))[0, 0]  # bfloat16 gives 0.33398438
-    Array(0.33333334, dtype=float32)
-    """
-    return jax.named_scope(f"jaxmp.precision({checked_level(level)})")
-
-
-def checked_level(level: Any) -> str:
-    """``level`` itself if it is one."""
-    if level in ("float32", "half"):
-        return str(level)
-    raise ValueError(
-        f"a region or an override is computed in 'float32' or in 'half' (the policy's compute dtype), got {level!r}"
-    )
+_FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
 @dataclasses.dataclass
@@ -79,14 +44,16 @@ class Rules:
       half: the compute dtype.
       overrides: ``"**/head"`` (a path of modules or scopes), ``"primitive:exp"`` or ``"class:accumulation"`` to
         ``"float32"`` or ``"half"``; of several paths the first that matches wins, as in a PolicyMap.
+      programs: what was made of parts of the program before, to be used again.
 
     Raises:
       UnknownOperationError: an override names a primitive or a class that there is not.
-      ValueError: an override asks for neither ``"float32"`` nor ``"half"``.
+      ValueError: an override asks for neither ``"float32"`` nor ``"half"``, or names what computes in no dtype.
     """
 
     half: np.dtype
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.paths: dict[str, str] = {}
@@ -100,11 +67,16 @@ class Rules:
             checked_level(level)
             if key.startswith(("primitive:", "class:")):
                 kind = key.partition(":")[0]
-                self.operations[kind].update(dict.fromkeys(primitives_named_by(key), (key, level)))
+                named = primitives_named_by(key)
+                if fixed := sorted(name for name in named if classify(name) in _FIXED):
+                    raise ValueError(
+                        f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
+                        "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
+                    )
+                self.operations[kind].update(dict.fromkeys(named, (key, level)))
             else:
                 self.paths[key] = level
         self.key = (self.half, tuple(self.overrides.items()))
-        self.programs: dict[Any, Any] = {}
         self.matched: set[str] = set()
         self.visited: set[reading.Names] = set()
         self.primitives: set[str] = set()
@@ -127,7 +99,8 @@ class Rules:
             else:
                 what = f"primitives: {nearest(key.partition(':')[2], sorted(self.primitives))}"
             raise ValueError(
-                f"every override must match an operation of the function, but {key!r} matched none; nearest {what}"
+                f"every override must match an operation of the function, but {key!r} matched none; nearest {what}. "
+                "Operations of its derivative are seen in autocast(grad(f)) only"
             )
 
     def kind_of(self, eqn: Any, operands: Sequence[Node | None], names: reading.Names) -> tuple[Kind, str]:
@@ -136,9 +109,8 @@ class Rules:
         self.primitives.add(name)
         if self.is_decided(names):
             return Kind.KEPT, "decided by the autocast inside"
-        path = tuple(part for part in names if not _REGION.fullmatch(part))
+        path = path_of(names)
         self.visited.add(path)
-        asked = self._asked(name, names, path)
         if any(_is_other_float(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
             return Kind.KEPT, "float64, complex and fp8 are left alone"
         if not any(is_real(var.aval) for var in eqn.outvars):
@@ -147,8 +119,11 @@ class Rules:
             return Kind.KEPT, "an unknown primitive keeps its dtypes"
         if name == "convert_element_type":
             return self._kind_of_cast(eqn)
-        if cls in (Class.OPAQUE, Class.RECURSE) or _names_a_dtype(eqn):
+        if cls is Class.RECURSE:
+            return Kind.KEPT, "a body that autocast does not look into"
+        if cls is Class.OPAQUE or _names_a_dtype(eqn):
             return Kind.KEPT, "opaque: its meaning depends on its dtypes"
+        asked = self.asked_of(name, names)
         if cls is Class.CLEAR:
             return Kind.CLEAR, "moves data"
         if asked is not None:
@@ -165,23 +140,21 @@ class Rules:
             return Kind.FULL, "part of a special function"
         return self._kind_by_constants(name, operands)
 
-    def _asked(self, name: str, names: reading.Names, path: reading.Names) -> tuple[str, str] | None:
-        rule = self._path_rule(path)
+    def asked_of(self, name: str, names: reading.Names) -> tuple[str, str] | None:
+        """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
+        rule = self._path_rule(path_of(names))
         if rule is not None:
             self.matched.add(rule)
-        for kind in ("primitive", "class"):
-            if name in self.operations[kind]:
-                self.matched.add(self.operations[kind][name][0])
-        for part in reversed(names):
-            if region := _REGION.fullmatch(part):
-                return region[1], f"region jaxmp.precision({region[1]!r})"
+        operation = next((keys[name] for keys in self.operations.values() if name in keys), None)
+        for keys in self.operations.values():
+            if name in keys:
+                self.matched.add(keys[name][0])
+        region = level_of(names)
+        if region is not None:
+            return region, f"region jaxmp.precision({region!r})"
         if rule is not None:
             return self.paths[rule], f"override {rule!r}"
-        for kind in ("primitive", "class"):
-            if name in self.operations[kind]:
-                key, level = self.operations[kind][name]
-                return level, f"override {key!r}"
-        return None
+        return None if operation is None else (operation[1], f"override {operation[0]!r}")
 
     def _find_path_rule(self, path: reading.Names) -> str | None:
         prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
@@ -203,27 +176,27 @@ class Rules:
             return Kind.FULL, "the author asks for the highest precision"
         if all(aval.dtype.itemsize == 2 for aval in operands):
             written = eqn.outvars[0].aval.dtype
-            return (Kind.HALF, "product") if written.itemsize == 2 else (Kind.KEPT, "the author's dtypes")
+            return (Kind.HALF, PRODUCT) if written.itemsize == 2 else (Kind.KEPT, "the author's dtypes")
         if eqn.primitive.name == "dot_general" and _is_outer(eqn):
             return Kind.INFER, "an outer product"
-        return Kind.HALF, "product"
+        return Kind.HALF, PRODUCT
 
     def _kind_by_constants(self, name: str, operands: Sequence[Node | None]) -> tuple[Kind, str]:
         constants = [node.const for node in operands if node is not None and node.const is not None]
-        if name in ("max", "min", "clamp"):  # the infinity or zero that the bound becomes bounds just as well
-            constants = [value for value in constants if value < self.smallest]
-        if any(value > self.largest for value in constants):
+        # The infinity that a bound becomes bounds just as well.
+        if name not in ("max", "min", "clamp") and any(largest > self.largest for _, largest in constants):
             return Kind.STRICT, f"a constant beyond {self.half.name}'s largest number"
-        if any(0 < value < self.smallest for value in constants):
+        if any(0 < smallest < self.smallest for smallest, _ in constants):
             return Kind.FULL, f"a constant below {self.half.name}'s smallest normal number"
         return Kind.INFER, ""
 
 
 def asks_for_highest(precision: Any) -> bool:
-    """Whether the ``precision`` of a product names more than the backend's default for float32 on some operand."""
+    """Whether the ``precision`` of a product asks for true float32 on some operand."""
     parts = precision if isinstance(precision, tuple) else (precision,)
-    # An algorithm (jax.lax.DotAlgorithmPreset) states the dtypes in full.
-    return any(part is not None and part not in (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH) for part in parts)
+    return any(
+        part is jax.lax.Precision.HIGHEST or str(part).endswith(("F32_F32_F32", "F64_F64_F64")) for part in parts
+    )
 
 
 def _is_other_float(aval: Any) -> bool:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.attention import fused_attention
 from jaxmp.autocast import emit
 from jaxmp.autocast.kinds import REAL, is_real
-from jaxmp.autocast.rules import DECIDED, Rules, precision
+from jaxmp.autocast.regions import DECIDED, precision
+from jaxmp.autocast.rules import Rules
+from jaxmp.autocast.scope import is_inside, tracing
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_tracing: ContextVar[bool] = ContextVar("jaxmp_autocast_tracing", default=False)
 
 
 def transformed(fun: F, policy: Any, overrides: Mapping[str, str] | None) -> F:
@@ -27,6 +25,7 @@ def transformed(fun: F, policy: Any, overrides: Mapping[str, str] | None) -> F:
     one_policy = checked_policy(policy)
     overrides = dict(overrides or {})
     Rules(one_policy.compute_dtype, overrides)  # what is wrong with them is said here, not in the call
+    programs: dict[Any, Any] = {}
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -35,8 +34,8 @@ def transformed(fun: F, policy: Any, overrides: Mapping[str, str] | None) -> F:
                 return fun(*args, **kwargs)
             return _in_float32(fun, one_policy, args, kwargs)
         check_backend(one_policy)
-        traced = Traced(fun, args, kwargs, one_policy.compute_dtype)
-        rules = Rules(one_policy.compute_dtype, overrides)
+        rules = Rules(one_policy.compute_dtype, overrides, {} if reading.is_tracing() else programs)
+        traced = Traced(fun, args, kwargs, rules)
         dtypes = traced.result_dtypes(one_policy)
         with jax.named_scope(DECIDED):
             results = emit.coloured(traced.jaxpr, rules, (), traced.operands, dtypes)
@@ -72,12 +71,12 @@ def check_backend(policy: Policy) -> None:
 
 
 def _in_float32(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
-    if not _tracing.get():
+    if not is_inside():
         raise ValueError(
             "autocast needs a policy with a half compute dtype, got float32 outside of any other autocast, where it "
             "has nothing to change; use 'mixed_bfloat16' or 'mixed_float16', or call the function itself"
         )
-    with precision("float32"), policy.precision(), fused_attention(None):
+    with precision("float32"), policy.precision():
         return fun(*args, **kwargs)
 
 
@@ -89,7 +88,7 @@ class Traced:
       operands: the arrays of the call, in the order of the jaxpr's arguments.
     """
 
-    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], half: Any) -> None:
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rules: Rules) -> None:
         leaves, tree = jax.tree.flatten((args, kwargs))
         self.operands = [leaf for leaf in leaves if is_array(leaf)]
 
@@ -97,15 +96,11 @@ class Traced:
             rest = iter(operands)
             filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
             args, kwargs = jax.tree.unflatten(tree, filled)
-            token = _tracing.set(True)
-            try:
-                results = fun(*args, **kwargs)
-            finally:
-                _tracing.reset(token)
+            results = fun(*args, **kwargs)
             self._results, self._tree = jax.tree.flatten(results)
             return [leaf for leaf in self._results if is_array(leaf)]
 
-        with fused_attention(half):
+        with tracing(rules.key):
             closed = jax.make_jaxpr(flat)(*self.operands)
         self.jaxpr = reading.opened(closed)
         self._results = [_ARRAY if is_array(leaf) else leaf for leaf in self._results]  # tracers die with the trace

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxmp._jaxpr import reading
 from jaxmp.autocast.classes import Class, classify
 from jaxmp.autocast.colour import Colour, State
 from jaxmp.autocast.graph import Body, Graph, Node, Step
@@ -113,11 +112,6 @@ def _leaves(body: Body) -> Iterator[Step]:
             yield step
         for inner in step.inner:
             yield from _leaves(inner)
-
-
-def without_regions(names: reading.Names) -> reading.Names:
-    """The scopes as an override names them: without the marks of ``jaxmp.precision``."""
-    return tuple(part for part in names if not part.startswith("jaxmp.precision("))
 
 
 def trips_of(eqn: Any) -> int | None:
