@@ -54,7 +54,8 @@ def of_largest(count: float, why: str) -> Tolerance:
     return Tolerance(count, why, "largest")
 
 
-AROUND = of_largest(1.5, "float32 functions, with sums and products of their results and half numbers around them")
+AROUND = of_largest(0.51, "float32 throughout, rounded once; single results near zero may lose what cancels in float32")
+LOG_CDF = steps(0.76, "plain float32 errs by 0.749 of bfloat16 at 4.53: it takes log(q) of q = 1 - 3e-6")
 LOGISTIC = of_largest(1.2, "float16's own exp(-x) overflows inside: below -11 the result is 0 and not 9e-6")
 
 
@@ -157,7 +158,7 @@ def float32_functions() -> Iterator[Case]:
     ):
         yield Case(name, fun, (x,), ROUNDED)
     yield Case("power", jnp.power, (POSITIVE, B), ROUNDED)
-    sum_of_two = of_largest(0.76, "the float32 logarithm is rounded and added to the larger one, which is half")
+    sum_of_two = of_largest(0.51, "the float32 logarithm is rounded and added to the larger one, which is half")
     yield Case("logaddexp", jnp.logaddexp, (WIDE, normal(5, seed=1)), sum_of_two)
     yield Case("logaddexp2", jnp.logaddexp2, (WIDE, normal(5, seed=1)), sum_of_two)
 
@@ -188,7 +189,7 @@ def half_functions() -> Iterator[Case]:
         ("tanh", jnp.tanh, A),
         ("erf", lax.erf, A),
         ("x / 3", lambda x: x / 3.0, A),
-        ("x * scale", lambda x: x * 0.125, A),
+        ("x * scale", lambda x: x * 0.3, A),
         ("x + 1", lambda x: x + 1.0, A),
     ):
         yield Case(name, fun, (x,), ONE_STEP)
@@ -197,19 +198,24 @@ def half_functions() -> Iterator[Case]:
         ("subtract", jnp.subtract, A, B),
         ("multiply", jnp.multiply, A, B),
         ("divide", jnp.divide, A, POSITIVE),
-        ("remainder", jnp.remainder, POSITIVE, POSITIVE_B),
-        ("fmod", jnp.fmod, WIDE, POSITIVE_B),
     ):
         yield Case(name, fun, (x, y), ONE_STEP)
+    yield Case("remainder", jnp.remainder, (POSITIVE, POSITIVE_B), EXACT)
+    yield Case("fmod", jnp.fmod, (WIDE, POSITIVE_B), EXACT)
     yield Case("maximum", jnp.maximum, (A, B), EXACT)
     yield Case("minimum", jnp.minimum, (A, B), EXACT)
     yield Case("where", lambda x, y, m: jnp.where(m, x, y), (A, B), EXACT, (MASK,))
     yield Case("floor_divide", jnp.floor_divide, (WIDE, POSITIVE_B), EXACT)
     yield Case("arctan2", jnp.arctan2, (A, POSITIVE), ONE_STEP)
     yield Case("add a bias", jnp.add, (A,), ONE_STEP, (ROW,))
-    yield Case("hypot", jnp.hypot, (A, B), steps(4, "ratio, its square, a root and their product, each rounded"))
-    yield Case("lerp", lambda x, y: x + 0.25 * (y - x), (A, B), of_largest(2, "a difference, a sum"))
-    yield Case("sinc", jnp.sinc, (A,), of_largest(2, "pi·x rounded in half, near the zeros of sin"))
+    yield Case(
+        "hypot",
+        jnp.hypot,
+        (A, B),
+        steps(1.5, "a ratio, its square, a root, a product"),
+    )
+    yield Case("lerp", lambda x, y: x + 0.25 * (y - x), (A, B), of_largest(1, "a difference, a sum"))
+    yield Case("sinc", jnp.sinc, (A,), of_largest(1.5, "pi·x rounded in half, near the zeros of sin"))
 
 
 def activations() -> Iterator[Case]:
@@ -228,7 +234,7 @@ def activations() -> Iterator[Case]:
         ("silu", jax.nn.silu, WIDE, LOGISTIC),
         ("mish", jax.nn.mish, A, steps(2, "float32 up to the tanh or its product with x")),
         ("elu", jax.nn.elu, A, ROUNDED),
-        ("celu", jax.nn.celu, A, steps(2, chain)),
+        ("celu", jax.nn.celu, A, ROUNDED),
         ("selu", jax.nn.selu, A, steps(2, "the constant, and the product")),
         ("gelu", jax.nn.gelu, A, of_largest(1, "1 + tanh cancels in the tail: four roundings of what is added to one")),
         (
@@ -238,11 +244,11 @@ def activations() -> Iterator[Case]:
             of_largest(1, "erfc of the rounded argument: x²·2⁻⁹ of a tail that is small"),
         ),
         ("glu", jax.nn.glu, A, steps(2, chain)),
-        ("hard_sigmoid", jax.nn.hard_sigmoid, WIDE, steps(3, chain)),
-        ("hard_silu", jax.nn.hard_silu, WIDE, steps(4, chain)),
+        ("hard_sigmoid", jax.nn.hard_sigmoid, WIDE, steps(1, chain)),
+        ("hard_silu", jax.nn.hard_silu, WIDE, steps(2, chain)),
         ("squareplus", jax.nn.squareplus, A, of_largest(2, "x and the root cancel below zero")),
         ("sparse_plus", jax.nn.sparse_plus, A, steps(3, chain)),
-        ("sparse_sigmoid", jax.nn.sparse_sigmoid, A, of_largest(2, chain)),
+        ("sparse_sigmoid", jax.nn.sparse_sigmoid, A, of_largest(0.51, chain)),
         (
             "swish with a slope",
             lambda x: x * jax.nn.sigmoid(1.702 * x),
@@ -326,10 +332,10 @@ def sums() -> Iterator[Case]:
         "E[x²] - E[x]²",
         lambda x: (x * x).mean(-1) - x.mean(-1) ** 2,
         (normal(3, 100),),
-        Tolerance(2, "float32 throughout; the difference cancels by 1000, which float32 has in reserve"),
+        Tolerance(0.6, "float32 throughout; the difference cancels by 1000, which float32 has in reserve"),
     )
-    yield Case("sum of products", dot, (A, B), of_largest(2, "each product rounded, summed in float32"))
-    yield Case("cosine similarity", cosine, (A, B), of_largest(2, "products rounded"))
+    yield Case("sum of products", dot, (A, B), of_largest(0.76, "each product rounded, summed in float32"))
+    yield Case("cosine similarity", cosine, (A, B), of_largest(0.76, "products rounded"))
     yield Case("squared distance", lambda x, y: ((x - y) ** 2).sum(-1), (A, B), ROUNDED)
     yield Case("distance", lambda x, y: jnp.linalg.norm(x - y, axis=-1), (A, B), ROUNDED)
     yield Case("mean absolute error", lambda x, y: jnp.abs(x - y).mean(), (A, B), ROUNDED)
@@ -395,7 +401,6 @@ def special_functions() -> Iterator[Case]:
         ("special.gammaincc", sp.gammaincc, POSITIVE, POSITIVE_B),
         ("special.betaln", sp.betaln, POSITIVE, POSITIVE_B),
         ("special.betainc", sp.betainc, POSITIVE, POSITIVE_B, UNIT),
-        ("special.log_ndtr", sp.log_ndtr, WIDE),
     ):
         yield Case(name, fun, tuple(inputs), ROUNDED)
     for name, fun, *inputs in (
@@ -409,6 +414,7 @@ def special_functions() -> Iterator[Case]:
     ):
         yield Case(name, fun, tuple(inputs), AROUND)
     yield Case("special.erfc", sp.erfc, (A,), ONE_STEP)
+    yield Case("special.log_ndtr", sp.log_ndtr, (WIDE,), LOG_CDF)
 
 
 def log_densities() -> Iterator[Case]:
@@ -416,7 +422,6 @@ def log_densities() -> Iterator[Case]:
     st = jsp.stats
     for name, fun, *inputs in (
         ("stats.norm.pdf", st.norm.pdf, A),
-        ("stats.norm.logcdf", st.norm.logcdf, WIDE),
         ("stats.expon.logpdf", st.expon.logpdf, POSITIVE),
         ("stats.beta.logpdf", st.beta.logpdf, UNIT, POSITIVE, POSITIVE_B),
     ):
@@ -434,6 +439,7 @@ def log_densities() -> Iterator[Case]:
         ("stats.truncnorm.logpdf", lambda x: st.truncnorm.logpdf(x, -2.0, 3.0), SIGNED_UNIT),
     ):
         yield Case(name, fun, tuple(inputs), AROUND)
+    yield Case("stats.norm.logcdf", st.norm.logcdf, (WIDE,), LOG_CDF)
     counts = integers(5, SHAPE)
     yield Case("stats.poisson.logpmf", lambda mu, k: st.poisson.logpmf(k, mu), (POSITIVE,), AROUND, (counts,))
     yield Case("stats.bernoulli.logpmf", lambda p, k: st.bernoulli.logpmf(k, p), (UNIT,), AROUND, (counts % 2,))
@@ -479,7 +485,7 @@ def linear_algebra() -> Iterator[Case]:
         ("fft", lambda x: jnp.abs(jnp.fft.fft(x)), A),
     ):
         yield Case(name, fun, tuple(inputs), of_largest(0.51, ROUNDED.why))
-    product = of_largest(1.01, "summed in float32, rounded to half, and the argument was exact")
+    product = of_largest(0.51, "summed in float32, rounded to half once")
     for name, fun, *inputs in (
         ("dot", jnp.dot, A, normal(shape=(8, 4), seed=1)),
         ("einsum", lambda x, y: jnp.einsum("ij,kj->ik", x, y), A, B),
@@ -497,22 +503,22 @@ def linear_algebra() -> Iterator[Case]:
     ):
         yield Case(name, fun, tuple(inputs), product)
     yield Case("outer", jnp.outer, (ROW, normal(shape=(8,), seed=1)), ONE_STEP)
-    yield Case("expm", jsp.linalg.expm, (spread() / 4,), of_largest(6, "products, squared again and again"))
+    yield Case("expm", jsp.linalg.expm, (spread() / 4,), of_largest(1, "products, squared again and again"))
     yield Case(
         "matrix_power",
         lambda x: jnp.linalg.matrix_power(x, 3),
         (SQUARE,),
-        of_largest(3, "a product of a rounded product"),
+        of_largest(1.5, "a product of a rounded product"),
     )
-    yield Case("cov", jnp.cov, (A,), of_largest(3, "centred, rounded, multiplied"))
-    yield Case("corrcoef", jnp.corrcoef, (A,), of_largest(4, "a covariance, divided twice"))
+    yield Case("cov", jnp.cov, (A,), of_largest(1, "centred, rounded, multiplied"))
+    yield Case("corrcoef", jnp.corrcoef, (A,), of_largest(2, "a covariance, divided twice"))
 
 
 def optax_losses() -> Iterator[Case]:
     """optax.losses; they are returned at float32 accuracy, and rounded once where a product reads them."""
     logits, other = WIDE, normal(5, seed=1)
     ending = of_largest(
-        2, "a loss per example, whose last difference, square or sum may be half where a product reads it"
+        1.1, "a loss per example, whose last difference, square or sum may be half where a product reads it"
     )
     for name, fun, x, *plain in (
         ("squared_error", losses.squared_error, A, B),
@@ -607,10 +613,12 @@ def layers() -> Iterator[Case]:
         ("RMSNorm", nn.RMSNorm(), far),
         ("GroupNorm", nn.GroupNorm(2), far),
         ("InstanceNorm", nn.InstanceNorm(), image),
-        ("BatchNorm in evaluation", nn.BatchNorm(use_running_average=True), far),
     ):
         yield Case(f"nn.{name}", linen(module, x), (x,), ROUNDED)
     yield Case("nn.LayerNorm, slow variance", linen(nn.LayerNorm(use_fast_variance=False), far), (far,), ROUNDED)
+    running = steps(1.2, "the running mean is taken off in half precision, as a bias is added, then float32")
+    evaluated = linen(nn.BatchNorm(use_running_average=True), far)
+    yield Case("nn.BatchNorm in evaluation", evaluated, (far,), running)
     batch_norm = nn.BatchNorm(use_running_average=False)
     variables = drawn(jax.eval_shape(batch_norm.init, jax.random.key(0), far))
     yield Case(
@@ -619,7 +627,7 @@ def layers() -> Iterator[Case]:
         (far,),
         ROUNDED,
     )
-    bias = of_largest(1.51, "a product rounded, and a bias")
+    bias = of_largest(1.01, "a product rounded, and a bias")
     for name, module, x in (
         ("Dense", nn.Dense(4), A),
         ("DenseGeneral", nn.DenseGeneral((2, 2)), A),
@@ -628,9 +636,9 @@ def layers() -> Iterator[Case]:
         ("Einsum", nn.Einsum((8, 4), "ij,jk->ik"), A),
     ):
         yield Case(f"nn.{name}", linen(module, x), (x,), bias)
-    yield Case("nn.PReLU", linen(nn.PReLU(), A), (A,), steps(2, "the slope 0.01 and its product"))
+    yield Case("nn.PReLU", linen(nn.PReLU(), A), (A,), ONE_STEP)
     yield Case("nn.Embed.attend", linen(nn.Embed(6, 8), A, method="attend"), (A,), bias)
-    attention = of_largest(4, "four products, each rounded after the one before")
+    attention = of_largest(1.5, "four products, each rounded after the one before")
     heads, sequence = nn.MultiHeadDotProductAttention(2), normal(shape=(1, 4, 8))
     yield Case(
         "nn.MultiHeadDotProductAttention, causal",
@@ -643,13 +651,13 @@ def layers() -> Iterator[Case]:
         "nn.dot_product_attention",
         lambda x: nn.dot_product_attention(x, x, x),
         (heads_of,),
-        of_largest(2, "logits rounded, then two products"),
+        of_largest(0.76, "logits rounded, then two products"),
     )
     yield Case(
         "jax.nn.dot_product_attention",
         lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True),
         (heads_of,),
-        of_largest(2, "logits rounded, then two products"),
+        of_largest(0.76, "logits rounded, then two products"),
     )
     gates = of_largest(3, "gates rounded, and a sum of products in half")
     yield Case("nn.LSTMCell", linen_cell(nn.LSTMCell(4)), (A,), gates)
@@ -658,12 +666,12 @@ def layers() -> Iterator[Case]:
         ("LayerNorm", lambda rngs: nnx.LayerNorm(8, rngs=rngs), far, ROUNDED),
         ("RMSNorm", lambda rngs: nnx.RMSNorm(8, rngs=rngs), far, ROUNDED),
         ("GroupNorm", lambda rngs: nnx.GroupNorm(8, 2, rngs=rngs), far, ROUNDED),
-        ("BatchNorm in evaluation", lambda rngs: nnx.BatchNorm(8, use_running_average=True, rngs=rngs), far, ROUNDED),
+        ("BatchNorm in evaluation", lambda rngs: nnx.BatchNorm(8, use_running_average=True, rngs=rngs), far, running),
         ("Linear", lambda rngs: nnx.Linear(8, 4, rngs=rngs), A, bias),
         ("LinearGeneral", lambda rngs: nnx.LinearGeneral(8, (2, 2), rngs=rngs), A, bias),
         ("Conv", lambda rngs: nnx.Conv(8, 4, (3, 3), rngs=rngs), image, bias),
         ("ConvTranspose", lambda rngs: nnx.ConvTranspose(8, 4, (2, 2), rngs=rngs), image, bias),
-        ("LoRA", lambda rngs: nnx.LoRA(8, 2, 4, rngs=rngs), A, of_largest(2, "two products")),
+        ("LoRA", lambda rngs: nnx.LoRA(8, 2, 4, rngs=rngs), A, of_largest(0.76, "two products")),
         ("MultiHeadAttention", lambda rngs: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs), sequence, attention),
     ):
         yield Case(f"nnx.{name}", nnx_layer(make), (x,), tolerance)
