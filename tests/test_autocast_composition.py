@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, cosine, half, normal, operations, products
+from autocast_tools import HALVES, compiled, cosine, half, normal, operations, products
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
@@ -300,3 +300,31 @@ def test_what_it_keeps_between_calls_goes_with_the_function():
     del fun
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w: jnp.zeros((8, 8)).at[jnp.array([0, 1, 1, 3])].max(x @ w) @ w,
+        lambda x, w: jax.ops.segment_min(x @ w, jnp.array([0, 1, 2, 2]), 3) @ w,
+        lambda x, w: (x @ w).at[0].apply(lambda v: jnp.tanh(v) * 2) @ w,
+        lambda x, w: jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh(), PartitionSpec("batch")))(x, w) @ w,
+        lambda x, w: jax.new_ref(x @ w)[...] @ w,
+    ],
+)
+def test_parameters_that_speak_of_dtypes_and_places_are_right_after_it(fun):
+    assert np.allclose(compiled(half(fun))(X, W), fun(X, W), atol=0.05)
+
+
+def test_code_of_another_half_dtype_does_not_go_through_the_policys():
+    def fun(x, w):
+        large = jnp.exp(x @ w + 15)
+        return jax.jit(jnp.matmul)(large, w) + large.T.T @ w
+
+    x, w = jnp.zeros((4, 8), jnp.bfloat16), jnp.eye(8, dtype=jnp.bfloat16)
+    assert bool(jnp.isfinite(half(fun, "mixed_float16")(x, w)).all())
+
+
+def test_nothing_leaks():
+    with jax.checking_leaks():
+        half(network)(X, W)

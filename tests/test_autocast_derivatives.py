@@ -258,3 +258,38 @@ def test_a_custom_vjp_is_told_what_has_no_derivative():
     gradient = jax.grad(half(lambda w: jnp.sum(product(X, w)[0])))(W)
     assert (False, True) in seen and [False, True] in seen
     assert cosine(gradient, jax.grad(lambda w: jnp.sum(X @ w))(W)) > 0.9999
+
+
+def test_a_rule_may_save_python_values():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def backward(residuals, g):
+        x, w, scale, wanted = residuals
+        return scale * (g @ w.T), x.T @ g if wanted else None
+
+    product.defvjp(lambda x, w: (x @ w, (x, w, 2.0, True)), backward)
+    for transform in (lambda f: f, jax.jit):
+        gradient = transform(jax.grad(half(lambda w: jnp.sum(product(X, w)))))(W)
+        assert cosine(gradient, jax.grad(lambda w: jnp.sum(X @ w))(W)) > 0.9999
+
+
+def test_the_gradient_of_one_example_is_half_both_ways():
+    def fun(w):
+        return jnp.sum(jnp.tanh(X[0] @ w))
+
+    assert products(jax.grad(half(fun)), W) == products(half(jax.grad(fun)), W) == ["bfloat16"] * 2
+
+
+def test_rules_may_close_over_arrays():
+    scale = jnp.arange(8.0)
+    jvp = jax.custom_jvp(lambda x: x * scale)
+    jvp.defjvp(lambda p, t: (jvp(*p), t[0] * scale))
+    vjp = jax.custom_vjp(lambda x: x * scale)
+    vjp.defvjp(lambda x: (x * scale, scale), lambda res, g: (g * res,))
+
+    def fun(w):
+        return jnp.sum(vjp(jvp(X @ w) @ w) @ w)
+
+    assert cosine(*compiled(lambda w: (jax.grad(half(fun))(w), jax.grad(fun)(w)))(W)) > 0.999

@@ -77,9 +77,10 @@ def test_squares_that_are_summed_do_not_overflow_float16():
     assert np.allclose(norm(x, W), 8**-0.5, rtol=1e-3)
 
 
-def test_a_tiny_epsilon_does_not_vanish_in_float16():
+@pytest.mark.parametrize("epsilon", [1e-12, jnp.float32(1e-12), np.array([2.0, 1e-12] * 4, np.float32)])
+def test_a_tiny_epsilon_does_not_vanish_in_float16(epsilon):
     def fun(x):
-        return x / (jnp.abs(x) + 1e-12)
+        return x / (jnp.abs(x) + epsilon)
 
     assert bool(jnp.all(jnp.isfinite(half(between(fun), "mixed_float16")(jnp.zeros((2, 8)), W))))
 
@@ -207,3 +208,20 @@ def test_who_asks_for_half_gets_a_half_product_of_log_probabilities():
     assert products(half(loss), jnp.ones((4, 8)), W) == ["bfloat16", "float32"]
     overrides = {"primitive:dot_general": "half"}
     assert products(half(loss, overrides=overrides), jnp.ones((4, 8)), W) == ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize(
+    "norm", [lambda v: jnp.vdot(v, v), lambda v: jnp.einsum("bi,bi->b", v, v).sum(), lambda v: jnp.sum(v @ v.T[:, :1])]
+)
+def test_a_sum_of_products_is_no_matrix_product(norm):
+    v = jnp.full((1, 4096), 10.0)
+    assert np.isclose(half(lambda v, w: (norm(v), w @ w), "mixed_float16")(v, W)[0], 409600.0)
+
+
+def test_what_is_subtracted_before_a_float32_scale_is_subtracted_in_float32():
+    def fun(x, mean, scale, w):
+        return (x @ w - mean) * jax.lax.rsqrt(scale) @ w
+
+    x = (10 + 0.3 * normal(10, 4, 8)).astype(jnp.bfloat16).astype(jnp.float32)
+    args = (x, jnp.full(8, 10.03), jnp.full(8, 0.1), W)
+    assert np.allclose(half(fun)(*args), fun(*args), rtol=2**-8)

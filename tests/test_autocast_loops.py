@@ -187,9 +187,28 @@ def test_branches_have_one_colour():
     assert eqn.outvars[0].aval.dtype == jnp.bfloat16
 
 
-def test_a_while_loop_whose_condition_reads_the_carry():
+def test_a_while_loop_whose_condition_reads_what_it_computes_is_float32():
     def fun(x, w):
         return jax.lax.while_loop(lambda h: jnp.sum(h**2) > 0.1, lambda h: jnp.tanh(h @ w) * 0.5, x) @ w
 
-    assert carries(half(fun), X, W) == ["bfloat16"]
-    assert np.allclose(half(fun)(X, W), fun(X, W), atol=0.02)
+    assert carries(half(fun), X, W) == ["float32"]
+    assert products(half(fun), X, W) == ["float32", "bfloat16"]
+
+
+def test_a_loop_that_ends_when_it_has_converged_is_float32():
+    def fun(x, w):
+        def body(carry):
+            z, _, n = carry
+            new = jnp.tanh(z @ w + x)
+            return new, jnp.max(jnp.abs(new - z)), n + 1
+
+        return jax.lax.while_loop(lambda carry: (carry[1] > 1e-6) & (carry[2] < 500), body, (x, jnp.float32(1), 0))
+
+    assert half(fun)(X, W)[2] == fun(X, W)[2] < 500
+
+
+def test_a_loop_over_float_time_is_half():
+    def fun(x, w):
+        return jax.lax.while_loop(lambda c: c[0] < 1.0, lambda c: (c[0] + 0.3, jnp.tanh(c[1] @ w)), (0.0, x))[1] @ w
+
+    assert set(products(half(fun), X, W)) == {"bfloat16"}

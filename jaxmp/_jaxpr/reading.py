@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.extend.core as jex_core
-from jax._src import source_info_util
+from jax._src import core, source_info_util
 from jax.extend.core import Literal
 
 Names = tuple[str, ...]
@@ -114,6 +115,19 @@ def _is_special_code(code: Any) -> bool:
 
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
+
+
+def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
+    """The results of an open jaxpr as it stands."""
+    return list(core.eval_jaxpr(jaxpr, consts, *args))
+
+
+def in_dtype_of_scatter(jaxpr: Any, dtype: Any) -> Any | None:
+    """The update function of a scatter for another dtype; None if it is more than one operation."""
+    if len(jaxpr.eqns) > 1:
+        return None
+    scalars = [jax.ShapeDtypeStruct((), dtype) for _ in jaxpr.invars]
+    return opened(jax.make_jaxpr(lambda *args: evaluate(jaxpr, [], args))(*scalars))[0]
 
 
 @contextlib.contextmanager

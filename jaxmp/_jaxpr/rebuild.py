@@ -66,17 +66,18 @@ def _jit(params: Any, function: Body) -> Body:
         options["inline"] = params["inline"]
     if params["compiler_options_kvs"]:
         options["compiler_options"] = dict(params["compiler_options_kvs"])
-    return jax.jit(named(function, params["name"]), **options)
+    # A tuple, as the shardings of results are.
+    return jax.jit(named(lambda *args: tuple(function(*args)), params["name"]), **options)
 
 
 def _is_unspecified(sharding: Any) -> bool:
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
-def named(function: Body, name: str) -> Body:
+def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """``function`` under another name, which compiled programs and profiles show."""
 
-    def call(*args: Any) -> list[Any]:
+    def call(*args: Any) -> Any:
         return function(*args)
 
     call.__name__ = call.__qualname__ = name
@@ -171,6 +172,14 @@ def without_consts(jaxpr: Any) -> Any:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
+def _evaluate(rule: Rule, traced: tuple[Any, list[Any]], args: Values, dtypes: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced rule; the constants of one are its first arguments from JAX 0.11 on."""
+    jaxpr, consts = traced
+    if jaxpr.constvars:
+        return rule.evaluate((jaxpr, consts), args, dtypes)
+    return rule.evaluate((jaxpr, []), [*consts, *args], dtypes)
+
+
 def _custom_jvp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[Any]:
     params = eqn.params
     # The constants are what the function closed over; a custom_jvp has no derivative with respect to them.
@@ -186,7 +195,7 @@ def _custom_jvp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
         dtypes = [result.dtype for result in results]
         nonzero = [tangent for tangent in tangents if not isinstance(tangent, SymbolicZero)]
         tangent_dtypes = [dtype for dtype, zero in zip(dtypes, out_zeros, strict=True) if not zero]
-        out = rule.evaluate((jaxpr, rule_consts), [*primals, *nonzero], [*dtypes, *tangent_dtypes])
+        out = _evaluate(rule, (jaxpr, rule_consts), [*primals, *nonzero], [*dtypes, *tangent_dtypes])
         primals_out, tangents_out = out[: len(dtypes)], iter(out[len(dtypes) :])
         return primals_out, [
             SymbolicZero(jax.typeof(primal).to_tangent_aval()) if zero else next(tangents_out)
@@ -219,7 +228,7 @@ def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
         _, residual_tree, forwarded = params["out_trees"]()
         saved = residual_tree.num_leaves - sum(position is not None for position in forwarded)
         results = jax.eval_shape(lambda *args: function(*consts, *args), *args)
-        out = rule.evaluate(jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
+        out = _evaluate(rule, jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
         new = iter(out[:saved])
         return out[saved:], [next(new) if position is None else args[position] for position in forwarded]
 
@@ -229,12 +238,12 @@ def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
         in_avals = [atom.aval for atom in eqn.invars[count:]]
         written = [next(new) if position is None else in_avals[position] for position in forwarded]
         written += [var.aval.to_ct_aval() for var in eqn.outvars]
-        # Symbolic zeros and the cotangents of integers are no operands of a program.
+        # Symbolic zeros, Python values and the cotangents of integers are no operands of a program.
         given = [
             SymbolicZero(aval) if isinstance(value, SymbolicZero) else value
             for value, aval in zip([*residuals, *cotangents], written, strict=True)
         ]
-        floating = [n for n, value in enumerate(given) if not isinstance(value, SymbolicZero) and value.dtype != float0]
+        floating = [n for n, value in enumerate(given) if isinstance(value, jax.Array) and value.dtype != float0]
         present: list[bool] = []
 
         def flat(*args: Any) -> list[Any]:

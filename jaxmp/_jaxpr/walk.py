@@ -14,9 +14,13 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of ``jaxpr``, open or closed, and of the jaxprs in its equations' parameters."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
-        for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(param):
-                yield from equations(param)
+        for inner in jaxprs_in(eqn):
+            yield from equations(inner)
+
+
+def jaxprs_in(eqn: Any) -> Iterator[Any]:
+    """The jaxprs in an equation's parameters."""
+    yield from filter(_is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr))
 
 
 def _is_jaxpr(param: Any) -> bool:

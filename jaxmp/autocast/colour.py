@@ -25,7 +25,7 @@ from jaxmp.autocast import islands
 from jaxmp.autocast.classes import Class, primitives_of
 from jaxmp.autocast.cycles import on_a_cycle_with
 from jaxmp.autocast.graph import Graph, Node, Step
-from jaxmp.autocast.kinds import Kind
+from jaxmp.autocast.kinds import Kind, State
 from jaxmp.autocast.rules import MONOTONE, MOVES
 
 _FLOAT32 = np.dtype(np.float32)
@@ -44,16 +44,6 @@ class Colour(enum.IntEnum):
     FULL = 3
     ROUND = 4
     """In float32, its result rounded to half."""
-
-
-class State(enum.IntEnum):
-    """What a value brings along to the operations that read it."""
-
-    NEUTRAL = 0
-    """An argument, or made from arguments only."""
-    HALF = 1
-    FULL = 2
-    STRICT = 3
 
 
 def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bool = False) -> bool:
@@ -75,19 +65,26 @@ def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bo
         return False
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
     _spread([*products, *halves], "has_half", "users")
+    if islands.keep_searches(graph):
+        products = [node for node in products if node.kind is Kind.HALF]
+        for node in nodes:
+            node.has_half = False
+        _spread([*products, *halves], "has_half", "users")
+    products += islands.take_outer_products(nodes)
     _spread([*products, *results], "leads", "inputs")
     islands.find_activations(nodes)
     islands.extend(nodes)
     _hold_sums(nodes)
     _find_readers([*(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
+    islands.extend_again(nodes)
     for node in nodes:
         node.colour, node.dtype = _paint(node, half)
     _round_softmaxes(graph, half)
     for node in nodes:
         if node.colour == Colour.KEEP and node.inputs:
             node.dtype = node.inputs[0].dtype
-    _move_casts(nodes, half)
+    _move_casts(nodes)
     return True
 
 
@@ -256,16 +253,17 @@ def _round_softmaxes(graph: Graph, half: np.dtype) -> None:
     results = set(graph.body.results)
     for node in islands.softmaxes(graph.nodes):
         if node.colour == Colour.FULL and node.feeds_half and node not in results:
-            node.colour, node.dtype = Colour.ROUND, half
+            node.colour, node.dtype = Colour.ROUND, node.written if node.written.itemsize == 2 else half
 
 
 def _is_half(node: Node) -> bool:
     return node.colour == Colour.HALF
 
 
-def _move_casts(nodes: Sequence[Node], half: np.dtype) -> None:
+def _move_casts(nodes: Sequence[Node]) -> None:
     """Casts before a move that all readers want in half: so a transposed weight is still transposed by the product."""
     for node in reversed(nodes):
         movable = node.kind is Kind.CLEAR and node.name in MONOTONE and len(node.inputs) == 1
-        if movable and node.dtype == _FLOAT32 and node.users and all(map(_is_half, node.users)):
-            node.colour, node.dtype = Colour.HALF, half
+        wanted = {user.dtype for user in node.users}
+        if movable and node.dtype == _FLOAT32 and len(wanted) == 1 and all(map(_is_half, node.users)):
+            node.colour, node.dtype = Colour.HALF, wanted.pop()

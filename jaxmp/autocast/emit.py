@@ -15,6 +15,7 @@ from jaxmp.autocast.classes import Class, primitives_of
 from jaxmp.autocast.colour import Colour, colour, computed_in, operand_dtypes
 from jaxmp.autocast.graph import Body, Node, Step, build
 from jaxmp.autocast.kinds import Kind, is_real
+from jaxmp.autocast.readers import read_in
 from jaxmp.autocast.regions import regions_in
 from jaxmp.autocast.rules import Rules, asks_for_highest
 from jaxmp.autocast.scope import tracing
@@ -80,6 +81,8 @@ def _in_dtype(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
     params = dict(eqn.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
+    if params.get("update_jaxpr") is not None:
+        params["update_jaxpr"] = reading.in_dtype_of_scatter(params["update_jaxpr"], dtype)
     if (
         eqn.primitive.name in _PRODUCTS
     ):  # an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes it was chosen for
@@ -100,8 +103,9 @@ def _with_bodies(step: Step, rules: Rules, operands: list[Any], read_as: Any) ->
                 operands[position] = cast(operands[position], join.dtype)
     if bodies.kind == "call":
         for position, (atom, operand) in enumerate(zip(eqn.invars, step.operands, strict=True)):
-            if operand is not None and operand.has_half and _reads_half(step.inner[0], position):
-                operands[position] = read_as(atom, operand, rules.half)
+            dtype = read_in(step.inner[0], position) if operand is not None and operand.has_half else None
+            if dtype is not None:
+                operands[position] = read_as(atom, operand, dtype)
     functions = [functools.partial(_run, body, rules, _joins_of(step, n)) for n, body in enumerate(step.inner)]
     rule = Rule(functools.partial(_evaluate_rule, rules, step.names), functools.partial(tracing, rules.key))
 
@@ -124,30 +128,6 @@ def _shared(step: Step, rules: Rules, make: Callable[[], Callable[..., Any]]) ->
         rules.programs.clear()
     rules.programs[key] = made
     return made
-
-
-def _reads_half(body: Body, position: int) -> bool:
-    """Whether all who read an operand of a call want it in half: then a call saves no float32 copy of it."""
-    var = body.jaxpr.invars[position]
-    if body.readers is None:
-        body.readers = {}
-        for step in body.steps:
-            for n, atom in enumerate(step.eqn.invars):
-                if not reading.is_literal(atom):
-                    body.readers.setdefault(atom, []).append((step, n))
-    readers = body.readers.get(var, [])
-    return bool(readers) and var not in body.jaxpr.outvars and all(_wants_half(step, n) for step, n in readers)
-
-
-def _wants_half(step: Step, position: int) -> bool:
-    if step.bodies is None:
-        dtype = operand_dtypes(step)[position]
-        return dtype is not None and dtype.itemsize == 2
-    if step.bodies.kind == "call":
-        return _reads_half(step.inner[0], position)
-    carried = position - step.bodies.consts - step.bodies.body_consts
-    join = step.joins[carried] if step.bodies.carry > carried >= 0 else None
-    return join is not None and join.dtype.itemsize == 2
 
 
 def _joins_of(step: Step, position: int) -> list[Node | None]:
@@ -183,14 +163,14 @@ def coloured(
     graph = build(*jaxpr, rules, names)
     for node, value in zip(graph.sources, args, strict=True):
         if node is not None:
-            node.dtype = np.dtype(value.dtype)
+            node.dtype = np.dtype(jax.typeof(value).dtype)
     wanted = [
         node
         for node, dtype in zip(graph.body.results, dtypes, strict=True)
         if node is not None and dtype is not None and np.dtype(dtype).itemsize == 2
     ]
-    colour(graph, rules.half, wanted, force)
-    results = evaluate(graph.body, rules, args)
+    changed = colour(graph, rules.half, wanted, force)
+    results = evaluate(graph.body, rules, args) if changed else reading.evaluate(*jaxpr, args)
     return [
         value if dtype is None or not is_real(jax.typeof(value)) else cast(value, dtype)
         for value, dtype in zip(results, dtypes, strict=True)

@@ -101,22 +101,25 @@ class Graph:
     nodes: list[Node]
     body: Body
     sources: list[Node | None]
+    searches: list[tuple[list[Node], slice]]
+    """Of each while loop the carries that its condition reads, and the nodes inside it."""
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()) -> Graph:
     """The graph of an open jaxpr and its constants; ``names`` are the scopes around it."""
     builder = _Builder(rules)
     sources = [builder.source(var.aval) for var in jaxpr.invars]
-    return Graph(builder.nodes, builder.body(jaxpr, consts, sources, names), sources)
+    return Graph(builder.nodes, builder.body(jaxpr, consts, sources, names), sources, builder.searches)
 
 
-_READ = 2**20
-"""Constants of more elements are taken for weights and not looked at."""
+_READ = 2**16
+"""Constants of more elements are taken for weights, and not looked at: it would wait for the device."""
 
 
 class _Builder:
     def __init__(self, rules: Rules) -> None:
         self.nodes: list[Node] = []
+        self.searches: list[tuple[list[Node], slice]] = []
         self.rules = rules
 
     def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "") -> Node | None:
@@ -128,8 +131,12 @@ class _Builder:
 
     def source(self, aval: Any, value: Any = None) -> Node | None:
         node = self.node(Kind.SOURCE, "source", aval, ())
-        # Only what is on the host, where looking at it waits for no device.
-        if node is not None and value is not None and not isinstance(value, jax.Array) and np.size(value) <= _READ:
+        if (
+            node is not None
+            and value is not None
+            and not isinstance(value, jax.core.Tracer)
+            and np.size(value) <= _READ
+        ):
             magnitudes = np.abs(np.asarray(value, np.float32))
             finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
             node.const = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
@@ -138,7 +145,7 @@ class _Builder:
     def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[Node | None], names: reading.Names) -> Body:
         env: dict[Any, Node | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.source(var.aval, value if isinstance(value, np.ndarray) else None)
+            env[var] = self.source(var.aval, value)
 
         def read(atom: Any) -> Node | None:
             return self.source(atom.aval, atom.val) if reading.is_literal(atom) else env[atom]
@@ -191,8 +198,13 @@ class _Builder:
     def enter_while(self, step: Step, bodies: reading.Bodies) -> None:
         start = bodies.consts + bodies.body_consts
         carry = self.carry(step, start, bodies.carry)
+        inside = len(self.nodes)
         self.inner(step, bodies.jaxprs[0], [*step.operands[: bodies.consts], *carry])
+        read = {atom for eqn in step.inner[0].jaxpr.eqns for atom in eqn.invars if not reading.is_literal(atom)}
+        tested = zip(step.inner[0].jaxpr.invars[bodies.consts :], carry, strict=True)
         self.close(carry, self.inner(step, bodies.jaxprs[1], [*step.operands[bodies.consts : start], *carry]))
+        reads = [join for var, join in tested if join is not None and var in read]
+        self.searches.append((reads, slice(inside, len(self.nodes))))
         step.nodes = carry
 
     def close(self, carry: Sequence[Node | None], results: Sequence[Node | None]) -> None:

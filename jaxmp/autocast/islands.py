@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jaxmp.autocast.classes import Class, primitives_of
-from jaxmp.autocast.graph import Node
-from jaxmp.autocast.kinds import PRODUCT, Kind
+from jaxmp.autocast.graph import Graph, Node
+from jaxmp.autocast.kinds import PRODUCT, Kind, State
 
 _LINALG = primitives_of(Class.LINALG)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
@@ -30,6 +30,15 @@ def find_activations(nodes: Sequence[Node]) -> None:
             node.is_activation = any(operand.is_activation for operand in node.inputs)
         elif node.name in _ELEMENTWISE:
             node.is_activation = any(operand.is_activation and operand.shape == node.shape for operand in node.inputs)
+
+
+def take_outer_products(nodes: Sequence[Node]) -> list[Node]:
+    """Makes half the outer products of what products made: the gradient of a weight, of one example."""
+    found = [node for node in nodes if node.kind is Kind.INFER and node.name == "dot_general"]
+    found = [node for node in found if any(operand.has_half for operand in node.inputs)]
+    for node in found:
+        node.kind, node.reason = Kind.HALF, PRODUCT
+    return found
 
 
 def keep_log_probabilities(nodes: Sequence[Node]) -> None:
@@ -51,6 +60,32 @@ def _is_log_softmax(node: Node) -> bool:
 def _is_exponential(node: Node) -> bool:
     node = _origin(node)
     return node.name == "exp" or (node.name == "select_n" and any(_origin(case).name == "exp" for case in node.inputs))
+
+
+def keep_searches(graph: Graph) -> bool:
+    """Makes float32 the products of while loops that end when something computed from them is small enough.
+
+    In half it may never be: a fixed point is met up to half's rounding, and then missed by as much again and again.
+
+    Returns:
+      Whether there was one.
+    """
+    found = False
+    for reads, inside in graph.searches:
+        if any(join.has_half for join in reads):
+            for node in graph.nodes[inside]:
+                if node.kind is Kind.HALF and node.reason == PRODUCT:
+                    node.kind, node.reason, found = Kind.FULL, "in a loop that runs until it converges", True
+    return found
+
+
+def extend_again(nodes: Sequence[Node]) -> None:
+    """Makes float32 what feeds only what float32 was carried on to: the mean that is subtracted before a scale."""
+    for node in reversed(nodes):
+        if node.kind is Kind.INFER and node.state == State.HALF and not _is_stream(node):
+            readers = list(_readers(node))
+            if readers and all(user.state >= State.FULL and user.name != _CAST for user in readers):
+                node.kind, node.state, node.reason = Kind.FULL, State.FULL, f"feeds only {_names(readers)}"
 
 
 def extend(nodes: Sequence[Node]) -> None:

@@ -36,6 +36,17 @@ class Kind(enum.IntEnum):
     """Keeps the dtypes it was written with."""
 
 
+class State(enum.IntEnum):
+    """What a value brings along to the operations that read it."""
+
+    NEUTRAL = 0
+    """An argument, or made from arguments only."""
+    HALF = 1
+    FULL = 2
+    STRICT = 3
+
+
 def is_real(aval: Any) -> bool:
     """Whether autocast may change the dtype of such a value: float32 and the two half formats, and nothing else."""
-    return getattr(aval, "dtype", None) in REAL
+    # A reference has the dtype of what it refers to, and all who read and write it agree on that.
+    return getattr(aval, "dtype", None) in REAL and not hasattr(aval, "inner_aval")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.autocast.classes import Class, classify
 from jaxmp.autocast.colour import Colour, colour, computed_in, operand_dtypes
 from jaxmp.autocast.flops import flops_of
 from jaxmp.autocast.graph import Body, Node, Step, build
 from jaxmp.autocast.patterns import islands_of
+from jaxmp.autocast.readers import read_in
 from jaxmp.autocast.regions import path_of
 from jaxmp.autocast.rules import Rules
 from jaxmp.autocast.why import Reasons, trips_of
@@ -121,18 +123,23 @@ class Writer:
             if node is not None and dtype is not None and _dtype(node, atom) != dtype and not reading.is_literal(atom)
         ]
 
-    def body(self, body: Body, depth: int, trips: int, outer: str = "") -> None:
-        """Notes each equation of a body, which runs ``trips`` times; ``outer`` is the source of the one it is in."""
-        shared: set[Any] = set()
+    def body(self, body: Body, depth: int, trips: int, outer: str = "", shared: Iterable[Any] = ()) -> None:
+        """Notes each equation of a body, which runs ``trips`` times.
+
+        Args:
+          outer: the source of the equation that the body is in.
+          shared: the casts that the body has already, made before it.
+        """
+        shared = set(shared)
         for step in body.steps:
             place = source_of(step.eqn) or outer  # a function of JAX's that was traced before knows no caller
             if step.bodies is not None:
-                self.structured(step, place, depth, trips)
+                self.structured(step, shared, place, depth, trips)
             else:
                 self.leaf(step, body, shared, place, depth, trips)
 
-    def structured(self, step: Step, place: str, depth: int, trips: int) -> None:
-        """Notes an equation with bodies, then what is in them."""
+    def structured(self, step: Step, shared: set[Any], place: str, depth: int, trips: int) -> None:
+        """Notes an equation with bodies, then what is in them; ``shared`` as in :meth:`leaf`."""
         assert step.bodies is not None
         start = step.bodies.consts + step.bodies.body_consts if step.bodies.kind in ("scan", "while") else 0
         carried = dict(enumerate(step.joins, start)) if step.bodies.kind in ("scan", "while") else {}
@@ -140,6 +147,14 @@ class Writer:
         inner_trips = trips * (trips_of(step.eqn) or 1)
         self.unknown_trips += trips_of(step.eqn) is None
         casts = [_cast_bytes(atom, node, carried.get(n)) * trips for n, (atom, node) in enumerate(operands)]
+        given = set()
+        for n, (atom, node) in enumerate(operands if step.bodies.kind == "call" else ()):
+            dtype = read_in(step.inner[0], n) if node is not None and node.has_half else None
+            if dtype is not None and node is not None:
+                given.add((step.inner[0].jaxpr.invars[n], dtype))
+                if node.dtype != dtype and (atom, dtype) not in shared and not reading.is_literal(atom):
+                    casts.append(int(atom.aval.size) * dtype.itemsize * trips)
+                shared.add((atom, dtype))
         for number, body in enumerate(step.inner):
             if step.bodies.kind == "while" and number == 0:
                 continue
@@ -148,12 +163,12 @@ class Writer:
         names = [_name(carried.get(n) or node, atom) for n, (atom, node) in enumerate(operands)]
         self.row(step, names, [size for size in casts if size], self.reasons.of_bodies(step), place, depth, 0)
         for body in step.inner:
-            self.body(body, depth + 1, inner_trips, place)
+            self.body(body, depth + 1, inner_trips, place, given)
 
     def leaf(self, step: Step, body: Body, shared: set[Any], place: str, depth: int, trips: int) -> None:
         """Notes an equation without bodies; ``shared`` are the casts that the body has already."""
         eqn, node = step.eqn, step.node
-        host = {var for var, v in zip(body.jaxpr.constvars, body.consts, strict=False) if not isinstance(v, jax.Array)}
+        host = {var for var, v in zip(body.jaxpr.constvars, body.consts, strict=True) if not isinstance(v, jax.Array)}
         names, casts = [], []
         for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True):
             names.append(_name(operand, atom) if dtype is None else dtype.name)
@@ -175,10 +190,13 @@ class Writer:
         self.decided(eqn, step, place, depth, trips)
 
     def decided(self, eqn: Any, outer: Step, outer_place: str, depth: int, trips: int) -> None:
-        """What is in an equation that an autocast inside has decided, and so keeps its dtypes."""
+        """What is in an equation that autocast does not look into, or one inside has decided: it keeps its dtypes."""
         bodies = reading.bodies_of(eqn)
         depth, trips = depth + 1, trips * (trips_of(eqn) or 1)
-        for jaxpr in bodies.jaxprs if bodies is not None else ():
+        jaxprs = bodies.jaxprs if bodies is not None else ()
+        if bodies is None and classify(eqn.primitive.name) in (Class.RECURSE, Class.LINALG):
+            jaxprs = tuple(jaxprs_in(eqn))
+        for jaxpr in jaxprs:
             for inner in reading.opened(jaxpr)[0].eqns:
                 step = Step(inner, (*outer.names, *reading.names_of(inner)), [], [], outer.kind, outer.reason)
                 names = [_name(None, atom) for atom in inner.invars]
@@ -258,11 +276,7 @@ def source_of(eqn: Any) -> str:
     if place is None:
         return ""
     file, line = place
-    return "" if file.startswith(_OWN) else f"{_from_package(file)}:{line}"
-
-
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_OWN = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "_jaxpr") + os.sep)
+    return f"{_from_package(file)}:{line}"
 
 
 @functools.cache

@@ -82,7 +82,7 @@ class Rules:
         self.primitives: set[str] = set()
         info = jax.numpy.finfo(self.half)
         self.largest, self.smallest = float(info.max), float(info.smallest_normal)
-        self._path_rule = functools.lru_cache(maxsize=None)(self._find_path_rule)
+        self._path_rules = functools.lru_cache(maxsize=None)(self._find_path_rules)
 
     def is_decided(self, names: reading.Names) -> bool:
         """Whether what stands in these scopes was written by an autocast inside this one."""
@@ -142,9 +142,8 @@ class Rules:
 
     def asked_of(self, name: str, names: reading.Names) -> tuple[str, str] | None:
         """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
-        rule = self._path_rule(path_of(names))
-        if rule is not None:
-            self.matched.add(rule)
+        paths = self._path_rules(path_of(names))
+        self.matched.update(paths)
         operation = next((keys[name] for keys in self.operations.values() if name in keys), None)
         for keys in self.operations.values():
             if name in keys:
@@ -152,13 +151,13 @@ class Rules:
         region = level_of(names)
         if region is not None:
             return region, f"region jaxmp.precision({region!r})"
-        if rule is not None:
-            return self.paths[rule], f"override {rule!r}"
+        if paths:
+            return self.paths[paths[0]], f"override {paths[0]!r}"
         return None if operation is None else (operation[1], f"override {operation[0]!r}")
 
-    def _find_path_rule(self, path: reading.Names) -> str | None:
+    def _find_path_rules(self, path: reading.Names) -> list[str]:
         prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
-        return next((key for key in self.paths if any(matches(key, prefix, None) for prefix in prefixes)), None)
+        return [key for key in self.paths if any(matches(key, prefix, None) for prefix in prefixes)]
 
     def _kind_of_cast(self, eqn: Any) -> tuple[Kind, str]:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
@@ -179,6 +178,8 @@ class Rules:
             return (Kind.HALF, PRODUCT) if written.itemsize == 2 else (Kind.KEPT, "the author's dtypes")
         if eqn.primitive.name == "dot_general" and _is_outer(eqn):
             return Kind.INFER, "an outer product"
+        if eqn.primitive.name == "dot_general" and _is_inner(eqn):
+            return Kind.FULL, "a sum of products, not a matrix product"
         return Kind.HALF, PRODUCT
 
     def _kind_by_constants(self, name: str, operands: Sequence[Node | None]) -> tuple[Kind, str]:
@@ -210,11 +211,22 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def _names_a_dtype(eqn: Any) -> bool:
-    """Whether a parameter fixes the dtype of a result, as ``out_dtype`` of ``mul`` does."""
-    return eqn.params.get("out_dtype") is not None
+    """Whether a parameter fixes the dtype of a result: ``out_dtype`` of ``mul``, a function that a scatter applies."""
+    update = eqn.params.get("update_jaxpr")
+    return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
 
 
 def _is_outer(eqn: Any) -> bool:
     """Whether a product sums nothing: then it is a multiplication, of positions and frequencies for instance."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
+
+
+def _is_inner(eqn: Any) -> bool:
+    """Whether a product leaves one number for each batch: a norm or a similarity, which gains nothing in half."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    return all(
+        size == 1 or axis in (*contracted[n], *batch[n])
+        for n in (0, 1)
+        for axis, size in enumerate(eqn.invars[n].aval.shape)
+    )

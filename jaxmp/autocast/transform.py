@@ -97,13 +97,13 @@ class Traced:
             filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
             args, kwargs = jax.tree.unflatten(tree, filled)
             results = fun(*args, **kwargs)
-            self._results, self._tree = jax.tree.flatten(results)
-            return [leaf for leaf in self._results if is_array(leaf)]
+            leaves_out, self._tree = jax.tree.flatten(results)
+            self._results = [_ARRAY if is_array(leaf) else leaf for leaf in leaves_out]  # tracers die with the trace
+            return [leaf for leaf in leaves_out if is_array(leaf)]
 
         with tracing(rules.key):
             closed = jax.make_jaxpr(flat)(*self.operands)
         self.jaxpr = reading.opened(closed)
-        self._results = [_ARRAY if is_array(leaf) else leaf for leaf in self._results]  # tracers die with the trace
 
     def result_dtypes(self, policy: Policy) -> list[Any]:
         """The dtypes that the results have: their own, or in a policy without float32 results its output dtype."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxmp.autocast.classes import Class, classify
-from jaxmp.autocast.colour import Colour, State
+from jaxmp.autocast.colour import Colour
 from jaxmp.autocast.graph import Body, Graph, Node, Step
-from jaxmp.autocast.kinds import Kind
+from jaxmp.autocast.kinds import Kind, State
 from jaxmp.autocast.patterns import Island
 
 _FULL = (Kind.FULL, Kind.STRICT)
