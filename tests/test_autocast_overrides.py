@@ -160,3 +160,8 @@ def test_o1_is_mixed_float16():
 
 def test_what_is_asked_for_happens_without_a_product_too():
     assert dtypes_of("exp", half(jnp.exp, overrides={"primitive:exp": "half"}), X) == ["bfloat16"]
+
+
+def test_a_shape_is_no_argument():
+    with pytest.raises(TypeError, match=r"takes arrays, got ShapeDtypeStruct.*use jaxmp\.cast_plan"):
+        half(model)(jax.ShapeDtypeStruct((4, 8), jnp.float32), W)

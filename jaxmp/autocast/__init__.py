@@ -3,50 +3,58 @@
 ``autocast(fun, policy)`` traces ``fun`` as it is written, decides on the whole program, and computes it with each
 operation in its precision. ``cast_plan(fun, policy)(*args)`` shows the decisions and runs nothing. What it means:
 
-**What is half.** Matrix products and convolutions take operands of the policy's compute dtype, accumulate in float32
-and return the compute dtype. So does what stands between two of them by any path: biases, activations, dropout, the
-residual stream. What leads to no product (the last bias, a loss) and what is made of arguments only stays as it was
-written. A function without a product is not changed at all.
+**What is half.** Matrix products and convolutions take operands of the policy's compute dtype and return it; XLA adds
+their terms up in float32. So is what stands between two of them by any path: biases, activations, dropout, the residual
+stream. What leads to no product (the last bias, a loss) and what is made of arguments only stays as it was written. A
+function without a product is not changed, but for the results of a pure policy.
 
-**What is float32.** Exponentials, logarithms, powers and special functions; sums and all that accumulates, scatters
-that add included; factorisations and Fourier transforms; products of the highest precision. Islands are float32 from
-their first operation on: a softmax (rounded where it ends if a product reads it), log-softmax, logsumexp, variances
-and norms, squared errors, masks and other constants that half cannot hold, what a factorisation reads. A float32 value
-makes float32 what is computed from it, up to the next product or activation, but not a residual stream that it joins.
+**What is float32.** Exponentials, logarithms, ``pow``, trigonometric and special functions; sums and all that
+accumulates, scatters that add included; products that leave one number (``vdot``); factorisations and Fourier
+transforms; products of the highest precision. Islands are float32 from their first operation on: a softmax (rounded
+where it ends if a product reads it), log-softmax, logsumexp, variances and norms, squared errors, masks and other
+constants that half cannot hold, what a factorisation reads. A float32 value makes float32 what is computed from it, up
+to the next product or activation, but not a residual stream that it joins.
 
 **Loops.** A carry has one dtype: half if a product lies on its way round, float32 if it only adds up. Weights stay
-float32 arguments, cast at each use, so that the cotangents of all uses are summed in float32.
+float32 arguments, cast at each use, so that the cotangents of all uses are summed in float32. A while loop whose
+condition reads what products computed is float32 as a whole: half would never converge.
 
 **Derivatives.** ``grad(autocast(f))`` differentiates the half program: its backward products are half and what it
 saves is half. Rules of ``custom_jvp`` and ``custom_vjp`` are kept, and run under the same policy. ``checkpoint`` keeps
 its policy. ``autocast(grad(f))`` has the same products.
 
 **What is left alone.** Integers, bools, keys, float64, complex numbers and fp8; random bits; an ``astype`` of the
-author that rounds; kernels, callbacks and references, and every primitive that jaxmp does not know. Results keep their
-dtypes (a pure policy such as ``"bfloat16"`` casts them to its output dtype). What another autocast has written inside.
+author that rounds; kernels, callbacks and references; every primitive that jaxmp does not know; what another autocast
+inside has written. Results keep their dtypes (a pure policy such as ``"bfloat16"`` casts them to its output dtype).
 
 **Who decides otherwise**, the most specific first: ``with jaxmp.precision("float32"):`` around code; an override by
-path of modules or scopes; by primitive; by class of primitives (:mod:`jaxmp.autocast.classes`).
+path of modules or scopes, the first that matches; by primitive; by class of primitives
+(:mod:`jaxmp.autocast.classes`). ``"half"`` is meant literally, for islands too; only factorisations stay float32.
 
 **Attention.** While a function is traced, a float32 call of ``jax.nn.dot_product_attention`` casts to half and runs
-on cuDNN's fused kernel, on a GPU that has one for it; ``implementation="xla"`` and float32 regions are respected.
+on cuDNN's fused kernel, on a GPU that has one for it; ``implementation="xla"``, float32 regions and overrides are
+respected.
 
 Sharp edges:
 
 - An ``astype(float32)`` of what is float32 already leaves no trace, nor does a module's ``dtype=float32``: mark the
-  code with :func:`jaxmp.precision`, or override its path.
+  code with :func:`jaxmp.precision`, or override its path. Python code that asks for a dtype sees what was written.
 - Put autocast around the loss, not around a loop that updates params: params carried round a loop with products in it
   look like a residual stream, and would be carried in half.
+- An override sees the operations of ``fun``. Those of its derivative are there in ``autocast(grad(fun))`` only.
 - Names of modules are on the name stack of Linen; NNX puts none there, :func:`jaxmp.nnx.apply_policy` does.
 - ``from jax.nn import dot_product_attention`` before the trace keeps JAX's function, which runs in half but not on
-  cuDNN.
+  cuDNN; what is inside another ``jit`` is asked for its own scopes only.
+- Constants of more than 65,536 elements are not looked at, nor are arguments: ``finfo.min`` in one that others than a
+  softmax read becomes -inf.
 - float16 has float16's range: a product beyond 65504 is infinite, and gradients want a loss scale. XLA's float16
-  ``logistic`` is 0 below -11.
-- A program that reads its own dtypes (``x.dtype == float32``) sees what was written, not what will run.
-- The bodies of ``custom_vmap``, ``linear_call`` and of kernels are not looked into; the plan lists their products.
+  ``logistic`` is 0 below -11. ``jax.random.multivariate_normal`` multiplies, in half.
+- The bodies of ``custom_vmap``, ``linear_call``, solvers and kernels are not looked into; the plan has a row for each
+  product in them. ``custom_vjp(optimize_remat=True)`` has its forward product in float32 under ``grad``.
+- A custom rule that closes over a traced value fails under ``grad(autocast(f))``, as it does under ``grad(jit(f))``.
 
 The colouring follows TensorFlow's ``auto_mixed_precision`` graph pass, the scheme of float32 params and half products
-Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
+Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740. docs/autocast.md shows it in pictures.
 """
 
 from __future__ import annotations
@@ -64,7 +72,8 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
     float32, the rest in what its neighbours have; :mod:`jaxmp.autocast` states the rules, :func:`jaxmp.cast_plan`
     shows the decisions. ``fun`` is traced as it is written, on its own dtypes, and stays unedited: its params stay
     float32, its results have the dtypes that they had (under a pure policy such as ``"bfloat16"``: the output dtype).
-    It composes with every transformation of JAX, around it and inside it.
+    It composes with JAX's transformations, around it and inside it. The model is TensorFlow's ``auto_mixed_precision``
+    graph pass.
 
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Arguments that are no arrays (Python numbers, strings,
@@ -75,10 +84,15 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
         ``"class:accumulation"`` to ``"float32"`` or ``"half"``. A path goes before an operation, a region marked with
         :func:`jaxmp.precision` before both.
 
+    Returns:
+      A function of the same arguments; under ``jit`` it costs its casts, without it is traced in every call.
+
     Raises:
-      ValueError: the policy has no half compute dtype; float16 on a TPU; an override is none, or (in the call) matched
-        nothing.
-      TypeError: the policy is a PolicyMap.
+      ValueError: the policy has no half compute dtype; float16 on a TPU; an override asks for another level, names no
+        primitive or class that there is (``UnknownOperationError``), or (in the call) matched nothing; ``"float32"``
+        outside of any other autocast (in the call).
+      TypeError: the policy is a PolicyMap, a key of the overrides no string; an argument is a ShapeDtypeStruct, which
+        :func:`jaxmp.cast_plan` takes (in the call).
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(jax.nn.relu(x @ w) @ w)

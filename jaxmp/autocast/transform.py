@@ -34,6 +34,7 @@ def transformed(fun: F, policy: Any, overrides: Mapping[str, str] | None) -> F:
                 return fun(*args, **kwargs)
             return _in_float32(fun, one_policy, args, kwargs)
         check_backend(one_policy)
+        refuse_shapes(args, kwargs)
         rules = Rules(one_policy.compute_dtype, overrides, {} if reading.is_tracing() else programs)
         traced = Traced(fun, args, kwargs, rules)
         dtypes = traced.result_dtypes(one_policy)
@@ -68,6 +69,16 @@ def check_backend(policy: Policy) -> None:
             "autocast needs a backend that multiplies in the policy's compute dtype, got float16 on a TPU, whose "
             "matrix unit has bfloat16 only; use 'mixed_bfloat16'"
         )
+
+
+def refuse_shapes(args: Any, kwargs: Any) -> None:
+    """Raises a TypeError if an argument has a shape and no value."""
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"a function under autocast takes arrays, got {leaf}; use jaxmp.cast_plan(fun, policy) to see the "
+                "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
+            )
 
 
 def _in_float32(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
