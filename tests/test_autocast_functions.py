@@ -11,18 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_zoo import (
-    PARTS,
-    Case,
-    after_a_product,
-    arguments,
-    between_products,
-    compiled,
-    float64,
-    gradient,
-    table,
-    ulps,
-)
+from autocast_cases import Case
+from autocast_tools import compiled
+from autocast_zoo import PARTS, after_a_product, arguments, between_products, float64, gradient, table, ulps
 
 import jaxmp
 from jaxmp._jaxpr.walk import PRODUCTS, equations

@@ -1,0 +1,209 @@
+"""The plan says what autocast emits: casts, dtypes, and the islands by name."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen
+from jax import lax
+from plan_tools import custom, looped, plan, rows, shape
+
+import jaxmp
+from jaxmp._jaxpr import reading
+
+
+def attention(x, w):
+    q = (x @ w).reshape(4, 2, 4)
+    scores = jnp.einsum("qhd,khd->hqk", q, q)
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), q).reshape(4, 8) @ w
+
+
+def branched(x, w):
+    y = x @ w
+    return lax.cond(y[0, 0] > 0, lambda: y @ w, lambda: lax.exp(y)) @ w
+
+
+def until(x, w):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, lax.tanh(c[1] @ w)), (0, x))[1]
+
+
+def cross_entropy(x, w):
+    return optax.softmax_cross_entropy_with_integer_labels(x @ w, jnp.zeros(4, "int32")).mean()
+
+
+def remat(x, w):
+    return jnp.sum(jax.checkpoint(lambda x: lax.tanh(x @ w) @ w)(x))
+
+
+def shared(x, w):
+    y = x @ w
+    return lax.exp(y) + lax.log(y) + lax.reduce_sum(y, (0, 1)), y @ w, w + 1.0, x @ w
+
+
+def clipped(x, w):
+    return jnp.clip(x @ w, 0.0, 2.0) @ w  # its bounds are converted from float32 to float32
+
+
+FUNCTIONS = {
+    "clipped": clipped,
+    "attention": attention,
+    "looped": looped,
+    "branched": branched,
+    "until": until,
+    "custom": custom,
+    "cross_entropy": cross_entropy,
+    "remat": remat,
+    "shared": shared,
+    "grad of attention": jax.grad(lambda x, w: jnp.sum(attention(x, w)), (0, 1)),
+    "grad of looped": jax.grad(lambda x, w: looped(x, w)[0][1], (0, 1)),
+    "grad of custom": jax.grad(custom, (0, 1)),
+    "grad of cross_entropy": jax.grad(cross_entropy, 1),
+    "grad of remat": jax.grad(remat, (0, 1)),
+    "vmap": jax.vmap(attention, (None, 0)),
+    "jit": jax.jit(lambda x, w: jax.jit(attention)(x, w) * 2),
+}
+ARGS = {"vmap": (shape(4, 8), shape(3, 8, 8))}
+
+
+def leaves(jaxpr):
+    """The equations without bodies, those in bodies included."""
+    for eqn in jaxpr.eqns:
+        bodies = reading.bodies_of(eqn)
+        if bodies is None:
+            yield eqn
+        for body in bodies.jaxprs if bodies is not None else ():
+            yield from leaves(reading.opened(body)[0])
+
+
+def is_cast(eqn):
+    """Whether an equation casts one floating dtype to another."""
+    dtypes = (
+        (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) if eqn.primitive.name == "convert_element_type" else ()
+    )
+    return len(set(dtypes)) == 2 and all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+
+
+def emitted(fun, policy, args):
+    """Primitive, operand dtypes and result dtypes of what computes floats; and the casts, in bytes."""
+    operations, casts = [], []
+    for eqn in leaves(jax.make_jaxpr(jaxmp.autocast(fun, policy))(*args)):
+        if is_cast(eqn):
+            casts.append(eqn.outvars[0].aval.size * eqn.outvars[0].aval.dtype.itemsize)
+        elif eqn.primitive.name != "convert_element_type":
+            dtypes = (tuple(str(atom.aval.dtype) for atom in atoms) for atoms in (eqn.invars, eqn.outvars))
+            operations.append((eqn.primitive.name, *dtypes))
+    return collections.Counter(row for row in operations if "float" in str(row)), casts
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float16"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_plan_says_what_autocast_emits(name, policy):
+    args = ARGS.get(name, (shape(4, 8), shape(8, 8)))
+    operations, casts = emitted(FUNCTIONS[name], policy, args)
+    found = plan(FUNCTIONS[name], *args, policy=policy)
+    half = {"mixed_bfloat16": "bfloat16", "float16": "float16"}[policy]
+    said = collections.Counter()
+    for row in found.rows:
+        if row.cls != "recurse" and row.primitive != "convert_element_type":
+            result = row.result
+            if "rounded once" in row.why:  # the cast is an equation of its own
+                assert result == half
+                result = "float32"
+            if "float" in f"{row.operands} {result}":
+                said[row.primitive, row.operands, tuple(result.split(", "))] += 1
+    assert said == operations
+    assert not any(is_cast(eqn) for eqn in leaves(jax.make_jaxpr(FUNCTIONS[name])(*args)))  # the author's own
+    assert found.summary.casts == len(casts)
+    if "scan" not in {row.primitive for row in found.rows}:
+        assert found.summary.cast_bytes == sum(casts)
+
+
+def test_bytes_of_casts_are_what_they_write_and_shared_casts_stand_once():
+    def fun(x, w):
+        y = x @ w  # x and w: 2 bytes for each of 32 + 64
+        return lax.exp(y), lax.log(y), y @ w  # y to float32 once, w again
+
+    dot, exp, log, again = rows(fun, shape(4, 8), shape(8, 8))
+    assert (dot.casts, dot.cast_bytes) == (2, 2 * (32 + 64))
+    assert (exp.casts, exp.cast_bytes) == (1, 4 * 32)
+    assert (log.casts, log.cast_bytes) == (0, 0)
+    assert (again.casts, again.cast_bytes) == (1, 2 * 64)
+    summary = plan(fun, shape(4, 8), shape(8, 8)).summary
+    assert (summary.casts, summary.cast_bytes) == (5, 192 + 128 + 128 + 4 * 32)  # the last result goes to float32
+
+
+def test_casts_in_a_scan_count_each_trip_and_those_of_its_carry_stand_at_the_scan():
+    def fun(x, w):
+        return lax.scan(lambda x, _: (x @ w, None), x, None, length=7)[0]
+
+    scan, dot = rows(fun, shape(4, 8), shape(8, 8))
+    assert (scan.casts, scan.cast_bytes) == (1, 2 * 32)
+    assert (dot.casts, dot.cast_bytes) == (1, 7 * 2 * 64)
+
+
+# --- islands and the summary
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+ISLANDS = {
+    "softmax": lambda x, w: jax.nn.softmax(x @ w),
+    "log-softmax": lambda x, w: jax.nn.log_softmax(x @ w),
+    "logsumexp": lambda x, w: jnp.log(jnp.sum(lax.exp(x @ w))),
+    "cross-entropy": cross_entropy,
+    "normalisation": lambda x, w: jax.nn.standardize(x @ w),
+    "variance": lambda x, w: jnp.var(x @ w),
+    "standard deviation": lambda x, w: jnp.std(x @ w),
+    "squared error": lambda x, w: jnp.mean((x @ w - x) ** 2),
+    "L2 norm": lambda x, w: unit(x @ w),
+    "cosine similarity": lambda x, w: jnp.sum(unit(x @ w) * unit(x), -1),
+    "softplus": lambda x, w: jax.nn.softplus(x @ w),
+    "sum of squares": lambda x, w: jnp.sum((x @ w) ** 2),
+}
+
+
+@pytest.mark.parametrize("name", ISLANDS)
+def test_an_island_is_found_by_name(name):
+    summary = plan(ISLANDS[name], shape(4, 8), shape(8, 8)).summary
+    expected = {name: 1}
+    if name == "cosine similarity":
+        expected["L2 norm"] = 2
+    assert summary.islands == expected
+
+
+@pytest.mark.parametrize("layer", [linen.LayerNorm(), linen.RMSNorm(), linen.GroupNorm(2), linen.BatchNorm(False)])
+def test_flax_normalisations_are_islands(layer):
+    def fun(x, w):
+        return layer.init_with_output(jax.random.key(0), x @ w)[0]
+
+    assert plan(fun, shape(4, 8), shape(8, 8)).summary.islands == {"normalisation": 1}
+
+
+def test_what_is_no_island_has_no_name():
+    def fun(x, w):
+        y = x @ w
+        return jnp.mean(y), y / (1 + jnp.sum(y)), lax.exp(y), jnp.sum(y * x)
+
+    assert plan(fun, shape(4, 8), shape(8, 8)).summary.islands == {}
+
+
+def test_products_that_stay_float32_are_told_with_their_reason():
+    def fun(x, w):
+        with jax.named_scope("head"):
+            y = x @ w
+        return lax.dot(y, w, precision="highest") @ w
+
+    summary = plan(fun, shape(4, 8), shape(8, 8), overrides={"head": "float32"}).summary
+    line = fun.__code__.co_firstlineno + 3
+    assert summary.full_products == (
+        ("head", "override 'head'"),
+        (f"test_autocast_plan_casts.py:{line}", "the author asks for the highest precision"),
+    )
+    assert (summary.product_flops, summary.half_product_flops) == (3 * 512, 512)
+    assert summary.operations == {"half": 3}
