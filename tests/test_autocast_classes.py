@@ -18,9 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._jaxpr import primitives
 from jaxmp._jaxpr.primitives import installed_primitives
+from jaxmp._jaxpr.reading import is_special
 from jaxmp._jaxpr.walk import equations
 from jaxmp.autocast import classes
 from jaxmp.autocast.classes import Class, UnknownOperationError, classify, primitives_named_by, primitives_of
+from jaxmp.autocast.rules import MONOTONE, MOVES
 
 ALL = frozenset().union(*map(primitives_of, Class))
 X = jax.ShapeDtypeStruct((4, 4), "float32")
@@ -335,3 +337,20 @@ def test_an_override_with_an_unknown_class_lists_the_nearest():
 def test_an_override_of_another_form_says_which_forms_there_are(key):
     with pytest.raises(UnknownOperationError, match=r"is 'primitive:<name>' or 'class:<name>'.*got '" + key):
         primitives_named_by(key)
+
+
+def test_sets_of_primitives_lie_in_the_classes_they_speak_of():
+    assert primitives_of(Class.CLEAR) | {"convert_element_type"} >= MONOTONE
+    assert primitives_of(Class.WIDEST) >= MOVES
+
+
+@pytest.mark.parametrize("name", ["log_ndtr", "betaln", "gammainc", "ndtr"])
+def test_a_special_function_is_known_for_one(name):
+    fun = getattr(jax.scipy.special, name)
+    count = 1 if name.endswith("ndtr") else 2
+    found = list(equations(jax.make_jaxpr(fun)(*[jnp.float32(0.5)] * count)))
+    assert sum(map(is_special, found)) >= 0.8 * len(found)
+
+
+def test_a_function_of_the_users_is_no_special_one():
+    assert not any(map(is_special, equations(jax.make_jaxpr(lambda x: jnp.tanh(x) * 2 + x)(jnp.float32(1)))))

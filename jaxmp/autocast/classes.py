@@ -40,7 +40,7 @@ class Class(enum.StrEnum):
     """Moves, selects or orders data without a rounding: takes the colour of its neighbours, on either side."""
 
     RECURSE = "recurse"
-    """Has a body: what is in it is decided equation by equation."""
+    """Has a body: what is in it is decided equation by equation, where it can be built again; else it is kept."""
 
     OPAQUE = "opaque"
     """Keeps the dtypes it was written with, and the plan says so: its meaning or its code depends on them."""

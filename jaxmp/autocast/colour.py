@@ -64,14 +64,14 @@ def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bo
     if not force and not products and not any(node.kind is Kind.FULL and node.name in _PRODUCTS for node in nodes):
         return False
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
-    _spread([*products, *halves], "has_half", "users")
+    _spread([*products, *halves], "after_product", "users")
     if islands.keep_searches(graph):
         products = [node for node in products if node.kind is Kind.HALF]
         for node in nodes:
-            node.has_half = False
-        _spread([*products, *halves], "has_half", "users")
+            node.after_product = False
+        _spread([*products, *halves], "after_product", "users")
     products += islands.take_outer_products(nodes)
-    _spread([*products, *results], "leads", "inputs")
+    _spread([*products, *results], "before_product", "inputs")
     islands.find_activations(nodes)
     islands.extend(nodes)
     _hold_sums(nodes)
@@ -132,19 +132,21 @@ def _hold_sums(nodes: Sequence[Node]) -> None:
 
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     """Finds what exists in half although it is computed in float32: what products read, and activations before them."""
-    _spread_back(operands, "feeds_half", _moves)
-    _spread_back(operands, "heads_half", lambda user, operand: _moves(user, operand) or _is_elementwise(user, operand))
+    _spread_back(operands, "has_half_copy", _moves)
+    _spread_back(
+        operands, "heads_to_product", lambda user, operand: _moves(user, operand) or _is_elementwise(user, operand)
+    )
     starts = [
         operand
         for node in nodes
-        if node.kind is Kind.INFER and node.heads_half
+        if node.kind is Kind.INFER and node.heads_to_product
         for operand in node.inputs
         if operand.is_activation
-        and not operand.feeds_half
+        and not operand.has_half_copy
         and _is_elementwise(node, operand)
         and node.name not in _AFFINE
     ]
-    _spread_back(starts, "feeds_half", _moves)
+    _spread_back(starts, "has_half_copy", _moves)
 
 
 _AFFINE = frozenset({"add", "sub", "mul", "div"})
@@ -221,12 +223,12 @@ def _state(node: Node) -> State:
 
 def _seen(operand: Node) -> State:
     """The state of an operand for one who infers: a product reads it too, so there is a half copy."""
-    return State.HALF if operand.state is State.FULL and operand.feeds_half else State(operand.state)
+    return State.HALF if operand.state is State.FULL and operand.has_half_copy else State(operand.state)
 
 
 def _continues_stream(add: Node) -> bool:
     """Whether a sum of a half and a float32 operand has no statistic in it, a mean or a logarithm of a sum."""
-    return all(operand.is_activation or not operand.has_half for operand in add.inputs)
+    return all(operand.is_activation or not operand.after_product for operand in add.inputs)
 
 
 def _paint(node: Node, half: np.dtype) -> tuple[Colour, np.dtype]:
@@ -243,7 +245,7 @@ def _paint(node: Node, half: np.dtype) -> tuple[Colour, np.dtype]:
         return Colour.KEEP, node.inputs[0].dtype if node.inputs else node.written
     if node.state >= State.FULL:
         return Colour.FULL, _FLOAT32
-    if node.state is State.HALF and node.leads:
+    if node.state is State.HALF and node.before_product:
         return Colour.HALF, own_half
     return Colour.WRITTEN, node.written
 
@@ -252,7 +254,7 @@ def _round_softmaxes(graph: Graph, half: np.dtype) -> None:
     """Rounds the softmaxes that products read, so that no float32 copy is saved for the derivative."""
     results = set(graph.body.results)
     for node in islands.softmaxes(graph.nodes):
-        if node.colour == Colour.FULL and node.feeds_half and node not in results:
+        if node.colour == Colour.FULL and node.has_half_copy and node not in results:
             node.colour, node.dtype = Colour.ROUND, node.written if node.written.itemsize == 2 else half
 
 

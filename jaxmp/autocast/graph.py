@@ -20,19 +20,37 @@ from jaxmp.autocast.rules import Rules
 
 
 class Node:
-    """A floating value and the operation that makes it."""
+    """A floating value and the operation that makes it.
+
+    Attributes:
+      kind: what it is by itself, for the ``reason``, a text for the plan.
+      name: the primitive, or ``"source"``, ``"carry"``, ``"branches"``.
+      written: the dtype that the author wrote; ``shape``: its shape.
+      inputs, users: the nodes it reads and those that read it.
+      const: of a constant the smallest magnitude but 0, and the largest.
+
+    What colouring finds out:
+
+    Attributes:
+      after_product, before_product: a product (or a half argument, a half result) lies upstream, downstream.
+      is_activation: it has an element for each element of a product, and so is no statistic of many.
+      heads_to_product: each of its elements goes into a product by way of operations on single elements.
+      has_half_copy: it may be computed in float32, but a product or an activation reads it in half.
+      state: a :class:`jaxmp.autocast.kinds.State`, what it brings along to those who read it.
+      colour: a :class:`jaxmp.autocast.colour.Colour`, how it is computed; ``dtype``: what that gives.
+    """
 
     __slots__ = (
+        "after_product",
+        "before_product",
         "colour",
         "const",
         "dtype",
-        "feeds_half",
-        "has_half",
-        "heads_half",
+        "has_half_copy",
+        "heads_to_product",
         "inputs",
         "is_activation",
         "kind",
-        "leads",
         "name",
         "reason",
         "shape",
@@ -47,11 +65,12 @@ class Node:
         self.shape: tuple[int, ...] = aval.shape
         self.inputs: list[Node] = []
         self.users: list[Node] = []
-        self.const: tuple[float, float] | None = None  # of a constant: the smallest magnitude but 0, and the largest
+        self.const: tuple[float, float] | None = None
         for node in inputs:
             self.read(node)
-        # What colouring finds out.
-        self.has_half = self.leads = self.feeds_half = self.heads_half = self.is_activation = False
+        self.after_product = self.before_product = self.has_half_copy = self.heads_to_product = self.is_activation = (
+            False
+        )
         self.state = 0
         self.colour = 0
         self.dtype = self.written

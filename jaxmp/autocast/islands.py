@@ -35,7 +35,7 @@ def find_activations(nodes: Sequence[Node]) -> None:
 def take_outer_products(nodes: Sequence[Node]) -> list[Node]:
     """Makes half the outer products of what products made: the gradient of a weight, of one example."""
     found = [node for node in nodes if node.kind is Kind.INFER and node.name == "dot_general"]
-    found = [node for node in found if any(operand.has_half for operand in node.inputs)]
+    found = [node for node in found if any(operand.after_product for operand in node.inputs)]
     for node in found:
         node.kind, node.reason = Kind.HALF, PRODUCT
     return found
@@ -72,7 +72,7 @@ def keep_searches(graph: Graph) -> bool:
     """
     found = False
     for reads, inside in graph.searches:
-        if any(join.has_half for join in reads):
+        if any(join.after_product for join in reads):
             for node in graph.nodes[inside]:
                 if node.kind is Kind.HALF and node.reason == PRODUCT:
                     node.kind, node.reason, found = Kind.FULL, "in a loop that runs until it converges", True
@@ -94,7 +94,7 @@ def extend(nodes: Sequence[Node]) -> None:
     for node in reversed(nodes):
         if node.name in _LINALG:
             solved.add(node)
-        if node.kind is not Kind.INFER or not node.has_half:
+        if node.kind is not Kind.INFER or not node.after_product:
             continue
         readers = list(_readers(node))
         # What the author casts to float32 is the author's half up to there.

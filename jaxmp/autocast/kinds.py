@@ -1,4 +1,4 @@
-"""What a value is before its neighbours have a say."""
+"""The words of the graph: which dtypes it speaks of, what a value is, and what it brings along."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from jax.numpy import bfloat16
 
 REAL = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, bfloat16))
-
 
 PRODUCT = "product"
 """The reason of a product that nobody asked anything of."""

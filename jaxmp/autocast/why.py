@@ -41,7 +41,7 @@ class Reasons:
         for operand in node.inputs:
             if node not in self.above and (_is_half(operand) or operand in self.above):
                 self.above[node] = operand if _is_half(operand) else self.above[operand]
-            drags = operand.state >= State.FULL and not (operand.state is State.FULL and operand.feeds_half)
+            drags = operand.state >= State.FULL and not (operand.state is State.FULL and operand.has_half_copy)
             if node not in self.cause and drags and (operand.kind in _FULL or operand in self.cause):
                 self.cause[node] = operand if operand.kind in _FULL else self.cause[operand]
 
