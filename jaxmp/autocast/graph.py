@@ -135,6 +135,12 @@ _READ = 2**16
 """Constants of more elements are taken for weights, and not looked at: it would wait for the device."""
 
 
+def _is_at_hand(value: Any) -> bool:
+    if isinstance(value, jax.Array) and (isinstance(value, jax.core.Tracer) or not value.is_fully_addressable):
+        return False
+    return np.size(value) <= _READ
+
+
 class _Builder:
     def __init__(self, rules: Rules) -> None:
         self.nodes: list[Node] = []
