@@ -71,6 +71,7 @@ def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bo
             node.after_product = False
         _spread([*products, *halves], "after_product", "users")
     products += islands.take_outer_products(nodes)
+    _spread([node for node in nodes if node.is_looked_up], "is_looked_up", "users")
     _spread([*products, *results], "before_product", "inputs")
     islands.find_activations(nodes)
     islands.extend(nodes)

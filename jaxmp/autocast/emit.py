@@ -38,7 +38,7 @@ def evaluate(body: Body, rules: Rules, args: Sequence[Any]) -> list[Any]:
     def read_as(atom: Any, node: Node | None, dtype: np.dtype) -> Any:
         value = read(atom)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
-        if node is None or reading.is_literal(atom) or not (node.after_product or isinstance(value, np.ndarray)):
+        if node is None or reading.is_literal(atom) or not (node.is_cast_once or isinstance(value, np.ndarray)):
             return cast(value, dtype)
         if (atom, dtype) not in shared:
             shared[atom, dtype] = cast(value, dtype)
@@ -103,7 +103,7 @@ def _with_bodies(step: Step, rules: Rules, operands: list[Any], read_as: Any) ->
                 operands[position] = cast(operands[position], join.dtype)
     if bodies.kind == "call":
         for position, (atom, operand) in enumerate(zip(eqn.invars, step.operands, strict=True)):
-            dtype = read_in(step.inner[0], position) if operand is not None and operand.after_product else None
+            dtype = read_in(step.inner[0], position) if operand is not None and operand.is_cast_once else None
             if dtype is not None:
                 operands[position] = read_as(atom, operand, dtype)
     functions = [functools.partial(_run, body, rules, _joins_of(step, n)) for n, body in enumerate(step.inner)]
@@ -188,7 +188,7 @@ def _signature(step: Step, rules: Rules) -> Any:
 
 def _decisions(step: Step) -> Any:
     own = tuple((node.colour, node.dtype) for node in (*step.nodes, *step.joins) if node is not None)
-    shared = tuple(operand is not None and operand.after_product for operand in step.operands)
+    shared = tuple(operand is not None and operand.is_cast_once for operand in step.operands)
     return (own, shared, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
 
 

@@ -33,6 +33,7 @@ class Node:
 
     Attributes:
       after_product, before_product: a product (or a half argument, a half result) lies upstream, downstream.
+      is_looked_up: it is read from a table, or computed from what is, and so belongs to an example: no weight.
       is_activation: it has an element for each element of a product, and so is no statistic of many.
       heads_to_product: each of its elements goes into a product by way of operations on single elements.
       has_half_copy: it may be computed in float32, but a product or an activation reads it in half.
@@ -50,6 +51,7 @@ class Node:
         "heads_to_product",
         "inputs",
         "is_activation",
+        "is_looked_up",
         "kind",
         "name",
         "reason",
@@ -68,12 +70,17 @@ class Node:
         self.const: tuple[float, float] | None = None
         for node in inputs:
             self.read(node)
-        self.after_product = self.before_product = self.has_half_copy = self.heads_to_product = self.is_activation = (
-            False
-        )
+        self.after_product = self.before_product = self.has_half_copy = False
+        self.heads_to_product = self.is_activation = False
+        self.is_looked_up = name == "gather"
         self.state = 0
         self.colour = 0
         self.dtype = self.written
+
+    @property
+    def is_cast_once(self) -> bool:
+        """Whether all who want it in half share one cast. A weight is cast at each use: its cotangents are many."""
+        return self.after_product or self.is_looked_up
 
     def read(self, node: Node) -> None:
         """Adds an input."""

@@ -149,7 +149,7 @@ class Writer:
         casts = [_cast_bytes(atom, node, carried.get(n)) * trips for n, (atom, node) in enumerate(operands)]
         given = set()
         for n, (atom, node) in enumerate(operands if step.bodies.kind == "call" else ()):
-            dtype = read_in(step.inner[0], n) if node is not None and node.after_product else None
+            dtype = read_in(step.inner[0], n) if node is not None and node.is_cast_once else None
             if dtype is not None and node is not None:
                 given.add((step.inner[0].jaxpr.invars[n], dtype))
                 if node.dtype != dtype and (atom, dtype) not in shared and not reading.is_literal(atom):
@@ -176,7 +176,7 @@ class Writer:
                 continue
             if _dtype(operand, atom) != dtype and (atom, dtype) not in shared:
                 casts.append(atom.aval.size * dtype.itemsize * trips)
-            if operand.after_product:
+            if operand.is_cast_once:
                 shared.add((atom, dtype))
         if eqn.primitive.name == "convert_element_type":
             names = [_name(step.operands[0], eqn.invars[0])]
