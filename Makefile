@@ -5,7 +5,7 @@
 
 PY := .venv/bin/python
 PYTEST := -m pytest -q -n logical --maxprocesses 8 --dist worksteal
-SOURCES := jaxmp experiments tests notebooks .ci
+SOURCES := jaxmp experiments tests notebooks docs .ci
 export PYTHON
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
