@@ -33,8 +33,12 @@ _running = _Running()
 
 
 def run_autocast(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Calls ``method``, a descriptor in the class of ``module``: under autocast if a root is called from outside."""
-    if not type(module).jaxmp_decision.is_root or type(module) in _running.roots:
+    """Calls ``method``, a descriptor in the class of ``module``: under autocast if it is called from outside.
+
+    A module below the root that is called by itself, ``model.head(x)``, is a root of its own meanwhile.
+    """
+    is_root = type(module).jaxmp_decision.is_root
+    if _running.roots and (not is_root or type(module) in _running.roots):
         with _scope(module):
             return _bound(method, module)(*args, **kwargs)
 

@@ -201,3 +201,18 @@ def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed(
 def test_overrides_that_cannot_be_are_errors_at_once(overrides, text):
     with pytest.raises(ValueError, match=text):
         apply_policy(Mlp(rngs()), "O1", overrides)
+
+
+def test_a_module_below_the_root_that_is_called_by_itself_runs_under_autocast():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.fc, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    model = jaxmp.nnx.apply_policy(Two(nnx.Rngs(0)), "O1", {"head": "float32"})
+    x = jnp.ones((2, 8))
+    program = jax.make_jaxpr(lambda x: model.head(jax.nn.relu(model.fc(x))))(x)
+    assert [eqn.invars[0].aval.dtype.name for eqn in equations(program) if eqn.primitive.name == "dot_general"] == [
+        "float16",
+        "float32",
+    ]
+    assert model.head(model.fc(x)).dtype == jnp.float32

@@ -33,6 +33,9 @@ MOVES = frozenset(
 """Operations of several operands that round nothing, and so add up no error round a loop."""
 
 
+_NO_SCOPES = (
+    "none: no scopes are seen (NNX has none, jaxmp.nnx.apply_policy puts them there; an autocast inside keeps its own)"
+)
 _FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
@@ -95,7 +98,7 @@ class Rules:
                 continue
             if key in self.paths:
                 known = sorted({"/".join(names) for names in self.visited} - {""})
-                what = f"paths: {nearest(key, known) or 'none, the function has no scopes'}"
+                what = f"paths: {nearest(key, known) or _NO_SCOPES}"
             else:
                 what = f"primitives: {nearest(key.partition(':')[2], sorted(self.primitives))}"
             raise ValueError(
