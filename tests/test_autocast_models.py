@@ -294,6 +294,7 @@ def test_a_model_computes_in_half_what_it_computes_in_float32(name: str) -> None
 @pytest.mark.parametrize("name", MODELS)
 def test_no_product_of_a_model_is_left_in_float32(name: str) -> None:
     loss, params, rest = MODELS[name]()
-    for policy, half in POLICIES.items():
-        for fun in (value_and_grad(jaxmp.autocast(loss, policy)), jaxmp.autocast(value_and_grad(loss), policy)):
-            assert product_operands(jax.make_jaxpr(fun)(params, rest)) == {half}
+    inner = value_and_grad(jaxmp.autocast(loss, "mixed_bfloat16"))
+    outer = jaxmp.autocast(value_and_grad(loss), "mixed_float16")
+    for fun, half in ((inner, "bfloat16"), (outer, "float16")):
+        assert product_operands(jax.make_jaxpr(fun)(params, rest)) == {half}
