@@ -54,3 +54,14 @@ def quartiles(times: list[float]) -> tuple[float, float, float]:
         return times[0], times[0], times[0]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     return low, middle, high
+
+
+def turn(compiled: Any, state: Any, batch: Any) -> Any:
+    """A step without arguments that goes on from the state it left: ``compiled`` may donate it."""
+
+    def step() -> Any:
+        nonlocal state
+        state, loss = compiled(state, batch)
+        return state, loss
+
+    return step

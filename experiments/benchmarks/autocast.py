@@ -176,7 +176,7 @@ def measure(name: str, config: Config, progress: Progress, folder: Path) -> dict
             stem.with_suffix(".lowered.txt").write_text(lowered.as_text("hlo"))
             stem.with_suffix(".hlo.txt").write_text(compiled.as_text())
         if config.rounds:
-            turns[variant] = _turn(compiled, init(), batch)
+            turns[variant] = timing.turn(compiled, init(), batch)
     result = {"model": case.text, "policy": str(jaxmp.get_policy(config.policy)), "programs": programs}
     result["differences"] = differences(programs[BY_HAND], programs[AUTOCAST])
     if config.rounds:
@@ -308,15 +308,6 @@ def main(config: Config) -> list[dict[str, Any]]:
     console.print("\n".join(facts), markup=False, highlight=False)
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
     return results
-
-
-def _turn(compiled: Any, state: Any, batch: Any) -> Any:
-    def step() -> Any:
-        nonlocal state
-        state, loss = compiled(state, batch)
-        return state, loss
-
-    return step
 
 
 if __name__ == "__main__":

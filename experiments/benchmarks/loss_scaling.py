@@ -123,7 +123,7 @@ def measure(name: str, config: Config, progress: Progress, folder: Path) -> dict
         if config.hlo and variant is not scaled_steps.with_jmp:  # jmp's loss scale cannot be lowered, only called
             text_file = folder / f"{name}-{label.split(' (')[0].replace(' ', '_')}.hlo.txt"
             text_file.write_text(jitted.lower(state, batch).compile().as_text())
-        turns[label] = _turn(jitted, state, batch)
+        turns[label] = timing.turn(jitted, state, batch)
     times = timing.interleaved(
         turns,
         config.rounds,
@@ -187,15 +187,6 @@ def main(config: Config) -> list[dict[str, Any]]:
     console.print("\n".join(facts), markup=False, highlight=False)
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
     return results
-
-
-def _turn(jitted: Any, state: Any, batch: Any) -> Any:
-    def step() -> Any:
-        nonlocal state
-        state, loss = jitted(state, batch)
-        return state, loss
-
-    return step
 
 
 if __name__ == "__main__":

@@ -83,9 +83,8 @@ def _in_dtype(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
         params["preferred_element_type"] = dtype
     if params.get("update_jaxpr") is not None:
         params["update_jaxpr"] = reading.in_dtype_of_scatter(params["update_jaxpr"], dtype)
-    if (
-        eqn.primitive.name in _PRODUCTS
-    ):  # an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes it was chosen for
+    if eqn.primitive.name in _PRODUCTS:
+        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes that it was chosen for.
         if dtype != np.float32:
             params["precision"] = None
         elif not asks_for_highest(params["precision"]):
