@@ -47,7 +47,7 @@ def test_the_gradient_of_autocast_and_the_autocast_gradient_have_the_same_produc
     assert cosine(jax.grad(half(network))(W), half(jax.grad(network))(W)) > 0.999
 
 
-def recorded(log):
+def recorded(log, optimize_remat=False):
     """A product with a derivative rule of its own, which notes that it was used."""
 
     @jax.custom_vjp
@@ -63,13 +63,14 @@ def recorded(log):
         x, w = residuals
         return 2 * (g @ w.T), x.T @ g  # twice the true gradient of x, to be told by its value
 
-    product.defvjp(forward, backward)
+    product.defvjp(forward, backward, optimize_remat=optimize_remat)
     return product
 
 
-def test_a_custom_vjp_keeps_its_rule_and_its_rule_is_half():
+@pytest.mark.parametrize("optimize_remat", [False, True])
+def test_a_custom_vjp_keeps_its_rule_and_its_rule_is_half(optimize_remat):
     log: list[str] = []
-    product = recorded(log)
+    product = recorded(log, optimize_remat)
 
     def fun(w):
         return jnp.sum(jnp.tanh(product(product(X, w), w)))
@@ -80,6 +81,17 @@ def test_a_custom_vjp_keeps_its_rule_and_its_rule_is_half():
     assert cosine(jax.grad(half(fun))(W), expected) > 0.9999
     assert cosine(half(jax.grad(fun))(W), expected) > 0.9999
     assert ("custom_vjp_call", "bfloat16") in operations(half(fun), W)
+
+
+def test_a_custom_vjp_that_optimizes_remat_is_half_under_checkpoint():
+    product = recorded([], optimize_remat=True)
+
+    def fun(w):
+        return jnp.sum(jnp.tanh(product(product(X, w), w)))
+
+    for derivative in (jax.grad(half(jax.checkpoint(fun))), half(jax.grad(jax.checkpoint(fun)))):
+        assert set(products(derivative, W)) == {"bfloat16"}
+        assert cosine(derivative(W), jax.grad(fun)(W)) > 0.9999
 
 
 def test_a_custom_vjp_with_integers_static_arguments_and_no_gradient():

@@ -42,6 +42,9 @@ _CALLS = {
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
     "composite": "call_jaxpr",
+    # The forward rule of a custom_vjp with `optimize_remat`, and from 0.12 on what checkpoint leaves of it.
+    "remat_opt": "fwd_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
 }
 
 

@@ -147,6 +147,9 @@ def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any
 _REBUILT = {
     "closed_call": _closed_call,
     "call": _closed_call,
+    # Opened: under checkpoint JAX then leaves out what nobody reads of it, equation by equation.
+    "remat_opt": _closed_call,
+    "eval_jaxpr": _closed_call,
     "composite": _composite,
     "shard_map": _shard_map,
     "scan": _scan,

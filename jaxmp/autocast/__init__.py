@@ -50,7 +50,7 @@ Sharp edges:
 - float16 has float16's range: a product beyond 65504 is infinite, and gradients want a loss scale. XLA's float16
   ``logistic`` is 0 below -11. ``jax.random.multivariate_normal`` multiplies, in half.
 - The bodies of ``custom_vmap``, ``linear_call``, solvers and kernels are not looked into; the plan has a row for each
-  product in them. ``custom_vjp(optimize_remat=True)`` has its forward product in float32 under ``grad``.
+  product in them.
 - A custom rule that closes over a traced value fails under ``grad(autocast(f))``, as it does under ``grad(jit(f))``.
 
 The colouring follows TensorFlow's ``auto_mixed_precision`` graph pass, the scheme of float32 params and half products
