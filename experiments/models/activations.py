@@ -1,0 +1,62 @@
+"""GELU that remembers nothing but its input, in the input's dtype."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import jaxmp
+
+_CUBIC = 0.044715  # of the tanh form: ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
+    """The Gaussian error linear unit (Hendrycks and Gimpel 2016, arXiv 1606.08415) of ``x``, in the dtype of ``x``.
+
+    Autodiff of ``jax.nn.gelu`` keeps what it needs of the way to the result, which is more than the input and may be
+    float32. Here the gradient computes it anew from the input. Both compute in float32 and round once, under
+    :func:`jaxmp.autocast` too. For reverse mode: ``jax.jvp`` of it raises a TypeError.
+
+    Args:
+      x: any shape, any floating dtype.
+      approximate: the tanh form, GPT-2's (True), or that with the error function, BERT's (False).
+
+    >>> gelu(jnp.array([-1.0, 0.0, 1.0])).round(4)
+    Array([-0.1588,  0.    ,  0.8412], dtype=float32)
+    """
+    with jaxmp.precision("float32"):  # under autocast of a float32 model the casts here are none
+        wide = _widened(x)
+        return (wide * _gate(wide, approximate)).astype(x.dtype)
+
+
+def _forward(x: jax.Array, approximate: bool) -> tuple[jax.Array, jax.Array]:
+    return gelu(x, approximate), x
+
+
+def _backward(approximate: bool, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    with jaxmp.precision("float32"):
+        wide = _widened(x)
+        gate = _gate(wide, approximate)
+        if approximate:
+            slope = gate * (1 - gate) * math.sqrt(8 / math.pi) * (1 + 3 * _CUBIC * wide * wide)
+        else:
+            slope = jnp.exp(-0.5 * wide * wide) / math.sqrt(2 * math.pi)
+        return (((gate + wide * slope) * _widened(cotangent)).astype(x.dtype),)
+
+
+gelu.defvjp(_forward, _backward)
+
+
+def _gate(x: jax.Array, approximate: bool) -> jax.Array:
+    """The normal distribution function, or its likeness; without the cancellation of ``1 + tanh`` and ``1 + erf``."""
+    if approximate:
+        return jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + _CUBIC * x * x * x))
+    return 0.5 * jax.lax.erfc(-x / math.sqrt(2))
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)

@@ -1,0 +1,112 @@
+"""Max pooling that remembers where each winner was, in a byte, instead of its input."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmp
+
+# Two bytes that are no position in a window and differ
+_OUTSIDE, _NOWHERE = 255, 254
+
+
+class _Geometry(NamedTuple):
+    window: int
+    stride: int
+    padding: int
+    height: int
+    width: int
+
+
+def max_pool(x: jax.Array, window: int = 3, stride: int = 2, padding: int = 1) -> jax.Array:
+    """The largest number of each square window, as ``flax.linen.max_pool``; of equal ones the first has the gradient.
+
+    The gradient of ``flax.linen.max_pool`` looks for the winners again: it keeps the input, the largest activation of a
+    residual network. Here a byte for each window says where its winner was, and the gradient reads, for each position
+    of the input, the few windows over it; nothing is scattered. For reverse mode: ``jax.jvp`` of it raises a TypeError.
+
+    Args:
+      x: (batch, height, width, channels) of any floating dtype.
+      window: side of a window, at most 15.
+      stride: step from one window to the next.
+      padding: rows and columns on each side of the image that never win; less than ``window``.
+
+    Returns:
+      (batch, height', width', channels) in the dtype of ``x``; height' is (height + 2·padding − window) // stride + 1.
+
+    Raises:
+      ValueError: ``x`` has not four axes or is smaller than a window; a window, stride or padding that cannot be.
+
+    >>> max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0]
+    Array([[ 5.,  7.],
+           [13., 15.]], dtype=float32)
+    """
+    if not (1 <= window <= 15 and stride >= 1 and 0 <= padding < window):
+        raise ValueError(
+            "max_pool takes a window of 1 to 15, a stride of at least 1 and a padding less than the window, got "
+            f"window={window}, stride={stride}, padding={padding}"
+        )
+    if x.ndim != 4 or min(x.shape[1:3]) + 2 * padding < window:
+        raise ValueError(
+            f"max_pool takes (batch, height, width, channels), padded at least as large as the window, got {x.shape} "
+            f"with window={window}, padding={padding}"
+        )
+    return _max_pool(x, _Geometry(window, stride, padding, *x.shape[1:3]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _max_pool(x: jax.Array, geometry: _Geometry) -> jax.Array:
+    return _forward(x, geometry)[0]
+
+
+def _forward(x: jax.Array, geometry: _Geometry) -> tuple[jax.Array, jax.Array]:
+    """The largest of each window, and its position in the window, counted row by row."""
+    window, stride, padding, *_ = geometry
+    edges = (padding, padding, 0)
+    padded = jax.lax.pad(x, jnp.array(-jnp.inf, x.dtype), ((0, 0, 0), edges, edges, (0, 0, 0)))
+    rows, columns = (stride * ((size - window) // stride) + 1 for size in padded.shape[1:3])
+    largest = padded[:, :rows:stride, :columns:stride]
+    winner = jnp.zeros(largest.shape, jnp.uint8)
+    for position in range(1, window * window):
+        row, column = divmod(position, window)
+        candidate = padded[:, row : row + rows : stride, column : column + columns : stride]
+        wins = (candidate > largest) | jnp.isnan(candidate)
+        largest = jnp.where(wins, candidate, largest)
+        winner = jnp.where(wins, jnp.uint8(position), winner)
+    return largest, winner
+
+
+def _backward(geometry: _Geometry, winner: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    window, stride, padding, height, width = geometry
+    reach = -(-window // stride)  # how many windows in a row lie over one position
+    wide = jnp.float64 if cotangent.dtype == jnp.float64 else jnp.float32
+    with jaxmp.precision("float32"):  # under autocast of a float32 model the casts here are none
+        total = jnp.zeros((winner.shape[0], height, width, winner.shape[3]), wide)
+        for down, right in itertools.product(range(reach), repeat=2):
+            row, column = ((np.arange(size) + padding) % stride for size in (height, width))
+            row, column = row[:, None] + down * stride, column + right * stride
+            # Where in that window each position of the input is, if it is in it.
+            here = np.where((row < window) & (column < window), row * window + column, _NOWHERE).astype(np.uint8)
+            shifts = (padding - down * stride, padding - right * stride)
+            won = _over(winner, shifts, geometry, _OUTSIDE) == here[..., None]
+            total += jnp.where(won, _over(cotangent, shifts, geometry, 0).astype(wide), 0)
+        return (total.astype(cotangent.dtype),)
+
+
+_max_pool.defvjp(_forward, _backward)
+
+
+def _over(values: jax.Array, shifts: tuple[int, int], geometry: _Geometry, outside: int) -> jax.Array:
+    """What ``values`` has for the window over each position: the last to begin there, or earlier ones by ``shifts``."""
+    for axis, size, shift in ((1, geometry.height, shifts[0]), (2, geometry.width, shifts[1])):
+        repeated = jnp.repeat(values, geometry.stride, axis)
+        edges = [(0, 0, 0)] * values.ndim
+        edges[axis] = (-shift, size - repeated.shape[axis] + shift, 0)
+        values = jax.lax.pad(repeated, jnp.array(outside, values.dtype), edges)
+    return values
