@@ -1,0 +1,289 @@
+"""Cross-entropies for half logits: computed in float32, stored in half.
+
+Logits are the largest array of a language model's step: 16 sequences of 1,024 tokens over 50,304 words are 1.5 GiB in
+half precision. Autodiff of a softmax in float32 keeps the float32 copy, twice as large.
+
+:func:`cross_entropy` keeps the logits as they came and one float32 number for each label, the logarithm of the
+softmax's denominator. The gradient is computed from both in float32 and written in the dtype of the logits.
+
+:func:`projected_cross_entropy` also does the projection to logits, for a chunk of the tokens at a time: one chunk's
+logits exist, and are gone before the next. Their gradient is computed while they are there, in the forward pass, and
+scaled by the cotangent later, so that no product is done twice.
+
+Both take a label to ignore, smoothed labels (Szegedy et al. 2015, arXiv 1512.00567) and a z-loss, which keeps the
+denominator near 1 (Chowdhery et al. 2022, PaLM, arXiv 2204.02311). For float64 they compute in float64.
+
+Sharp edges:
+
+- JAX cannot raise on values: a label that is neither a class nor ignored makes the loss NaN.
+- They are for reverse mode: ``jax.jvp`` and ``jax.linearize`` of a loss raise JAX's TypeError; ``jax.jvp`` of its
+  gradient, or ``jax.grad`` of it, are fine.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.autocast import scope
+from jaxmp.autocast.regions import precision
+
+_IGNORED = -1
+
+
+class _Options(NamedTuple):
+    """Of the columns of the logits the first so many are classes."""
+
+    classes: int
+    label_smoothing: float
+    z_loss: float
+
+
+def cross_entropy(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> jax.Array:
+    """The cross-entropy of each label, in nats; 0 where it is ignored.
+
+    What the gradient needs is kept in the dtype of the logits, as is the gradient itself; all between is float32.
+
+    Args:
+      logits: (..., classes) of any floating dtype.
+      labels: (...) of any integer dtype, from 0 up to the number of classes.
+      ignore_index: the label, often outside of the classes (-100), that counts for nothing.
+      label_smoothing: this share of the target is spread evenly over all classes, as torch and optax define it.
+      z_loss: how much of the squared log-sum-exp of the logits is added; PaLM has 1e-4.
+
+    Returns:
+      Losses in the shape of the labels, float32 (float64 for float64 logits).
+
+    Raises:
+      TypeError: logits that are not floating, labels that are not integers.
+      ValueError: shapes that do not fit; ``label_smoothing`` outside of [0, 1).
+
+    >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], jnp.bfloat16)
+    >>> cross_entropy(logits, jnp.array([0, -100]), ignore_index=-100).round(4)
+    Array([0.2395, 0.    ], dtype=float32)
+    """
+    _check_floating(logits=logits)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"cross_entropy takes logits (..., classes), got the shape {logits.shape}")
+    _check(labels, logits.shape[:-1], label_smoothing)
+    options = _Options(logits.shape[-1], label_smoothing, z_loss)
+    return _cross_entropy(logits, _targets(labels, options.classes, ignore_index), options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _cross_entropy(logits: jax.Array, labels: jax.Array, options: _Options) -> jax.Array:
+    return _losses(logits, labels, options)[0]
+
+
+def _cross_entropy_forward(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, Any]:
+    losses, denominators = _losses(logits, labels, options)
+    return losses, (logits, labels, denominators)
+
+
+def _cross_entropy_backward(options: _Options, residuals: Any, cotangents: jax.Array) -> tuple[jax.Array, None]:
+    logits, labels, denominators = residuals
+    gradient = _gradient(logits, labels, denominators, options) * cotangents[..., None]
+    return gradient.astype(logits.dtype), None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def projected_cross_entropy(
+    x: jax.Array,
+    weights: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    classes: int | None = None,
+    chunks: int = 8,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> jax.Array:
+    """The mean cross-entropy of the logits ``x @ weights.T + bias``, which never exist as a whole.
+
+    The logits of one chunk of tokens are computed in the dtype of ``x``, and with them what they add to the gradients:
+    that of ``weights`` and ``bias`` is summed over the chunks in float32. Without a gradient none is computed.
+
+    Args:
+      x: (tokens, dim) in the compute dtype. Every n-th token goes into the same chunk, so that tokens sharded over
+        devices stay where they are.
+      weights: (vocabulary, dim) of any floating dtype, cast to that of ``x``; often the embeddings.
+      labels: (tokens,) of any integer dtype, from 0 up to ``classes``.
+      bias: (vocabulary,) of any floating dtype.
+      classes: only so many rows of ``weights`` are classes, the rest is there to align it; all by default.
+      chunks: how many parts the tokens are done in; the last may be shorter.
+      ignore_index: the label that counts for nothing, not in the mean either; if all do, the loss is 0.
+      label_smoothing: as of :func:`cross_entropy`.
+      z_loss: as of :func:`cross_entropy`.
+
+    Returns:
+      A float32 scalar (float64 for float64 ``x``).
+
+    Raises:
+      TypeError: ``x``, ``weights`` or ``bias`` that are not floating, labels that are not integers.
+      ValueError: shapes that do not fit; ``classes`` or ``chunks`` out of range; ``label_smoothing`` outside of [0, 1).
+
+    >>> x, weights = jnp.eye(3, dtype=jnp.bfloat16), 2 * jnp.eye(4, 3)
+    >>> projected_cross_entropy(x, weights, jnp.array([0, 1, 1]), classes=3, chunks=2).round(4)
+    Array(0.9062, dtype=float32)
+    """
+    _check_floating(x=x, weights=weights, **({} if bias is None else {"bias": bias}))
+    if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[1]:
+        raise ValueError(
+            "projected_cross_entropy takes x (tokens, dim) and weights (vocabulary, dim), got the shapes "
+            f"{x.shape} and {weights.shape}; reshape x to (-1, dim), transpose weights that are (dim, vocabulary)"
+        )
+    if bias is not None and bias.shape != weights.shape[:1]:
+        raise ValueError(f"bias has a number for each row of weights {weights.shape}, got the shape {bias.shape}")
+    classes = weights.shape[0] if classes is None else classes
+    if not 1 <= classes <= weights.shape[0]:
+        raise ValueError(f"classes is from 1 to the rows of weights {weights.shape}, got {classes}")
+    if chunks < 1:
+        raise ValueError(f"the tokens are done in at least 1 chunk, got chunks={chunks}")
+    _check(labels, x.shape[:1], label_smoothing)
+    half = getattr(scope, "product_dtype", lambda: None)() if x.dtype == jnp.float32 else None
+    x = x if half is None else x.astype(half)
+    dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
+    options = _Options(classes, label_smoothing, z_loss)
+    labels = _targets(labels, classes, ignore_index)
+    return _projected(x, weights, bias, labels, options, min(chunks, max(len(x), 1)), dtypes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, chunks: int, dtypes: Any) -> jax.Array:
+    def add(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        x, labels = chunk
+        return total + _losses(_logits(x, matrix, bias), labels, options)[0].sum(), None
+
+    matrix = weights.astype(x.dtype)
+    total, _ = jax.lax.scan(add, jnp.zeros((), _wide(x.dtype)), _split(x, labels, chunks))
+    return total / _count(labels, total.dtype)
+
+
+def _projected_forward(
+    x: Any, weights: Any, bias: Any, labels: Any, options: _Options, chunks: int, dtypes: Any
+) -> tuple[jax.Array, Any]:
+    def add(carry: tuple[Any, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, ...], jax.Array]:
+        total, by_weights, by_bias = carry
+        x, labels = chunk
+        logits = _logits(x, matrix, bias)
+        losses, denominators = _losses(logits, labels, options)
+        # Not divided by the number of labels yet: in float16 a wrong class would get 0 for a gradient.
+        gradient = _gradient(logits, labels, denominators, options)
+        by_bias = None if bias is None else by_bias + gradient.sum(0)
+        gradient = gradient.astype(x.dtype)
+        by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
+        return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, matrix, preferred_element_type=wide)
+
+    wide = _wide(x.dtype)
+    matrix = weights.astype(x.dtype)
+    zeros = (jnp.zeros((), wide), jnp.zeros(weights.shape, wide), None if bias is None else jnp.zeros(bias.shape, wide))
+    (total, by_weights, by_bias), by_x = jax.lax.scan(add, zeros, _split(x, labels, chunks))
+    count = _count(labels, wide)
+    return total / count, (by_x.swapaxes(0, 1).reshape(-1, x.shape[1])[: len(x)], by_weights, by_bias, count)
+
+
+def _projected_backward(
+    options: _Options, chunks: int, dtypes: Any, residuals: Any, cotangent: jax.Array
+) -> tuple[Any, ...]:
+    *gradients, count = residuals
+    scale = cotangent / count
+    scaled = (
+        None if dtype is None else (gradient * scale).astype(dtype)
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
+    )
+    return (*scaled, None)
+
+
+_projected.defvjp(_projected_forward, _projected_backward)
+
+
+def _logits(x: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Array:
+    logits = x @ matrix.T
+    return logits if bias is None else logits + bias.astype(logits.dtype)
+
+
+def _split(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
+    """Both with a leading axis of chunks, each of every n-th token; filled up with ignored ones."""
+    missing = -len(x) % chunks
+    x = jnp.pad(x, ((0, missing), (0, 0))).reshape(-1, chunks, x.shape[1])
+    labels = jnp.pad(labels, (0, missing), constant_values=_IGNORED).reshape(-1, chunks)
+    return x.swapaxes(0, 1), labels.swapaxes(0, 1)
+
+
+def _count(labels: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.maximum((labels != _IGNORED).sum(), 1).astype(dtype)
+
+
+def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, jax.Array]:
+    """The loss of each label and the log-sum-exp of its logits, in float32."""
+    classes, smoothing, z_loss = options
+    with precision("float32"):  # under autocast of a float32 call the cast is none
+        wide = logits.astype(_wide(logits.dtype))
+        is_class = jnp.arange(wide.shape[-1]) < classes
+        denominators = jax.nn.logsumexp(jnp.where(is_class, wide, -jnp.inf), axis=-1)
+        known = labels < classes
+        picked = jnp.take_along_axis(wide, jnp.where(known, jnp.maximum(labels, 0), 0)[..., None], axis=-1)[..., 0]
+        losses = denominators - (1 - smoothing) * picked
+        if smoothing:
+            losses -= smoothing / classes * jnp.where(is_class, wide, 0).sum(-1)
+        if z_loss:
+            losses += z_loss * denominators**2
+        losses = jnp.where(known, losses, jnp.nan)
+        return jnp.where(labels == _IGNORED, 0, losses), denominators
+
+
+def _gradient(logits: jax.Array, labels: jax.Array, denominators: jax.Array, options: _Options) -> jax.Array:
+    """The gradient of each loss with respect to its logits, in float32."""
+    classes, smoothing, z_loss = options
+    with precision("float32"):
+        columns = jnp.arange(logits.shape[-1])
+        softmax = jnp.exp(logits.astype(denominators.dtype) - denominators[..., None])
+        if z_loss:
+            softmax *= 1 + 2 * z_loss * denominators[..., None]
+        target = jnp.where(columns == labels[..., None], 1 - smoothing, 0) + smoothing / classes
+        gradient = jnp.where((labels < classes)[..., None], softmax - target, jnp.nan)
+        return jnp.where((columns < classes) & (labels != _IGNORED)[..., None], gradient, 0)
+
+
+def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:
+    """Labels as int32: a class, -1 for those to be ignored, or ``classes`` for all else, whose loss is NaN."""
+    wide = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    targets = jnp.where((wide >= 0) & (wide < classes), wide, classes)
+    return jnp.where(wide == ignore_index, _IGNORED, targets).astype(jnp.int32)
+
+
+def _check(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float) -> None:
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"labels are class numbers of an integer dtype, got {labels.dtype.name}; cast them, or take the argmax of "
+            "one-hot labels"
+        )
+    if labels.shape != shape:
+        raise ValueError(f"there is one label for each row of logits, {shape}, got labels of the shape {labels.shape}")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing is a share of the target, at least 0 and less than 1, got {label_smoothing}")
+
+
+def _check_floating(**arrays: jax.Array) -> None:
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} has a floating dtype, got {array.dtype.name}; cast it")
+
+
+def _wide(dtype: Any) -> Any:
+    """What is computed in."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
