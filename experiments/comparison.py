@@ -139,8 +139,13 @@ def _compile(outcome: Outcome, experiment: Experiment, batch: Any) -> None:
 
 def start(experiment: Experiment, baseline: Experiment, seed: int) -> jaxmp.TrainState:
     """The state that training starts from: the baseline's params in this experiment's param dtypes."""
+    return experiment.create(init_params(experiment, baseline, seed))
+
+
+def init_params(experiment: Experiment, baseline: Experiment, seed: int) -> Any:
+    """The baseline's params in this experiment's param dtypes: drawn in half precision they would be others."""
     own = jax.eval_shape(experiment.init_params, seed)
-    return experiment.create(_cast_like(baseline.init_params(seed), own))
+    return _cast_like(baseline.init_params(seed), own)
 
 
 def train(
@@ -154,7 +159,8 @@ def train(
     def read(old: Iterable[tuple[int, dict[str, float]]]) -> None:
         for _, metrics in old:
             curve.append(metrics["loss"])
-            progress.advance(1, f"loss {metrics['loss']:.4f}  accuracy {metrics['accuracy']:.1%}", title)
+            right = f"  accuracy {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
+            progress.advance(1, f"loss {metrics['loss']:.4f}{right}", title)
 
     batches = itertools.islice(experiment.train_batches(seed), experiment.steps)
     try:

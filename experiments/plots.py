@@ -32,11 +32,12 @@ def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
 def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Loss, accuracy and loss scale of one run against its steps; held-out values as dots, skipped steps as ticks."""
     train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
-    steps = [row["step"] for row in train]
     figure = Figure(figsize=(10.5, 3.2), layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), ("loss", "accuracy", "loss_scale"), strict=True):
         style(axes, name if name != "loss_scale" else "loss scale; upright lines: skipped steps", "step")
-        axes.plot(steps, [row[name] for row in train], color=COLORS[2], linewidth=1.2, label="training")
+        seen = [(row["step"], row[name]) for row in train if name in row]  # a fused loss never has the logits
+        if seen:
+            axes.plot(*zip(*seen, strict=True), color=COLORS[2], linewidth=1.2, label="training")
         if name == "loss_scale":
             axes.set_yscale("log", base=2)
             for row in train:
@@ -147,3 +148,41 @@ def ratios(results: list[dict[str, Any]], reference: str, path: Path, caption: s
         axes.margins(x=0.1)
     figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
     figure.savefig(path, dpi=110)
+
+
+def learning(tasks: dict[str, dict[str, Any]], path: Path, caption: str) -> None:
+    """A row a task: loss and accuracy against steps, and the held-out difference to float32; mean over the seeds.
+
+    Args:
+      tasks: title to ``runs`` (policy to records of runs, each with curves ``train`` and ``test``), ``differences``
+        (policy to curves of a ``difference``), ``unit`` (its own) and ``goal`` (the largest that counts as met).
+      path: of the picture.
+      caption: below it.
+    """
+    figure = Figure(figsize=(14, 0.6 + 3.2 * len(tasks)), layout="constrained")
+    grid = figure.subplots(len(tasks), 3, squeeze=False)
+    for (title, task), row in zip(tasks.items(), grid, strict=True):
+        others = [label for label in task["runs"] if label != "float32"]
+        colors = {label: COLORS[1 + i % (len(COLORS) - 1)] for i, label in enumerate(others)} | {"float32": "#9A9A9A"}
+        for axes, name in zip(row, ("loss", "accuracy"), strict=False):
+            style(axes, f"{title}: {name}" if name == "loss" else "accuracy; thin: training, thick: held out", "step")
+            for label, runs in task["runs"].items():
+                for split, width in (("train", 0.8), ("test", 2.2)):
+                    wide = width * (3 if label == "float32" else 1)  # it lies beneath the others
+                    _mean_line(axes, [run[split] for run in runs], name, color=colors[label], linewidth=wide, alpha=0.8,
+                               label=label if split == "test" else None)  # fmt: skip
+        style(row[2], f"held out, {task['unit']} from float32; grey: goal", "step")
+        row[2].axhspan(-task["goal"], task["goal"], color="#F0F0F0", zorder=0)
+        row[2].axhline(0, color=colors["float32"], linewidth=2)
+        for label, found in task["differences"].items():
+            _mean_line(row[2], found, "difference", color=colors[label], linewidth=2.2, alpha=0.8)
+        row[1].legend(frameon=False, fontsize=7.5)
+    figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
+    figure.savefig(path, dpi=100)
+
+
+def _mean_line(axes: Any, curves: list[dict[str, list[float]]], name: str, **look: Any) -> None:
+    """The mean of curves over the steps that all of them have."""
+    length = min((len(curve.get(name, ())) for curve in curves), default=0)
+    if length:
+        axes.plot(curves[0]["step"][:length], np.mean([curve[name][:length] for curve in curves], axis=0), **look)

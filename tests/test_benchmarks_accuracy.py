@@ -1,0 +1,329 @@
+"""The accuracy benchmark in pieces and after interruptions, its goals, its tables and what it says when it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import rich.console
+from PIL import Image
+
+import jaxmp
+from experiments import cli, plots
+from experiments.benchmarks import accuracy, accuracy_report
+from experiments.environment import environment
+from experiments.experiment import Experiment
+from experiments.precision import compute_dtype, read_policy
+from experiments.runs import write_json
+
+FLOAT32, HALF = ("float32", "none"), ("mixed_bfloat16", "none")
+
+
+# A task that trains in a moment: least squares.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineConfig(cli.Training):
+    """Its flags."""
+
+    dataset: str = "line"
+    """What it is called."""
+    steps: int = 4
+    """Steps to train."""
+    batch_size: int = 8
+    """Examples a step."""
+    learning_rate: float = 0.1
+    """The optimizer's."""
+    slope: float = 2.0
+    """What there is to learn; not a number breaks the training."""
+
+
+def prepare_line(config):
+    policy, loss_scale, name = read_policy(config.policy, config.loss_scale)
+    dtype, param_dtype = compute_dtype(policy), policy.param_dtype
+
+    def loss_fn(params, model_state, batch, rng=None):
+        y = (batch["x"].astype(dtype) @ params["w"].astype(dtype)).astype(jnp.float32)
+        loss = jnp.mean((y - config.slope * batch["x"][:, :1]) ** 2)
+        return loss, model_state, {"accuracy": 1 / (1 + loss)}
+
+    def batches(seed, start=0):
+        for i in itertools.count(start):
+            yield {"x": jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), (config.batch_size, 2))}
+
+    tx = jaxmp.loss_scaling(optax.sgd(config.learning_rate), loss_scale)
+    return Experiment(
+        loss_fn=loss_fn,
+        step=jaxmp.make_train_step(loss_fn),
+        eval_step=jaxmp.make_eval_step(loss_fn),
+        init_params=lambda seed: {"w": jax.random.normal(jax.random.key(seed), (2, 1), param_dtype)},
+        create=lambda params: jaxmp.TrainState.create(params=params, tx=tx),
+        train_batches=batches,
+        test_batches=lambda: itertools.islice(batches(99), 2),
+        steps=config.steps,
+        batch_size=config.batch_size,
+        precision={"policy": str(policy), "loss_scale_rule": name, "data": "drawn at random"},
+    )
+
+
+@pytest.fixture
+def line(monkeypatch):
+    """The benchmark with this task in place of the images, and the runs that it has prepared; nothing is drawn."""
+    prepared = []
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
+    monkeypatch.setattr(plots, "learning", lambda *_: None)
+
+    def prepare(config):
+        prepared.append((config.policy, config.loss_scale))
+        return prepare_line(config)
+
+    script = types.SimpleNamespace(__name__="line", Config=LineConfig, prepare=prepare)
+    task = accuracy.Task(script, full={"steps": 50}, smoke={"evaluate_every": 2})
+    monkeypatch.setattr(accuracy, "TASKS", {**accuracy.TASKS, "images": task})
+    return prepared
+
+
+def smoke(folder, **changes):
+    return accuracy.Config(
+        **{"tasks": ("images",), "policies": ("float32", "bfloat16"), "seeds": (0, 1), "smoke": True, "run_dir": folder}
+        | changes
+    )
+
+
+def names(records):
+    return [(record["policy"], record["seed"]) for record in records]
+
+
+def test_runs_in_pieces_give_what_all_at_once_give(line, tmp_path, capsys):
+    whole = accuracy.main(smoke(tmp_path / "whole"))
+    accuracy.main(smoke(tmp_path / "pieces", policies=("bfloat16",), seeds=(1,)))
+    assert "open: bfloat16 has no seed in common with float32" in capsys.readouterr().out
+    accuracy.main(smoke(tmp_path / "pieces", policies=("float32",), resume=True))
+    before = (tmp_path / "pieces/images/float32/seed1/result.json").stat().st_mtime_ns
+    line.clear()
+    pieces = accuracy.main(smoke(tmp_path / "pieces", resume=True))
+
+    assert line == [("float32", "none"), ("bfloat16", "none")]  # the baseline's params, and the one run that is missing
+    assert (tmp_path / "pieces/images/float32/seed1/result.json").stat().st_mtime_ns == before
+    assert names(pieces) == names(whole) == [(p, seed) for p in ("float32", "bfloat16") for seed in (0, 1)]
+    for own, other in zip(pieces, whole, strict=True):
+        for what in ("final", "train", "test", "setting", "step_bytes", "steps"):
+            assert own[what] == other[what]
+    written = json.loads((tmp_path / "pieces/accuracy.json").read_text())
+    assert names(written["runs"]) == names(whole)
+    assert whole[0]["test"]["step"] == [2, 4] and whole[0]["train"]["step"] == [1, 2, 3, 4]
+    assert whole[0]["final"]["loss"] == pytest.approx(whole[0]["test"]["loss"][-1], rel=1e-5)
+
+
+def test_what_was_finished_before_an_interruption_is_reported_and_gone_on_with(line, tmp_path, monkeypatch):
+    class Interrupted(accuracy.training.Run):
+        def finish(self, state):
+            if "bfloat16" in str(self.folder):
+                raise KeyboardInterrupt
+            return super().finish(state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(accuracy.training, "Run", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            accuracy.main(smoke(tmp_path))
+    assert names(json.loads((tmp_path / "accuracy.json").read_text())["runs"]) == [("float32", 0), ("float32", 1)]
+    assert len(accuracy.main(smoke(tmp_path, resume=True))) == 4
+
+
+def test_a_report_alone_needs_no_device_and_keeps_nothing_but_results(line, tmp_path):
+    accuracy.main(smoke(tmp_path, seeds=(0,), checkpoint_every=2))
+    assert not list(tmp_path.rglob("checkpoints"))
+    line.clear()
+    assert len(accuracy.main(smoke(tmp_path, seeds=(0,), resume=True))) == 2 and line == []
+
+
+def test_every_policy_starts_from_the_params_of_float32_in_its_own_dtype(line, tmp_path, monkeypatch):
+    started = []
+
+    def spy(name, flags, prepare):
+        experiment = prepare(flags)
+        started.append(experiment.init(flags.seed).params["w"])
+        return train(name, flags, prepare)
+
+    train = accuracy.training.train
+    monkeypatch.setattr(accuracy.training, "train", spy)
+    accuracy.main(smoke(tmp_path, seeds=(3,)))
+    full, half = started
+    assert (full.dtype, half.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(full.astype(jnp.bfloat16), half)
+    assert not jnp.array_equal(jax.random.normal(jax.random.key(3), (2, 1), jnp.bfloat16), half)
+
+
+def test_training_that_stops_is_a_result_too(line, tmp_path):
+    flags = (("slope=nan", "steps=40"),)
+    records = accuracy.main(smoke(tmp_path, policies=("bfloat16",), seeds=(0,), flags=flags))
+    assert "training must be finite to go on" in records[0]["failure"] and records[0]["skipped"] >= 25
+    assert np.isnan(records[0]["final"]["loss"])
+    text = (tmp_path / "accuracy.md").read_text()
+    assert "NOT MET: bfloat16 stopped with seed 0: training must be finite to go on" in text
+
+
+def test_the_report_says_what_was_trained_where_and_how(line, tmp_path, capsys):
+    records = accuracy.main(smoke(tmp_path, seeds=(0,)))
+    text, printed = (tmp_path / "accuracy.md").read_text(), capsys.readouterr().out
+    assert "## SMOKE TEST, no result: images on line, 4 steps of 8 examples" in text
+    for name in ("device", "versions", "date", "command"):
+        assert f"- {name}: {records[0]['environment'][name]}" in text and f"- {name}: " in printed
+    assert "- data: drawn at random" in text
+
+
+def test_the_picture_has_the_curves_of_every_task_and_is_small(tmp_path):
+    accuracy_report.write(images("float32", [0.8, 0.9]) + images("mixed_bfloat16", [0.7, 0.8]) + texts([2.0]), tmp_path)
+    with Image.open(tmp_path / "accuracy.png") as image:
+        assert image.width > 1000 and len(image.convert("L").getcolors()) > 20
+    assert (tmp_path / "accuracy.png").stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("smoke", [False, True])
+def test_the_flags_of_every_task_are_flags_of_its_script(smoke):
+    runs = accuracy.plan(accuracy.Config(smoke=smoke))
+    per_task = len(accuracy.Config.policies) * len(accuracy.Config.seeds)
+    assert [run.task for run in runs] == [task for task in accuracy.TASKS for _ in range(per_task)]
+    assert len({run.place for run in runs}) == len(runs)
+
+
+def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_asked_for():
+    assert accuracy.variants(("mixed_float16", "O3@none", "autocast:mixed_bfloat16")) == [
+        ("mixed_float16", "dynamic"),
+        ("O3", "none"),
+        ("autocast:mixed_bfloat16", "none"),
+    ]
+    assert accuracy.variants(("bfloat16", "float32"))[0] == accuracy.BASELINE
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"smoke": False, "run_dir": None}, "needs a GPU, and here is 4 × cpu"),
+        ({"smoke": False, "run_dir": None}, "--smoke trains little models on any device"),
+        ({}, "has 1 finished runs; go on with --resume, or take another --run-dir"),
+        ({"resume": True, "run_dir": None}, "got no folder; name it with --run-dir"),
+        (
+            {"resume": True, "steps": 5},
+            "differ in policy and seed only, but of images in .* steps is 4 there and 5 here",
+        ),
+        ({"resume": True, "smoke": False}, "smoke is True there and False here; take the flags and the device"),
+        ({"tasks": ("images", "gpt2"), "flags": (("slope=1",),)}, "got --tasks images gpt2; name one of them"),
+        ({"run_dir": None, "flags": (("policy=O3",),)}, "--flags are the task's, but --policy is up to the benchmark"),
+        ({"seeds": ()}, "the number of --seeds must be at least 1, got 0"),
+        ({"seeds": (-1,)}, "--seeds must be at least 0"),
+        ({"policies": ("O4",)}, "unknown policy 'O4'"),
+    ],
+)
+def test_what_cannot_be_ends_it_with_one_line(line, tmp_path, capsys, changes, text):
+    (run,) = accuracy.plan(smoke(tmp_path, policies=("float32",), seeds=(0,)))
+    there = record("images", "float32", 0, {"loss": 1.0, "accuracy": 1.0}, setting=run.setting)
+    (tmp_path / run.place).mkdir(parents=True)
+    write_json(tmp_path / run.place / "result.json", there)
+    with pytest.raises(SystemExit) as stopped:
+        accuracy.main(smoke(tmp_path, **changes))
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1
+    assert re.search(text, said)
+
+
+def test_a_damaged_result_is_named(line, tmp_path, capsys):
+    (tmp_path / "images/float32/seed0").mkdir(parents=True)
+    (tmp_path / "images/float32/seed0/result.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        accuracy.main(smoke(tmp_path, resume=True))
+    assert "result.json is no result of a run (KeyError" in capsys.readouterr().err
+
+
+# What known numbers say.
+
+
+def record(task, policy, seed, final, **changes):
+    return {
+        "task": task, "policy": policy, "loss_scale": "none", "seed": seed, "final": final, "failure": "",
+        "minutes": 4.0, "ms_per_step": 1.0, "first_step_s": 1.0, "final_scale": 1.0, "step_bytes": 100 * 2**20,
+        "skipped": 1, "steps": 10, "batch_size": 256, "unit": "images",
+        "setting": {"dataset": "cifar10", "model": "resnet50", "image_size": 224, "batch_size": 256, "smoke": False},
+        "test": {"step": [1.0], "loss": [1.0], "accuracy": [0.5]}, "train": {}, "data": "some",
+        "environment": environment(),
+        **changes,
+    }  # fmt: skip
+
+
+def images(policy, accuracies, **changes):
+    return [record("images", policy, i, {"accuracy": a, "loss": 1.0}, **changes) for i, a in enumerate(accuracies)]
+
+
+def texts(losses):
+    return [record("gpt2", "any", i, {"accuracy": 0.5, "loss": loss}) for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "met", "text"),
+    [
+        ([0.799, 0.821, 0.81], True, "met: any is +0.00 ± 0.10 points of accuracy from float32 over 3 seeds, the goal "
+         "at most 0.5 lost (aim 0.1: reached)"),
+        ([0.797, 0.817, 0.807], True, "met: any is -0.30 ± 0.00 points of accuracy from float32 over 3 seeds, the goal "
+         "at most 0.5 lost (aim 0.1: not reached)"),
+        ([0.794, 0.814], False, "NOT MET: any is -0.60 ± 0.00 points of accuracy from float32 over 2 seeds, of 3 that "
+         "are wanted, the goal at most 0.5 lost (aim 0.1: not reached)"),
+        ([0.9], True, "met: any is +10.00 points of accuracy from float32 over 1 seed, of 3 that are wanted, the goal "
+         "at most 0.5 lost (aim 0.1: reached)"),
+    ],
+)  # fmt: skip
+def test_images_may_lose_half_a_point_of_accuracy_seed_by_seed(accuracies, met, text):
+    baseline = images("float32", [0.8, 0.82, 0.81])
+    own = images("any", accuracies)
+    assert accuracy_report.goal("images", "any", own, baseline) == (met, text)
+
+
+@pytest.mark.parametrize(
+    ("losses", "met", "start"),
+    [
+        ([3.0, 4.02], True, "met: any is +0.25 ± 0.35 % of the loss from float32 over 2 seeds"),
+        ([3.03, 4.02], False, "NOT MET: any is +0.75 ± 0.35 % of the loss from float32 over 2 seeds"),
+        ([2.0, 3.0], True, "met: any is -29.17 ± 5.89 % of the loss from float32 over 2 seeds"),
+    ],
+)
+def test_text_may_gain_half_a_percent_of_loss(losses, met, start):
+    found = accuracy_report.goal("gpt2", "any", texts(losses), texts([3.0, 4.0]))
+    assert found[0] is met and found[1].startswith(start) and found[1].endswith(", the goal at most 0.5 gained")
+
+
+def test_the_table_has_ratios_to_float32_and_the_published_rows_beside_the_same_task_only():
+    variants = {
+        FLOAT32: images("float32", [0.8, 0.82]),
+        HALF: images("mixed_bfloat16", [0.8, 0.83], minutes=1.0, step_bytes=40 * 2**20),
+    }
+    table = accuracy_report.table("images", variants)
+    assert table.title == "resnet50 on cifar10 at 224×224, 10 steps of 256 images"
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    half = rows["mixed_bfloat16"]
+    assert half["accuracy %"] == "81.50 ± 2.12" and half["Δ"] == "+0.50 ± 0.71"
+    assert (half["× faster"], half["memory"], half["memory saved"]) == ("4.00", "40 MiB", "60 %")
+    assert half["skipped"] == "2" and rows["float32"]["Δ"] == ""
+    amp = rows["published: torch AMP"]
+    assert (amp["accuracy %"], amp["Δ"], amp["minutes"], amp["× faster"]) == ("80.31", "-0.61", "16.99", "1.31")
+    assert (amp["memory"], amp["memory saved"], amp["loss scale"]) == ("15508 MB", "32 %", "one RTX 4090")
+    console = rich.console.Console(file=io.StringIO(), width=180)
+    table.show(console)
+    assert "PyTorch with batches of 256 on one RTX 4090" in table.markdown() and "15508 MB" in console.file.getvalue()
+
+    small = {FLOAT32: images("float32", [0.8], setting={**variants[FLOAT32][0]["setting"], "model": "resnet18"})}
+    assert len(accuracy_report.table("images", small).rows) == 1
+
+
+def test_a_difference_between_curves_ends_where_the_shorter_one_does():
+    long = record("gpt2", "any", 0, {}, test={"step": [1.0, 2.0], "loss": [2.0, 2.2], "accuracy": [0.1, 0.2]})
+    short = record("gpt2", "any", 0, {}, test={"step": [1.0], "loss": [2.1], "accuracy": [0.1]})
+    (found,) = accuracy_report._difference_curves("gpt2", [short], [long])
+    assert found["step"] == [1.0] and found["difference"] == pytest.approx([5.0])
