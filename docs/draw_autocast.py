@@ -32,7 +32,7 @@ from jaxmp.autocast.rules import Rules
 FOLDER = Path(__file__).parent
 HALF, FULL, OPEN, CAST = "#F2A65A", "#8DB7E2", "#FFFFFF", "#B3123F"
 TEXT, LINE = "#222222", "#777777"
-SECTIONS = ("bqhd,bkhd", "LayerNorm_1")  # where attention and the perceptron begin, in the scopes of the block
+SECTIONS = ("bqhd,bkhd", "ln_2")  # where attention and the perceptron begin, in the scopes of the block
 Origins = dict[graph.Node, str]
 LABELS = {
     "dot_general": "matrix product", "reduce_sum": "sum", "reduce_max": "max over keys", "integer_pow": "x³",
@@ -59,9 +59,9 @@ class Box:
 def coloured_block() -> list[Box]:
     """The operations of a block, in order, as the library colours them."""
     block, half = Block(heads=4, width=256), np.dtype(jnp.bfloat16)
-    x, w = jax.ShapeDtypeStruct((2, 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    params = jax.eval_shape(block.init, jax.random.key(0), x)
-    closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w) @ w)(params, x, w)
+    x, w = jax.ShapeDtypeStruct((2 * 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    params = jax.eval_shape(lambda x: block.init(jax.random.key(0), x, 2), x)
+    closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
     whole = graph.build(*reading.opened(closed), Rules(half, {}))
     boxes = [Box(node, step.names, node.kind) for step in _steps(whole.body) if (node := step.node) is not None]
     colour.colour(whole, half)

@@ -5,6 +5,7 @@ Here are those in Linen; :mod:`experiments.models.nnx` has some of them in NNX.
 
 from __future__ import annotations
 
+from experiments.models.bert import BERT as BERT
 from experiments.models.cnn import CNN as CNN
 from experiments.models.functional import Functions as Functions
 from experiments.models.functional import linen_functions as linen_functions

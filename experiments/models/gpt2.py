@@ -1,4 +1,4 @@
-"""A transformer of GPT-2's shape (Radford et al. 2019), for benchmarks."""
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
 
 from __future__ import annotations
 
@@ -6,55 +6,113 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from experiments.models import transformer
+from experiments.models.activations import gelu
+from experiments.models.transformer import NORMAL, Remat
+
 
 class GPT2(nn.Module):
-    """Tokens (batch, sequence) to the logits of the tokens that follow (batch, sequence, vocabulary).
+    """Tokens (batch, sequence) to the float logits of the tokens that follow, (batch, sequence, vocabulary).
+
+    Modules and params are called as in the published weights, which :mod:`experiments.models.weights` loads. There is
+    no dropout. Inside, activations are (batch · sequence, width) and the vocabulary is a multiple of 64.
 
     Attributes:
-      vocabulary: number of tokens; the embeddings are also the output layer.
+      vocabulary: number of tokens; their embeddings are also the output layer.
       sequence: longest sequence.
       layers: number of blocks.
       heads: attention heads in each.
-      width: width of the residual stream.
+      width: of the residual stream.
+      remat: what each block computes again in its backward pass, see :class:`experiments.models.transformer.Block`.
+
+    >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
+    >>> tokens = jnp.zeros((2, 8), jnp.int32)
+    >>> variables = model.init(jax.random.key(0), tokens)
+    >>> model.apply(variables, tokens).shape, model.apply(variables, tokens, tokens, method="loss").shape
+    ((2, 8, 50), ())
     """
 
-    vocabulary: int = 50304
+    vocabulary: int = 50257
     sequence: int = 1024
     layers: int = 12
     heads: int = 12
     width: int = 768
+    remat: Remat = "none"
 
-    @nn.compact
+    def setup(self) -> None:
+        self.wte = transformer.embed(transformer.aligned(self.vocabulary), self.width)
+        self.wpe = transformer.embed(self.sequence, self.width)
+        self.h = [Block(self.heads, self.width, self.remat, self.layers) for _ in range(self.layers)]
+        self.ln_f = nn.LayerNorm(1e-5)
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocabulary, self.width, embedding_init=nn.initializers.normal(0.02))
-        positions = nn.Embed(self.sequence, self.width, embedding_init=nn.initializers.normal(0.02))
-        x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
-        for _ in range(self.layers):
-            x = Block(self.heads, self.width)(x)
-        return embed.attend(nn.LayerNorm()(x))
+        return self.wte.attend(self.hidden(tokens))[..., : self.vocabulary]
+
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        """What the output layer reads, (batch, sequence, width)."""
+        return self._hidden(tokens).reshape(*tokens.shape, self.width)
+
+    def loss(self, tokens: jax.Array, targets: jax.Array, ignore_index: int | None = None) -> jax.Array:
+        """The mean cross-entropy of ``targets`` (batch, sequence), float32, over those that are not ``ignore_index``.
+
+        The logits never exist all at once, see :func:`jaxmp.losses.projected_cross_entropy`.
+        """
+        x = self._hidden(tokens)
+        return self.wte.cross_entropy(x, targets.reshape(-1), classes=self.vocabulary, ignore_index=ignore_index)
+
+    def _hidden(self, tokens: jax.Array) -> jax.Array:
+        batch, sequence = tokens.shape
+        if sequence > self.sequence:
+            raise ValueError(f"sequences have at most {self.sequence} tokens, got {sequence}; make the model longer")
+        x = (self.wte(tokens) + self.wpe(jnp.arange(sequence))).reshape(-1, self.width)
+        for block in self.h:
+            x = block(x, batch)
+        return self.ln_f(x)
 
 
-class Block(nn.Module):
-    """Attention and a two-layer perceptron, each on normalised activations and added to the residual stream."""
+class Block(transformer.Block):
+    """Attention and a two-layer perceptron, each on normalised activations and added to the residual stream.
 
-    heads: int
+    Attributes:
+      depth: blocks of the model; what is added to the residual stream starts 1/√(2·depth) as large.
+    """
+
+    depth: int = 1
+    causal = True
+
+    def setup(self) -> None:
+        residual = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
+        self.ln_1, self.ln_2 = nn.LayerNorm(1e-5), nn.LayerNorm(1e-5)
+        self.attn, self.mlp = Attention(self.width, residual), MLP(self.width, residual)
+
+    def before(self, x: jax.Array) -> jax.Array:
+        return self.attn.c_attn(self.ln_1(x))
+
+    def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        x = x + self.attn.c_proj(attended)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Attention(nn.Module):
+    """The products around attention: ``c_attn`` to queries, keys and values, ``c_proj`` back."""
+
     width: int
+    residual: nn.initializers.Initializer
 
-    @nn.compact
+    def setup(self) -> None:
+        self.c_attn = nn.Dense(3 * self.width, kernel_init=NORMAL)
+        self.c_proj = nn.Dense(self.width, kernel_init=self.residual)
+
+
+class MLP(nn.Module):
+    """Two layers, the inner one four times as wide, (tokens, width) in and out."""
+
+    width: int
+    residual: nn.initializers.Initializer
+
+    def setup(self) -> None:
+        self.c_fc = nn.Dense(4 * self.width, kernel_init=NORMAL)
+        self.c_proj = nn.Dense(self.width, kernel_init=self.residual)
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        batch, sequence, width = x.shape
-        qkv = nn.Dense(3 * self.width)(nn.LayerNorm()(x))
-        q, k, v = jnp.moveaxis(qkv.reshape(batch, sequence, 3, self.heads, width // self.heads), 2, 0)
-        x = x + nn.Dense(self.width)(causal_attention(q, k, v).reshape(batch, sequence, width))
-        return x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
-
-
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention over (batch, sequence, heads, width): on a GPU cuDNN's kernel for half inputs, or autocast's."""
-    if jax.default_backend() == "gpu":
-        implementation = "cudnn" if q.dtype.itemsize == 2 else None  # None: autocast chooses, if it is autocast
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        return self.c_proj(gelu(self.c_fc(x)))

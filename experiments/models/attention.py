@@ -1,0 +1,72 @@
+"""Attention over (batch, tokens, heads, head width): cuDNN's fused kernel on a GPU, plain products elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Implementation = Literal["cudnn", "portable"]
+_implementation: ContextVar[Implementation | None] = ContextVar("attention_implementation", default=None)
+
+
+@contextlib.contextmanager
+def implementation(name: Implementation | None) -> Iterator[None]:
+    """Within it :func:`attention` is traced for that implementation, whatever the default backend is.
+
+    Who compiles for a GPU that is not there asks for ``"cudnn"``; None goes by the default backend again.
+
+    >>> with implementation("portable"):
+    ...     attention(*3 * (jnp.ones((1, 4, 2, 8)),)).shape
+    (1, 4, 2, 8)
+    """
+    if name not in ("cudnn", "portable", None):
+        raise ValueError(f'an implementation of attention is "cudnn", "portable" or None, got {name!r}')
+    token = _implementation.set(name)
+    try:
+        yield
+    finally:
+        _implementation.reset(token)
+
+
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, mask: jax.Array | None = None
+) -> jax.Array:
+    """Scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762).
+
+    On a GPU half inputs go to cuDNN, and float32 ones too where :func:`jaxmp.autocast` casts them. What cuDNN does not
+    take (float32, an old GPU, a head whose width is no multiple of 8) and every other backend has two products in the
+    inputs' dtype around a softmax in float32.
+
+    Args:
+      q, k, v: (batch, tokens, heads, head width), of one floating dtype.
+      causal: whether a token sees only itself and those before it.
+      mask: (batch, tokens), True or nonzero for the keys that may be seen; None for all.
+
+    Returns:
+      (batch, tokens, heads, head width) in the dtype of ``v``. A query that may see no key gets the mean of all values.
+
+    >>> q = k = v = jnp.ones((1, 4, 2, 8), jnp.float16)
+    >>> attention(q, k, v, causal=True).dtype
+    dtype('float16')
+    """
+    if mask is not None:  # cuDNN wants a row for each query
+        mask = jnp.broadcast_to(mask.astype(bool)[:, None, None, :], (q.shape[0], 1, q.shape[1], k.shape[1]))
+    chosen = _implementation.get() or ("cudnn" if jax.default_backend() == "gpu" else "portable")
+    if chosen == "cudnn":
+        # By this name and with float32 inputs too: it is where autocast steps in.
+        fused = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=causal, implementation="cudnn")
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            return fused(q, k, v)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
+    if causal:
+        seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        mask = seen if mask is None else mask & seen
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(v.dtype), v)

@@ -1,0 +1,119 @@
+"""BERT's encoder with its head for masked words (Devlin et al. 2018, arXiv 1810.04805)."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from experiments.models import transformer
+from experiments.models.activations import gelu
+from experiments.models.transformer import NORMAL, Remat
+
+
+class BERT(nn.Module):
+    """Tokens (batch, sequence) to the logits of the word at each place, (batch, sequence, vocabulary).
+
+    :mod:`experiments.models.weights` loads the published weights. There is no dropout, no pooler and no head for the
+    next sentence. Inside, activations are (batch · sequence, width) and the vocabulary is a multiple of 64.
+
+    Attributes:
+      vocabulary: number of tokens; their embeddings are also the output layer.
+      sequence: longest sequence.
+      layers: number of blocks.
+      heads: attention heads in each.
+      width: of the activations.
+      remat: what each block computes again in its backward pass, see :class:`experiments.models.transformer.Block`.
+
+    >>> model = BERT(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
+    >>> tokens = jnp.zeros((2, 8), jnp.int32)
+    >>> variables = model.init(jax.random.key(0), tokens)
+    >>> model.apply(variables, tokens).shape, model.apply(variables, tokens, tokens, method="loss").shape
+    ((2, 8, 50), ())
+    """
+
+    vocabulary: int = 30522
+    sequence: int = 512
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    remat: Remat = "none"
+
+    def setup(self) -> None:
+        rows = transformer.aligned(self.vocabulary)
+        self.word_embeddings = transformer.embed(rows, self.width)
+        self.position_embeddings = transformer.embed(self.sequence, self.width)
+        self.token_type_embeddings = transformer.embed(2, self.width)
+        self.embeddings_norm = nn.LayerNorm(1e-12)
+        self.layer = [Layer(self.heads, self.width, self.remat) for _ in range(self.layers)]
+        self.transform = nn.Dense(self.width, kernel_init=NORMAL)
+        self.transform_norm = nn.LayerNorm(1e-12)
+        self.decoder_bias = self.param("decoder_bias", nn.initializers.zeros, (rows,))
+
+    def __call__(
+        self, tokens: jax.Array, token_types: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> jax.Array:
+        x = self._head(self._hidden(tokens, token_types, mask)).reshape(*tokens.shape, self.width)
+        logits = self.word_embeddings.attend(x)
+        return (logits + self.decoder_bias.astype(logits.dtype))[..., : self.vocabulary]
+
+    def hidden(
+        self, tokens: jax.Array, token_types: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """What the encoder's last layer gives, (batch, sequence, width).
+
+        Args:
+          tokens: (batch, sequence).
+          token_types: 0 or 1 for each token, for a first and a second text; None for 0.
+          mask: True or nonzero for the tokens that may be seen; None for all.
+        """
+        return self._hidden(tokens, token_types, mask).reshape(*tokens.shape, self.width)
+
+    def loss(
+        self, tokens: jax.Array, targets: jax.Array, mask: jax.Array | None = None, ignore_index: int | None = -100
+    ) -> jax.Array:
+        """The mean cross-entropy of ``targets`` (batch, sequence), float32, over those that are not ``ignore_index``.
+
+        The logits never exist all at once, see :func:`jaxmp.losses.projected_cross_entropy`.
+        """
+        return self.word_embeddings.cross_entropy(
+            self._head(self._hidden(tokens, None, mask)),
+            targets.reshape(-1),
+            bias=self.decoder_bias,
+            classes=self.vocabulary,
+            ignore_index=ignore_index,
+        )
+
+    def _hidden(self, tokens: jax.Array, token_types: jax.Array | None, mask: jax.Array | None) -> jax.Array:
+        batch, sequence = tokens.shape
+        if sequence > self.sequence:
+            raise ValueError(f"sequences have at most {self.sequence} tokens, got {sequence}; make the model longer")
+        x = self.word_embeddings(tokens) + self.position_embeddings(jnp.arange(sequence))
+        x = x + self.token_type_embeddings(jnp.zeros((), jnp.int32) if token_types is None else token_types)
+        x = self.embeddings_norm(x.reshape(-1, self.width))
+        for layer in self.layer:
+            x = layer(x, batch, mask)
+        return x
+
+    def _head(self, x: jax.Array) -> jax.Array:
+        return self.transform_norm(gelu(self.transform(x), approximate=False))
+
+
+class Layer(transformer.Block):
+    """Attention over the whole sequence and a two-layer perceptron, each added to its input and then normalised."""
+
+    def setup(self) -> None:
+        self.query_key_value = nn.Dense(3 * self.width, kernel_init=NORMAL)
+        self.attention_output = nn.Dense(self.width, kernel_init=NORMAL)
+        self.attention_norm = nn.LayerNorm(1e-12)
+        self.intermediate = nn.Dense(4 * self.width, kernel_init=NORMAL)
+        self.output = nn.Dense(self.width, kernel_init=NORMAL)
+        self.output_norm = nn.LayerNorm(1e-12)
+
+    def before(self, x: jax.Array) -> jax.Array:
+        return self.query_key_value(x)
+
+    def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        x = self.attention_norm(x + self.attention_output(attended))
+        inner = gelu(self.intermediate(x), approximate=False)
+        return self.output_norm(x + self.output(inner))
