@@ -1,4 +1,4 @@
-"""Reading XLA's programs: products by dtype, casts, and the bytes that all else moves."""
+"""Reading XLA's programs: products by dtype, casts, kernels, and the bytes that all else moves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "f16": 2, "bf16": 2
 _BYTES |= {"s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8, "c128": 16}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.$-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
-_NOT_NAMES = re.compile(r"/\*.*?\*/|" + _ARRAY.pattern)
+ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
+_NOT_NAMES = re.compile(r"/\*.*?\*/|" + ARRAY.pattern)
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -22,7 +22,10 @@ _PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _KERNELS = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
 _NO_WORK = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"})
 _NO_WORK |= {"while", "conditional", "call"}  # their bodies work
+_NO_KERNEL = _NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
 _LAYOUT = frozenset({"copy", "transpose"})
+CONTROL = frozenset({"while", "conditional", "call"})
+_CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ def size(shape: str) -> float:
     >>> size("bf16[2,3]{1,0}")
     12
     """
-    arrays = _ARRAY.findall(shape)
+    arrays = ARRAY.findall(shape)
     return sum(_BYTES.get(dtype, 1) * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays)
 
 
@@ -71,25 +74,33 @@ class Program:
                 operands = tuple(_OPERAND.findall(_NOT_NAMES.sub("", _arguments(rest)))) if opcode != "constant" else ()
                 current[name] = Instruction(name, opcode, result, operands, line)
 
+    def bodies(self, instruction: Instruction) -> list[str]:
+        """The computations that an instruction calls, without the condition of a loop whose repetitions are known."""
+        text = _CONDITION.sub("", instruction.text) if _TRIPS.search(instruction.text) else instruction.text
+        branches = [name for found in _BRANCHES.findall(text) for name in _OPERAND.findall(found)]
+        return [*_CALLED.findall(text), *branches]
+
     def walk(self, into_fusions: bool = True, repeat_loops: bool = False) -> Iterator[tuple[str, Instruction, int]]:
-        """Each instruction with its computation and how often it runs; a loop's body counts once unless repeated."""
+        """Each instruction with its computation and how often it runs.
+
+        A loop's body counts once unless repeated. Without ``into_fusions`` these are the kernels: what a fusion or a
+        reduction is made of is left out.
+        """
         stack = [(self.entry, 1)]
         while stack:
             name, times = stack.pop()
             for instruction in self.computations.get(name, {}).values():
                 yield name, instruction, times
-                if instruction.opcode in ("fusion", "async-start") and not into_fusions:
+                if not into_fusions and instruction.opcode not in CONTROL:
                     continue
                 trips = _TRIPS.search(instruction.text) if repeat_loops else None
-                inner = _CALLED.findall(instruction.text)
-                for branches in _BRANCHES.findall(instruction.text):
-                    inner += _OPERAND.findall(branches)
+                inner = self.bodies(instruction)
                 stack += [(each, times * (int(trips[1]) if trips else 1)) for each in inner]
 
     def dtypes(self, computation: str, instruction: Instruction) -> tuple[str, ...]:
         """The dtypes of an instruction's operands."""
         known = self.computations[computation]
-        arrays = [_ARRAY.search(known[name].result) for name in instruction.operands if name in known]
+        arrays = [ARRAY.search(known[name].result) for name in instruction.operands if name in known]
         return tuple(array[1] for array in arrays if array)
 
     def products(self) -> collections.Counter[str]:
@@ -119,8 +130,37 @@ class Program:
                     count += times * (self._cast(computation, before) == f"{new}→{old}")
         return count
 
+    def launches(self) -> int:
+        """How many kernels a run launches: fusions, products, copies and the like, a loop's as often as it repeats.
+
+        A call of a library is one, however many kernels the library makes of it.
+        """
+        kernels = self.walk(into_fusions=False, repeat_loops=True)
+        return sum(times for _, each, times in kernels if each.opcode not in _NO_KERNEL and not is_end(each.opcode))
+
+    def attention_flops(self) -> dict[str, int]:
+        """FLOPs of cuDNN's fused attentions by dtype: two products forward, five backward, masks ignored."""
+        flops: collections.Counter[str] = collections.Counter()
+        for computation, instruction, times in self.walk(repeat_loops=True):
+            if _product(instruction) != "attention":
+                continue
+            known = self.computations[computation]
+            shapes = [ARRAY.search(known[name].result) for name in instruction.operands[:2]]
+            query, key = (tuple(int(n) for n in shape[2].split(",")) for shape in shapes if shape)
+            backward = "Backward" in instruction.text.split("custom_call_target=")[1].split(",")[0]
+            # Both are (batch, tokens, heads, width): XLA's own order, whatever the layout is.
+            products = (5 if backward else 2) * 2 * math.prod(query) * key[1]
+            flops[self.dtypes(computation, instruction)[0]] += times * products
+        return dict(flops)
+
+    def _is_product(self, instruction: Instruction) -> bool:
+        """Whether it is a product, or a library's product that a fusion hands a slice to."""
+        inner = self.bodies(instruction) if instruction.opcode == "fusion" else []
+        calls = [each for name in inner for each in self.computations.get(name, {}).values()]
+        return bool(_product(instruction)) or any(each.opcode == "custom-call" and _product(each) for each in calls)
+
     def _cast(self, computation: str, instruction: Instruction) -> str | None:
-        (old, *_), new = self.dtypes(computation, instruction) or ("",), _ARRAY.search(instruction.result)
+        (old, *_), new = self.dtypes(computation, instruction) or ("",), ARRAY.search(instruction.result)
         floating = new is not None and "f" in old and "f" in new[1]
         return f"{old}→{new[1]}" if floating and new is not None else None
 
@@ -128,7 +168,7 @@ class Program:
         """Bytes that kernels other than products move, read plus written, and those of them that change a layout."""
         total = layout = 0.0
         for computation, instruction, times in self.walk(into_fusions=False, repeat_loops=True):
-            if instruction.opcode in _NO_WORK or _product(instruction):
+            if instruction.opcode in _NO_WORK or self._is_product(instruction):
                 continue
             known = self.computations[computation]
             read = sum(known[name].bytes for name in set(instruction.operands) if name in known)
@@ -136,6 +176,11 @@ class Program:
             total += moved
             layout += moved * (instruction.opcode in _LAYOUT or "wrapped_transpose" in instruction.text[:80])
         return total, layout
+
+
+def is_end(opcode: str) -> bool:
+    """Whether it only waits for what was started before."""
+    return opcode.endswith("-done") or opcode == "async-update"
 
 
 def _product(instruction: Instruction) -> str | None:

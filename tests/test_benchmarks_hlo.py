@@ -1,0 +1,119 @@
+"""What is read from XLA's programs for GPUs: kernels, attentions, products in loops, and what fills the memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+
+from experiments.benchmarks import hlo, hlo_memory
+
+# A scheduled program as XLA compiles for GPUs, cut down: a loop of four products that read slices of their operand, a
+# fused attention forward and backward, a transpose and a reduction.
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%region_add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add.1 = f32[] add(%a, %b)
+}
+
+%sliced_product (p0: bf16[4,8,16], p1: s32[], p2: bf16[16,16]) -> (bf16[8,16], s8[1024]) {
+  %p0 = bf16[4,8,16]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = bf16[16,16]{1,0} parameter(2)
+  %zero.1 = s32[] constant(0)
+  %slice.1 = bf16[1,8,16]{2,1,0} dynamic-slice(%p0, %p1, %zero.1, %zero.1), dynamic_slice_sizes={1,8,16}
+  %bitcast.1 = bf16[8,16]{1,0} bitcast(%slice.1)
+  ROOT %gemm.1 = (bf16[8,16]{1,0}, s8[1024]{0}) custom-call(%bitcast.1, %p2), custom_call_target="__cublas$lt$matmul"
+}
+
+%exponential (q0: bf16[8,16]) -> bf16[8,16] {
+  %q0 = bf16[8,16]{1,0} parameter(0)
+  ROOT %exp.1 = bf16[8,16]{1,0} exponential(%q0)
+}
+
+%body (state: LOOP) -> LOOP {
+  %state = LOOP parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %xs = bf16[4,8,16]{2,1,0} get-tuple-element(%state), index=1
+  %w = bf16[16,16]{1,0} get-tuple-element(%state), index=2
+  %product.1 = (bf16[8,16]{1,0}, s8[1024]{0}) fusion(%xs, %i, %w), kind=kCustom, calls=%sliced_product
+  %product.2 = bf16[8,16]{1,0} get-tuple-element(%product.1), index=0
+  %fusion.1 = bf16[8,16]{1,0} fusion(%product.2), kind=kLoop, calls=%exponential, metadata={op_name="step/exp"}
+  ROOT %tuple.1 = LOOP tuple(%i, %xs, %w)
+}
+
+%condition (state.1: LOOP) -> pred[] {
+  %state.1 = LOOP parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %four = s32[] constant(4)
+  ROOT %less = pred[] compare(%i.1, %four), direction=LT
+}
+
+ENTRY %main (w.1: bf16[16,16], q: bf16[2,8,4,16], x.1: bf16[4,8,16]) -> (bf16[16,16], f32[]) {
+  %w.1 = bf16[16,16]{1,0} parameter(0)
+  %q = bf16[2,8,4,16]{3,2,1,0} parameter(1)
+  %x.1 = bf16[4,8,16]{2,1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %tuple.2 = LOOP tuple(%zero, %x.1, %w.1)
+  %while.1 = LOOP while(%tuple.2), condition=%condition, body=%body, config={"known_trip_count":{"n":"4"}}
+  %fmha.1 = (bf16[2,4,8,16], f32[2,4,8], u8[0]) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
+  %out.1 = bf16[2,4,8,16]{3,1,2,0} get-tuple-element(%fmha.1), index=0
+  %sums.1 = f32[2,4,8]{2,1,0} get-tuple-element(%fmha.1), index=1
+  %fmha.2 = (bf16[2,4,8,16]) custom-call(%q, %q, %q, %sums.1), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %transpose.1 = bf16[16,16]{0,1} transpose(%w.1), dimensions={1,0}, metadata={op_name="step/transpose"}
+  %zero.2 = f32[] constant(0)
+  %reduce.1 = f32[] reduce(%sums.1, %zero.2), dimensions={0,1,2}, to_apply=%region_add
+  ROOT %tuple.3 = (bf16[16,16]{1,0}, f32[]) tuple(%transpose.1, %reduce.1)
+}
+"""
+PROGRAM = hlo.Program(TEXT.replace("LOOP", "(s32[], bf16[4,8,16]{2,1,0}, bf16[16,16]{1,0})"))
+
+
+def test_kernels_are_counted_as_often_as_a_loop_repeats_without_its_condition_and_what_they_are_made_of():
+    assert PROGRAM.launches() == 4 * len(["product", "exponential"]) + len(["fmha", "fmha", "transpose", "reduce"])
+
+
+def test_a_product_that_reads_its_slice_itself_is_a_product_and_no_traffic():
+    exponentials, transpose, reduction = 4 * 2 * 256, 2 * 512, 64 * 4 + 4 + 4
+    assert PROGRAM.traffic() == (exponentials + transpose + reduction, transpose)
+
+
+def test_attention_has_two_products_forward_and_five_backward():
+    one = 2 * (2 * 8 * 4 * 16) * 8
+    assert PROGRAM.attention_flops() == {"bf16": 7 * one}
+    assert PROGRAM.products() == Counter({"dot bf16×bf16": 1, "attention bf16×bf16": 2})
+
+
+def test_a_program_without_loops_has_a_kernel_for_each_of_its_operations():
+    lowered = jax.jit(lambda x: jnp.sin(jnp.exp(x))).lower(jnp.ones(4))
+    assert hlo.Program(lowered.as_text("hlo")).launches() == 2
+
+
+def test_the_peak_lists_what_is_alive_at_once_with_the_code_that_made_it():
+    # The loop's buffers are smaller; parameters, constants and what is returned do not count.
+    assert [(each.bytes, each.array, each.made_by) for each in hlo_memory.peak(PROGRAM)] == [
+        (2048, "bf16[2,4,8,16]", "fmha.1"),
+        (256, "f32[2,4,8]", "fmha.1"),
+    ]
+
+
+def test_an_elementwise_kernel_writes_into_what_nobody_reads_any_more():
+    program = hlo.Program("""HloModule chain, is_scheduled=true
+
+%f (p: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  ROOT %e = f32[1024]{0} exponential(%p)
+}
+
+ENTRY %main (x: f32[1024]) -> f32[] {
+  %x = f32[1024]{0} parameter(0)
+  %first = f32[1024]{0} fusion(%x), kind=kLoop, calls=%f
+  %second = f32[1024]{0} fusion(%first), kind=kLoop, calls=%f
+  %third = f32[1024]{0} fusion(%second), kind=kLoop, calls=%f
+  ROOT %last = f32[] fusion(%third), kind=kInput, calls=%f
+}
+""")
+    assert [buffer.bytes for buffer in hlo_memory.peak(program)] == [4096]
