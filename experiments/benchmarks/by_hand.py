@@ -1,0 +1,171 @@
+"""ResNet-50, GPT-2 and BERT with half precision placed by hand: what a Flax user writes today.
+
+``dtype=`` on every module, params in float32, activations (batch, tokens, width), ``nn.gelu`` and ``nn.max_pool``,
+JAX's own attention (cuDNN's kernel for half inputs on a GPU), optax's cross-entropy on float32 logits. None as dtype is
+the same model in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxmp
+from experiments.benchmarks.workloads import LossFn, Workload
+
+Implementation = Literal["cudnn", "xla"] | None
+"""Of attention. None: cuDNN for half inputs on a GPU; name it to compile for a GPU that is not there."""
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, implementation: Implementation) -> jax.Array:
+    """Attention over (batch, tokens, heads, head width)."""
+    gpu = jax.default_backend() == "gpu"
+    if implementation is None and q.dtype == jnp.float16 and not gpu:  # XLA's CPU compiler lacks these products
+        q, k, v = (each.astype(jnp.float32) for each in (q, k, v))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal).astype(jnp.float16)
+    implementation = implementation or ("cudnn" if gpu and q.dtype.itemsize == 2 else "xla")
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
+
+
+class Attention(nn.Module):
+    """(batch, tokens, width) to the same."""
+
+    heads: int
+    causal: bool
+    dtype: Any
+    implementation: Implementation
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, tokens, width = x.shape
+        qkv = nn.Dense(3 * width, dtype=self.dtype, name="qkv")(x)
+        q, k, v = jnp.moveaxis(qkv.reshape(batch, tokens, 3, self.heads, width // self.heads), 2, 0)
+        y = attend(q, k, v, self.causal, self.implementation).reshape(x.shape)
+        return nn.Dense(width, dtype=self.dtype, name="out")(y)
+
+
+class GPT2(nn.Module):
+    """Tokens (batch, tokens) to the logits of those that follow; the embeddings are the output layer too."""
+
+    vocabulary: int
+    sequence: int
+    layers: int
+    heads: int
+    width: int
+    dtype: Any = None
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embed = _embed(self, self.vocabulary, "embed")
+        norm = functools.partial(nn.LayerNorm, epsilon=1e-5, dtype=self.dtype)
+        x = embed(tokens) + _embed(self, self.sequence, "positions")(jnp.arange(tokens.shape[1]))
+        for i in range(self.layers):
+            attention = Attention(self.heads, True, self.dtype, self.implementation, name=f"attention{i}")
+            x = x + attention(norm(name=f"norm1_{i}")(x))
+            y = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype, name=f"up{i}")(norm(name=f"norm2_{i}")(x)))
+            x = x + nn.Dense(self.width, dtype=self.dtype, name=f"down{i}")(y)
+        return embed.attend(norm(name="norm")(x))
+
+
+class BERT(nn.Module):
+    """Tokens (batch, tokens) to the logits of the token at each place; the embeddings are the output layer too."""
+
+    vocabulary: int
+    sequence: int
+    layers: int
+    heads: int
+    width: int
+    dtype: Any = None
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embed = _embed(self, self.vocabulary, "embed")
+        norm = functools.partial(nn.LayerNorm, epsilon=1e-12, dtype=self.dtype)
+        gelu = functools.partial(nn.gelu, approximate=False)
+        positions, types = _embed(self, self.sequence, "positions"), _embed(self, 2, "types")
+        x = embed(tokens) + positions(jnp.arange(tokens.shape[1])) + types(jnp.zeros_like(tokens))
+        x = norm(name="norm")(x)
+        for i in range(self.layers):
+            attention = Attention(self.heads, False, self.dtype, self.implementation, name=f"attention{i}")
+            x = norm(name=f"norm1_{i}")(x + attention(x))
+            y = gelu(nn.Dense(4 * self.width, dtype=self.dtype, name=f"up{i}")(x))
+            x = norm(name=f"norm2_{i}")(x + nn.Dense(self.width, dtype=self.dtype, name=f"down{i}")(y))
+        x = norm(name="head_norm")(gelu(nn.Dense(self.width, dtype=self.dtype, name="head")(x)))
+        logits = embed.attend(x)
+        return logits + self.param("bias", nn.initializers.zeros, (self.vocabulary,)).astype(logits.dtype)
+
+
+class ResNet(nn.Module):
+    """Images (batch, height, width, 3) to logits (batch, classes), after Flax's ImageNet example, v1.5."""
+
+    stages: tuple[int, ...]
+    classes: int
+    width: int = 64
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+        init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype, kernel_init=init)
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        x = conv(self.width, (7, 7), (2, 2), padding=3, name="stem")(images)
+        x = nn.max_pool(nn.relu(norm(name="norm")(x)), (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        for stage, blocks in enumerate(self.stages):
+            for i in range(blocks):
+                name, width, stride = f"{stage}_{i}", self.width * 2**stage, 2 if stage and i == 0 else 1
+                y = nn.relu(norm(name=f"norm1_{name}")(conv(width, (1, 1), name=f"conv1_{name}")(x)))
+                y = conv(width, (3, 3), stride, padding=1, name=f"conv2_{name}")(y)
+                y = conv(4 * width, (1, 1), name=f"conv3_{name}")(nn.relu(norm(name=f"norm2_{name}")(y)))
+                y = norm(name=f"norm3_{name}", scale_init=nn.initializers.zeros)(y)
+                if x.shape != y.shape:
+                    x = conv(4 * width, (1, 1), stride, name=f"conv4_{name}")(x)
+                    x = norm(name=f"norm4_{name}")(x)
+                x = nn.relu(x + y)
+        return nn.Dense(self.classes, dtype=self.dtype, name="dense")(x.mean((1, 2)))
+
+
+def build(case: Workload, dtype: Any = None, implementation: Implementation = None) -> nn.Module:
+    """A workload's model by hand.
+
+    The vocabulary is padded to a multiple of 64, as those who want speed do: the padding are tokens like any other.
+    """
+    sizes = case.sizes
+    if case.unit == "images":
+        whole = sizes.layers == type(sizes).layers
+        stages = (3, 4, 6, 3) if whole else (sizes.layers,) * 4
+        return ResNet(stages, sizes.vocabulary, 64 if whole else sizes.width, dtype)
+    vocabulary = jaxmp.hardware.align_dim(sizes.vocabulary, 64)
+    shape = (vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width)
+    return (GPT2 if case.name == "gpt2" else BERT)(*shape, dtype, implementation)
+
+
+def init(case: Workload, model: nn.Module, key: jax.Array) -> tuple[Any, Any]:
+    """Fresh float32 params, and the model's other variables (running statistics)."""
+    spec = case.batch["inputs"]
+    variables = dict(model.init(key, jnp.zeros((1, *spec.shape[1:]), spec.dtype)))
+    return variables.pop("params"), variables
+
+
+def loss_fn_of(model: nn.Module) -> LossFn:
+    """``loss_fn(params, model_state, batch, rng) -> (loss, model_state)``: the mean of optax's cross-entropy."""
+    train = {"train": True} if isinstance(model, ResNet) else {}
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> tuple[jax.Array, Any]:
+        variables = {"params": params, **model_state}
+        logits, model_state = model.apply(variables, batch["inputs"], **train, mutable=[*model_state])
+        logits = logits.astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), model_state
+
+    return loss_fn
+
+
+def _embed(model: Any, rows: int, name: str) -> nn.Embed:
+    init = nn.initializers.normal(0.02)
+    return nn.Embed(rows, model.width, dtype=model.dtype, embedding_init=init, name=name)

@@ -1,0 +1,98 @@
+"""Which share of a step's kernel time is spent in kernels that use tensor cores: from a profiler's trace.
+
+A kernel's name says what it is: cuBLAS, cuDNN, CUTLASS, Triton and the flash attentions each have their own habits.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# First what only looks like a product: XLA's and Inductor's fusions are named after what they fuse, and products have
+# helpers that lay out, convert or sum up; then float32 products without tensor cores.
+_PLAIN = re.compile(
+    r"^(loop|input|wrapped|fusion|reduce|copy|scatter|select|triton_(poi|red|per|softmax))_"
+    r"|convert|transpose|layout|nhwctonchw|nchwtonhwc|dot_do_o|splitk_?reduce|layer_?norm|softmax"
+    r"|sgemm|scudnn|simt|gemv|gemmk1|gemmsn|f32f32_f32f32|depthwise",
+    re.IGNORECASE,
+)
+# NVIDIA's names of instructions and of libraries built on them.
+_SAYS_SO = re.compile(r"nvjet|[hgiq]mma|wmma|wgmma|tensorop|16816|1688|s?884|tf32|bf16|f16|e4m3|e5m2", re.IGNORECASE)
+_PRODUCT = re.compile(
+    r"nvjet|gemm|cutlass|xmma|matmul|triton_tem|flash|fmha|sdpa|mha|conv|fprop|dgrad|wgrad", re.IGNORECASE
+)
+
+
+def uses_tensor_cores(kernel: str, precision: str = "half") -> bool:
+    """Whether a kernel multiplies on tensor cores, as its name tells.
+
+    Args:
+      kernel: its name, demangled or not.
+      precision: ``"fp32"`` where true float32 products were asked for: then only a name that says so counts.
+
+    >>> [uses_tensor_cores(name) for name in ("nvjet_hsh_128x256_64x4_TNT", "ampere_sgemm_128x64_nn", "loop_add")]
+    [True, False, False]
+    """
+    if _PLAIN.search(kernel):
+        return False
+    if precision == "fp32":
+        return _PRODUCT.search(kernel) is not None and _SAYS_SO.search(kernel) is not None
+    return _PRODUCT.search(kernel) is not None
+
+
+def tensor_core_share(kernels: Mapping[str, float], precision: str = "half") -> float | None:
+    """The share of the kernels' time that tensor-core kernels take; None without kernels, as on a CPU."""
+    total = sum(kernels.values())
+    return sum(t for name, t in kernels.items() if uses_tensor_cores(name, precision)) / total if total else None
+
+
+def of_jax(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
+    """Milliseconds a call by kernel, of a function whose result JAX can wait for; empty where there is no GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                result = run()
+            jax.block_until_ready(result)
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return {name: t / calls for name, t in kernels_of(jax.profiler.ProfileData.from_file(str(file))).items()}
+
+
+def kernels_of(data: Any) -> dict[str, float]:
+    """Milliseconds by kernel in a trace of JAX's profiler: what ran in the streams of its GPUs."""
+    times: collections.Counter[str] = collections.Counter()
+    for plane in data.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):  # the others tell the same time by module, operation and source line
+                for event in line.events:
+                    times[event.name] += event.duration_ns / 1e6
+    return dict(times)
+
+
+def of_torch(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
+    """Milliseconds a call by kernel, of a function that launches torch's; empty where there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    return {
+        event.key: event.self_device_time_total / 1000 / calls
+        for event in profile.key_averages()
+        if event.self_device_time_total
+    }
+
+
+def longest(kernels: Mapping[str, float], count: int = 12) -> list[tuple[str, float]]:
+    """The kernels that took most time, with their milliseconds a call."""
+    return sorted(kernels.items(), key=lambda item: -item[1])[:count]

@@ -1,0 +1,294 @@
+"""A whole train step in mixed precision: jaxmp, JAX by hand, jmp, flax and torch, on one GPU, in one run.
+
+python -m experiments.benchmarks.train_step --run-dir runs/train_step
+
+ResNet-50 (256×224×224), BERT-Base (64×512) and GPT-2 (16×1024): forward, backward, clipping, AdamW, loss scaling; and
+the forward pass alone. First each row is measured alone, in a process of its own: compile time, peak memory, energy,
+and a profile. Then all rows of a model take turns in one process, warm, each turn waited for, every state donated; a
+ratio is one round's time over the same round's of another row, and the median over the rounds counts. Utilisation is
+against what one matrix product reaches on this device (benchmarks.ceiling), measured in the same run.
+
+torch is optional: rows of what is not installed say so. What was measured stays in the run folder, so that a long run
+can be cut: --minutes 8 starts nothing new after eight, and the same command goes on from there. The run folder holds
+train_step.md, .json and .png. --sweep shows from which width or depth on half precision pays, --busy what a step takes
+while every core of the host is at work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+if not __package__:  # started as a file: the folder two above this one has the packages
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import jax
+import rich.console
+import tyro
+
+from experiments import cli
+from experiments.benchmarks import ceiling, jax_steps, train_step_sweeps
+from experiments.benchmarks import train_step_measure as measure
+from experiments.benchmarks import train_step_report as report
+from experiments.benchmarks.train_step_rows import ROWS, Pass, Prepared, Row, rows_of
+from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
+from experiments.environment import environment
+from experiments.progress import Progress
+from experiments.runs import run_folder, write_json
+
+TOGETHER_SECONDS = 60.0
+"""What it takes at least to make all rows of a model ready for their turns, compiled as they are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Flags of the benchmark."""
+
+    models: tuple[Name, ...] = NAMES
+    """Models to measure."""
+    rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROW [ROW ...]")] = ()
+    """Rows to measure, among those that --list prints; a ratio needs both its rows in one command. (default: all)"""
+    passes: tuple[Pass, ...] = ("train", "forward")
+    """The train step, the forward pass alone, or both."""
+    rounds: int = 20
+    """Rounds of timing."""
+    block_ms: float = 200.0
+    """How long a turn should take, in milliseconds."""
+    energy_s: float = 2.0
+    """How long a row runs for its energy, in seconds."""
+    batch_size: int = 0
+    """Examples a step; 0 for 256 (resnet50), 64 (bert) and 16 (gpt2)."""
+    torch_mode: Literal["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
+    """Mode of torch.compile."""
+    sweep: Literal["", "width", "depth"] = ""
+    """In place of the table: the transformers' train step at widths, or depths, down to where half stops paying."""
+    busy: tyro.conf.FlagCreatePairsOff[bool] = False
+    """In place of the table: the train step with the host's cores idle, and with a process at work on every one."""
+    minutes: float = 0.0
+    """Start nothing new after so many minutes; the same command goes on from there. 0 is no limit."""
+    report_only: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Measure nothing: write the report of what lies in --run-dir."""
+    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Tiny models, two rounds, any device, one process: to see that everything runs. Its figures mean nothing."""
+    list: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the rows and end."""
+    alone: Annotated[str, tyro.conf.arg(metavar="ROW")] = ""
+    """Measure one row of one model alone and print JSON: what the run starts for each row."""
+    run_dir: cli.Folder = None
+    """Folder to write to, and to go on from. (default: runs/train_step-TIME)"""
+
+
+def case_of(name: Name, config: Config) -> Workload:
+    """A model in the sizes of the flags."""
+    sizes = (SMOKE if config.smoke else FULL)[name]
+    return workload(name, dataclasses.replace(sizes, batch_size=config.batch_size or sizes.batch_size))
+
+
+class Measurement:
+    """One command's part of a run: what is there already is not measured again.
+
+    Args:
+      config: its flags.
+      folder: the run's.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self._started = time.monotonic()
+        self.where = environment(tuple(name for name in ("jmp", "torch") if importlib.util.find_spec(name)))
+        self.unfinished = False
+
+    def run(self, progress: Progress) -> None:
+        """Measures what the flags ask for and the folder lacks."""
+        if not (self.folder / "ceiling.json").exists():
+            progress.advance(0, "matrix products", "ceilings")
+            small = self.config.smoke
+            write_json(
+                self.folder / "ceiling.json",
+                ceiling.ceilings(
+                    ceiling.SMOKE_SHAPES[:1] if small else ceiling.SHAPES,
+                    ceiling.SMOKE_COPY_BYTES if small else ceiling.COPY_BYTES,
+                    rounds=1 if small else 5,
+                    block_ms=1 if small else 50,
+                    kinds=("float32", "tensorfloat32", "bfloat16", "float16"),
+                ),
+            )
+        for name in self.config.models:
+            case = case_of(name, self.config)
+            self._require_the_same_sizes(case)
+            rows = {key: row for key, row in rows_of(name, self.config.rows).items() if row.missing is None}
+            if self.config.smoke:
+                self._in_one_process(case, rows, progress)
+            else:
+                self._alone(case, rows, progress)
+                self._together(case, rows, progress)
+
+    def _alone(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
+        todo = [key for key in rows if not self._alone_file(case, key).exists()]
+        progress.advance(len(rows) - len(todo), "measured before", case.name)
+        flags = ["--models", case.name, "--passes", *self.config.passes, "--batch-size", str(case.sizes.batch_size)]
+        flags += ["--torch-mode", self.config.torch_mode, "--energy-s", str(self.config.energy_s)]
+        program = [sys.executable, "-m", "experiments.benchmarks.train_step", *flags, "--run-dir", str(self.folder)]
+        for key, measured in measure.in_processes({key: [*program, "--alone", key] for key in todo}):
+            if self._late(0):
+                break
+            progress.advance(0, f"{rows[key].label}, alone", case.name)
+            found = measured()
+            self._save(self._alone_file(case, key), case, {"row": key, **found})
+            progress.advance(1, f"{rows[key].label}, alone", case.name)
+
+    def _together(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
+        able = {key: row for key, row in rows.items() if "error" not in self._train_of(case, key)}
+        for which in self.config.passes:
+            chosen = {key: row for key, row in able.items() if which == "train" or row.forward}
+            seconds = TOGETHER_SECONDS + self.config.rounds * self.config.block_ms / 1000 * len(chosen)
+            digest = hashlib.sha1(" ".join(chosen).encode()).hexdigest()[:8]  # the same rows are not timed again
+            file = self.folder / f"together-{case.name}-{which}-{digest}.json"
+            if file.exists() or not chosen:
+                continue
+            if self._late(seconds):
+                return
+            prepared, errors = measure.prepare_all(
+                case,
+                chosen,
+                which,
+                self.config.torch_mode,
+                lambda key: progress.advance(0, f"{ROWS[key].label}: getting ready", case.name),
+            )
+            self._time(case, which, prepared, errors, file, progress)
+            prepared.clear()
+            gc.collect()
+
+    def _in_one_process(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
+        alone: dict[str, dict[str, Any]] = {key: {"row": key} for key in rows}
+        for which in self.config.passes:
+            prepared: dict[str, Prepared] = {}
+            for key, row in rows.items():
+                progress.advance(0, f"{row.label}, {which}", case.name)
+                if which == "train" or row.forward:
+                    try:
+                        prepared[key] = measure.prepare(case, row, which, self.config.torch_mode)
+                        alone[key][which] = measure.describe(case, row, which, prepared[key], seconds=0.1)
+                    except RuntimeError as error:
+                        prepared.pop(key, None)
+                        alone[key][which] = {"error": measure.reason(error)}
+                progress.advance(int(which == self.config.passes[-1]), f"{row.label}, {which}", case.name)
+            self._time(case, which, prepared, {}, self.folder / f"together-{case.name}-{which}-smoke.json", progress)
+        for key, found in alone.items():
+            self._save(self._alone_file(case, key), case, found)
+
+    def _time(
+        self,
+        case: Workload,
+        which: Pass,
+        prepared: dict[str, Prepared],
+        errors: dict[str, str],
+        file: Path,
+        progress: Progress,
+    ) -> None:
+        rounds = 2 if self.config.smoke else self.config.rounds
+        found = measure.together(
+            prepared,
+            rounds,
+            1.0 if self.config.smoke else self.config.block_ms,
+            lambda round_: progress.advance(0, f"timing, in turn: round {max(round_, 0) + 1} of {rounds}", case.name),
+        )
+        for key, why in errors.items():
+            found[key] = {"error": f"{why} beside the other rows"}
+        self._save(file, case, {"pass": which, "rows": found})
+
+    def _save(self, file: Path, case: Workload, found: dict[str, Any]) -> None:
+        sizes = dataclasses.asdict(case.sizes)
+        about = {"model": case.name, "text": case.text, "sizes": sizes, "items": case.items, "unit": case.unit}
+        flops_ = jax_steps.model_flops(case)
+        when = datetime.datetime.now().isoformat(timespec="seconds")
+        write_json(file, {**about, "model_flops": flops_, "measured": when, "environment": self.where, **found})
+
+    def _require_the_same_sizes(self, case: Workload) -> None:
+        for file in self.folder.glob(f"*-{case.name}-*.json"):
+            before = json.loads(file.read_text())["sizes"]
+            if before != (sizes := dataclasses.asdict(case.sizes)):
+                cli.fail(f"a run folder holds one size of a model, but {file} has {before}, not {sizes}; take another")
+
+    def _alone_file(self, case: Workload, key: str) -> Path:
+        return self.folder / f"alone-{case.name}-{key}.json"
+
+    def _train_of(self, case: Workload, key: str) -> dict[str, Any]:
+        """What is known of a row that was measured alone; an error if it may not join the others."""
+        file = self._alone_file(case, key)
+        if not file.exists():
+            return {"error": "not measured yet"}
+        found = json.loads(file.read_text())
+        return found if "error" in found else next(found[which] for which in ("train", "forward") if which in found)
+
+    def _late(self, seconds: float) -> bool:
+        """Whether something that takes so long must wait for the next command."""
+        elapsed = time.monotonic() - self._started + seconds
+        self.unfinished |= bool(self.config.minutes) and elapsed > 60 * self.config.minutes
+        return self.unfinished
+
+
+def measure_alone(config: Config) -> None:
+    """What each row's process does."""
+    (name,), row = config.models, ROWS[config.alone]
+    if row.torch:
+        jax.config.update("jax_platforms", "cpu")  # only torch is to use the GPU
+
+    def found() -> dict[str, Any]:
+        return measure.alone(case_of(name, config), row, config.passes, config.torch_mode, config.energy_s)
+
+    if row.torch:
+        from experiments.benchmarks import torch_steps as torch_steps  # its imports while another row measures
+    with measure.caches_in((config.run_dir or Path("runs")) / "cache"):
+        measure.answer(found)
+
+
+def main(config: Config) -> dict[str, Any]:
+    # Before JAX meets the GPU: it shares it with torch and with the processes of the rows.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if config.list:
+        print("\n".join(f"{name:20} {row.label}" for name, row in ROWS.items()))
+        return {}
+    with cli.bad_values_end_it():
+        cli.require("--rounds", config.rounds, 1)
+        cli.require("--batch-size", config.batch_size, 0)
+        cli.require("--minutes", config.minutes, 0)
+        rows_of("gpt2", (*config.rows, *([config.alone] if config.alone else [])))
+        if config.alone:
+            measure_alone(config)
+            return {}
+        if not config.report_only:
+            ceiling.require_gpu(config.smoke)
+        elif config.run_dir is None or not config.run_dir.is_dir():
+            raise ValueError(f"--report-only reads what lies in --run-dir, an existing folder, got {config.run_dir}")
+        folder = run_folder("train_step", config.run_dir).absolute()
+    if config.sweep or config.busy:
+        return train_step_sweeps.run(config, folder)
+    unfinished = False
+    if not config.report_only:
+        total = sum(sum(row.missing is None for row in rows_of(name, config.rows).values()) for name in config.models)
+        cache = measure.caches_in(folder / "cache")
+        with cache, Progress("train step", total) as progress:
+            measurement = Measurement(config, folder)
+            measurement.run(progress)
+        unfinished = measurement.unfinished
+    results = report.write(folder)
+    console = rich.console.Console()
+    report.show(results, console if console.is_terminal else rich.console.Console(width=200))
+    console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
+    if unfinished:
+        console.print("not all is measured: the same command goes on from here", markup=False)
+    return results
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

@@ -1,0 +1,103 @@
+"""What benchmarks.train_step compares: each row is a library, a precision and what goes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Literal
+
+Precision = Literal["bf16", "fp16", "tf32", "fp32"]
+Library = Literal["jaxmp", "autocast", "hand", "jmp", "flax", "torch", "compile"]
+Pass = Literal["train", "forward"]
+FLOPS_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tensorfloat32", "fp32": "float32"}
+"""The column of benchmarks.ceiling that bounds a precision."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A way to train.
+
+    Attributes:
+      label: in words.
+      library: whose mixed precision.
+      precision: of the products; fp32 is without tensor cores.
+      scaled: whether the loss is scaled, dynamically.
+      remat: what the blocks of a transformer compute again.
+      forward: whether its forward pass is measured too: where another row has the same one it is not.
+    """
+
+    label: str
+    library: Library
+    precision: Precision
+    scaled: bool = False
+    remat: str = "none"
+    forward: bool = True
+
+    @property
+    def torch(self) -> bool:
+        """Whether it is torch's."""
+        return self.library in ("torch", "compile")
+
+    @property
+    def missing(self) -> str | None:
+        """The package that it needs and that is not installed."""
+        package = {"torch": "torch", "compile": "torch", "jmp": "jmp"}.get(self.library)
+        return package if package and importlib.util.find_spec(package) is None else None
+
+
+ROWS: dict[str, Row] = {
+    "jaxmp-bf16": Row("jaxmp, bf16", "jaxmp", "bf16"),
+    "jaxmp-fp16": Row("jaxmp, fp16, dynamic scaling", "jaxmp", "fp16", scaled=True),
+    "jaxmp-fp16-unscaled": Row("jaxmp, fp16, no scaling", "jaxmp", "fp16", forward=False),
+    "jaxmp-bf16-remat": Row("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention",
+                            forward=False),
+    "autocast-bf16": Row("jaxmp.autocast, bf16", "autocast", "bf16"),
+    "autocast-fp16": Row("jaxmp.autocast, fp16, dynamic scaling", "autocast", "fp16", scaled=True),
+    "hand-bf16": Row("JAX by hand, bf16", "hand", "bf16"),
+    "hand-fp16": Row("JAX by hand, fp16, no scaling", "hand", "fp16"),
+    "jmp-fp16": Row("by hand, fp16, jmp.DynamicLossScale", "jmp", "fp16", scaled=True, forward=False),
+    "flax-fp16": Row("by hand, fp16, flax DynamicScale", "flax", "fp16", scaled=True, forward=False),
+    "torch-bf16": Row("torch AMP, bf16", "torch", "bf16"),
+    "torch-fp16": Row("torch AMP, fp16, GradScaler", "torch", "fp16", scaled=True),
+    "compile-bf16": Row("torch.compile AMP, bf16", "compile", "bf16"),
+    "compile-fp16": Row("torch.compile AMP, fp16, GradScaler", "compile", "fp16", scaled=True),
+    "jaxmp-tf32": Row("jaxmp, TF32", "jaxmp", "tf32"),
+    "hand-tf32": Row("JAX by hand, TF32", "hand", "tf32"),
+    "torch-tf32": Row("torch, TF32", "torch", "tf32"),
+    "compile-tf32": Row("torch.compile, TF32", "compile", "tf32"),
+    "jaxmp-fp32": Row("jaxmp, fp32", "jaxmp", "fp32"),
+    "hand-fp32": Row("JAX by hand, fp32", "hand", "fp32"),
+    "torch-fp32": Row("torch, fp32", "torch", "fp32"),
+    "compile-fp32": Row("torch.compile, fp32", "compile", "fp32"),
+}  # fmt: skip
+"""Every row, by the name that ``--rows`` takes."""
+
+
+def rows_of(model: str, names: tuple[str, ...] = ()) -> dict[str, Row]:
+    """The rows of a model, or those of ``names`` among them, in the order of ``ROWS``.
+
+    Raises:
+      ValueError: a name is not among ``ROWS``.
+    """
+    if unknown := [name for name in names if name not in ROWS]:
+        raise ValueError(f"--rows must be among {', '.join(ROWS)}; got {', '.join(unknown)}")
+    chosen = {name: row for name, row in ROWS.items() if not names or name in names}
+    return {name: row for name, row in chosen.items() if row.remat == "none" or model != "resnet50"}
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A step, or a forward pass, that is compiled and has its state on the device.
+
+    Attributes:
+      turn: does it once, without waiting; what it returns ``jax.block_until_ready`` can wait for.
+      loss: does it once more for its loss; None of a forward pass.
+      compile_seconds: from Python to a program: tracing, lowering, compiling, and of torch the first call.
+      compiled_bytes: what the program needs at most by its compiler's account; None of torch.
+    """
+
+    turn: Callable[[], Any]
+    loss: Callable[[], float] | None
+    compile_seconds: float
+    compiled_bytes: int | None = None

@@ -1,0 +1,177 @@
+"""Two looks beside the table of benchmarks.train_step: where half precision stops paying, and a busy host."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.console
+
+from experiments import timing
+from experiments.benchmarks import train_step_measure as measure
+from experiments.benchmarks.train_step_rows import ROWS, Row, rows_of
+from experiments.benchmarks.workloads import FULL, SMOKE, Name, Workload, workload
+from experiments.environment import environment
+from experiments.progress import Progress
+from experiments.report import Table
+from experiments.runs import write_json
+
+if TYPE_CHECKING:
+    from experiments.benchmarks.train_step import Config
+
+SWEEPS = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1)}
+SMOKE_SWEEPS = {"width": (128, 64), "depth": (2, 1)}
+SWEEP_ROWS = ("jaxmp-bf16", "jaxmp-fp16", "jaxmp-tf32")
+"""Half precision against what JAX does by itself."""
+BUSY_ROWS = ("jaxmp-bf16", "jaxmp-fp16", "hand-bf16", "torch-bf16", "compile-bf16")
+
+
+def run(config: Config, folder: Path) -> dict[str, Any]:
+    """Measures what the flags ask for, and writes and shows its tables."""
+    name = config.sweep or "busy"
+    models = [model for model in config.models if model != "resnet50" or not config.sweep]
+    where = environment()
+    with measure.caches_in(folder / "cache"), Progress(name, len(models) * _steps(config)) as progress:
+        results = {model: (sweep if config.sweep else busy)(model, config, progress) for model in models}
+    tables = [(sweep_table if config.sweep else busy_table)(result) for result in results.values()]
+    facts = [f"- {key}: {value}" for key, value in where.items()]
+    title = f"Half precision by {name}" if config.sweep else "A train step while the host is busy"
+    (folder / f"train_step_{name}.md").write_text(
+        "\n".join([f"# {title}", "", *facts, "", *(each.markdown() for each in tables)])
+    )
+    write_json(folder / f"train_step_{name}.json", {"environment": where, "models": results})
+    console = rich.console.Console()
+    for each in tables:
+        each.show(console)
+    console.print(*facts, f"written to {folder}", sep="\n", markup=False, highlight=False, soft_wrap=True)
+    return results
+
+
+def sweep(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
+    """The train step at each width, or depth: milliseconds a row, and what half precision gains over TF32."""
+    axis = config.sweep
+    field = {"width": "width", "depth": "layers"}[axis]
+    points = []
+    for value in (SMOKE_SWEEPS if config.smoke else SWEEPS)[axis]:
+        sizes = dataclasses.replace((SMOKE if config.smoke else FULL)[name], **{field: value})
+        case = workload(name, dataclasses.replace(sizes, batch_size=config.batch_size or sizes.batch_size))
+        rows = _rows(config, SWEEP_ROWS)
+        times, errors = _time(case, rows, config, progress, f"{axis} {value}")
+        base = times.get("jaxmp-tf32")
+        gains = {key: _gain(base, own) for key, own in times.items() if base and key != "jaxmp-tf32"}
+        points.append({"value": value, "milliseconds": times, "gain": gains, "errors": errors})
+        progress.advance(1, f"{axis} {value}", name)
+    return {"axis": axis, "text": case.text, "points": points}
+
+
+def busy(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
+    """The train step with idle cores, and with a process at work on every one."""
+    sizes = (SMOKE if config.smoke else FULL)[name]
+    case = workload(name, dataclasses.replace(sizes, batch_size=config.batch_size or sizes.batch_size))
+    rows = _rows(config, BUSY_ROWS)
+    prepared, errors = _prepare(case, rows, config, progress)
+    found: dict[str, Any] = {}
+    for label, context in (("idle", contextlib.nullcontext()), ("busy", busy_cores())):
+        with context:
+            progress.advance(0, f"timing, {label}", name)
+            times = measure.together(prepared, *_length(config), lambda _: None)
+        found[label] = {key: each["milliseconds"] for key, each in times.items()}
+        progress.advance(1, label, name)
+    return {"text": case.text, "cores": os.cpu_count(), "errors": errors, **found}
+
+
+@contextlib.contextmanager
+def busy_cores(count: int | None = None) -> Iterator[None]:
+    """Within it a process of its own works on every core of the host, or so many processes do."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=_work, daemon=True) for _ in range(count or os.cpu_count() or 1)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def sweep_table(result: dict[str, Any]) -> Table:
+    """A row a width or depth; the note says from where on half precision pays."""
+    points, axis = result["points"], result["axis"]
+    keys = list(dict.fromkeys(key for point in points for key in (*point["milliseconds"], *point["errors"])))
+    half = [key for key in keys if key != "jaxmp-tf32"]
+    rows = []
+    for point in points:
+        times = {key: timing.quartiles(own)[1] for key, own in point["milliseconds"].items()}
+        cells = [f"{times[key]:.4g}" if key in times else point["errors"].get(key, "") for key in keys]
+        gains = [f"{point['gain'][key][1]:.2f}" if key in point["gain"] else "" for key in half]
+        rows.append((str(point["value"]), *cells, *gains))
+    notes = []
+    for key in half:
+        pays = [point["value"] for point in points if point["gain"].get(key, (0, 0, 0))[1] > 1]
+        where = f"pays at {axis} {', '.join(map(str, pays))}" if pays else f"pays at no {axis} here"
+        notes.append(f"{ROWS[key].label}: {where}")
+    columns = (axis, *(f"{ROWS[key].label}, ms" for key in keys), *(f"TF32 / {ROWS[key].label}" for key in half))
+    return Table(f"{result['text'].split(',')[0]}: the train step by {axis}", columns, rows, notes=tuple(notes))
+
+
+def busy_table(result: dict[str, Any]) -> Table:
+    """A row a variant: milliseconds with idle cores, with busy ones, and their ratio."""
+    rows = [(ROWS[key].label, why, "", "") for key, why in result["errors"].items()]
+    for key, idle in result["idle"].items():
+        before, after = (timing.quartiles(times)[1] for times in (idle, result["busy"][key]))
+        rows.append((ROWS[key].label, f"{before:.4g}", f"{after:.4g}", f"{after / before:.3f}"))
+    columns = ("row", "idle, ms", "busy, ms", "busy / idle")
+    return Table(f"{result['text']}: the train step with {result['cores']} cores idle and busy", columns, rows)
+
+
+def _rows(config: Config, names: tuple[str, ...]) -> dict[str, Row]:
+    return rows_of("gpt2", config.rows or names)
+
+
+def _steps(config: Config) -> int:
+    return len((SMOKE_SWEEPS if config.smoke else SWEEPS)[config.sweep]) if config.sweep else 2
+
+
+def _length(config: Config) -> tuple[int, float]:
+    return (2, 1.0) if config.smoke else (config.rounds, config.block_ms)
+
+
+def _prepare(case: Workload, rows: dict[str, Row], config: Config, progress: Progress) -> tuple[Any, dict[str, str]]:
+    missing = {key: f"not installed: {row.missing}" for key, row in rows.items() if row.missing}
+    there = {key: row for key, row in rows.items() if not row.missing}
+    prepared, errors = measure.prepare_all(
+        case,
+        there,
+        "train",
+        config.torch_mode,
+        lambda key: progress.advance(0, f"{ROWS[key].label}: getting ready", case.name),
+    )
+    return prepared, {**missing, **errors}
+
+
+def _time(
+    case: Workload, rows: dict[str, Row], config: Config, progress: Progress, text: str
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    prepared, errors = _prepare(case, rows, config, progress)
+    progress.advance(0, f"timing, {text}", case.name)
+    times = measure.together(prepared, *_length(config), lambda _: None) if prepared else {}
+    prepared.clear()
+    gc.collect()
+    return {key: each["milliseconds"] for key, each in times.items()}, errors
+
+
+def _gain(base: list[float], own: list[float]) -> tuple[float, float, float]:
+    return timing.quartiles([a / b for a, b in zip(base, own, strict=True)])
+
+
+def _work() -> None:
+    x = 1.0
+    while True:
+        x = x * 1.0000001 % 3.0
