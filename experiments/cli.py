@@ -20,6 +20,7 @@ from experiments.data import DataError
 from experiments.environment import program_line
 
 C = TypeVar("C")
+BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
 
 
@@ -43,11 +44,14 @@ class Training:
     the model's own name."""
     remat: str = "none"
     """What the backward pass computes again in place of keeping it: none, full, dots, dots_no_batch, or the name of a
-    policy of jax.checkpoint_policies."""
+    policy of jax.checkpoint_policies. Transformers have attention too, which keeps attention's results and computes
+    the rest of each block again: the most memory for the least time."""
     accumulate: int = 1
     """Microbatches a step; must divide the batch."""
     ema: float = 0.0
     """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
+    memory_limit: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")] = None
+    """What --batch-size auto may fill, 20GB or 512MiB say. (default: the memory that is free on the device)"""
     seed: int = 0
     """Seed of the params and of the order of the examples."""
     evaluate_every: int = 50
@@ -85,8 +89,9 @@ def check(config: Any) -> None:
     Raises:
       ValueError: one is out of range.
     """
-    require("--batch-size", config.batch_size, 1)
     require("--accumulate", config.accumulate, 1)
+    if config.batch_size != "auto":
+        require("--batch-size", config.batch_size, 1)
     require("--ema", config.ema, 0, 1)
     require("--seed", config.seed, 0, 2**31)
     require("--evaluate-every", config.evaluate_every, 0)
@@ -94,7 +99,7 @@ def check(config: Any) -> None:
     require("--keep", config.keep, 1)
     if not 0 < config.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be positive and finite, got {config.learning_rate:g}")
-    if config.batch_size % config.accumulate:
+    if config.batch_size != "auto" and config.batch_size % config.accumulate:
         raise ValueError(
             f"--accumulate must divide --batch-size, got {config.accumulate} for batches of {config.batch_size}"
         )

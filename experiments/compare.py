@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import rich.console
 import tyro
 
-from experiments import cli, comparison_report, image_classification, language_modeling, plots
+from experiments import cli, comparison_report, image_classification, language_modeling, masked_lm, plots
 from experiments.comparison import BASELINE, Outcome, compare
 from experiments.environment import environment
 from experiments.experiment import Experiment
@@ -36,8 +36,9 @@ from experiments.progress import Progress
 from experiments.runs import run_folder, write_json
 
 IMAGES = ("digits", "mnist", "fashion_mnist", "cifar10")
-TASKS = {**dict.fromkeys(IMAGES, image_classification), "pysource": language_modeling}
-METRICS = {**dict.fromkeys(IMAGES, "accuracy"), "pysource": "loss"}  # what picture and sentence show of each
+TEXT = {"pysource": language_modeling, "gpt2": language_modeling, "bert": masked_lm}
+TASKS = {**dict.fromkeys(IMAGES, image_classification), **TEXT}
+METRICS = {**dict.fromkeys(IMAGES, "accuracy"), **dict.fromkeys(TEXT, "loss")}  # what picture and sentence show of each
 # What of a task's flags --flags may name no value of: the comparison has its own, or no use for it.
 _NOT_FLAGS = (
     "policy", "loss_scale", "opt_level", "autocast", "override", "remat", "seed", "steps", "batch_size", "dataset",
@@ -51,8 +52,9 @@ _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16
 class Config:
     """Flags of the comparison."""
 
-    task: Literal["digits", "mnist", "fashion_mnist", "cifar10", "pysource"] = "digits"
-    """pysource: next-token prediction. The others: image classification."""
+    task: Literal["digits", "mnist", "fashion_mnist", "cifar10", "pysource", "gpt2", "bert"] = "digits"
+    """pysource: next-token prediction by a little model. gpt2 and bert: those transformers, on text that
+    --flags dataset=PATH may name. The others: image classification."""
     flags: Annotated[
         tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLAG[=VALUE] ...")
     ] = ()
@@ -160,9 +162,11 @@ def task_flags(config: Config) -> Any:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     for field in dataclasses.fields(flags):
-        if field.name in _NOT_FLAGS and getattr(flags, field.name) != field.default:
+        given = getattr(flags, field.name) != field.default
+        if given and field.name in _NOT_FLAGS and (field.name != "dataset" or config.task not in ("gpt2", "bert")):
             raise ValueError(f"--flags are the task's, but --{field.name.replace('_', '-')} is up to the comparison")
-    return dataclasses.replace(flags, dataset=config.task) if config.task in IMAGES else flags
+    own = {"dataset": config.task} if config.task in IMAGES else {"model": "gpt2"} if config.task == "gpt2" else {}
+    return dataclasses.replace(flags, **own)
 
 
 def main(config: Config) -> dict[str, list[Outcome]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,13 @@ import numpy as np
 import jaxmp
 
 Batch = dict[str, jax.Array]
+
+
+class Closing(NamedTuple):
+    """What a run has to say when it ends, beside its metrics: numbers and texts by their names."""
+
+    numbers: dict[str, float]
+    texts: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +36,10 @@ class Experiment:
         and n only, so that a resumed run sees what it would have seen.
       test_batches: the held-out batches, the same every time.
       steps: how many steps to train.
-      batch_size: examples a step.
+      batch_size: examples a step, of whatever ``unit`` counts.
       precision: what the policy and the loss scale are, as text, and under ``data`` what the examples are, if known.
+      unit: what is counted a second, ``"examples"`` or ``"tokens"``.
+      closing: the trained state and its held-out metrics to what the summary says too, a sample say.
     """
 
     loss_fn: Callable[..., Any]
@@ -43,6 +52,8 @@ class Experiment:
     steps: int
     batch_size: int
     precision: dict[str, str]
+    unit: str = "examples"
+    closing: Callable[[jaxmp.TrainState, dict[str, float]], Closing] = lambda state, test: Closing({}, {})
 
     def init(self, seed: int) -> jaxmp.TrainState:
         """A fresh state."""

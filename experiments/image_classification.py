@@ -28,7 +28,7 @@ import optax
 import tyro
 
 import jaxmp
-from experiments import cli, data, models, training
+from experiments import batch_size, cli, data, models, training
 from experiments.data import images
 from experiments.experiment import Experiment
 from experiments.metrics import accuracy
@@ -56,8 +56,8 @@ class Config(cli.Training):
     """Passes over the training images."""
     steps: int = 0
     """Steps to train; 0 trains --epochs."""
-    batch_size: int = 64
-    """Images a step."""
+    batch_size: cli.BatchSize = 64
+    """Images a step; auto for the most that fit in the device's memory."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd has Nesterov's momentum of 0.9."""
     learning_rate: float = 1e-3
@@ -212,7 +212,14 @@ def prepare(config: Config) -> Experiment:
     return experiment
 
 
+def most(config: Config) -> int:
+    """The largest batch that makes sense: the whole set."""
+    return len(load(config.dataset, config.data_dir).train.label)
+
+
 def train(config: Config) -> dict[str, Any]:
+    with cli.bad_values_end_it():
+        config = batch_size.settled("image_classification", config, prepare, most)
     return training.train("image_classification", config, prepare)
 
 

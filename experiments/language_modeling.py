@@ -1,61 +1,88 @@
-"""Trains a little next-token model on the standard library's own sources, under any policy.
+"""Trains a language model on any text, under any policy: a little next-token model, or GPT-2.
 
 python -m experiments.language_modeling --policy mixed_float16 --loss-scale none
 
-A real task on which float16 needs its loss scale: the gradient of a logit is (p - y) / N, and with a mean over
-N = 8,192 tokens every p below 2.4e-4 becomes 0 in float16, so that nothing pushes wrong tokens down. A run takes about
-30 s on two CPU cores. The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and
-summary.md; --resume goes on with a run that was stopped.
+python -m experiments.language_modeling --model gpt2 --dataset shakespeare.txt --policy mixed_bfloat16 --remat attention
+
+The default is a real task on which float16 needs its loss scale: the gradient of a logit is (p - y) / N, and with a
+mean over N = 8,192 tokens every p below 2.4e-4 becomes 0 in float16, so that nothing pushes wrong tokens down. A run
+takes about 30 s on two CPU cores; the text is the standard library's own sources, the tokens are pairs of bytes.
+
+--model gpt2 trains a transformer of GPT-2's kind: that of 124M params with 16 sequences of 1,024 tokens on a GPU, and
+elsewhere a small one (4 layers of 128, 16×128 tokens, 250 steps) that takes a minute or two. At the end it writes.
+
+The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and summary.md; --resume goes on
+with a run that was stopped.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 if not __package__:  # started as a file: the folder above this one has the packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import jax
+import flax.linen as nn
 import jax.numpy as jnp
 import optax
+import tyro
 
-import jaxmp
-from experiments import cli, data, training
-from experiments.data import text
-from experiments.experiment import Experiment
+from experiments import batch_size, cli, sampling, text_training, training
+from experiments.data import text, tokens
+from experiments.experiment import Batch, Closing, Experiment
 from experiments.metrics import accuracy
-from experiments.models import NextToken
-from experiments.precision import read_autocast, read_overrides, read_policy, require_matches
+from experiments.models import GPT2, NextToken
+from experiments.text_training import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(cli.Training):
+class Config(text_training.TextTraining):
     """Flags of language modeling."""
 
-    dataset: Literal["pysource"] = "pysource"
-    """The text."""
-    vocabulary: int = 2048
-    """Tokens: the most frequent pairs of bytes."""
-    context: int = 4
-    """Tokens that the model sees."""
-    steps: int = 150
-    """Steps to train."""
-    batch_size: int = 8192
-    """Tokens a step."""
-    test_batches: int = 8
-    """Batches of windows, spread over the held-out text, to evaluate on."""
-    learning_rate: float = 3e-3
-    """Adam's."""
+    model: Literal["next_token", "gpt2"] = "next_token"
+    """next_token sees 4 pairs of bytes and has one hidden layer; of the sizes below it has --context and --vocabulary,
+    and its optimizer is Adam. gpt2 is the transformer."""
+    sample_tokens: int = 200
+    """Tokens that gpt2 writes at the end; 0 for none."""
+    prompt: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: an empty line)")] = ""
+    """What they go on from."""
+    temperature: float = 0.8
+    """What their logits are divided by; 0 takes the likeliest token."""
+    top_k: int = 40
+    """They are drawn from so many of the likeliest; 0 draws from all."""
 
 
-@functools.cache
-def load(dataset: str, data_dir: Path | None, vocabulary: int) -> tuple[text.Tokens, str]:
-    """The training and the held-out text, on the device, and where it comes from."""
-    return text.on_device(data.read(dataset, data_dir), vocabulary), data.origin(dataset, data_dir)
+def check(config: Config) -> None:
+    """Checks the flags, settled.
+
+    Raises:
+      ValueError: one has a value that cannot be, or is not the model's.
+    """
+    cli.require("--sample-tokens", config.sample_tokens, 0)
+    cli.require("--temperature", config.temperature, 0)
+    cli.require("--top-k", config.top_k, 0)
+    if config.model == "gpt2":
+        text_training.check(config)
+        return
+    cli.check(config)
+    cli.require("--steps", config.steps, 1)
+    cli.require("--context", config.context, 1)
+    for name in ("layers", "heads", "width", "weight_decay", "clip"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"--model next_token has no --{name.replace('_', '-')}, got {getattr(config, name)}; --model gpt2 has"
+            )
+    if config.tokens not in ("auto", "pairs") or config.schedule != "constant":
+        raise ValueError(
+            "--model next_token has pairs of bytes as tokens and a constant learning rate, got --tokens "
+            f"{config.tokens} and --schedule {config.schedule}; take --model gpt2 for others"
+        )
 
 
 def prepare(config: Config) -> Experiment:
@@ -65,65 +92,121 @@ def prepare(config: Config) -> Experiment:
       ValueError: a flag has a value that cannot be.
       DataError: the data cannot be had, or a window does not fit.
     """
-    cli.check(config)
-    cli.require("--steps", config.steps, 1)
-    cli.require("--context", config.context, 1)
-    policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
-    autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
+    config = text_training.settled(config, config.model)
+    check(config)
+    precision = text_training.read_precision(config)
+    held = load(config)
+    task = gpt2(config, held) if config.model == "gpt2" else next_token(config, held)
+    return text_training.build(config, task, precision, held.origin)
 
-    tokens, origin = load(config.dataset, config.data_dir, config.vocabulary)
-    if config.batch_size > len(tokens.test):
+
+def load(config: Config) -> tokens.Text:
+    """The text that the flags, settled, mean, on the device."""
+    if config.model == "next_token":
+        return tokens.load(config.dataset, config.data_dir, "pairs", config.vocabulary)
+    return text_training.load(config)
+
+
+def next_token(config: Config, held: tokens.Text) -> Task:
+    """The little model; ``--batch-size`` counts tokens."""
+    if config.batch_size > len(held.test):
         raise ValueError(
-            f"--batch-size must be at most the {len(tokens.test)} tokens that are held out, got {config.batch_size}"
+            f"--batch-size must be at most the {len(held.test)} tokens that are held out, got {config.batch_size}"
         )
-    cli.require("--test-batches", config.test_batches, 1, len(tokens.test) // config.batch_size + 1)
+    cli.require("--test-batches", config.test_batches, 1, len(held.test) // config.batch_size + 1)
 
-    model = NextToken(config.vocabulary)
-    if not autocast:
-        model = jaxmp.linen.apply_policy(model, policy, read_overrides(config.override))
-    tx = jaxmp.loss_scaling(optax.adam(config.learning_rate), loss_scale)
+    def losses(model: nn.Module) -> Any:
+        def loss_fn(params: Any, model_state: Any, batch: text.Batch, rng: Any) -> Any:
+            logits = model.apply({"params": params}, batch["context"]).astype(jnp.float32)
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"]).mean()
+            return loss, model_state, {"accuracy": accuracy(logits, batch["target"])}
 
-    def loss_fn(params: Any, model_state: Any, batch: text.Batch, rng: Any) -> Any:
-        logits = model.apply({"params": params}, batch["context"]).astype(jnp.float32)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"]).mean()
-        return loss, model_state, {"accuracy": accuracy(logits, batch["target"])}
+        return loss_fn, loss_fn
 
-    def init_params(seed: int) -> Any:
-        return model.init(jax.random.key(seed), jnp.zeros((1, config.context), jnp.int32))["params"]
-
-    def create(params: Any) -> jaxmp.TrainState:
-        return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx, ema=config.ema > 0)
-
-    experiment = Experiment(
-        loss_fn=jaxmp.autocast(loss_fn, **autocast) if autocast else loss_fn,
-        step=jaxmp.make_train_step(
-            loss_fn,
-            accumulate_steps=config.accumulate,
-            ema_decay=config.ema or None,
-            remat=config.remat,
-            **autocast,
-        ),
-        eval_step=jaxmp.make_eval_step(loss_fn, use_ema=config.ema > 0, **autocast),
-        init_params=init_params,
-        create=create,
-        train_batches=functools.partial(text.windows, tokens.train, config.context, config.batch_size),
-        test_batches=lambda: text.spread(tokens.test, config.context, config.batch_size, config.test_batches),
-        steps=config.steps,
-        batch_size=config.batch_size,
-        precision={
-            "policy": str(policy),
-            "loss_scale_rule": loss_scale_name,
-            "data": origin,
-            "autocast": "yes" if autocast else "no",
-        },
+    return Task(
+        model=NextToken(config.vocabulary),
+        losses=losses,
+        optimizer=optax.adam(config.learning_rate),
+        train_batches=functools.partial(text.windows, held.train, config.context, config.batch_size),
+        test_batches=lambda: text.spread(held.test, config.context, config.batch_size, config.test_batches),
+        tokens=config.batch_size,
+        remat=config.remat,
     )
-    jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error here, not after the folder is made
-    if autocast:
-        require_matches(experiment)
-    return experiment
+
+
+def gpt2(config: Config, held: tokens.Text) -> Task:
+    """GPT-2. A batch has a token more than the model sees: the last one is only to be predicted."""
+    blocks, remat = text_training.split_remat(config.remat)
+    vocabulary = config.vocabulary or held.tokenizer.size
+    prompt = held.tokenizer.encode((config.prompt or "\n\n").encode()).tolist()
+    if config.sample_tokens and not prompt:
+        raise ValueError(
+            f"--prompt must have a token at least, got {config.prompt!r}, which has no {held.tokenizer.name}"
+        )
+
+    def losses(model: nn.Module) -> Any:
+        def loss_fn(params: Any, model_state: Any, batch: Batch, rng: Any) -> Any:
+            seen, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+            return model.apply({"params": params}, seen, targets, method="loss"), model_state
+
+        def eval_loss_fn(params: Any, model_state: Any, batch: Batch, rng: Any) -> Any:
+            seen, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:].reshape(-1)
+            logits = model.apply({"params": params}, seen).astype(jnp.float32).reshape(-1, vocabulary)
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+            return loss, model_state, {"accuracy": accuracy(logits, targets)}
+
+        return loss_fn, eval_loss_fn
+
+    def train_batches(seed: int, start: int = 0) -> Iterator[Batch]:
+        batches = text.sequences(held.train, config.context + 1, config.batch_size, seed, start)
+        return ({"tokens": batch} for batch in batches)
+
+    def test_batches() -> Iterator[Batch]:
+        rows = text_training.rows_to_evaluate(config)
+        batches = text.spread_sequences(held.test, config.context + 1, rows, config.test_batches)
+        return ({"tokens": batch} for batch in batches)
+
+    def closing(model: nn.Module, params: Any, test: dict[str, float]) -> Closing:
+        numbers = {
+            "test_perplexity": math.exp(min(test["loss"], 700.0)),
+            "test_bits_per_byte": test["loss"] / math.log(2) / held.bytes_per_token,
+        }
+        if not config.sample_tokens:
+            return Closing(numbers, {})
+        written = sampling.sample(
+            lambda params, window: model.apply({"params": params}, window)[..., : held.tokenizer.size],
+            params,
+            prompt,
+            config.sample_tokens,
+            context=config.context,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            seed=config.seed,
+        )
+        return Closing(numbers, {"Sample": held.tokenizer.decode([*prompt, *written])})
+
+    return Task(
+        model=GPT2(vocabulary, config.context, config.layers, config.heads, config.width, blocks),
+        losses=losses,
+        optimizer=text_training.adamw(config),
+        train_batches=train_batches,
+        test_batches=test_batches,
+        tokens=config.batch_size * config.context,
+        remat=remat,
+        closing=closing,
+    )
+
+
+def most(config: Config) -> int:
+    """The largest batch that makes sense: the held-out text of next_token once, or the training text of gpt2."""
+    held = load(config)
+    return len(held.test) // config.test_batches if config.model == "next_token" else len(held.train) // config.context
 
 
 def train(config: Config) -> dict[str, Any]:
+    with cli.bad_values_end_it():
+        config = text_training.settled(config, config.model)
+        config = batch_size.settled("language_modeling", config, prepare, most)
     return training.train("language_modeling", config, prepare)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 _STEPS_LATE = 8
 
 
-def accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def accuracy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
     """The share of examples whose label has the largest logit, a float32 scalar.
 
     A tie of n logits counts 1/n, the chance of guessing right: half logits tie more often than float32's, and argmax,
@@ -21,11 +21,12 @@ def accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     Args:
       logits: float32 (batch, classes).
       labels: int32 (batch,).
+      where: bool (batch,), the examples that count; None for all. With none of them it is not a number.
     """
     largest = logits.max(axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, labels[:, None], axis=-1)
     ties = (logits == largest).sum(axis=-1, dtype=jnp.float32)
-    return jnp.where(chosen[:, 0] == largest[:, 0], 1 / ties, 0).mean()
+    return jnp.where(chosen[:, 0] == largest[:, 0], 1 / ties, 0).mean(where=where)
 
 
 class Late:

@@ -185,14 +185,17 @@ class Run:
         if self._checkpoints:
             self._checkpoints.wait()  # whoever finds a summary finds the last checkpoint
         self._test = self._test or self._experiment.evaluate(state)
+        closing = self._experiment.closing(state, self._test)
         summary = {
             "experiment": self._name,
             **{f"test_{name}": value for name, value in self._test.items()},
+            **closing.numbers,
             "steps": self._experiment.steps,
             "skipped": int(state.skipped),
             "loss_scale": float(jaxmp.get_loss_scale(state.opt_state).loss_scale),
             "ms_per_step": 1000 * seconds / timed if timed > 0 else None,
             "examples_per_s": timed * self._experiment.batch_size / seconds if timed > 0 else None,
+            **({"examples_are": self._experiment.unit} if self._experiment.unit != "examples" else {}),
             "input_wait": self._waiting_s / seconds if timed > 0 else None,
             "first_step_s": self._compile_s,
             **({"waited_for_checkpoints_s": self._saving_s} if self._checkpoints else {}),
@@ -200,10 +203,16 @@ class Run:
             **self._experiment.precision,
             **self._environment,
         }
+        if closing.texts:
+            summary["texts"] = closing.texts
         write_json(self.folder / "summary.json", summary)
         lines = [f"# {self._name}", "", "| | |", "|---|---|"]
-        lines += [f"| {name} | {_shown(name, value)} |" for name, value in summary.items() if name != "experiment"]
-        (self.folder / "summary.md").write_text("\n".join([*lines, "", "![curves](curves.png)", ""]))
+        shown = {name: value for name, value in summary.items() if name not in ("experiment", "texts")}
+        lines += [f"| {name} | {_shown(name, value)} |" for name, value in shown.items()]
+        lines += ["", "![curves](curves.png)", ""]
+        for title, text in closing.texts.items():
+            lines += [f"## {title}", "", *(f"    {line}" for line in text.splitlines()), ""]
+        (self.folder / "summary.md").write_text("\n".join(lines))
         plots.curves(self._rows, self.folder / "curves.png", self._name)
         return summary
 
@@ -219,9 +228,10 @@ class Run:
                 row["input_wait"] = self._waiting_s / max(training, 1e-9)
             self._write(row)
             rate = (step - self._start - 1) * self._experiment.batch_size / max(training, 1e-9)
+            accuracy = f"accuracy {row['accuracy']:.1%}  " if "accuracy" in row else ""
             self._progress.advance(
                 1,
-                f"loss {row['loss']:.4f}  accuracy {row['accuracy']:.1%}  {rate:,.0f} examples/s  "
+                f"loss {row['loss']:.4f}  {accuracy}{rate:,.0f} {self._experiment.unit}/s  "
                 f"scale {row['loss_scale']:g}  skipped {self._skipped}  input wait {row.get('input_wait', 0):.1%}",
             )
 

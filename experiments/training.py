@@ -24,7 +24,8 @@ C = TypeVar("C", bound=cli.Training)
 # Flags that a resumed run may have otherwise. Those of precision are held against the checkpoint's dtypes instead.
 MAY_CHANGE = frozenset(
     ("policy", "loss_scale", "opt_level", "autocast", "override", "remat", "steps", "epochs", "evaluate_every",
-     "checkpoint_every", "keep", "resume", "data_dir", "run_dir")
+     "checkpoint_every", "keep", "resume", "data_dir", "run_dir", "memory_limit", "prompt", "sample_tokens",
+     "temperature", "top_k")
 )  # fmt: skip
 _LENGTH = frozenset(("steps", "epochs"))
 
@@ -65,6 +66,8 @@ def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str,
         f"held-out accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}, "
         f"{summary['skipped']} of {summary['steps']} steps skipped; written to {folder}"
     )
+    for title, text in summary.get("texts", {}).items():
+        print(f"\n{title}\n\n{text}")
     return summary
 
 

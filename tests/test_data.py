@@ -169,19 +169,6 @@ def test_a_batch_larger_than_the_set_is_an_error_that_names_the_flag():
         images.steps_per_epoch(numbered_images(12), 13)
 
 
-DOCUMENTS = [b"abababcdc", b"", b"x", b"ababefef"]  # an odd last byte belongs to no pair
-
-
-def test_tokens_are_ranks_of_byte_pairs_and_rare_pairs_share_the_last():
-    tokens = text.on_device({"train": {"source": DOCUMENTS}, "test": {"source": [b"cdefzz"]}}, vocabulary=3)
-    pairs = [document[i : i + 2] for document in DOCUMENTS for i in range(0, len(document) - 1, 2)]
-    counts = collections.Counter(pairs)
-    ranked = sorted(counts, key=lambda pair: (-counts[pair], pair))
-    vocabulary = {pair: rank for rank, pair in enumerate(ranked[:2])}
-    assert tokens.train.tolist() == [vocabulary.get(pair, 2) for pair in pairs] == [0, 0, 0, 2, 0, 0, 1, 1]
-    assert tokens.test.tolist() == [2, 1, 2]
-
-
 def test_windows_are_cut_from_the_text_and_repeat_with_the_seed():
     tokens = jax.numpy.arange(50, dtype=np.int32) * 3
     batches = [next(text.windows(tokens, 4, 16, seed)) for seed in (5, 5, 6)]
@@ -200,12 +187,6 @@ def test_evaluation_windows_are_spread_from_the_first_token_to_the_last():
     starts = np.concatenate([first["context"][:, 0], last["context"][:, 0]])
     np.testing.assert_array_equal(starts, [0, 19, 38, 57, 76, 96])
     assert int(last["target"][-1]) == 100
-
-
-@pytest.mark.parametrize("vocabulary", [1, 2**16 + 1])
-def test_a_vocabulary_that_byte_pairs_cannot_have_is_an_error(vocabulary):
-    with pytest.raises(data.DataError, match=f"2 to 65536 tokens, got --vocabulary {vocabulary}"):
-        text.on_device({"train": {"source": DOCUMENTS}, "test": {"source": DOCUMENTS}}, vocabulary)
 
 
 def test_a_context_longer_than_the_text_is_an_error():

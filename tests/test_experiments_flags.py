@@ -8,11 +8,11 @@ import re
 import pytest
 
 import jaxmp
-from experiments import cli, compare, image_classification, language_modeling
+from experiments import cli, compare, data, image_classification, language_modeling, masked_lm
 from experiments.benchmarks import input_pipeline, loss_scaling
 from experiments.precision import read_loss_scale, read_overrides, read_policy
 
-SCRIPTS = [image_classification, language_modeling, compare, loss_scaling, input_pipeline]
+SCRIPTS = [image_classification, language_modeling, masked_lm, compare, loss_scaling, input_pipeline]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,12 @@ def test_flags_that_repeat_and_flags_with_several_values_are_read():
         (language_modeling, {"evaluate_every": -1}, "--evaluate-every must be at least 0, got -1"),
         (language_modeling, {"checkpoint_every": -1}, "--checkpoint-every must be at least 0, got -1"),
         (image_classification, {"keep": 0}, "--keep must be at least 1, got 0"),
+        (language_modeling, {"layers": 2}, "--model next_token has no --layers, got 2; --model gpt2 has"),
+        (language_modeling, {"tokens": "bytes"}, "got --tokens bytes and --schedule constant; take --model gpt2"),
+        (language_modeling, {"model": "gpt2", "heads": 3}, "--width must be a multiple of --heads, got 128 for 3"),
+        (language_modeling, {"model": "gpt2", "clip": 0.0}, "--clip must be positive, got 0"),
+        (language_modeling, {"top_k": -1}, "--top-k must be at least 0, got -1"),
+        (masked_lm, {"width": 0}, "--width must be at least 1, got 0"),
         (compare, {"rounds": 0}, "--rounds must be at least 1, got 0"),
         (compare, {"seeds": ()}, "the number of --seeds must be at least 1, got 0"),
         (compare, {"policies": ("mixed_float61",)}, "unknown policy 'mixed_float61'"),
@@ -155,8 +161,7 @@ def test_a_flag_that_cannot_be_is_an_error_before_anything_is_read(script, flags
     def no_data(*_):
         raise AssertionError("the data were read before the flags were checked")
 
-    for task in (image_classification, language_modeling):
-        monkeypatch.setattr(task.data, "read", no_data)
+    monkeypatch.setattr(data, "read", no_data)
     with pytest.raises(ValueError, match=message):
         script.prepare(script.Config(**flags))
 

@@ -1,0 +1,171 @@
+"""GPT-2's byte-pair encoding (Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909), from its published files.
+
+A text is cut into words, a word into bytes, and of two neighbours those that come first in the list of merges become
+one token, until none can. Each word is encoded once, so that megabytes take seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from experiments.data.errors import DataError
+
+FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and those of the Hub
+FOLDERS = ("", "gpt2_bpe", "gpt2")  # below the data folder
+END = "<|endoftext|>"
+
+
+class BPE:
+    """A tokenizer; bytes that are no UTF-8 survive it.
+
+    Args:
+      vocabulary: the JSON file: token, with every byte as a letter, to number.
+      merges: the text file: two tokens a line, the first to be merged first.
+
+    Raises:
+      DataError: a file is damaged, or the two do not belong together.
+
+    Attributes:
+      name: what to call it.
+      size: how many tokens there are.
+      end: the number of the token between documents; None if there is none.
+      fingerprint: a hash of the files.
+    """
+
+    def __init__(self, vocabulary: Path, merges: Path) -> None:
+        letters = _letters()
+        try:
+            raw = vocabulary.read_bytes(), merges.read_bytes()
+            numbers: dict[str, int] = json.loads(raw[0])
+            lines = [line.split() for line in raw[1].decode().splitlines() if not line.startswith("#version")]
+            self._byte = [numbers[letters[byte]] for byte in range(256)]
+            self._merges = {
+                (numbers[left], numbers[right]): (rank, numbers[left], numbers[right], numbers[left + right])
+                for rank, (left, right) in enumerate(line for line in lines if line)
+            }
+        except OSError as error:
+            raise DataError(f"the byte-pair encoding cannot be read: {error}") from error
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"{vocabulary} and {merges} are not the two files of one byte-pair encoding ({type(error).__name__}: "
+                f"{error}); put GPT-2's there, whole, or take --tokens bytes"
+            ) from error
+        self.name = f"byte pairs of {vocabulary.name}"
+        self.size, self.end = max(numbers.values()) + 1, numbers.get(END)
+        self.fingerprint = hashlib.sha256(b"".join(raw)).hexdigest()
+        bytes_of = {letter: byte for byte, letter in letters.items()}
+        self._bytes = {
+            number: token.encode() if token == END else bytes(bytes_of[letter] for letter in token)
+            for token, number in numbers.items()
+        }
+        self._words = _Words(self._encode_word)
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """Bytes to tokens, int32 (n,); those of ``end`` are taken for text."""
+        words = words_of(document.decode(errors="surrogateescape"))
+        return np.fromiter(chain.from_iterable(map(self._words.__getitem__, words)), np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Tokens to text; what is no UTF-8 becomes U+FFFD."""
+        return b"".join(self._bytes.get(int(token), b"") for token in tokens).decode(errors="replace")
+
+    def _encode_word(self, word: str) -> list[int]:
+        parts = [self._byte[byte] for byte in word.encode(errors="surrogateescape")]
+        while found := [self._merges[pair] for pair in pairwise(parts) if pair in self._merges]:
+            _, left, right, merged = min(found)
+            before, parts = parts, []
+            for part in before:
+                if parts and parts[-1] == left and part == right:
+                    parts[-1] = merged
+                else:
+                    parts.append(part)
+        return parts
+
+
+class _Words(dict[str, list[int]]):
+    """Words to their tokens, encoded when they are first asked for."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+
+    def __missing__(self, word: str) -> list[int]:
+        self[word] = tokens = self._encode(word)
+        return tokens
+
+
+def find(folder: Path) -> tuple[Path, Path] | None:
+    """The two files in a data folder or in ``gpt2_bpe`` or ``gpt2`` there; None if there is neither.
+
+    Raises:
+      DataError: there is one without the other.
+    """
+    for place in (folder / name for name in FOLDERS):
+        for names in FILES:
+            there = [place / name for name in names if (place / name).is_file()]
+            if len(there) == 1:
+                (absent,) = (name for name in names if name != there[0].name)
+                raise DataError(
+                    f"GPT-2's byte pairs are two files, but {place} has {there[0].name} and no {absent}; put {absent} "
+                    "there too, or take --tokens bytes"
+                )
+            if there:
+                return there[0], there[1]
+    return None
+
+
+def absent(folder: Path) -> DataError:
+    """The error of files that are not there."""
+    both = " (or ".join(" and ".join(names) for names in FILES)
+    return DataError(
+        f"--tokens bpe needs GPT-2's {both}), but neither {folder} nor {folder / FOLDERS[1]} has them; put them there, "
+        "name the folder that has them with --data-dir, or take --tokens bytes"
+    )
+
+
+def words_of(text: str) -> Sequence[str]:
+    """The words that are encoded each by itself: letters, digits or other signs with a space before, and white space.
+
+    Of several spaces the last goes with the word that follows; English contractions are words of their own.
+    """
+    return (_ascii() if text.isascii() else _unicode()).findall(text)
+
+
+@functools.cache
+def _ascii() -> re.Pattern[str]:
+    return _pattern("A-Za-z", "0-9", r"\t-\r ")
+
+
+@functools.cache
+def _unicode() -> re.Pattern[str]:
+    kinds = ((code, unicodedata.category(chr(code))[0]) for code in range(sys.maxunicode + 1))
+    ranges: dict[str, list[str]] = {"L": [], "N": []}
+    for kind, run in groupby(kinds, key=lambda item: item[1]):
+        if kind in ranges:
+            codes = [code for code, _ in run]
+            ranges[kind].append(rf"\U{codes[0]:08x}-\U{codes[-1]:08x}")
+    # White space as Unicode has it; Python's \s has U+001C to U+001F too.
+    spaces = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+    return _pattern("".join(ranges["L"]), "".join(ranges["N"]), spaces)
+
+
+def _pattern(letters: str, digits: str, spaces: str) -> re.Pattern[str]:
+    """GPT-2's rule for words, whose classes of Unicode ``re`` has no names for."""
+    words = rf" ?[{letters}]+| ?[{digits}]+| ?[^{spaces}{letters}{digits}]+"
+    return re.compile(rf"'(?:[stmd]|re|ve|ll)|{words}|[{spaces}]+(?![^{spaces}])|[{spaces}]+")
+
+
+def _letters() -> dict[int, str]:
+    """A printable letter for each byte, by which the files write it: its own, or else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}

@@ -1,0 +1,77 @@
+"""Text as documents, of the standard library's sources or of any file or folder, with a part held out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments import data
+from experiments.data.errors import DataError
+
+SUFFIXES = (".txt", ".py", ".md")  # of the files of a folder that are read
+
+
+class Corpus(NamedTuple):
+    """Documents to train on and held-out ones, as bytes, and a line that says what they are."""
+
+    train: list[bytes]
+    test: list[bytes]
+    origin: str
+
+
+def read(dataset: str, data_dir: Path | None) -> Corpus:
+    """The documents of ``pysource``, or of a file or a folder.
+
+    Of one file the last tenth is held out; of a folder every tenth file, in the order of their names, or the last tenth
+    of each if there are fewer than ten.
+
+    Args:
+      dataset: ``pysource``, or a path.
+      data_dir: where prepared sets are kept.
+
+    Raises:
+      DataError: there is nothing at that path, no text in it, or it cannot be read.
+    """
+    if dataset == "pysource":
+        columns = data.read(dataset, data_dir)
+        return Corpus(columns["train"]["source"], columns["test"]["source"], data.origin(dataset, data_dir))
+    path = Path(dataset).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"--dataset is pysource, or the path of a text file or of a folder of {', '.join(SUFFIXES)} files, but "
+            f"there is no {path}"
+        )
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+    try:
+        documents = [document for file in files if file.is_file() and (document := file.read_bytes())]
+    except OSError as error:
+        raise DataError(f"--dataset cannot be read: {error}") from error
+    if not documents:
+        raise DataError(f"--dataset needs text, but {path} has none; a folder's {', '.join(SUFFIXES)} files are read")
+    if len(documents) < 10:
+        ends = [len(document) * 9 // 10 for document in documents]
+        train = [document[:end] for document, end in zip(documents, ends, strict=True)]
+        test = [document[end:] for document, end in zip(documents, ends, strict=True)]
+    else:
+        test = documents[9::10]
+        train = [document for i, document in enumerate(documents) if i % 10 != 9]
+    count = "1 file" if len(documents) == 1 else f"{len(documents)} files"
+    size = sum(map(len, documents))
+    # Without the folder: a run may be resumed after its text has moved.
+    return Corpus(train, test, f"{path.resolve().name}: {count}, {size} bytes, sha256 {digest(documents)[:12]}")
+
+
+def digest(documents: list[bytes]) -> str:
+    """A hash of the documents, in their order."""
+    whole = hashlib.sha256()
+    for document in documents:
+        whole.update(len(document).to_bytes(8, "big"))
+        whole.update(document)
+    return whole.hexdigest()
+
+
+def folder(data_dir: str | os.PathLike[str] | None) -> Path:
+    """The data folder itself, where sets are kept and where the files of a tokenizer may lie."""
+    return Path(data_dir or data.default_data_dir()).expanduser().absolute()

@@ -1,0 +1,173 @@
+"""Text as tokens: bytes, pairs of bytes, or GPT-2's byte pairs; the last are kept on disk once they are made."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.data import bpe, corpus
+from experiments.data.errors import DataError
+
+Kind = Literal["auto", "bytes", "bpe", "pairs"]
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back.
+
+    Attributes:
+      name: what to call it.
+      size: how many tokens there are.
+      end: the number of the token that stands between documents; None if there is none.
+      fingerprint: what tells it from others; empty if it is made from the text or takes no time.
+    """
+
+    name: str
+    size: int
+    end: int | None
+    fingerprint: str
+
+    def encode(self, document: bytes) -> np.ndarray: ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+
+class Bytes:
+    """A token a byte, and one between documents.
+
+    >>> Bytes().encode(b"AB").tolist(), Bytes().decode([65, 66])
+    ([65, 66], 'AB')
+    """
+
+    name, size, end, fingerprint = "bytes", 257, 256, ""
+
+    def encode(self, document: bytes) -> np.ndarray:
+        return np.frombuffer(document, np.uint8).astype(np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(byte for byte in tokens if byte < 256).decode(errors="replace")
+
+
+class Pairs:
+    """A token is a pair of bytes, the rank of that pair by frequency in the training documents.
+
+    The last number of the vocabulary stands for every rarer pair.
+
+    Args:
+      documents: those to count in.
+      vocabulary: how many tokens there are, 2 to 65,536.
+
+    >>> pairs = Pairs([b"ababcdab", b"cdef"], vocabulary=3)
+    >>> pairs.encode(b"abcdef").tolist(), pairs.decode([1, 0, 2])
+    ([0, 1, 2], 'cdab�')
+    """
+
+    name, end, fingerprint = "pairs of bytes", None, ""
+
+    def __init__(self, documents: Sequence[bytes], vocabulary: int) -> None:
+        if not 2 <= vocabulary <= 2**16:
+            raise DataError(f"a vocabulary of byte pairs has 2 to 65536 tokens, got --vocabulary {vocabulary}")
+        self.size = vocabulary
+        counts = np.bincount(np.concatenate([_pairs(document) for document in documents]), minlength=2**16)
+        self._most_frequent = np.argsort(-counts, kind="stable")[: vocabulary - 1]
+        self._rank = np.full(2**16, vocabulary - 1, np.int32)
+        self._rank[self._most_frequent] = np.arange(len(self._most_frequent))
+
+    def encode(self, document: bytes) -> np.ndarray:
+        return self._rank[_pairs(document)]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        known = len(self._most_frequent)
+        pairs = [int(self._most_frequent[token]).to_bytes(2, "big") if token < known else b"\xff" for token in tokens]
+        return b"".join(pairs).decode(errors="replace")
+
+
+class Text(NamedTuple):
+    """A text on the device.
+
+    Attributes:
+      train: the training documents' tokens one after the other, uint16 or int32 (n,).
+      test: the held-out ones'.
+      tokenizer: which tokens.
+      bytes_per_token: of the held-out documents.
+      origin: what the text is, and which tokens, in a line.
+    """
+
+    train: jax.Array
+    test: jax.Array
+    tokenizer: Tokenizer
+    bytes_per_token: float
+    origin: str
+
+
+@functools.cache
+def load(dataset: str, data_dir: Path | None, kind: Kind, vocabulary: int) -> Text:
+    """A text as tokens on the device.
+
+    Args:
+      dataset: ``pysource``, or the path of a file or a folder.
+      data_dir: the data folder.
+      kind: which tokens; ``auto`` is GPT-2's if its files are in the data folder, bytes otherwise.
+      vocabulary: of pairs of bytes.
+
+    Raises:
+      DataError: the text or the files of GPT-2's encoding cannot be had, or are damaged.
+    """
+    folder = corpus.folder(data_dir)
+    files = bpe.find(folder) if kind in ("auto", "bpe") else None
+    if kind == "bpe" and files is None:
+        raise bpe.absent(folder)
+    documents = corpus.read(dataset, data_dir)
+    tokenizer: Tokenizer = Bytes()
+    if kind == "pairs":
+        tokenizer = Pairs(documents.train, vocabulary)
+    elif files:
+        tokenizer = bpe.BPE(*files)
+    train, test = (_tokens(split, tokenizer, folder / "tokens") for split in (documents.train, documents.test))
+    per_token = sum(map(len, documents.test)) / max(1, len(test))
+    # Pairs are the default of old: what runs of earlier versions were trained on has the same name still.
+    origin = documents.origin if kind == "pairs" else f"{documents.origin}, {tokenizer.name}"
+    return Text(jnp.asarray(train), jnp.asarray(test), tokenizer, per_token, origin)
+
+
+def _tokens(documents: list[bytes], tokenizer: Tokenizer, folder: Path) -> np.ndarray:
+    """The documents' tokens, from the folder if they are there; a file there that is damaged is written anew."""
+    if not tokenizer.fingerprint:
+        return _encode(documents, tokenizer)
+    key = hashlib.sha256(f"{tokenizer.fingerprint} {corpus.digest(documents)}".encode()).hexdigest()[:24]
+    path = folder / f"{key}.npy"
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        tokens = _encode(documents, tokenizer)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".new", delete=False) as file:
+            np.save(file, tokens)
+        os.replace(file.name, path)  # whole or not at all
+    except OSError as error:
+        print(f"note: the tokens are not kept for the next time ({error})", file=sys.stderr)
+    return tokens
+
+
+def _encode(documents: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
+    parts = []
+    for document in documents:
+        parts.append(tokenizer.encode(document))
+        if tokenizer.end is not None:
+            parts.append(np.asarray([tokenizer.end], np.int32))
+    dtype = np.uint16 if tokenizer.size <= 2**16 else np.int32
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+
+
+def _pairs(document: bytes) -> np.ndarray:
+    return np.frombuffer(document[: len(document) // 2 * 2], np.dtype(">u2")).astype(np.int32)

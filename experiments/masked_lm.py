@@ -1,0 +1,157 @@
+"""Trains BERT from scratch on any text, under any policy: it guesses tokens that are hidden from it.
+
+python -m experiments.masked_lm --policy mixed_float16
+
+python -m experiments.masked_lm --dataset shakespeare.txt --policy mixed_bfloat16 --remat attention --batch-size auto
+
+15 % of the tokens are to be guessed: of these 80 % are [MASK] in what the model sees, 10 % any token, 10 % themselves
+(Devlin et al. 2018, arXiv 1810.04805). They are drawn on the device from seed and step number; the held-out text has
+the same ones every time. On a GPU the model is BERT-Base with 64 sequences of 512 tokens, elsewhere a small one (4
+layers of 128, 16×128 tokens, 250 steps) that takes a minute or two. At the end it shows what it guessed.
+
+The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and summary.md; --resume goes on
+with a run that was stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started as a file: the folder above this one has the packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments import batch_size, cli, text_training, training
+from experiments.data import text, tokens
+from experiments.data.masking import IGNORE, mask
+from experiments.experiment import Batch, Closing, Experiment
+from experiments.metrics import accuracy
+from experiments.models import BERT
+from experiments.text_training import Task
+
+_SHOWN, _SHOWN_TOKENS = 4, 64  # pieces of text that are shown with guesses, and tokens of each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(text_training.TextTraining):
+    """Flags of masked language modeling."""
+
+
+def prepare(config: Config) -> Experiment:
+    """Everything that training needs.
+
+    Raises:
+      ValueError: a flag has a value that cannot be.
+      DataError: the data cannot be had, or a sequence does not fit.
+    """
+    config = text_training.settled(config, "bert")
+    text_training.check(config)
+    precision = text_training.read_precision(config)
+    held = text_training.load(config)
+    return text_training.build(config, bert(config, held), precision, held.origin)
+
+
+def bert(config: Config, held: tokens.Text) -> Task:
+    """BERT. Its vocabulary is the text's and [MASK]."""
+    blocks, remat = text_training.split_remat(config.remat)
+    size = held.tokenizer.size
+    vocabulary = max(config.vocabulary or 0, size + 1)
+
+    @jax.jit
+    def masked(key: jax.Array, step: int, batch: jax.Array) -> Batch:
+        shown, targets = mask(jax.random.fold_in(key, step), batch, size, size, held.tokenizer.end)
+        return {"tokens": shown, "targets": targets}
+
+    def losses(model: nn.Module) -> Any:
+        def loss_fn(params: Any, model_state: Any, batch: Batch, rng: Any) -> Any:
+            return model.apply({"params": params}, batch["tokens"], batch["targets"], method="loss"), model_state
+
+        def eval_loss_fn(params: Any, model_state: Any, batch: Batch, rng: Any) -> Any:
+            logits = model.apply({"params": params}, batch["tokens"]).astype(jnp.float32).reshape(-1, vocabulary)
+            targets = batch["targets"].reshape(-1)
+            chosen = targets != IGNORE
+            targets = jnp.where(chosen, targets, 0)
+            each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+            return each.mean(where=chosen), model_state, {"accuracy": accuracy(logits, targets, chosen)}
+
+        return loss_fn, eval_loss_fn
+
+    def train_batches(seed: int, start: int = 0) -> Iterator[Batch]:
+        key = jax.random.split(jax.random.key(seed))[1]  # places and masks are drawn from keys of their own
+        batches = text.sequences(held.train, config.context, config.batch_size, seed, start)
+        return (masked(key, step, batch) for step, batch in enumerate(batches, start))
+
+    def test_batches() -> Iterator[Batch]:
+        rows, key = text_training.rows_to_evaluate(config), jax.random.key(0)
+        batches = text.spread_sequences(held.test, config.context, rows, config.test_batches)
+        return (masked(key, step, batch) for step, batch in enumerate(batches))
+
+    def closing(model: nn.Module, params: Any, test: dict[str, float]) -> Closing:
+        places = text.spread_sequences(held.test, config.context, _SHOWN, 1)
+        batch = masked(jax.random.key(1), 0, next(places))
+        guesses = jax.jit(functools.partial(_guess, model, size))(params, batch["tokens"])
+        shown = [np.asarray(leaf)[:, :_SHOWN_TOKENS] for leaf in (batch["tokens"], batch["targets"], guesses)]
+        texts = [in_brackets(*row, held.tokenizer) for row in zip(*shown, strict=True)]
+        return Closing({}, {"Guesses: [right], [wrong|what was there]": "\n\n".join(texts)})
+
+    return Task(
+        model=BERT(vocabulary, config.context, config.layers, config.heads, config.width, blocks),
+        losses=losses,
+        optimizer=text_training.adamw(config),
+        train_batches=train_batches,
+        test_batches=test_batches,
+        tokens=config.batch_size * config.context,
+        remat=remat,
+        closing=closing,
+    )
+
+
+def in_brackets(shown: np.ndarray, targets: np.ndarray, guesses: np.ndarray, tokenizer: tokens.Tokenizer) -> str:
+    """A text with what was to be guessed in brackets: the guess, and after a bar the truth if it was another.
+
+    Args:
+      shown: int (n,), what the model saw.
+      targets: int (n,), the truth where there was something to guess, ``IGNORE`` elsewhere.
+      guesses: int (n,), the likeliest token at every place.
+      tokenizer: of the text.
+    """
+    parts: list[str] = []
+    plain: list[int] = []  # decoded together: a letter may be several tokens
+    for seen, target, guess in zip(shown.tolist(), targets.tolist(), guesses.tolist(), strict=True):
+        if target == IGNORE:
+            plain.append(seen)
+            continue
+        both = dict.fromkeys((guess, target))
+        guessed = "|".join(tokenizer.decode([token]).replace(" ", "␣").replace("\n", "⏎") for token in both)
+        parts += [tokenizer.decode(plain), f"[{guessed}]"]
+        plain = []
+    return "".join([*parts, tokenizer.decode(plain)])
+
+
+def _guess(model: nn.Module, size: int, params: Any, shown: jax.Array) -> jax.Array:
+    return jnp.argmax(model.apply({"params": params}, shown)[..., :size], axis=-1)
+
+
+def most(config: Config) -> int:
+    """The largest batch that makes sense: the training text once."""
+    return len(text_training.load(config).train) // config.context
+
+
+def train(config: Config) -> dict[str, Any]:
+    with cli.bad_values_end_it():
+        config = batch_size.settled("masked_lm", text_training.settled(config, "bert"), prepare, most)
+    return training.train("masked_lm", config, prepare)
+
+
+if __name__ == "__main__":
+    cli.main(Config, train, __doc__)

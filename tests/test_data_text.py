@@ -1,0 +1,263 @@
+"""Text as tokens: where the documents come from, the tokenizers, what is kept on disk, and BERT's masking."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import data
+from experiments.data import bpe, corpus, text, tokens
+from experiments.data.masking import IGNORE, mask
+
+PAIRS = [b"abababcdc", b"", b"x", b"ababefef"]  # an odd last byte belongs to no pair
+PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+LETTERS = {byte: chr(byte) for byte in PRINTABLE}
+LETTERS |= {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - PRINTABLE))}
+MERGES = [b" t", b"he", b" the", b"in", b"\n\n", b"re", b" re", b"\xc3\xa9", b"aa", b"ing"]
+SPLITS = [(b" ", b"t"), (b"h", b"e"), (b" t", b"he"), (b"i", b"n"), (b"\n", b"\n"), (b"r", b"e"), (b" ", b"re"),
+          (b"\xc3", b"\xa9"), (b"a", b"a"), (b"in", b"g")]  # fmt: skip
+
+
+def written(token: bytes) -> str:
+    return "".join(LETTERS[byte] for byte in token)
+
+
+def put_bpe(folder, names=bpe.FILES[0]):
+    """A byte-pair encoding of ten merges in GPT-2's files; its numbers are not in the order of the bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known = [bytes([byte]) for byte in reversed(range(256))] + MERGES
+    numbers = {written(token): number for number, token in enumerate(known)} | {bpe.END: len(known)}
+    (folder / names[0]).write_text(json.dumps(numbers))
+    lines = [" ".join(map(written, pair)) for pair in SPLITS]
+    (folder / names[1]).write_text("\n".join(["#version: 0.2", *lines, ""]), encoding="utf-8")
+    return bpe.BPE(folder / names[0], folder / names[1]), {token: number for number, token in enumerate(known)}
+
+
+@pytest.fixture
+def encoding(tmp_path):
+    return put_bpe(tmp_path / "data" / "gpt2_bpe")
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    tokens.load.cache_clear()
+
+
+# --- documents ------------------------------------------------------------------------------------------------------
+
+
+def test_of_one_file_the_last_tenth_is_held_out(tmp_path):
+    (tmp_path / "a.log").write_bytes(bytes(range(100)))
+    found = corpus.read(str(tmp_path / "a.log"), None)
+    assert found.train == [bytes(range(90))] and found.test == [bytes(range(90, 100))]
+    assert found.origin.startswith("a.log: 1 file, 100 bytes, sha256 ")
+
+
+def test_of_a_folder_every_tenth_file_is_held_out_and_other_files_are_passed_over(tmp_path):
+    for i in range(21):
+        (tmp_path / "books" / f"{i % 3}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "books" / f"{i % 3}" / f"{i:02}.txt").write_text(f"document {i}")
+    (tmp_path / "books" / "0" / "00.bin").write_text("no text")
+    (tmp_path / "books" / "0" / "empty.txt").write_text("")
+    names = sorted((i % 3, i) for i in range(21))
+    found = corpus.read(str(tmp_path / "books"), None)
+    assert found.test == [f"document {i}".encode() for _, i in names[9::10]]
+    assert len(found.train) == 19 and not {*found.test} & {*found.train}
+    assert corpus.digest(found.train) != corpus.digest([b"".join(found.train)])
+
+
+def test_a_folder_of_few_files_gives_the_end_of_each(tmp_path):
+    for name in ("a.py", "b.md"):
+        (tmp_path / name).write_text(name * 10)
+    found = corpus.read(str(tmp_path), None)
+    assert found.train == [b"a.py" * 9, b"b.md" * 9] and found.test == [b"a.py", b"b.md"]
+
+
+def test_a_text_that_is_not_there_or_has_nothing_is_an_error(tmp_path):
+    with pytest.raises(data.DataError, match=r"--dataset is pysource, or the path of a text file .* there is no .*/a"):
+        corpus.read(str(tmp_path / "a"), None)
+    with pytest.raises(data.DataError, match=r"--dataset needs text, but .* has none; a folder's [.]txt"):
+        corpus.read(str(tmp_path), None)
+
+
+# --- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def test_pairs_are_ranks_of_byte_pairs_and_rare_pairs_share_the_last():
+    pairs = [document[i : i + 2] for document in PAIRS for i in range(0, len(document) - 1, 2)]
+    counts = collections.Counter(pairs)
+    ranked = sorted(counts, key=lambda pair: (-counts[pair], pair))
+    vocabulary = {pair: rank for rank, pair in enumerate(ranked[:2])}
+    made = tokens.Pairs(PAIRS, vocabulary=3)
+    whole = [token for document in PAIRS for token in made.encode(document).tolist()]
+    assert whole == [vocabulary.get(pair, 2) for pair in pairs] == [0, 0, 0, 2, 0, 0, 1, 1]
+    assert made.encode(b"cdefzz").tolist() == [2, 1, 2]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2**16 + 1])
+def test_a_vocabulary_that_byte_pairs_cannot_have_is_an_error(vocabulary):
+    with pytest.raises(data.DataError, match=f"2 to 65536 tokens, got --vocabulary {vocabulary}"):
+        tokens.Pairs(PAIRS, vocabulary)
+
+
+# What GPT-2's own pattern gives, by the package `regex`.
+WORDS = [
+    ("Don't we'll say 'Tis 42nd?!", ["Don", "'t", " we", "'ll", " say", " '", "Tis", " 42", "nd", "?!"]),
+    ("a  b   \n\n c\t", ["a", " ", " b", "   \n\n", " c", "\t"]),
+    ("x_1 = y\xb2+\u2167\xbd and \u4e09", ["x", "_", "1", " =", " y", "\xb2", "+", "\u2167\xbd", " and", " \u4e09"]),
+    ("na\xefve e\u0301 \u02bcn\xa0 \u3000\u597d \u200bz",
+     ["na\xefve", " e", "\u0301", " \u02bcn", "\xa0 ", "\u3000", "\u597d", " \u200b", "z"]),
+    ("\x1cA\x85 B\u2028C", ["\x1c", "A", "\x85", " B", "\u2028", "C"]),
+    ("\U0001f469\u200d\U0001f469 ok\u2026", ["\U0001f469\u200d\U0001f469", " ok", "\u2026"]),
+    ("'S 're're'x  'll", ["'", "S", " '", "re", "'re", "'", "x", " ", " '", "ll"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "words"), WORDS, ids=range(len(WORDS)))
+def test_text_is_cut_into_words_as_gpt2_does(line, words):
+    assert bpe.words_of(line) == words
+    assert bpe.words_of("é" + line)[-1] == words[-1]  # letters of ASCII by the rule for the rest of Unicode, too
+
+
+def merged(word: bytes) -> list[bytes]:
+    """One merge at a time, the first in the list at its leftmost place."""
+    parts = [bytes([byte]) for byte in word]
+    while found := [pair for pair in SPLITS if pair in set(itertools.pairwise(parts))]:
+        i = list(itertools.pairwise(parts)).index(found[0])
+        parts[i : i + 2] = [found[0][0] + found[0][1]]
+    return parts
+
+
+@pytest.mark.parametrize(
+    "document",
+    ["the rethering in there\n\n\nthe end", "aaaaa aaaa", "café é ée", "", "🎈 the end", *(line for line, _ in WORDS)],
+)
+def test_a_text_is_merged_word_by_word_and_comes_back(document, encoding):
+    ours, numbers = encoding
+    expected = [numbers[part] for word in bpe.words_of(document) for part in merged(word.encode())]
+    assert ours.encode(document.encode()).tolist() == expected
+    assert ours.decode(expected) == document
+
+
+def test_bytes_that_are_no_utf8_survive_the_encoding(encoding):
+    ours, numbers = encoding
+    assert ours.encode(b"the \xff\xc3").tolist() == [numbers[part] for part in (b"t", b"he", b" ", b"\xff", b"\xc3")]
+    assert ours.decode(ours.encode(b"\xff")) == "\ufffd"
+    assert (ours.size, ours.end) == (267, 266) and ours.decode([266]) == bpe.END
+
+
+@pytest.mark.parametrize("names", bpe.FILES)
+@pytest.mark.parametrize("place", ["", "gpt2_bpe", "gpt2"])
+def test_gpt2s_files_are_found_by_either_name(names, place, tmp_path):
+    assert bpe.find(tmp_path) is None
+    put_bpe(tmp_path / place, names)
+    assert bpe.find(tmp_path) == (tmp_path / place / names[0], tmp_path / place / names[1])
+
+
+def test_files_of_gpt2_that_are_missing_or_damaged_are_errors_that_name_them(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    with pytest.raises(data.DataError, match=re.escape(
+        "--tokens bpe needs GPT-2's encoder.json and vocab.bpe (or vocab.json and merges.txt), but neither "
+        f"{tmp_path} nor {tmp_path}/gpt2_bpe has them; put them there")):  # fmt: skip
+        tokens.load(str(tmp_path / "a.txt"), tmp_path, "bpe", 0)
+    put_bpe(tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "vocab.bpe").unlink()
+    with pytest.raises(data.DataError, match=r"gpt2 has encoder.json and no vocab.bpe; put vocab.bpe there too"):
+        tokens.load(str(tmp_path / "a.txt"), tmp_path, "auto", 0)
+    (tmp_path / "gpt2" / "vocab.bpe").write_text("h e\nq u\n")
+    with pytest.raises(data.DataError, match=r"not the two files of one byte-pair encoding \(KeyError: 'qu'\)"):
+        tokens.load(str(tmp_path / "a.txt"), tmp_path, "auto", 0)
+
+
+# --- the text on the device -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def books(tmp_path):
+    (tmp_path / "books").mkdir()
+    for i in range(10):
+        (tmp_path / "books" / f"{i}.txt").write_text(f"the {i}\n\n" * 3)
+    return str(tmp_path / "books")
+
+
+def test_a_token_ends_every_document_and_auto_is_bytes_where_gpt2s_files_are_not(books, tmp_path):
+    held = tokens.load(books, tmp_path / "data", "auto", 0)
+    document = b"the 9\n\n" * 3
+    assert held.test.tolist() == [*document, 256] and held.test.dtype == np.uint16
+    assert np.asarray(held.train).tolist().count(256) == 9
+    assert held.bytes_per_token == pytest.approx(21 / 22) and held.origin.endswith(", bytes")
+    assert not (tmp_path / "data" / "tokens").exists()
+
+
+def test_tokens_of_gpt2_are_kept_and_a_damaged_file_is_written_anew(books, tmp_path, encoding, monkeypatch):
+    first = tokens.load(books, tmp_path / "data", "auto", 0)
+    ours, _ = encoding
+    assert first.test.tolist() == [*ours.encode(b"the 9\n\n" * 3).tolist(), ours.end]
+    kept = sorted((tmp_path / "data" / "tokens").iterdir())
+    assert len(kept) == 2 and {path.suffix for path in kept} == {".npy"}
+
+    tokens.load.cache_clear()
+    whole = kept[0].read_bytes()
+    kept[0].write_bytes(whole[:-1])
+    again = tokens.load(books, tmp_path / "data", "bpe", 0)
+    assert kept[0].read_bytes() == whole
+    np.testing.assert_array_equal(first.train, again.train)
+
+    tokens.load.cache_clear()
+    monkeypatch.setattr(bpe.BPE, "encode", lambda *_: pytest.fail("what is kept was encoded again"))
+    np.testing.assert_array_equal(first.test, tokens.load(books, tmp_path / "data", "auto", 0).test)
+    monkeypatch.undo()
+    tokens.load.cache_clear()
+    (tmp_path / "books" / "9.txt").write_text("another text")
+    assert tokens.load(books, tmp_path / "data", "auto", 0).test.tolist() != first.test.tolist()
+
+
+def test_a_data_folder_that_cannot_be_written_is_a_note_and_no_error(books, tmp_path, encoding, capsys):
+    (tmp_path / "data" / "tokens").write_text("a file where the folder should be")
+    assert len(tokens.load(books, tmp_path / "data", "bpe", 0).train)
+    assert "note: the tokens are not kept for the next time" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path / "data")) == ["gpt2_bpe", "tokens"]
+
+
+def test_sequences_are_cut_from_the_text_and_go_on_where_they_stopped():
+    held = jnp.arange(50, dtype=jnp.uint16)
+    batches = text.sequences(held, 5, 8, seed=3)
+    first, second = next(batches), next(batches)
+    assert first.dtype == np.int32 and first.shape == (8, 5)
+    np.testing.assert_array_equal(first, first[:, :1] + np.arange(5))
+    np.testing.assert_array_equal(second, next(text.sequences(held, 5, 8, seed=3, start=1)))
+    assert not np.array_equal(first, second)
+    spread = np.concatenate(list(text.spread_sequences(held, 5, 2, 2)))
+    np.testing.assert_array_equal(spread[:, 0], [0, 15, 30, 45])
+    with pytest.raises(data.DataError, match="shorter than the text of 50 tokens, got --context 50"):
+        next(text.sequences(held, 51, 1, seed=0))
+
+
+# --- masking --------------------------------------------------------------------------------------------------------
+
+
+def test_fifteen_percent_are_to_be_guessed_and_of_these_eighty_ten_and_ten_are_hidden_drawn_and_left():
+    size, end = 50, 49
+    shown = jax.random.randint(jax.random.key(1), (200, 500), 0, size, jnp.int32)
+    draw = jax.jit(lambda key: mask(key, shown, size, size, end))
+    (tokens_, targets), shown = map(np.asarray, draw(jax.random.key(0))), np.asarray(shown)
+    chosen = targets != IGNORE
+    np.testing.assert_array_equal(targets[chosen], shown[chosen])
+    np.testing.assert_array_equal(tokens_[~chosen], shown[~chosen])
+    assert not (targets == end).any()
+    assert chosen[shown != end].mean() == pytest.approx(0.15, abs=0.005)
+    hidden, same = tokens_[chosen] == size, tokens_[chosen] == shown[chosen]
+    assert hidden.mean() == pytest.approx(0.8, abs=0.01)
+    assert same.mean() == pytest.approx(0.1 + 0.1 / size, abs=0.01)
+    drawn = tokens_[chosen][~hidden & ~same]
+    assert np.bincount(drawn, minlength=size).min() > 0 and drawn.max() < size
+    np.testing.assert_array_equal(draw(jax.random.key(0)).tokens, tokens_)
+    assert not np.array_equal(draw(jax.random.key(2)).targets, targets)
