@@ -18,6 +18,9 @@ Sharp edges:
 - JAX cannot raise on values: a label that is neither a class nor ignored makes the loss NaN.
 - They are for reverse mode: ``jax.jvp`` and ``jax.linearize`` of a loss raise JAX's TypeError; ``jax.jvp`` of its
   gradient, or ``jax.grad`` of it, are fine.
+- Of tokens sharded over devices each chunk takes its share, and the weights' gradient is summed over the devices once a
+  chunk: take few. In a checked ``jax.shard_map`` weights that do not vary want ``jax.lax.pcast(…, to="varying")``, as
+  custom derivatives do. Axes of explicit sharding are for :func:`cross_entropy` only.
 """
 
 from __future__ import annotations
@@ -29,16 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.autocast import scope
 from jaxmp.autocast.regions import precision
+from jaxmp.autocast.scope import product_dtype
 
 _IGNORED = -1
 
 
 class _Options(NamedTuple):
-    """Of the columns of the logits the first so many are classes."""
-
-    classes: int
+    classes: int  # so many columns of the logits, the first
     label_smoothing: float
     z_loss: float
 
@@ -73,6 +74,7 @@ def cross_entropy(
     >>> cross_entropy(logits, jnp.array([0, -100]), ignore_index=-100).round(4)
     Array([0.2395, 0.    ], dtype=float32)
     """
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     _check_floating(logits=logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy takes logits (..., classes), got the shape {logits.shape}")
@@ -140,6 +142,8 @@ def projected_cross_entropy(
     >>> projected_cross_entropy(x, weights, jnp.array([0, 1, 1]), classes=3, chunks=2).round(4)
     Array(0.9062, dtype=float32)
     """
+    x, weights, labels = jnp.asarray(x), jnp.asarray(weights), jnp.asarray(labels)
+    bias = None if bias is None else jnp.asarray(bias)
     _check_floating(x=x, weights=weights, **({} if bias is None else {"bias": bias}))
     if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[1]:
         raise ValueError(
@@ -154,7 +158,8 @@ def projected_cross_entropy(
     if chunks < 1:
         raise ValueError(f"the tokens are done in at least 1 chunk, got chunks={chunks}")
     _check(labels, x.shape[:1], label_smoothing)
-    half = getattr(scope, "product_dtype", lambda: None)() if x.dtype == jnp.float32 else None
+    # Under autocast the casts of a float32 call leave no trace: what is half is said here, that float32 stays float32.
+    half = product_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
     dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
     options = _Options(classes, label_smoothing, z_loss)
@@ -166,10 +171,10 @@ def projected_cross_entropy(
 def _projected(x: Any, weights: Any, bias: Any, labels: Any, options: _Options, chunks: int, dtypes: Any) -> jax.Array:
     def add(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, labels = chunk
-        return total + _losses(_logits(x, matrix, bias), labels, options)[0].sum(), None
+        return total + _losses(_logits(x, *layer), labels, options)[0].sum(), None
 
-    matrix = weights.astype(x.dtype)
-    total, _ = jax.lax.scan(add, jnp.zeros((), _wide(x.dtype)), _split(x, labels, chunks))
+    layer = _layer(weights, bias, x.dtype)
+    total, _ = jax.lax.scan(add, jnp.zeros_like(x, _wide(x.dtype), ()), _split(x, labels, chunks))
     return total / _count(labels, total.dtype)
 
 
@@ -179,19 +184,19 @@ def _projected_forward(
     def add(carry: tuple[Any, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, ...], jax.Array]:
         total, by_weights, by_bias = carry
         x, labels = chunk
-        logits = _logits(x, matrix, bias)
+        logits = _logits(x, *layer)
         losses, denominators = _losses(logits, labels, options)
         # Not divided by the number of labels yet: in float16 a wrong class would get 0 for a gradient.
         gradient = _gradient(logits, labels, denominators, options)
         by_bias = None if bias is None else by_bias + gradient.sum(0)
         gradient = gradient.astype(x.dtype)
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
-        return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, matrix, preferred_element_type=wide)
+        return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
-    wide = _wide(x.dtype)
-    matrix = weights.astype(x.dtype)
-    zeros = (jnp.zeros((), wide), jnp.zeros(weights.shape, wide), None if bias is None else jnp.zeros(bias.shape, wide))
-    (total, by_weights, by_bias), by_x = jax.lax.scan(add, zeros, _split(x, labels, chunks))
+    wide, layer = _wide(x.dtype), _layer(weights, bias, x.dtype)
+    zeros = functools.partial(jnp.zeros_like, x, wide)  # which vary over the devices of a shard_map as x does
+    start = (zeros(()), zeros(weights.shape), None if bias is None else zeros(bias.shape))
+    (total, by_weights, by_bias), by_x = jax.lax.scan(add, start, _split(x, labels, chunks))
     count = _count(labels, wide)
     return total / count, (by_x.swapaxes(0, 1).reshape(-1, x.shape[1])[: len(x)], by_weights, by_bias, count)
 
@@ -200,11 +205,11 @@ def _projected_backward(
     options: _Options, chunks: int, dtypes: Any, residuals: Any, cotangent: jax.Array
 ) -> tuple[Any, ...]:
     *gradients, count = residuals
-    scale = cotangent / count
-    scaled = (
-        None if dtype is None else (gradient * scale).astype(dtype)
-        for gradient, dtype in zip(gradients, dtypes, strict=True)
-    )
+    with precision("float32"):  # the cotangent may be a loss scale that float16 does not have
+        scaled = [
+            None if dtype is None else (gradient * (cotangent / count)).astype(dtype)
+            for gradient, dtype in zip(gradients, dtypes, strict=True)
+        ]
     return (*scaled, None)
 
 
@@ -213,7 +218,11 @@ _projected.defvjp(_projected_forward, _projected_backward)
 
 def _logits(x: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Array:
     logits = x @ matrix.T
-    return logits if bias is None else logits + bias.astype(logits.dtype)
+    return logits if bias is None else logits + bias
+
+
+def _layer(weights: jax.Array, bias: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    return weights.astype(dtype), None if bias is None else bias.astype(dtype)
 
 
 def _split(x: jax.Array, labels: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
@@ -233,16 +242,17 @@ def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[ja
     classes, smoothing, z_loss = options
     with precision("float32"):  # under autocast of a float32 call the cast is none
         wide = logits.astype(_wide(logits.dtype))
-        is_class = jnp.arange(wide.shape[-1]) < classes
-        denominators = jax.nn.logsumexp(jnp.where(is_class, wide, -jnp.inf), axis=-1)
-        known = labels < classes
-        picked = jnp.take_along_axis(wide, jnp.where(known, jnp.maximum(labels, 0), 0)[..., None], axis=-1)[..., 0]
+        is_class = _columns(wide) < classes
+        largest = jax.lax.stop_gradient(jnp.where(is_class, wide, -jnp.inf).max(-1, keepdims=True))
+        exponentials = jnp.where(is_class, jnp.exp(wide - largest), 0)
+        denominators = jnp.log(exponentials.sum(-1)) + largest[..., 0]
+        picked = jnp.take_along_axis(wide, labels[..., None], axis=-1, mode="clip")[..., 0]
         losses = denominators - (1 - smoothing) * picked
         if smoothing:
             losses -= smoothing / classes * jnp.where(is_class, wide, 0).sum(-1)
         if z_loss:
             losses += z_loss * denominators**2
-        losses = jnp.where(known, losses, jnp.nan)
+        losses = jnp.where(labels < classes, losses, jnp.nan)
         return jnp.where(labels == _IGNORED, 0, losses), denominators
 
 
@@ -250,13 +260,17 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: jax.Array, opt
     """The gradient of each loss with respect to its logits, in float32."""
     classes, smoothing, z_loss = options
     with precision("float32"):
-        columns = jnp.arange(logits.shape[-1])
+        columns, labels = _columns(logits), labels[..., None]
         softmax = jnp.exp(logits.astype(denominators.dtype) - denominators[..., None])
         if z_loss:
             softmax *= 1 + 2 * z_loss * denominators[..., None]
-        target = jnp.where(columns == labels[..., None], 1 - smoothing, 0) + smoothing / classes
-        gradient = jnp.where((labels < classes)[..., None], softmax - target, jnp.nan)
-        return jnp.where((columns < classes) & (labels != _IGNORED)[..., None], gradient, 0)
+        gradient = softmax - jnp.where(columns == labels, 1 - smoothing, 0) - smoothing / classes
+        gradient = jnp.where(labels < classes, gradient, jnp.nan)
+        return jnp.where((columns < classes) & (labels != _IGNORED), gradient, 0)
+
+
+def _columns(logits: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 
 
 def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:

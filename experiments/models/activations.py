@@ -25,8 +25,8 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
       x: any shape, any floating dtype.
       approximate: the tanh form, GPT-2's (True), or that with the error function, BERT's (False).
 
-    >>> gelu(jnp.array([-1.0, 0.0, 1.0])).round(4)
-    Array([-0.1588,  0.    ,  0.8412], dtype=float32)
+    >>> gelu(jnp.array([-2.0, 0.0, 2.0], jnp.bfloat16))
+    Array([-0.0454102, 0, 1.95312], dtype=bfloat16)
     """
     with jaxmp.precision("float32"):  # under autocast of a float32 model the casts here are none
         wide = _widened(x)
