@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 INSTALL = "pip install -e '.[experiments,compile-only]'"
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+CUDA = Path("/usr/local/cuda")
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """Products go to cuBLAS: to choose among Triton's kernels, XLA would have to time them on the GPU."""
 
@@ -117,7 +118,7 @@ def missing() -> str | None:
     """
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         return f"to compile for a GPU, JAX needs its CUDA plugin, which is not installed: {INSTALL}"
-    if not (_bundled("bin/ptxas") or shutil.which("ptxas") or Path("/usr/local/cuda/bin/ptxas").exists()):
+    if not (_bundled("bin/ptxas") or shutil.which("ptxas") or (CUDA / "bin/ptxas").exists()):
         return f"to compile for a GPU, XLA needs the assembler ptxas of nvidia-cuda-nvcc, which is not found: {INSTALL}"
     return None
 

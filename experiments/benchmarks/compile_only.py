@@ -1,0 +1,221 @@
+"""Memory, products, kernels and bytes of whole train steps on a GPU that is not there.
+
+python -m experiments.benchmarks.compile_only --models gpt2
+
+XLA compiles for a GPU that it is only told about, so that all but time can be known on any machine: each model's train
+step (forward, backward, clipping, AdamW, loss scaling, its state donated) in float32, by hand in half, under jaxmp's
+policies and autocast, with what its backward pass may compute again. A row has the temporaries and the peak (arguments,
+results that reuse none of them, temporaries), the dtypes of all products, the share of the FLOPs that tensor cores do
+in half, the kernels that are launched and the bytes that those move which are no products. Peaks are compared with the
+one that torch.compile under AMP had on an H200. The run folder holds compile_only.md, compile_only.json and
+compile_only.png. It needs the packages of the extra compile-only, and no GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+if __name__ == "__main__":  # before JAX is imported: with its CUDA plugin it would look for a GPU
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own notes that there is none
+if not __package__:  # started as a file: the folder two above this one has the packages
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import jax
+import optax
+import rich.console
+import tyro
+
+import jaxmp
+from experiments import cli, flops, memory
+from experiments.benchmarks import compile_only_report as report
+from experiments.benchmarks import hlo, hlo_memory, jax_steps, targets
+from experiments.benchmarks.train_step_rows import Row
+from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Sizes, Workload, workload
+from experiments.environment import environment
+from experiments.models import attention
+from experiments.progress import Progress
+from experiments.runs import run_folder, write_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant(Row):
+    """A row of benchmarks.train_step, or an ordinary optax step with ``checks``: what loss scaling looks at there."""
+
+    checks: Literal["", "gradients", "updates"] = ""
+
+
+VARIANTS: dict[str, Variant] = {
+    "hand-fp32": Variant("by hand, fp32", "hand", "fp32"),
+    "hand-bf16": Variant("by hand, bf16", "hand", "bf16"),
+    "jaxmp-fp32": Variant("jaxmp, fp32", "jaxmp", "fp32"),
+    "jaxmp-tf32": Variant("jaxmp, TF32", "jaxmp", "tf32"),
+    "jaxmp-bf16": Variant("jaxmp, bf16", "jaxmp", "bf16"),
+    "autocast-bf16": Variant("jaxmp.autocast, bf16", "autocast", "bf16"),
+    "jaxmp-bf16-remat": Variant("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention"),
+    "jaxmp-bf16-remat-dots": Variant("jaxmp, bf16, remat of all but products", "jaxmp", "bf16", remat="dots"),
+    "jaxmp-bf16-remat-full": Variant("jaxmp, bf16, remat of all", "jaxmp", "bf16", remat="full"),
+    "jaxmp-fp16-unscaled": Variant("jaxmp, fp16, no scaling", "jaxmp", "fp16"),
+    "jaxmp-fp16-gradients": Variant("jaxmp, fp16, scaling, gradients checked", "jaxmp", "fp16", checks="gradients"),
+    "jaxmp-fp16-updates": Variant("jaxmp, fp16, scaling, updates checked too", "jaxmp", "fp16", checks="updates"),
+    "jaxmp-fp16": Variant("jaxmp, fp16, make_train_step", "jaxmp", "fp16", scaled=True),
+}
+"""Every row, by the name that ``--variants`` takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Flags of the benchmark."""
+
+    models: tuple[Name, ...] = NAMES
+    """Models to compile."""
+    variants: tuple[str, ...] = ()
+    """Rows to compile, by their names in the code: jaxmp-bf16, say. (default: all)"""
+    target: Literal["h200", "h100", "a100"] = "h200"
+    """GPU to compile for."""
+    target_config: cli.Folder = None
+    """File with the description of another GPU, the text form of XLA's GpuTargetConfigProto, in place of --target."""
+    layers: int = 0
+    """Blocks of a transformer; 0 for 12. With fewer nothing is compared with torch."""
+    top: int = 0
+    """Largest buffers to list that are alive when most memory is filled."""
+    hlo: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also write each compiled step's HLO."""
+    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Small sizes, to see it run; nothing is compared with torch."""
+    run_dir: cli.Folder = None
+    """Folder to write to. (default: runs/compile_only-TIME)"""
+
+
+def sizes_of(name: Name, config: Config) -> Sizes:
+    """A model's sizes by the flags."""
+    sizes = (SMOKE if config.smoke else FULL)[name]
+    return dataclasses.replace(sizes, layers=config.layers) if config.layers and name != "resnet50" else sizes
+
+
+def step_of(case: Workload, variant: Variant) -> tuple[Any, Any]:
+    """``init() -> state`` and ``step(state, batch)``, not yet jitted; the state is to be donated."""
+    if not variant.checks:
+        implementation = "cudnn" if variant.precision in jax_steps.HALF else "xla"
+        return jax_steps.train_step(case, variant, implementation)
+    model = jaxmp.linen.apply_policy(case.model, jax_steps.POLICIES[variant.precision])
+    loss_fn = case.loss_fn(model)
+    checked = variant.checks == "updates"
+    tx = jaxmp.loss_scaling(jax_steps.optimizer(), jaxmp.DynamicLossScale(), check_updates=checked)
+
+    def init() -> Any:
+        params, model_state = case.init(jax.random.key(0))
+        return params, tx.init(params), model_state
+
+    def step(state: Any, batch: Any) -> Any:  # jax_steps' plain step, two names changed
+        params, opt_state, model_state = state
+        gradients = jaxmp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
+        (loss, model_state), grads = gradients(params, model_state, batch, None)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, model_state), loss
+
+    return init, step
+
+
+def measure(case: Workload, variant: Variant, device: Any, top: int = 0) -> tuple[dict[str, Any], str]:
+    """What is to be known of a variant's step on ``device``, and its program."""
+    init, step = step_of(case, variant)
+    started = time.perf_counter()
+    with attention.implementation("cudnn"):
+        state = targets.on(device, jax.eval_shape(init))
+        batch = targets.on(device, case.batch)
+        counted = flops.count(step, state, batch)
+        lowered = jax.jit(step, donate_argnums=0).trace(state, batch).lower(lowering_platforms=("cuda",))
+    traced = time.perf_counter()
+    compiled = lowered.compile(compiler_options=targets.COMPILER_OPTIONS)
+    text = compiled.as_text()
+    program = hlo.Program(text)
+    for dtype, attended in program.attention_flops().items():
+        name = {"bf16": "bfloat16", "f16": "float16"}[dtype]
+        counted[name] = counted.get(name, 0) + int(attended)
+    traffic, layout = program.traffic()
+    row = {
+        "label": variant.label,
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "peak": memory.of_compiled(compiled),
+        "products": dict(program.products()),
+        "flops": counted,
+        "half": sum(counted.get(name, 0) for name in ("bfloat16", "float16")) / sum(counted.values()),
+        "launches": program.launches(),
+        "traffic": traffic,
+        "layout": layout,
+        "seconds": {"trace": traced - started, "compile": time.perf_counter() - traced},
+    }
+    if top:
+        row["buffers"] = [(each.bytes, each.array, each.made_by) for each in hlo_memory.peak(program)[:top]]
+    return row, text
+
+
+def rows_of(name: Name, names: tuple[str, ...]) -> dict[str, Variant]:
+    """The variants of a model, those of ``names`` if there are any.
+
+    Raises:
+      ValueError: a name is not among ``VARIANTS``.
+    """
+    if unknown := [each for each in names if each not in VARIANTS]:
+        raise ValueError(f"--variants must be among {', '.join(VARIANTS)}; got {', '.join(unknown)}")
+    chosen = {key: variant for key, variant in VARIANTS.items() if not names or key in names}
+    return {key: variant for key, variant in chosen.items() if variant.remat == "none" or name != "resnet50"}
+
+
+def description_of(config: Config) -> tuple[str, tuple[int, int, int]]:
+    """The GPU's description, and the cuDNN that its attentions are for."""
+    target = targets.TARGETS[config.target]
+    text = config.target_config.read_text() if config.target_config else target.text()
+    return text, target.cudnn
+
+
+def main(config: Config) -> dict[str, Any]:
+    with cli.bad_values_end_it():
+        cli.require("--layers", config.layers, 0)
+        cli.require("--top", config.top, 0)
+        chosen = {name: rows_of(name, config.variants) for name in config.models}
+        description, cudnn = description_of(config)
+        try:
+            device = targets.device_of(description)
+        except ModuleNotFoundError as error:
+            cli.fail(str(error))
+        folder = run_folder("compile_only", config.run_dir)
+    packages = [name for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if _installed(name)]
+    where = {"target": device.device_kind, **environment(tuple(packages))}
+    results = []
+    with Progress("compile_only", sum(map(len, chosen.values()))) as progress, targets.with_cudnn(cudnn):
+        for name, variants in chosen.items():
+            case = workload(name, sizes_of(name, config))
+            result = {"name": name, "model": case.text, "full": case.sizes == FULL[name], "variants": {}}
+            results.append(result)
+            for key, variant in variants.items():
+                progress.advance(0, f"compiling {key}", name)
+                row, text = measure(case, variant, device, config.top)
+                result["variants"][key] = row
+                if config.hlo:
+                    (folder / f"{name}-{key}.hlo.txt").write_text(text)
+                progress.advance(1, f"{key}: {row['peak'] / 2**20:,.0f} MiB", name)
+    write_json(folder / "compile_only.json", {"environment": where, "results": results})
+    report.write(folder, where, results)
+    console = rich.console.Console()
+    report.show(console if console.is_terminal else rich.console.Console(width=200), where, results)
+    console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
+    return {"environment": where, "results": results}
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

@@ -1,0 +1,189 @@
+"""Steps are compiled for a GPU that is not there; what is found is held against the goals; errors say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.benchmarks import compile_only, targets
+from experiments.benchmarks import compile_only_report as report
+
+ROW = {
+    "label": "a step",
+    "temporaries": 2**30,
+    "peak": 2**31,
+    "products": {"dot bf16×bf16": 2},
+    "flops": {"bfloat16": 10},
+    "half": 1.0,
+    "launches": 1200,
+    "traffic": 2e9,
+    "layout": 5e8,
+}
+
+
+def result_of(full=True, **rows):
+    variants = {name.replace("_", "-"): {**ROW, "label": name, **row} for name, row in rows.items()}
+    return {"name": "gpt2", "model": "GPT-2", "full": full, "variants": variants}
+
+
+# Goals and tables.
+
+
+def test_goals_compare_peaks_with_torch_and_with_float32_and_say_the_figures():
+    mib = 2**20
+    found = result_of(
+        hand_fp32={"peak": 40_000 * mib}, jaxmp_bf16={"peak": 7_000 * mib}, jaxmp_bf16_remat={"peak": 5_500 * mib}
+    )
+    assert report.goals(found) == [
+        "met: peak memory / torch.compile's is 0.809, the goal at most 0.82",
+        "NOT MET: peak memory with remat / torch.compile's is 0.636, the goal at most 0.62",
+        "met: memory saved against float32 by hand as measured is 81.48%, the goal at least 75%",
+        "met: memory saved against float32 by hand as compiled here is 82.50%, the goal at least 75%",
+        "met: jaxmp_bf16: share of FLOPs on tensor cores in half is 100.00%, the goal at least 99%",
+    ]
+
+
+def test_goals_of_autocast_say_which_products_differ():
+    found = result_of(
+        full=False,
+        jaxmp_bf16={"half": 0.98},
+        autocast_bf16={"peak": 1.03 * 2**31, "launches": 1210, "products": {"dot bf16×bf16": 1, "dot f32×f32": 1}},
+    )
+    assert report.goals(found) == [
+        "NOT MET: jaxmp_bf16: share of FLOPs on tensor cores in half is 98.00%, the goal at least 99%",
+        "met: autocast_bf16: share of FLOPs on tensor cores in half is 100.00%, the goal at least 99%",
+        "NOT MET: peak memory under autocast / with a policy is 1.030, the goal at most 1.02",
+        "NOT MET: autocast has the products of the policy, but 1 dot bf16×bf16 for 2, 1 dot f32×f32 for 0",
+        "autocast: +10 kernels, +0.00 GB",
+    ]
+
+
+def test_what_scaling_adds_is_said_in_kernels_bytes_and_at_full_size_in_time():
+    rows = {"jaxmp_fp16_unscaled": {}, "jaxmp_fp16_gradients": {"launches": 1300, "traffic": 2.43e9}}
+    assert report.goals(result_of(full=False, **rows)) == [
+        "jaxmp_fp16_gradients, against none: +100 kernels, +0.43 GB, +0 MiB"
+    ]
+    (line,) = report.goals(result_of(**rows))
+    assert line.startswith("jaxmp_fp16_gradients, against none: +100 kernels, +0.43 GB, +0 MiB; at 4.3 TB/s the bytes")
+    assert "take 0.10 ms, 0.3% of torch.compile's 33.4 ms" in line
+
+
+def test_the_table_has_a_row_a_variant_and_no_torch_below_full_size():
+    full, small = (
+        report.table(result_of(full=full, hand_fp32={"peak": 2**33}, jaxmp_bf16={})) for full in (True, False)
+    )
+    assert full.rows[1] == (
+        "jaxmp_bf16", "1,024", "2,048", "0.24", "75%", "100.00%", "1,200", "2.0", "0.5", "2 dot bf16×bf16"
+    )  # fmt: skip
+    assert small.rows[1][3] == ""
+
+
+# Targets.
+
+
+def test_a_description_has_the_figures_of_the_chip():
+    text = targets.TARGETS["h200"].text()
+    for line in (
+        "core_count: 132",
+        "shared_memory_per_block_optin: 232448",
+        "device_memory_size: 151397597184",
+        "l2_cache_size: 52428800",
+        "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }",
+        "dnn_version_info { major: 9 minor: 19 patch: 0 }",
+        'device_description_str: "NVIDIA H200 141GB HBM3e"',
+    ):
+        assert line in text
+
+
+def test_without_the_plugin_the_error_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
+    with pytest.raises(ModuleNotFoundError, match=r"CUDA plugin, which is not installed: pip install -e"):
+        targets.device_of(targets.TARGETS["h200"].text())
+    with pytest.raises(SystemExit, match="2"):
+        compile_only.main(compile_only.Config(run_dir=tmp_path / "run"))
+    assert "'.[experiments,compile-only]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_the_assembler_the_error_says_so(monkeypatch):
+    monkeypatch.setattr(targets, "PLUGINS", ("jax",))
+    monkeypatch.setattr(targets, "_bundled", lambda path: False)
+    monkeypatch.setattr(targets.shutil, "which", lambda name: None)
+    monkeypatch.setattr(targets, "CUDA", targets.Path("/no/such/folder"))
+    assert targets.missing().startswith("to compile for a GPU, XLA needs the assembler ptxas of nvidia-cuda-nvcc")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"variants": ("jaxmp-bf17",)}, "--variants must be among hand-fp32, hand-bf16"),
+        ({"layers": -1}, "--layers must be at least 0, got -1"),
+        ({"top": -1}, "--top must be at least 0, got -1"),
+    ],
+)
+def test_bad_flags_end_it_with_one_line(flags, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        compile_only.main(compile_only.Config(**flags))
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+def test_a_file_that_describes_no_gpu_is_an_error(tmp_path, capsys):
+    pytest.importorskip("jax_cuda13_plugin")
+    (tmp_path / "gpu.txtpb").write_text("cores { 132 }")
+    with pytest.raises(SystemExit, match="2"):
+        compile_only.main(compile_only.Config(target_config=tmp_path / "gpu.txtpb"))
+    assert "must be the text form of XLA's GpuTargetConfigProto" in capsys.readouterr().err
+
+
+# Compiling.
+
+
+def test_half_attention_is_compiled_for_cudnn_without_having_it():
+    pytest.importorskip("jax_cuda13_plugin")
+    device = targets.device_of(targets.TARGETS["h200"].text())
+    x = targets.on(device, jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16))
+    with targets.with_cudnn((9, 19, 0)):
+        fun = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))
+        compiled = fun.trace(x).lower(lowering_platforms=("cuda",)).compile(targets.COMPILER_OPTIONS)
+    assert "__cudnn$fmhaSoftmax" in compiled.as_text()
+
+
+def test_the_benchmark_writes_a_table_a_picture_and_json(tmp_path, capsys):
+    pytest.importorskip("jax_cuda13_plugin")
+    names = ("hand-fp32", "jaxmp-bf16", "autocast-bf16")
+    config = compile_only.Config(
+        models=("gpt2",), variants=names, smoke=True, layers=1, top=2, hlo=True, run_dir=tmp_path
+    )
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        compile_only.main(config)
+    written = json.loads((tmp_path / "compile_only.json").read_text())
+    assert written["environment"]["target"] == "NVIDIA H200 141GB HBM3e"
+    (model,) = written["results"]
+    rows = model["variants"]
+    assert list(rows) == list(names) and not model["full"]
+    assert {product.split()[1] for product in rows["jaxmp-bf16"]["products"]} == {"bf16×bf16"}
+    assert {product.split()[1] for product in rows["hand-fp32"]["products"]} == {"f32×f32"}
+    assert rows["jaxmp-bf16"]["half"] == rows["autocast-bf16"]["half"] == 1 and rows["hand-fp32"]["half"] == 0
+    for row in rows.values():
+        assert 0 < row["temporaries"] < row["peak"] and row["launches"] > 10 and len(row["buffers"]) == 2
+    markdown, printed = (tmp_path / "compile_only.md").read_text(), capsys.readouterr().out
+    for text in ("NVIDIA H200", "by hand, fp32", "jaxmp.autocast, bf16", "the largest buffers at the peak"):
+        assert text in markdown and text in printed
+    assert (tmp_path / "compile_only.png").stat().st_size > 10_000
+    assert "ENTRY" in (tmp_path / "gpt2-jaxmp-bf16.hlo.txt").read_text()
+
+
+def test_every_variant_is_a_row_and_remat_is_of_transformers_only():
+    rows = compile_only.rows_of("resnet50", ())
+    assert set(compile_only.VARIANTS) - set(rows) == {
+        "jaxmp-bf16-remat", "jaxmp-bf16-remat-dots", "jaxmp-bf16-remat-full"
+    }  # fmt: skip
+    assert list(compile_only.rows_of("gpt2", ("jaxmp-bf16-remat", "hand-fp32"))) == ["hand-fp32", "jaxmp-bf16-remat"]
+    sizes = compile_only.sizes_of("gpt2", compile_only.Config(layers=3))
+    assert sizes == dataclasses.replace(compile_only.FULL["gpt2"], layers=3)
+    assert compile_only.sizes_of("resnet50", compile_only.Config(layers=3)) == compile_only.FULL["resnet50"]
