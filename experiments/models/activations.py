@@ -38,6 +38,7 @@ def _forward(x: jax.Array, approximate: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(approximate: bool, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    x = jax.lax.optimization_barrier(x)  # or XLA shares the gate with the forward pass, and keeps it in float32
     with jaxmp.precision("float32"):
         wide = _widened(x)
         gate = _gate(wide, approximate)
