@@ -1,0 +1,184 @@
+"""The models' own GELU and max-pool, against float64 and against Flax's."""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmp
+from experiments.models.activations import gelu
+from experiments.models.pooling import max_pool
+
+HALF = [jnp.float16, jnp.bfloat16]
+
+
+def saved(fun, *args):
+    """Shape and dtype of the arrays that the gradient keeps."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *args))
+    return sorted((leaf.shape, leaf.dtype.name) for leaf in leaves if leaf.ndim)
+
+
+def with_gradient(fun, x, cotangent):
+    def both(x, cotangent):
+        y, vjp = jax.vjp(fun, x)
+        return y, vjp(cotangent)[0]
+
+    return jax.jit(both)(x, cotangent)
+
+
+# ---- GELU
+
+X = np.concatenate([np.linspace(-12, 12, 2001), [-1e4, 1e4]])
+
+
+def naive_gelu(x, approximate):
+    """Without the cancellation that ``jax.nn.gelu`` has below -5 in float64 too."""
+    if approximate:
+        return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return x * jax.scipy.special.erfc(-x / math.sqrt(2)) / 2
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, *HALF])
+def test_gelu_and_its_gradient_are_those_of_float64_rounded(approximate, dtype):
+    x, cotangent = jnp.asarray(X, dtype), jnp.asarray(np.linspace(0.5, 2, len(X)), dtype)
+    got = with_gradient(lambda x: gelu(x, approximate), x, cotangent)
+    with jax.enable_x64(True):
+        x, cotangent = x.astype(jnp.float64), cotangent.astype(jnp.float64)
+        want = with_gradient(lambda x: naive_gelu(x, approximate), x, cotangent)
+    # Half a unit in the last place and float32's relative error of exp in the tail; near its zero, the gradient's own.
+    relative = 2e-5 if dtype == jnp.float32 else 0.51 * float(jnp.finfo(dtype).eps)
+    absolute = max(3e-7 * (dtype == jnp.float32), 1e-36, float(jnp.finfo(dtype).smallest_subnormal))
+    for ours, exact in zip(got, want, strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(exact), relative, absolute)
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+def test_gelu_is_that_of_jax(approximate):
+    x = jnp.linspace(-4, 4, 99)
+    np.testing.assert_allclose(gelu(x, approximate), jax.nn.gelu(x, approximate=approximate), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+def test_gelu_keeps_its_half_input_alone(approximate):
+    x = jnp.ones((3, 4), jnp.bfloat16)
+    assert saved(lambda x: gelu(x, approximate), x) == [((3, 4), "bfloat16")]
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+def test_gelu_under_autocast_keeps_half_and_computes_in_float32(approximate):
+    x, w = jax.random.normal(jax.random.key(0), (3, 8)), jax.random.normal(jax.random.key(1), (8, 8))
+
+    def model(w, x, gelu=gelu):
+        return gelu(x @ w, approximate) @ w
+
+    half = jaxmp.autocast(model, "mixed_bfloat16")
+    assert ((3, 8), "float32") not in saved(lambda w: half(w, x), w)
+
+    def in_half(x):
+        return model(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    got, by_hand = (with_gradient(fun, x, x) for fun in (lambda x: half(w, x), in_half))
+    for ours, wanted in zip(got, by_hand, strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+
+
+def test_gelu_says_that_it_has_no_forward_mode():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(gelu, (jnp.ones(2),), (jnp.ones(2),))
+
+
+# ---- max pooling
+
+
+def flax_max_pool(x, window=3, stride=2, padding=1):
+    return nn.max_pool(x, (window,) * 2, (stride,) * 2, padding=((padding, padding),) * 2)
+
+
+def numbers(shape, dtype, low=-3, high=4, seed=0):
+    """Few different ones: windows full of ties, sums that are exact in every dtype."""
+    return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), dtype)
+
+
+GEOMETRIES = [(3, 2, 1), (3, 1, 1), (2, 2, 0), (2, 3, 1), (5, 2, 2), (1, 1, 0), (4, 3, 3)]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_max_pool_and_its_gradient_are_flax_s_bit_for_bit_with_ties(geometry):
+    odd = GEOMETRIES.index(geometry) % 2
+    size, dtype = [((7, 10), jnp.bfloat16), ((8, 5), jnp.float32)][odd]
+    x = numbers((2, *size, 3), dtype)
+    cotangent = numbers(flax_max_pool(x, *geometry).shape, dtype, -8, 9, seed=1)
+    want = with_gradient(lambda x: flax_max_pool(x, *geometry), x, cotangent)
+    got = with_gradient(lambda x: max_pool(x, *geometry), x, cotangent)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_padding_never_wins():
+    x = np.full((1, 4, 4, 1), np.finfo(np.float16).min)
+    y, gradient = with_gradient(max_pool, x, np.ones((1, 2, 2, 1), np.float16))
+    assert (y == x[0, 0, 0, 0]).all()
+    np.testing.assert_array_equal(gradient[0, :, :, 0], [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_max_pool_passes_on_nan():
+    x = numbers((1, 6, 6, 1), jnp.float32).at[0, 2, 3, 0].set(jnp.nan)
+    np.testing.assert_array_equal(jax.jit(max_pool)(x), flax_max_pool(x))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_max_pool_adds_the_gradients_of_overlapping_windows_in_float32(dtype):
+    x = jnp.zeros((1, 3, 3, 1), dtype).at[0, 1, 1, 0].set(1)  # which wins all four windows
+    eps = float(jnp.finfo(dtype).eps)
+    cotangent = jnp.asarray([[1, eps / 2], [eps / 2, eps / 2]], dtype)[None, :, :, None]
+    gradient = with_gradient(max_pool, x, cotangent)[1]
+    assert gradient[0, 1, 1, 0] == jnp.asarray(1 + 1.5 * eps, dtype)
+
+
+def test_max_pool_keeps_a_byte_for_each_window_and_not_its_input():
+    x = jnp.ones((1, 8, 8, 2), jnp.bfloat16)
+    assert saved(max_pool, x) == [((1, 4, 4, 2), "uint8")]
+    w = jnp.eye(2)
+
+    def model(x):
+        return max_pool(x @ w) @ w
+
+    shapes = [shape for shape, dtype in saved(jaxmp.autocast(model, "mixed_float16"), x.astype(jnp.float32))]
+    assert (1, 8, 8, 2) not in shapes and (1, 4, 4, 2) in shapes
+
+
+def test_max_pool_scatters_nothing():
+    text = jax.jit(jax.grad(lambda x: max_pool(x).sum())).lower(jnp.ones((1, 8, 8, 2))).as_text()
+    assert "scatter" not in text and "gather" not in text
+
+
+def test_max_pool_works_under_vmap_jit_and_checkpoint():
+    x = numbers((3, 2, 6, 7, 2), jnp.float32)
+
+    def loss(x):
+        return (max_pool(x) ** 2).sum()
+
+    got = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(x)
+    _, gradient = with_gradient(flax_max_pool, x[1], 2 * jax.jit(flax_max_pool)(x[1]))
+    np.testing.assert_array_equal(got[1], gradient)
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"window": 16}, {"stride": 0}, {"padding": -1}, {"padding": 3}])
+def test_max_pool_says_which_windows_there_are(options):
+    (name, value), *_ = options.items()
+    with pytest.raises(ValueError, match=f"takes a window of 1 to 15.*{name}={value}"):
+        max_pool(jnp.ones((1, 32, 32, 1)), **options)
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 1), (1, 2, 8, 1)])
+def test_max_pool_says_which_images_it_takes(shape):
+    with pytest.raises(ValueError, match=r"takes \(batch, height, width, channels\).*got"):
+        max_pool(jnp.ones(shape), padding=0)
