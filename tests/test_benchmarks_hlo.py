@@ -81,6 +81,27 @@ def test_a_product_that_reads_its_slice_itself_is_a_product_and_no_traffic():
     assert PROGRAM.traffic() == (exponentials + transpose + reduction, transpose)
 
 
+def test_of_what_a_fusion_picks_from_only_the_part_that_it_picks_is_read():
+    program = hlo.Program("""HloModule pick, is_scheduled=true
+
+%pick (p: bf16[4,8,16], i: s32[], y: bf16[1,8,16]) -> bf16[1,8,16] {
+  %p = bf16[4,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %y = bf16[1,8,16]{2,1,0} parameter(2)
+  %slice = bf16[1,8,16]{2,1,0} dynamic-slice(%p, %i, %i, %i), dynamic_slice_sizes={1,8,16}
+  ROOT %sum = bf16[1,8,16]{2,1,0} add(%slice, %y)
+}
+
+ENTRY %main (x: bf16[4,8,16], i: s32[], y: bf16[1,8,16]) -> bf16[1,8,16] {
+  %x = bf16[4,8,16]{2,1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %z = bf16[1,8,16]{2,1,0} parameter(2)
+  ROOT %fusion = bf16[1,8,16]{2,1,0} fusion(%x, %j, %z), kind=kLoop, calls=%pick
+}
+""")
+    assert program.traffic() == (256 + 4 + 256 + 256, 0)
+
+
 def test_attention_has_two_products_forward_and_five_backward():
     one = 2 * (2 * 8 * 4 * 16) * 8
     assert PROGRAM.attention_flops() == {"bf16": 7 * one}

@@ -24,6 +24,8 @@ _NO_WORK = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bi
 _NO_WORK |= {"while", "conditional", "call"}  # their bodies work
 _NO_KERNEL = _NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
 _LAYOUT = frozenset({"copy", "transpose"})
+_PICKS = frozenset({"slice", "dynamic-slice", "gather"})
+_NUMBER = re.compile(r"parameter\((\d+)\)")
 CONTROL = frozenset({"while", "conditional", "call"})
 _CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
 
@@ -153,6 +155,20 @@ class Program:
             flops[self.dtypes(computation, instruction)[0]] += times * products
         return dict(flops)
 
+    def _moved(self, computation: str, instruction: Instruction) -> float:
+        """Bytes that a kernel reads and writes; of an operand that it only picks from, what it picks."""
+        known = self.computations[computation]
+        read = {name: known[name].bytes for name in instruction.operands if name in known}
+        bodies = self.bodies(instruction) if instruction.opcode.startswith("fusion") else []
+        inside = [each for name in bodies for each in self.computations.get(name, {}).values()]
+        for parameter in (each for each in inside if each.opcode == "parameter"):
+            number = _NUMBER.search(parameter.text)
+            name = instruction.operands[int(number[1])] if number else ""
+            users = [each for each in inside if parameter.name in each.operands]
+            if name in read and all(each.opcode in _PICKS and each.operands[0] == parameter.name for each in users):
+                read[name] = min(read[name], sum(each.bytes for each in users))
+        return sum(read.values()) + (inside[-1] if inside else instruction).bytes
+
     def _is_product(self, instruction: Instruction) -> bool:
         """Whether it is a product, or a library's product that a fusion hands a slice to."""
         inner = self.bodies(instruction) if instruction.opcode == "fusion" else []
@@ -168,11 +184,9 @@ class Program:
         """Bytes that kernels other than products move, read plus written, and those of them that change a layout."""
         total = layout = 0.0
         for computation, instruction, times in self.walk(into_fusions=False, repeat_loops=True):
-            if instruction.opcode in _NO_WORK or self._is_product(instruction):
+            if instruction.opcode in _NO_WORK or is_end(instruction.opcode) or self._is_product(instruction):
                 continue
-            known = self.computations[computation]
-            read = sum(known[name].bytes for name in set(instruction.operands) if name in known)
-            moved = times * (read + instruction.bytes)
+            moved = times * self._moved(computation, instruction)
             total += moved
             layout += moved * (instruction.opcode in _LAYOUT or "wrapped_transpose" in instruction.text[:80])
         return total, layout
