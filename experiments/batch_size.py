@@ -79,7 +79,7 @@ def largest_batch(
             f"{in_words(limit)}; compute more again (--remat attention or full), take a half policy, a smaller model "
             "or shorter examples, or raise --memory-limit if there is more"
         )
-    fits, too_large, guess = least, math.inf, down(min(step, most))
+    fits, too_large, guess = least, math.inf, down(min(max(step, 2 * least), most))
     while guess > fits and len(tried) < _COMPILATIONS:
         tried[guess] = needs(guess)
         if tried[guess] <= limit:
@@ -89,9 +89,10 @@ def largest_batch(
         after = fits + (step if fits >= step else least)  # the next larger batch
         if after >= too_large or after > most:
             break
-        (x, y), (x2, y2) = sorted(tried.items(), key=lambda item: abs(item[1] - limit))[:2]
-        slope = (y2 - y) / (x2 - x)
-        expected = x + (limit - y) / slope if slope > 0 else 2 * fits
+        # The line between the two sides of the limit, or on through the two largest that fit.
+        x, x2 = sorted(tried)[-2:] if too_large == math.inf else (fits, int(too_large))
+        slope = (tried[x2] - tried[x]) / (x2 - x)
+        expected = x + (limit - tried[x]) / slope if slope > 0 else 4 * fits
         # At least the next larger one, to have seen that it does not fit.
         guess = max(after, down(int(min(expected, most, too_large - 1))))
     return Found(fits, tried[fits], limit, tried)

@@ -1,0 +1,149 @@
+"""The largest batch that fits: found from what compiled steps say they need, in few compilations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmp
+from experiments import batch_size, cli, image_classification, language_modeling, masked_lm
+from experiments.batch_size import largest_batch
+from experiments.experiment import Experiment
+
+MiB = 2**20
+
+
+def affine(base: float, slope: float):
+    return lambda batch: int(base + slope * batch)
+
+
+def bent(batch: int) -> int:
+    """More for a batch of one than the line says, and a steeper line from 100 on."""
+    return 500 + 90 * batch + (4000 if batch == 1 else 0) + 40 * max(0, batch - 100)
+
+
+def stairs(batch: int) -> int:
+    """Rounded up to pages, as allocators do."""
+    return -(-(1000 + 37 * batch) // 512) * 512
+
+
+@pytest.mark.parametrize(("least", "multiple"), [(1, 8), (4, 8), (3, 8), (1, 1)])
+@pytest.mark.parametrize("limit", [10_000, 30_000, 100_000])
+def test_the_largest_batch_that_fits_is_found_in_five_compilations(least, multiple, limit):
+    step = math.lcm(least, multiple)
+    sizes = [*range(least, step, least), *range(step, limit, step)]
+    for needs in (affine(1000, 30), affine(0, 7), affine(9000, 200), bent, stairs):
+        compiled = []
+
+        def counted(batch: int, needs=needs, compiled=compiled) -> int:
+            compiled.append(batch)
+            return needs(batch)
+
+        found = largest_batch(counted, limit, least=least, multiple=multiple)
+        best = max(size for size in sizes if needs(size) <= limit)
+        assert len(compiled) == len(set(compiled)) <= 5
+        assert found[:3] == (found.batch, needs(found.batch), limit) and found.bytes <= limit
+        assert found.batch in sizes
+        assert found.batch == best if needs not in (bent, stairs) else found.batch >= 0.85 * best
+
+
+def test_a_batch_is_no_larger_than_makes_sense_and_memory_that_does_not_grow_ends_the_search():
+    assert largest_batch(affine(0, 1), 10**9, most=100).batch == 96
+    assert largest_batch(affine(0, 1), 10**9, most=5).batch == 5
+    assert largest_batch(affine(7, 0), 10**9, most=64).batch in (16, 32, 64)
+
+
+def test_a_step_that_needs_too_much_with_one_example_is_an_error_with_the_remedies():
+    remedies = (
+        r"compute more again \(--remat attention or full\), take a half policy, a smaller model or shorter examples"
+    )
+    message = rf"a batch of 4 must fit in memory, but its step needs 3.00 GB of 2.00 GB; {remedies}, or raise --memory"
+    with pytest.raises(ValueError, match=message):
+        largest_batch(affine(10**9, 5 * 10**8), 2 * 10**9, least=4)
+
+
+def test_what_was_found_is_said_with_the_next_size_that_does_not_fit():
+    found = largest_batch(affine(0, 10**7), 2 * 10**9)
+    assert str(found) == "200, whose step needs 2.00 GB of 2.00 GB (208 would need 2.08 GB)"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GB", 2 * 10**9), ("512MiB", 512 * MiB), ("1.5 gib", 1.5 * 2**30), ("4096", 4096), ("10k", 10**4), ("7b", 7)],
+)
+def test_bytes_are_read_with_their_unit(text, size):
+    assert batch_size.read_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "2 pounds", "-1GB", "0", "1.2.3", "i", "2ib"])
+def test_a_limit_that_is_no_number_of_bytes_is_an_error(text):
+    with pytest.raises(ValueError, match=r"--memory-limit is a number of bytes, got .*; write 20GB or 512MiB, say"):
+        batch_size.read_bytes(text)
+
+
+def test_the_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch):
+    host = batch_size.free_bytes()
+    assert 10 * MiB < host < 2**50
+    device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 1000, "bytes_in_use": 200}})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert batch_size.free_bytes() == 720
+
+
+@pytest.mark.parametrize("script", [image_classification, language_modeling, masked_lm])
+def test_a_script_reads_a_number_or_auto(script, capsys):
+    for text, value in (("auto", "auto"), ("24", 24)):
+        assert cli.parse(script.Config, "", ["--batch-size", text]).batch_size == value
+    with pytest.raises(SystemExit):
+        cli.parse(script.Config, "", ["--batch-size", "automatic"])
+    assert "--batch-size" in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(cli.Training):
+    """A line of 64 inputs, which a batch of n takes 256 n bytes of."""
+
+    batch_size: cli.BatchSize = "auto"
+
+
+def prepare(config: Config) -> Experiment:
+    def loss_fn(params, model_state, batch, rng):
+        return jnp.mean((batch["x"] @ params) ** 2), model_state
+
+    return Experiment(
+        loss_fn=loss_fn,
+        step=jaxmp.make_train_step(loss_fn, accumulate_steps=config.accumulate),
+        eval_step=jaxmp.make_eval_step(loss_fn),
+        init_params=lambda seed: jnp.zeros(64),
+        create=lambda params: jaxmp.TrainState.create(params=params, tx=optax.sgd(0.1)),
+        train_batches=lambda seed, start=0: iter([{"x": jnp.zeros((config.batch_size, 64))}]),
+        test_batches=list,
+        steps=1,
+        batch_size=config.batch_size,
+        precision={},
+    )
+
+
+def test_the_step_of_the_batch_that_is_found_fits_and_that_of_the_next_does_not(capsys):
+    config = batch_size.settled("line", Config(memory_limit="1MB", accumulate=2), prepare, lambda _: 2**20)
+    chosen = config.batch_size
+    assert chosen % 8 == 0
+    assert f"--batch-size auto: {chosen}, whose step needs " in capsys.readouterr().out
+    experiment = prepare(config)
+    assert batch_size.step_bytes(experiment, chosen) <= 10**6 < batch_size.step_bytes(experiment, chosen + 8)
+
+
+def test_a_limit_below_what_one_microbatch_needs_is_an_error():
+    with pytest.raises(ValueError, match="a batch of 3 must fit in memory, but its step needs"):
+        batch_size.settled("line", Config(memory_limit="1kB", accumulate=3), prepare, lambda _: 2**20)
+
+
+def test_a_resumed_run_keeps_the_batch_that_it_began_with(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"batch_size": 40}}))
+    resumed = batch_size.settled("line", Config(run_dir=tmp_path, resume=True), pytest.fail, pytest.fail)
+    assert resumed == Config(run_dir=tmp_path, resume=True, batch_size=40)
