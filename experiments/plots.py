@@ -186,3 +186,30 @@ def _mean_line(axes: Any, curves: list[dict[str, list[float]]], name: str, **loo
     length = min((len(curve.get(name, ())) for curve in curves), default=0)
     if length:
         axes.plot(curves[0]["step"][:length], np.mean([curve[name][:length] for curve in curves], axis=0), **look)
+
+
+def remat(groups: list[dict[str, Any]], path: Path, caption: str) -> None:
+    """A panel a model: memory of a step against its time, both over those without remat; a line a policy.
+
+    Where no times were measured, the largest batch takes their place.
+    """
+    models = dict.fromkeys(group["model"] for group in groups)
+    figure = Figure(figsize=(1 + 4.4 * len(models), 3.6), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        own = [group for group in groups if group["model"] == model]
+        timed = any("ratio" in row for group in own for row in group["rows"].values())
+        style(axes, own[0]["text"], "memory ÷ none", "time ÷ none" if timed else "largest batch")
+        axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+        for i, group in enumerate(own):
+            points, none = [], group["rows"].get("none", {}).get("step_bytes")
+            for kind, row in group["rows"].items():
+                y = row["ratio"][1] if "ratio" in row else None if timed else row.get("largest", {}).get("batch")
+                if none and y is not None and "step_bytes" in row:
+                    points.append((row["step_bytes"] / none, y))
+                    axes.annotate(kind, points[-1], (6, 5), textcoords="offset points", fontsize=8)
+            if points:
+                axes.plot(*zip(*points, strict=True), "o", color=COLORS[2 + i], markersize=7, label=group["policy"])
+        axes.margins(x=0.2, y=0.2)
+        axes.legend(frameon=False, fontsize=8)
+    figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
+    figure.savefig(path, dpi=110)

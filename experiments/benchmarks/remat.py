@@ -1,0 +1,335 @@
+"""What rematerialisation buys: the time of a train step against the memory that it needs, and the largest batch.
+
+python -m experiments.benchmarks.remat --run-dir experiments/results/remat
+
+python -m experiments.benchmarks.remat --target h200 --run-dir experiments/results/remat_h200_compiled
+
+GPT-2 (16×1024) and BERT-Base (64×512), the whole train step (forward, backward, clipping, AdamW, loss scaling, its
+state donated), once for each kind of remat: none; attention, which computes everything but attention again; dots, which
+keeps matrix products; full. Memory is what the compiled step needs and, on a GPU, the device's peak, each in a process
+of its own; then all kinds take turns, and a ratio is one round's time over the same round's without remat. The largest
+batch is found by compiling, in at most five tries, without running anything. Goal: attention adds at most 8 % of time.
+
+--target compiles for a GPU that is not there: memory and the largest batch on any machine, no times. What was measured
+stays in the run folder; --minutes 8 starts nothing new after eight minutes, and the same command goes on from there.
+--smoke runs little models on any device. The run folder holds remat.md, remat.json and remat.png.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+if "--target" in sys.argv:  # before JAX is imported: it would look for the GPU that is not there
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if not __package__:  # started as a file: the folder two above this one has the packages
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import jax
+import tyro
+
+from experiments import cli, memory
+from experiments.batch_size import SHARE, free_bytes, largest_batch, read_bytes
+from experiments.benchmarks import ceiling, jax_steps, remat_report, targets
+from experiments.benchmarks import train_step_measure as measure
+from experiments.benchmarks.train_step_rows import Row
+from experiments.benchmarks.workloads import FULL, SMOKE, Workload, workload
+from experiments.environment import environment
+from experiments.models import attention
+from experiments.progress import Progress
+from experiments.runs import run_folder, write_json
+
+Remat = Literal["none", "attention", "dots", "full"]
+Policy = Literal["mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"]
+_PRECISIONS = {policy: precision for precision, policy in jax_steps.POLICIES.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Flags of the benchmark."""
+
+    models: tuple[Literal["gpt2", "bert"], ...] = ("gpt2", "bert")
+    """Models to measure."""
+    policies: tuple[Policy, ...] = ("mixed_bfloat16", "mixed_float16")
+    """Policies of the models; mixed_float16 has dynamic loss scaling."""
+    remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
+    """What the blocks compute again."""
+    rounds: int = 20
+    """Rounds of timing."""
+    block_ms: float = 200.0
+    """How long a turn should take, in milliseconds."""
+    batch_size: int = 0
+    """Sequences a step; 0 for 16 (gpt2) and 64 (bert)."""
+    layers: int = 0
+    """Blocks; 0 for 12, with --smoke 1."""
+    no_largest: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Do not look for the largest batch."""
+    memory_limit: str = ""
+    """Memory that the largest batch may take, as in 20GB; without it --smoke looks for none. (default: nine tenths of
+    what is free on the device)"""
+    target: Literal["", "h200", "h100", "a100"] = ""
+    """Compile for this GPU in place of measuring: needs the extra compile-only, and no GPU."""
+    minutes: float = 0.0
+    """Start nothing new after so many minutes; the same command goes on from there. 0 is no limit."""
+    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Little models and two rounds, on any device: to see that everything runs. Its figures mean nothing."""
+    alone: str = ""
+    """Measure one step alone, as in gpt2/mixed_bfloat16/full, and print JSON: what the run starts for each."""
+    run_dir: cli.Folder = None
+    """Folder to write to, and to go on from. (default: runs/remat-TIME)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A train step: a model under a policy, and what it computes again."""
+
+    model: Literal["gpt2", "bert"]
+    policy: Policy
+    remat: Remat
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """What ``--alone`` takes."""
+        return f"{self.model}/{self.policy}/{self.remat}"
+
+    @property
+    def row(self) -> Row:
+        """As a row of ``benchmarks.train_step``."""
+        precision: Any = _PRECISIONS[self.policy]
+        return Row(self.remat, "jaxmp", precision, scaled=precision == "fp16", remat=self.remat)
+
+    def case(self, batch_size: int = 0) -> Workload:
+        """The model in the sizes of the flags, or with another batch."""
+        config = self.config
+        sizes = (SMOKE if config.smoke else FULL)[self.model]
+        given = {"batch_size": batch_size or config.batch_size, "layers": config.layers or int(config.smoke)}
+        sizes = dataclasses.replace(sizes, **{name: value for name, value in given.items() if value})
+        return workload(self.model, sizes)
+
+
+def steps_of(config: Config) -> list[Step]:
+    """Every step that the flags ask for, those that take turns one after the other."""
+    return [
+        Step(model, policy, remat, config)
+        for model in dict.fromkeys(config.models)
+        for policy in dict.fromkeys(config.policies)
+        for remat in dict.fromkeys(config.remats)
+    ]
+
+
+def step_bytes(step: Step, device: Any, batch_size: int = 0) -> int:
+    """Bytes that a step needs by the compiler's account; ``device`` is a GPU that is not there, or None."""
+    case = step.case(batch_size)
+    if device is None:
+        return jax_steps.compiled_bytes(case, step.row)
+    init, fun = jax_steps.train_step(case, step.row)
+    with attention.implementation("cudnn"):
+        state, batch = (targets.on(device, tree) for tree in (jax.eval_shape(init), case.batch))
+        lowered = jax.jit(fun, donate_argnums=0).trace(state, batch).lower(lowering_platforms=("cuda",))
+    return memory.of_compiled(lowered.compile(compiler_options=targets.COMPILER_OPTIONS)) or sys.maxsize
+
+
+def limit_of(config: Config) -> int:
+    """Bytes that the largest batch may take.
+
+    Raises:
+      ValueError: ``--memory-limit`` is no number of bytes.
+    """
+    if config.memory_limit:
+        return read_bytes(config.memory_limit)
+    return int(SHARE * targets.TARGETS[config.target].memory_bytes) if config.target else free_bytes()
+
+
+def measure_alone(step: Step, device: Any) -> dict[str, Any]:
+    """Memory of a step, and the largest batch: ``step_bytes``, ``peak``, ``largest`` or why there is none."""
+    config = step.config
+    found: dict[str, Any] = {"step_bytes": None, "peak": None, "largest": None}
+    try:
+        if config.target:
+            found["step_bytes"] = step_bytes(step, device)
+        else:
+            prepared = measure.prepare(step.case(), step.row, "train")
+            found["step_bytes"] = prepared.compiled_bytes
+            for _ in range(3):
+                jax.block_until_ready(prepared.turn())
+            found["peak"] = memory.device_peak()
+            del prepared
+    except RuntimeError as error:  # XLA's: out of memory
+        found["error"] = measure.reason(error)
+    gc.collect()
+    if not config.no_largest and (config.memory_limit or not config.smoke):
+        try:
+            largest = largest_batch(lambda batch: step_bytes(step, device, batch), limit_of(config))
+            found["largest"] = {"batch": largest.batch, "bytes": largest.bytes, "limit": largest.limit}
+        except ValueError as error:
+            found["largest"] = {"error": str(error)}
+    return found
+
+
+class Measurement:
+    """One command's part of a run: what its folder has is not measured again.
+
+    Args:
+      config: its flags.
+      folder: the run's.
+      device: the GPU to compile for, or None.
+      where: what it is measured on.
+    """
+
+    def __init__(self, config: Config, folder: Path, device: Any, where: dict[str, str]) -> None:
+        self.config, self.folder, self.device, self.where = config, folder, device, where
+        self.unfinished = False
+        self._started = time.monotonic()
+
+    def run(self, progress: Progress) -> None:
+        """Measures what the flags ask for and the folder lacks.
+
+        Raises:
+          ValueError: the folder has something that was measured otherwise.
+        """
+        steps = steps_of(self.config)
+        todo = {step.name: step for step in steps if self._read(step) is None}
+        progress.advance(len(steps) - len(todo), "measured before")
+        for name, found in self._alone(todo):
+            if self._late():
+                return
+            progress.advance(0, "memory and the largest batch", name)
+            self._write(todo[name], self._file(todo[name]), found())
+            progress.advance(1, "memory and the largest batch", name)
+        for model, policy in dict.fromkeys((step.model, step.policy) for step in steps):
+            if not self.config.target:
+                self._in_turn([step for step in steps if (step.model, step.policy) == (model, policy)], progress)
+
+    def _alone(self, steps: dict[str, Step]) -> Any:
+        """Each step's name and the function that measures it, on a GPU in a process of its own."""
+        if self.config.target or self.config.smoke:
+            return [(name, lambda step=step: measure_alone(step, self.device)) for name, step in steps.items()]
+        flags = ["--batch-size", str(self.config.batch_size), "--layers", str(self.config.layers)]
+        flags += ["--memory-limit", self.config.memory_limit] if self.config.memory_limit else []
+        flags += ["--no-largest"] if self.config.no_largest else []
+        program = [sys.executable, "-m", "experiments.benchmarks.remat", "--run-dir", str(self.folder), *flags]
+        return measure.in_processes({name: [*program, "--alone", name] for name in steps})
+
+    def _in_turn(self, steps: list[Step], progress: Progress) -> None:
+        first, config = steps[0], self.config
+        file = self.folder / f"{first.model}-{first.policy}-{'-'.join(step.remat for step in steps)}-times.json"
+        able = {step.remat: step.row for step in steps if "error" not in (self._read(step) or {})}
+        if file.exists() or not able or self._late():
+            return
+        title = f"{first.model}, {first.policy}"
+        prepared, errors = measure.prepare_all(
+            first.case(), able, "train", "default", lambda remat: progress.advance(0, f"{remat}: getting ready", title)
+        )
+        rounds, block_ms = (2, 1.0) if config.smoke else (config.rounds, config.block_ms)
+        times = measure.together(
+            prepared,
+            rounds,
+            block_ms,
+            lambda i: progress.advance(0, f"in turn: round {max(i, 0) + 1} of {rounds}", title),
+        )
+        prepared.clear()
+        gc.collect()
+        self._write(first, file, {"times": times, "errors": errors})
+
+    def _file(self, step: Step) -> Path:
+        return self.folder / f"{step.name.replace('/', '-')}.json"
+
+    def _read(self, step: Step) -> dict[str, Any] | None:
+        file = self._file(step)
+        if not file.exists():
+            return None
+        found, now = json.loads(file.read_text()), self._setting(step)
+        if different := [name for name in now if found["setting"].get(name) != now[name]]:
+            what = ", ".join(f"{name} is {found['setting'].get(name)} there and {now[name]} here" for name in different)
+            raise ValueError(
+                f"a run folder is of one device and one size of each model, but in {file} {what}; take another "
+                "--run-dir"
+            )
+        return found
+
+    def _setting(self, step: Step) -> dict[str, Any]:
+        sizes = dataclasses.asdict(step.case().sizes)
+        return {"device": self.where["device"], "sizes": sizes, "smoke": self.config.smoke}
+
+    def _write(self, step: Step, file: Path, found: dict[str, Any]) -> None:
+        case = step.case()
+        about = {
+            "model": step.model,
+            "policy": step.policy,
+            "remat": step.remat,
+            "text": case.text,
+            "items": case.items,
+        }
+        write_json(
+            file, {**about, "unit": case.unit, "setting": self._setting(step), "environment": self.where, **found}
+        )
+
+    def _late(self) -> bool:
+        """Whether what is not begun yet must wait for the next command."""
+        self.unfinished |= 0 < 60 * self.config.minutes < time.monotonic() - self._started
+        return self.unfinished
+
+
+def check(config: Config) -> Any:
+    """Checks the flags; returns the GPU to compile for, None to measure.
+
+    Raises:
+      ValueError: one has a value that cannot be, or there is no GPU.
+    """
+    cli.require("--rounds", config.rounds, 1)
+    for flag in ("batch_size", "layers", "minutes"):
+        cli.require(f"--{flag.replace('_', '-')}", getattr(config, flag), 0)
+    for what in ("models", "policies", "remats"):
+        cli.require(f"the number of --{what}", len(getattr(config, what)), 1)
+    if config.memory_limit:
+        read_bytes(config.memory_limit)
+    if config.target:
+        try:
+            return targets.device_of(targets.TARGETS[config.target].text())
+        except ModuleNotFoundError as error:
+            raise ValueError(str(error)) from None
+    ceiling.require_gpu(config.smoke)
+    return None
+
+
+def main(config: Config) -> dict[str, Any]:
+    # Before JAX meets the GPU: it shares it with the processes that measure one step each.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with cli.bad_values_end_it():
+        device = check(config)
+        if config.alone:
+            model, policy, remat = config.alone.split("/")
+            with measure.caches_in((config.run_dir or Path("runs")) / "cache"):
+                measure.answer(lambda: measure_alone(Step(model, policy, remat, config), None))
+            return {}
+        folder = run_folder("remat", config.run_dir).absolute()
+        where = environment()
+        if config.target:
+            where = {
+                **where,
+                "device": f"{device.device_kind}, compiled for and not run on",
+                "compiled on": where["device"],
+            }
+        measurement = Measurement(config, folder, device, where)
+        ready = targets.with_cudnn(targets.TARGETS[config.target].cudnn) if config.target else contextlib.nullcontext()
+        cache = measure.caches_in(folder / "cache")  # what was measured alone is not compiled again to take its turn
+        with ready, cache, Progress("remat", len(steps_of(config))) as progress:
+            measurement.run(progress)
+    result = remat_report.write(folder) if any(folder.glob("*-*.json")) else {}
+    if result:
+        remat_report.show(result, folder)
+    if measurement.unfinished:
+        print("not all is measured: the same command goes on from here")
+    return result
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

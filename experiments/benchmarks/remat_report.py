@@ -1,0 +1,139 @@
+"""What the remat benchmark found: tables of time against memory, goals, the picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import rich.console
+
+from experiments import plots
+from experiments.benchmarks.compile_only_report import RECORDED
+from experiments.benchmarks.train_step_goals import GOALS, REMAT_TIME
+from experiments.benchmarks.workloads import FULL
+from experiments.report import Table
+from experiments.runs import write_json
+from experiments.timing import quartiles
+
+KINDS = ("none", "attention", "dots", "full")
+MIB = 2**20
+COLUMNS = ("remat", "ms", "quartiles", "time ÷ none", "step MiB", "memory ÷ none", "peak MiB", "largest batch")
+NOTE = (
+    "Time: median and quartiles of warm steps, all kinds in turn in one process; ÷ none: of a round's time over the "
+    "same round's without remat, median. Step MiB: what the compiled step needs at most (arguments, results and "
+    "temporaries). Peak MiB: the device's own, each step in a process of its own, where the device counts."
+)
+
+Result = dict[str, Any]
+
+
+def collect(folder: Path) -> Result:
+    """All that a run folder has, joined: a group for each model and policy, a row for each kind of remat."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    parts = [json.loads(file.read_text()) for file in sorted(folder.glob("*-*.json"))]
+    for part in sorted(parts, key=lambda part: "times" in part):  # memory first
+        group = groups.setdefault(
+            (part["model"], part["policy"]),
+            {**{name: part[name] for name in ("model", "policy", "text", "items", "unit", "setting")}, "rows": {}},
+        )
+        if "times" not in part:
+            names = ("step_bytes", "peak", "largest", "error")
+            group["rows"][part["remat"]] = {name: part[name] for name in names if part.get(name) is not None}
+            continue
+        for remat, found in part["times"].items():
+            row, none = group["rows"].setdefault(remat, {}), part["times"].get("none")
+            own = found["milliseconds"]
+            row["milliseconds"], row["ms"] = own, quartiles(own)
+            if none:
+                ratios = [a / b for a, b in zip(own, none["milliseconds"], strict=True)]
+                row["ratio"] = quartiles(ratios)
+        for remat, error in part["errors"].items():
+            group["rows"].setdefault(remat, {})["error"] = error
+    for group in groups.values():
+        group["rows"] = {kind: group["rows"][kind] for kind in KINDS if kind in group["rows"]}
+        group["goals"] = goals(group)
+    environments = {json.dumps(part["environment"]): part["environment"] for part in parts}
+    where = min(environments.values(), key=lambda each: each["date"])
+    commands = dict.fromkeys(each["command"] for each in environments.values())
+    return {"environment": where | {"command": "; ".join(commands)}, "groups": list(groups.values())}
+
+
+def goals(group: dict[str, Any]) -> list[str]:
+    """A sentence for each goal that can be judged: met or not. A smoke test has none."""
+    found, attention = [], group["rows"].get("attention", {})
+    if group["setting"]["smoke"]:
+        return []
+    if "ratio" in attention:
+        ratio = attention["ratio"][1]
+        found.append(
+            f"{_met(ratio <= REMAT_TIME)}: with remat of all but attention a step takes {ratio:.3f} of the time "
+            f"without remat, the goal at most {REMAT_TIME}"
+        )
+    full = group["setting"]["sizes"] == dataclasses.asdict(FULL[group["model"]])
+    if full and group["policy"] == "mixed_bfloat16" and (need := attention.get("peak") or attention.get("step_bytes")):
+        recorded = RECORDED[group["model"]]
+        share, most = need / MIB / recorded.torch, GOALS[group["model"]].remat_memory
+        found.append(
+            f"{_met(share <= most)}: with remat of all but attention {need / MIB:,.0f} MiB are {share:.2f} of the "
+            f"{recorded.torch:,} MiB that torch.compile AMP took on one H200, the goal at most {most}"
+        )
+    return found
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "NOT MET"
+
+
+def table(group: dict[str, Any]) -> Table:
+    """A row a kind of remat."""
+    rows, none = [], group["rows"].get("none", {})
+    for kind, row in group["rows"].items():
+        cells = [kind, *[""] * (len(COLUMNS) - 1)]
+        if "ms" in row:
+            low, ms, high = row["ms"]
+            cells[1:3] = [f"{ms:.4g}", f"{low:.4g} to {high:.4g}"]
+        if "ratio" in row:
+            cells[3] = f"{row['ratio'][1]:.3f}"
+        if "step_bytes" in row:
+            cells[4] = f"{row['step_bytes'] / MIB:,.0f}"
+            cells[5] = f"{row['step_bytes'] / none['step_bytes']:.3f}" if "step_bytes" in none else ""
+        if "peak" in row:
+            cells[6] = f"{row['peak'] / MIB:,.0f}"
+        if "batch" in row.get("largest", {}):
+            cells[7] = str(row["largest"]["batch"])
+        if "error" in row:
+            cells[1] = row["error"]
+        rows.append(tuple(cells))
+    notes = [NOTE]
+    if limits := {row["largest"]["limit"] for row in group["rows"].values() if "batch" in row.get("largest", {})}:
+        notes.append(f"Largest batch: whose step needs at most {min(limits) / MIB:,.0f} MiB, by compiling.")
+    notes += [row["largest"]["error"] for row in group["rows"].values() if "error" in row.get("largest", {})]
+    smoke = "SMOKE TEST, no result: " if group["setting"]["smoke"] else ""
+    return Table(f"{smoke}{group['text']}, {group['policy']}", COLUMNS, rows, 1, (*notes, *group["goals"]))
+
+
+def write(folder: Path) -> Result:
+    """Writes remat.md, remat.json and remat.png of all that the folder has, and returns it."""
+    result = collect(folder)
+    where = result["environment"]
+    lines = ["# What rematerialisation buys", "", *(f"- {name}: {value}" for name, value in where.items()), ""]
+    lines += ["![time against memory](remat.png)", "", *(table(group).markdown() for group in result["groups"])]
+    (folder / "remat.md").write_text("\n".join(lines))
+    write_json(folder / "remat.json", result)
+    plots.remat(result["groups"], folder / "remat.png", f"{where['device']}, {where['date'][:10]}")
+    return result
+
+
+def show(result: Result, folder: Path) -> None:
+    """Prints the tables and where they are."""
+    console = rich.console.Console()
+    if not console.is_terminal:
+        console = rich.console.Console(width=140)
+    for group in result["groups"]:
+        table(group).show(console)
+        console.print()
+    for name, value in result["environment"].items():
+        console.print(f"- {name}: {value}", markup=False, highlight=False)
+    console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)

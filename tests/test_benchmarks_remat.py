@@ -1,0 +1,216 @@
+"""The remat benchmark: in pieces, its tables and goals, the largest batch, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from PIL import Image
+
+from experiments import plots
+from experiments.benchmarks import jax_steps, remat, remat_report, targets
+from experiments.benchmarks.workloads import FULL, SMOKE
+from experiments.runs import write_json
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Train steps in place of the models', whose temporaries grow with the batch; returns those asked for."""
+    asked = []
+    monkeypatch.setattr(plots, "remat", lambda *_: None)
+
+    def train_step(case, row, implementation=None):
+        asked.append((case.name, row.precision, row.remat, row.scaled, case.sizes.batch_size))
+
+        def step(state, batch):
+            x = batch["inputs"].astype(jnp.float32) * state
+            if row.remat == "none":  # as large as the batch, and needed whole
+                x = jnp.sort(jnp.tile(x, (1, 8)), axis=0)
+            return state + x.mean(), x.sum()
+
+        return lambda: jnp.float32(1), step
+
+    monkeypatch.setattr(jax_steps, "train_step", train_step)
+    return asked
+
+
+def smoke(folder, **changes):
+    flags = {"models": ("gpt2",), "policies": ("mixed_float16",), "remats": ("none", "attention"), "smoke": True}
+    return remat.Config(**{**flags, "run_dir": folder, **changes})
+
+
+def test_every_kind_has_memory_and_times_in_turn_and_the_report_says_where(steps, tmp_path, capsys):
+    result = remat.main(smoke(tmp_path))
+    (group,) = result["groups"]
+    assert list(group["rows"]) == ["none", "attention"] and group["policy"] == "mixed_float16"
+    assert {asked[:4] for asked in steps} == {("gpt2", "fp16", kind, True) for kind in group["rows"]}
+    for row in group["rows"].values():
+        assert len(row["milliseconds"]) == 2 and row["step_bytes"] > 0 and "largest" not in row
+    assert group["rows"]["none"]["ratio"] == (1.0, 1.0, 1.0)
+    assert group["rows"]["attention"]["step_bytes"] < group["rows"]["none"]["step_bytes"]
+    text, printed = (tmp_path / "remat.md").read_text(), capsys.readouterr().out
+    for name in ("device", "versions", "date", "command"):
+        assert f"- {name}: {result['environment'][name]}" in text and f"- {name}: " in printed
+    assert "SMOKE TEST, no result: GPT-2, 1 layers of 64, 2×32, mixed_float16" in text
+    assert not group["goals"]  # its times mean nothing
+
+
+def test_the_largest_batch_is_the_last_that_needs_no_more_than_the_limit(steps, tmp_path):
+    config = smoke(tmp_path, remats=("none",), memory_limit="300KB")
+    largest = remat.main(config)["groups"][0]["rows"]["none"]["largest"]
+    step = remat.Step("gpt2", "mixed_float16", "none", config)
+    assert largest["limit"] == 300_000 and largest["batch"] % 8 == 0
+    assert remat.step_bytes(step, None, largest["batch"]) == largest["bytes"] <= 300_000
+    assert remat.step_bytes(step, None, largest["batch"] + 8) > 300_000
+    assert f"| {largest['batch']} |" in (tmp_path / "remat.md").read_text()
+
+
+def test_a_limit_that_nothing_fits_in_is_said_below_the_table(steps, tmp_path):
+    remat.main(smoke(tmp_path, memory_limit="100"))
+    assert "a batch of 1 must fit in memory, but its step needs" in (tmp_path / "remat.md").read_text()
+
+
+def test_the_same_command_goes_on_and_measures_nothing_twice(steps, tmp_path, monkeypatch, capsys):
+    assert remat.main(smoke(tmp_path, minutes=1e-9)) == {}
+    assert "not all is measured: the same command goes on from here" in capsys.readouterr().out
+    remat.main(smoke(tmp_path, remats=("none",)))
+    with monkeypatch.context() as patched:
+        measured = []
+        alone = remat.measure_alone
+        patched.setattr(remat, "measure_alone", lambda step, device: measured.append(step.name) or alone(step, device))
+        whole = remat.main(smoke(tmp_path))
+    assert measured == ["gpt2/mixed_float16/attention"]
+    steps.clear()
+    assert remat.main(smoke(tmp_path)) == whole and not steps
+    assert whole["groups"][0]["rows"]["attention"]["ratio"]
+
+
+def test_a_folder_is_of_one_size(steps, tmp_path, capsys):
+    remat.main(smoke(tmp_path, remats=("none",)))
+    with pytest.raises(SystemExit):
+        remat.main(smoke(tmp_path, batch_size=4))
+    said = capsys.readouterr().err
+    assert "sizes is {'batch_size': 2" in said and "take another --run-dir" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"smoke": False}, "this benchmark measures a GPU, but JAX finds only cpu"),
+        ({"rounds": 0}, "--rounds must be at least 1, got 0"),
+        ({"remats": ()}, "the number of --remats must be at least 1, got 0"),
+        ({"memory_limit": "much"}, "--memory-limit is a number of bytes, got 'much'"),
+    ],
+)
+def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, changes, text):
+    with pytest.raises(SystemExit) as stopped:
+        remat.main(smoke(tmp_path, **changes))
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1 and text in said
+
+
+def test_compiling_for_a_gpu_without_its_packages_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
+    with pytest.raises(SystemExit):
+        remat.main(smoke(tmp_path, target="h200", smoke=False))
+    assert "needs its CUDA plugin, which is not installed: pip install" in capsys.readouterr().err
+
+
+# What known numbers say.
+
+PART = {
+    "model": "gpt2", "policy": "mixed_bfloat16", "text": "GPT-2", "items": 16384, "unit": "tokens", "peak": None,
+    "setting": {"smoke": False, "sizes": dataclasses.asdict(FULL["gpt2"]), "device": "one GPU"},
+    "environment": {"device": "one GPU", "versions": "1", "date": "2026-11-20 10:00", "command": "python"},
+}  # fmt: skip
+
+
+def folder_of(tmp_path, attention_ms, attention_mib, peak=None, **setting):
+    """The parts of a run: none takes 10 and 20 ms and 1,000 MiB."""
+    for kind, mib in (("none", 1000), ("attention", attention_mib), ("full", 100)):
+        part = {
+            **PART,
+            "setting": {**PART["setting"], **setting},
+            "remat": kind,
+            "step_bytes": mib * 2**20,
+            "peak": peak,
+        }
+        largest = {"batch": 24, "bytes": 1, "limit": 2**30} if kind == "none" else {"error": "nothing fits"}
+        write_json(tmp_path / f"gpt2-mixed_bfloat16-{kind}.json", {**part, "largest": largest})
+    times = {"none": {"milliseconds": [10.0, 20.0]}, "attention": {"milliseconds": attention_ms}}
+    part = {**PART, "setting": {**PART["setting"], **setting}, "remat": "none"}
+    write_json(
+        tmp_path / "gpt2-mixed_bfloat16-times.json", {**part, "times": times, "errors": {"full": "out of memory"}}
+    )
+    return tmp_path
+
+
+def test_a_ratio_is_of_the_same_round_and_a_row_without_times_says_why(tmp_path):
+    (group,) = remat_report.collect(folder_of(tmp_path, [11.0, 21.0], 500))["groups"]
+    table = remat_report.table(group)
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert rows["attention"]["time ÷ none"] == "1.075" and rows["attention"]["ms"] == "16"
+    assert (rows["attention"]["step MiB"], rows["attention"]["memory ÷ none"]) == ("500", "0.500")
+    assert rows["none"]["largest batch"] == "24" and rows["none"]["peak MiB"] == ""
+    assert rows["full"]["ms"] == "out of memory" and rows["full"]["step MiB"] == "100"
+    assert "Largest batch: whose step needs at most 1,024 MiB, by compiling." in table.notes
+    assert table.notes.count("nothing fits") == 2
+
+
+@pytest.mark.parametrize(
+    ("ms", "mib", "goals"),
+    [
+        ([10.8, 21.6], 5300, [
+            "met: with remat of all but attention a step takes 1.080 of the time without remat, the goal at most 1.08",
+            "met: with remat of all but attention 5,300 MiB are 0.61 of the 8,648 MiB that torch.compile AMP took on "
+            "one H200, the goal at most 0.62",
+        ]),
+        ([11.0, 22.0], 5500, [
+            "NOT MET: with remat of all but attention a step takes 1.100 of the time without remat, the goal at most "
+            "1.08",
+            "NOT MET: with remat of all but attention 5,500 MiB are 0.64 of the 8,648 MiB that torch.compile AMP took "
+            "on one H200, the goal at most 0.62",
+        ]),
+    ],
+)  # fmt: skip
+def test_goals_say_whether_they_are_met(tmp_path, ms, mib, goals):
+    assert remat_report.collect(folder_of(tmp_path, ms, mib))["groups"][0]["goals"] == goals
+
+
+def test_the_devices_peak_counts_where_there_is_one_and_other_sizes_have_no_goal_of_memory(tmp_path):
+    (group,) = remat_report.collect(folder_of(tmp_path, [10.0, 20.0], 500, peak=5000 * 2**20))["groups"]
+    assert "5,000 MiB are 0.58 of" in group["goals"][1]
+    small = {"sizes": dataclasses.asdict(SMOKE["gpt2"])}
+    (group,) = remat_report.collect(folder_of(tmp_path, [10.0, 20.0], 500, **small))["groups"]
+    assert len(group["goals"]) == 1
+
+
+def test_a_picture_without_times_has_the_largest_batch_in_their_place(tmp_path):
+    pictures = []
+    for times in (True, False):
+        folder = folder_of(tmp_path, [10.0, 20.0], 500)
+        if not times:
+            (folder / "gpt2-mixed_bfloat16-times.json").unlink()
+        result = remat_report.write(folder)
+        with Image.open(folder / "remat.png") as image:
+            assert image.width > 400 and len(image.convert("L").getcolors()) > 20
+        pictures.append((folder / "remat.png").read_bytes())
+    assert "ratio" not in result["groups"][0]["rows"]["none"] and pictures[0] != pictures[1]
+    assert json.loads((tmp_path / "remat.json").read_text())["groups"][0]["goals"] == result["groups"][0]["goals"]
+
+
+def test_the_steps_are_those_of_the_train_step_benchmark():
+    config = remat.Config(policies=("mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"))
+    found = remat.steps_of(config)
+    assert len(found) == 32 and found[0].name == "gpt2/mixed_bfloat16/none"
+    assert {(step.policy, step.row.precision, step.row.scaled) for step in found} == {
+        ("mixed_bfloat16", "bf16", False),
+        ("mixed_float16", "fp16", True),
+        ("tensorfloat32", "tf32", False),
+        ("float32", "fp32", False),
+    }
+    assert found[0].case().sizes == FULL["gpt2"] and found[0].case(3).sizes.batch_size == 3
+    assert jax.tree.leaves(found[0].case(3).batch)[0].shape == (3, 1024)
