@@ -35,7 +35,7 @@ if not __package__:  # started as a file: the folder two above this one has the 
 import jax
 import tyro
 
-from experiments import cli, compare, image_classification, language_modeling, memory, training
+from experiments import cli, compare, image_classification, language_modeling, masked_lm, memory, training
 from experiments.benchmarks import accuracy_report
 from experiments.comparison import BASELINE, init_params
 from experiments.environment import environment
@@ -59,6 +59,11 @@ class Task:
     smoke: dict[str, Any]
 
 
+_SMALL = {
+    "layers": 1, "heads": 2, "width": 32, "context": 32, "batch_size": 16, "steps": 20, "learning_rate": 1e-2,
+    "test_batches": 2, "evaluate_every": 10,
+}  # fmt: skip
+_BASE = {"layers": 12, "heads": 12, "width": 768, "test_batches": 16, "evaluate_every": 100}
 TASKS = {
     "images": Task(
         image_classification,
@@ -71,17 +76,24 @@ TASKS = {
     ),
     "gpt2": Task(
         language_modeling,
-        full={"evaluate_every": 100},
-        smoke={"steps": 20, "batch_size": 1024, "vocabulary": 256, "evaluate_every": 10},
+        full={**_BASE, "model": "gpt2", "context": 1024, "batch_size": 16, "steps": 1000, "learning_rate": 6e-4,
+              "sample_tokens": 0},
+        smoke={**_SMALL, "model": "gpt2", "sample_tokens": 0},
+    ),
+    "bert": Task(
+        masked_lm,
+        full={**_BASE, "context": 512, "batch_size": 64, "steps": 800, "learning_rate": 3e-4},
+        smoke=_SMALL,
     ),
 }  # fmt: skip
+"""1,950 steps of 256 images, 10 epochs; 16.4 million tokens; 26.2 million tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Flags of the benchmark."""
 
-    tasks: tuple[Literal["images", "gpt2", "bert"], ...] = ("images", "gpt2")
+    tasks: tuple[Literal["images", "gpt2", "bert"], ...] = ("images", "gpt2", "bert")
     """images: ResNet-50 on CIFAR-10 at 224×224, batch 256. gpt2: 124M params, 16×1024 tokens. bert: Base, 64×512."""
     policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]")] = (
         "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2",
@@ -303,7 +315,7 @@ def train(run: Run, experiment: Experiment, baseline: Experiment, folder: Path) 
         "environment": json.loads((folder / "config.json").read_text())["environment"],
         "steps": experiment.steps,
         "batch_size": experiment.batch_size,
-        "unit": getattr(experiment, "unit", "examples"),
+        "unit": experiment.unit,
         "step_bytes": memory.of_compiled(compiled),
         **accuracy_report.outcome(folder / "metrics.csv", summary, failure, experiment.steps),
     }

@@ -138,7 +138,8 @@ def title(runs: list[Record]) -> str:
     setting = runs[0]["setting"]
     size = f" at {size}×{size}" if (size := setting.get("image_size")) else ""
     smoke = "SMOKE TEST, no result: " if setting["smoke"] else ""
-    return f"{smoke}{setting.get('model', runs[0]['task'])} on {setting['dataset']}{size}"
+    deep = f" of {setting['layers']} layers" if "layers" in setting else ""
+    return f"{smoke}{setting.get('model', runs[0]['task'])}{deep} on {setting['dataset']}{size}"
 
 
 def table(task: str, variants: dict[tuple[str, str], list[Record]]) -> Table:
