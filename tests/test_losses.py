@@ -1,0 +1,295 @@
+"""The cross-entropies' values and gradients, against float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmp import losses
+
+OPTIONS = ("ignore_index", "label_smoothing", "z_loss")
+cross_entropy = jax.jit(losses.cross_entropy, static_argnames=OPTIONS)
+projected_cross_entropy = jax.jit(losses.projected_cross_entropy, static_argnames=("classes", "chunks", *OPTIONS))
+
+HALF = [jnp.float16, jnp.bfloat16]
+TOKENS, DIM, ROWS, CLASSES = 37, 8, 24, 21
+ALL = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+LABELS = jnp.asarray(np.random.default_rng(0).integers(0, CLASSES, TOKENS)).at[3:7].set(-100)
+
+
+def naive(logits, labels, ignore_index=None, label_smoothing=0.0, z_loss=0.0):
+    """By the definition, in the dtype of the logits."""
+    log_softmax = jax.nn.log_softmax(logits)
+    count = logits.shape[-1]
+    targets = (1 - label_smoothing) * jax.nn.one_hot(labels, count, dtype=logits.dtype) + label_smoothing / count
+    each = -(targets * log_softmax).sum(-1) + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    return each if ignore_index is None else jnp.where(labels == ignore_index, 0, each)
+
+
+def naive_mean(x, weights, bias, labels, dtype, ignore_index=-100, **options):
+    """In float64, of logits that are rounded where a layer in that dtype rounds."""
+    logits = rounded(x @ rounded(weights, dtype).T, dtype) + rounded(bias, dtype)
+    each = naive(rounded(logits, dtype)[:, :CLASSES], labels, ignore_index, **options)
+    return each.sum() / (labels != ignore_index).sum().astype(jnp.float64)
+
+
+def rounded(values, dtype):
+    """Rounded, if the dtype is half, with the derivative of the identity."""
+    if dtype == jnp.float32:
+        return values
+    return values + jax.lax.stop_gradient(values.astype(dtype).astype(values.dtype) - values)
+
+
+def error(got, want):
+    """The largest error, in parts of the largest number."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    return np.abs(got - want).max() / np.abs(want).max()
+
+
+# ---- cross_entropy
+
+
+CASES = [(jnp.float32, ALL), (jnp.float16, ALL), (jnp.bfloat16, ALL), (jnp.bfloat16, {"ignore_index": -100})]
+
+
+@pytest.mark.parametrize(("dtype", "options"), CASES)
+def test_losses_are_those_of_float64_and_the_gradient_is_rounded_once(dtype, options):
+    logits, cotangent = normal(1, TOKENS, CLASSES, dtype=dtype) * 4, normal(2, TOKENS)
+
+    def with_gradient(fun, logits, cotangent):
+        losses, vjp = jax.vjp(lambda logits: fun(logits, LABELS, **options), logits)
+        return losses, *vjp(cotangent)
+
+    got, gradient = jax.jit(with_gradient, static_argnums=0)(cross_entropy, logits, cotangent)
+    assert got.dtype == jnp.float32 and gradient.dtype == dtype
+    with jax.enable_x64(True):
+        wide = logits.astype(jnp.float64), cotangent.astype(jnp.float64)
+        want, by_logits = jax.jit(with_gradient, static_argnums=0)(naive, *wide)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    info = jnp.finfo(dtype)
+    half_ulp, least = (0.51 * float(info.eps), float(info.smallest_subnormal)) if dtype != jnp.float32 else (1e-5, 0)
+    np.testing.assert_allclose(
+        np.asarray(gradient, np.float64), np.asarray(by_logits), rtol=half_ulp, atol=max(least, 1e-7)
+    )
+    assert not np.asarray(gradient[3:7], np.float32).any() and not np.asarray(got[3:7]).any()
+
+
+def test_smoothed_labels_are_those_of_optax():
+    logits, labels = normal(1, 5, 7), jnp.arange(5)
+    want = optax.softmax_cross_entropy(logits, optax.smooth_labels(jax.nn.one_hot(labels, 7), 0.2))
+    np.testing.assert_allclose(cross_entropy(logits, labels, label_smoothing=0.2), want, rtol=1e-6)
+
+
+def test_the_labels_may_have_any_axes_or_none():
+    logits, labels = normal(1, 2, 3, 7), jnp.ones((2, 3), jnp.int32)
+    got = cross_entropy(logits, labels)
+    assert got.shape == (2, 3)
+    np.testing.assert_allclose(cross_entropy(logits[1, 2], labels[1, 2]), got[1, 2], rtol=1e-6)
+
+
+def test_large_and_infinite_logits_are_no_trouble():
+    logits = jnp.asarray([[60000.0, -60000.0, -jnp.inf]], jnp.float16)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda z: cross_entropy(z, jnp.array([0])).sum()))(logits)
+    assert loss == 0 and not gradient.any()
+    assert cross_entropy(logits, jnp.array([1]))[0] == 120000
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_gradient_keeps_the_half_logits_and_one_float32_for_each_label(dtype):
+    logits = jax.ShapeDtypeStruct((TOKENS, CLASSES), dtype)
+    kept = jax.eval_shape(lambda z: jax.vjp(lambda z: cross_entropy(z, LABELS, **ALL), z)[1], logits)
+    shapes = sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(kept))
+    assert shapes == sorted([(jnp.dtype(dtype).name, logits.shape), ("float32", (TOKENS,)), ("int32", (TOKENS,))])
+
+
+# ---- projected_cross_entropy
+
+
+@pytest.mark.parametrize(("dtype", "options"), CASES)
+def test_the_fused_loss_and_its_gradients_are_those_of_float64(dtype, options):
+    args = normal(1, TOKENS, DIM, dtype=dtype), normal(2, ROWS, DIM), normal(3, ROWS)
+
+    def ours(x, weights, bias):
+        return projected_cross_entropy(x, weights, LABELS, bias=bias, classes=CLASSES, chunks=4, **options)
+
+    loss, gradients = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))(*args)
+    assert loss.dtype == jnp.float32 and [g.dtype for g in gradients] == [dtype, jnp.float32, jnp.float32]
+    with jax.enable_x64(True):
+        wide = [array.astype(jnp.float64) for array in args]
+        exactly = jax.value_and_grad(lambda *args: naive_mean(*args, LABELS, dtype, **options), (0, 1, 2))
+        want, exact = jax.jit(exactly)(*wide)
+    eps = float(jnp.finfo(dtype).eps)
+    assert float(loss) == pytest.approx(float(want), rel=1e-6 if dtype == jnp.float32 else eps / 8)
+    # One rounding of the logits' gradient, one of that of x; and XLA may round the logits less often than it is told.
+    for gradient, want, ulps in zip(gradients, exact, (1.5, 1, 0.5), strict=True):
+        assert error(gradient, want) <= max(ulps * eps, 1e-6)
+    assert not np.asarray(gradients[1][CLASSES:]).any() and not np.asarray(gradients[2][CLASSES:]).any()
+
+
+def test_the_number_of_chunks_changes_nothing_but_rounding():
+    x, weights = normal(1, TOKENS, DIM), normal(2, ROWS, DIM)
+
+    def run(chunks):
+        def loss(x, weights):
+            return projected_cross_entropy(x, weights, LABELS, chunks=chunks, ignore_index=-100)
+
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1)))(x, weights))
+
+    whole = run(1)
+    for chunks in (3, TOKENS, 1000):
+        assert max(error(a, b) for a, b in zip(run(chunks), whole, strict=True)) < 1e-6
+
+
+def test_rows_beyond_the_classes_have_no_part_in_the_loss():
+    x, weights = normal(1, TOKENS, DIM), normal(2, ROWS, DIM)
+    short = projected_cross_entropy(x, weights[:CLASSES], LABELS, ignore_index=-100)
+    padded = projected_cross_entropy(x, weights.at[CLASSES:].set(1e30), LABELS, classes=CLASSES, ignore_index=-100)
+    np.testing.assert_allclose(padded, short, rtol=1e-6)
+
+
+def test_the_gradient_of_an_unlikely_class_does_not_vanish_in_float16_however_many_tokens_there_are():
+    tokens, likely = 8192, 9.0  # the other class has a probability of 1.2e-4, over 8192 less than float16 has
+    x, weights, labels = jnp.ones((tokens, 1), jnp.float16), jnp.array([[likely], [0.0]]), jnp.zeros(tokens, jnp.int32)
+
+    def loss(weights):
+        return projected_cross_entropy(x, weights, labels)
+
+    def by_hand(weights):
+        return cross_entropy(x @ weights.astype(jnp.float16).T, labels).mean()
+
+    exact = 1 / (1 + np.exp(likely))
+    assert jax.jit(jax.grad(loss))(weights)[1, 0] == pytest.approx(exact, rel=1e-3)
+    assert jax.jit(jax.grad(by_hand))(weights)[1, 0] == 0
+
+
+def test_a_loss_scale_of_65536_neither_overflows_float16_nor_costs_precision():
+    x, weights = normal(1, TOKENS, DIM, dtype=jnp.float16), normal(2, ROWS, DIM) / 50
+
+    @jax.jit
+    def scaled(scale):
+        def loss(x, weights):
+            return scale * projected_cross_entropy(x, weights, LABELS, ignore_index=-100)
+
+        return jax.grad(loss, (0, 1))(x, weights)
+
+    (x_scaled, weights_scaled), (x_true, weights_true) = scaled(jnp.float32(2**16)), scaled(jnp.float32(1))
+    np.testing.assert_array_equal(weights_scaled / 2**16, weights_true)
+    assert jnp.isfinite(x_scaled).all() and error(x_scaled.astype(jnp.float32) / 2**16, x_true) < 1e-3
+
+
+def test_the_loss_alone_computes_no_gradient():
+    x, weights = normal(1, TOKENS, DIM), normal(2, ROWS, DIM)
+
+    def loss(x, weights):
+        return projected_cross_entropy(x, weights, LABELS, ignore_index=-100)
+
+    assert str(jax.make_jaxpr(loss)(x, weights)).count("dot_general") == 1
+    assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, weights)).count("dot_general") == 3
+    text = jax.jit(jax.grad(loss)).lower(x, weights).compile().as_text()
+    assert text.count(" dot(") == 2  # frozen weights: their gradient is not computed
+
+
+def test_the_logits_never_exist_as_a_whole():
+    x, weights = jnp.ones((512, 8), jnp.bfloat16), jnp.ones((512, 8))
+    labels = jnp.zeros(512, jnp.int32)
+
+    def temporaries(loss):
+        return (
+            jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, weights).compile().memory_analysis().temp_size_in_bytes
+        )
+
+    full = temporaries(lambda x, weights: cross_entropy(x @ weights.astype(x.dtype).T, labels).mean())
+    chunked = temporaries(lambda x, weights: projected_cross_entropy(x, weights, labels, chunks=8))
+    assert chunked < full / 5
+
+
+# ---- labels
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int32"])
+def test_labels_of_every_integer_dtype_mean_the_same(dtype):
+    logits, labels = normal(1, 5, 7), np.array([0, 6, 3, 127, 1])
+    want = cross_entropy(logits, jnp.asarray(labels), ignore_index=127)
+    np.testing.assert_array_equal(cross_entropy(logits, labels.astype(dtype), ignore_index=127), want)
+
+
+def test_what_is_neither_a_class_nor_ignored_makes_the_loss_nan():
+    x, weights = normal(1, 3, DIM), normal(2, ROWS, DIM)
+    for label in (-100, -1, CLASSES, 2**31 - 1):
+        labels = jnp.array([1, label, 2])
+        assert jnp.isnan(cross_entropy(normal(1, 3, CLASSES), labels)).tolist() == [False, True, False]
+    assert jnp.isnan(projected_cross_entropy(x, weights, jnp.array([0, 1, CLASSES]), classes=CLASSES))
+
+
+def test_a_label_that_is_a_class_can_be_ignored_too():
+    got = cross_entropy(normal(1, 3, 7), jnp.array([0, 1, 2]), ignore_index=1)
+    assert (got != 0).tolist() == [True, False, True]
+
+
+def test_if_all_labels_are_ignored_the_loss_and_its_gradients_are_0():
+    def loss(x, weights):
+        return projected_cross_entropy(x, weights, jnp.full(3, -100), ignore_index=-100)
+
+    loss, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(normal(1, 3, DIM), normal(2, ROWS, DIM))
+    assert loss == 0 and not any(np.asarray(gradient).any() for gradient in gradients)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "text"),
+    [
+        ((jnp.ones((2, 3), int), jnp.zeros(2, int)), {}, TypeError, "logits has a floating dtype, got int32"),
+        ((jnp.ones(()), jnp.zeros((), int)), {}, ValueError, r"logits \(..., classes\), got the shape \(\)"),
+        ((jnp.ones((2, 3)), jnp.zeros(2)), {}, TypeError, "class numbers of an integer dtype, got float32.*argmax"),
+        ((jnp.ones((2, 3)), jnp.zeros(2, bool)), {}, TypeError, "of an integer dtype, got bool"),
+        (
+            (jnp.ones((2, 3)), jnp.zeros(3, int)),
+            {},
+            ValueError,
+            r"one label for each row of logits, \(2,\), got .*\(3,\)",
+        ),
+        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"label_smoothing": 1.0}, ValueError, "less than 1, got 1.0"),
+        ((jnp.ones((2, 3)), jnp.zeros(2, int)), {"label_smoothing": -0.1}, ValueError, "at least 0 .*got -0.1"),
+    ],
+)
+def test_cross_entropy_says_what_it_takes(args, options, error, text):
+    with pytest.raises(error, match=text):
+        cross_entropy(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"x": jnp.ones((4, 5))}, ValueError, r"got the shapes \(4, 5\) and \(6, 3\).*transpose"),
+        ({"x": jnp.ones((2, 2, 3))}, ValueError, r"got the shapes \(2, 2, 3\).*reshape x"),
+        ({"x": jnp.ones((4, 3), int)}, TypeError, "x has a floating dtype, got int32"),
+        ({"weights": jnp.ones((6, 3), int)}, TypeError, "weights has a floating dtype"),
+        ({"bias": jnp.ones(6, int)}, TypeError, "bias has a floating dtype"),
+        (
+            {"bias": jnp.ones(5)},
+            ValueError,
+            r"bias has a number for each row of weights \(6, 3\), got the shape \(5,\)",
+        ),
+        ({"classes": 7}, ValueError, r"classes is from 1 to the rows of weights \(6, 3\), got 7"),
+        ({"classes": 0}, ValueError, "classes is from 1 .* got 0"),
+        ({"chunks": 0}, ValueError, "at least 1 chunk, got chunks=0"),
+        ({"labels": jnp.zeros((4, 1), int)}, ValueError, r"one label for each row of logits, \(4,\), got .*\(4, 1\)"),
+        ({"label_smoothing": 1.5}, ValueError, "less than 1, got 1.5"),
+    ],
+)
+def test_the_fused_loss_says_what_it_takes(changes, error, text):
+    given = {"x": jnp.ones((4, 3)), "weights": jnp.ones((6, 3)), "labels": jnp.zeros(4, int), **changes}
+    with pytest.raises(error, match=text):
+        projected_cross_entropy(given.pop("x"), given.pop("weights"), given.pop("labels"), **given)

@@ -1,0 +1,223 @@
+"""The cross-entropies under JAX's transformations, under autocast and policies, and on several devices."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxmp
+from jaxmp.losses import cross_entropy, projected_cross_entropy
+
+TOKENS, DIM, CLASSES = 12, 4, 6
+RNG = np.random.default_rng(0)
+X, WEIGHTS = (
+    jnp.asarray(RNG.normal(size=(TOKENS, DIM)), "float32"),
+    jnp.asarray(RNG.normal(size=(CLASSES, DIM)), "float32"),
+)
+LABELS = jnp.asarray(RNG.integers(0, CLASSES, TOKENS)).at[0].set(-100)
+
+
+def naive(x, weights):
+    log_softmax = jax.nn.log_softmax(x @ weights.T)
+    picked = jnp.take_along_axis(log_softmax, jnp.maximum(LABELS, 0)[:, None], axis=-1)[:, 0]
+    return -jnp.where(LABELS < 0, 0, picked).sum() / (TOKENS - 1)
+
+
+def stored(x, weights):
+    return cross_entropy(x @ weights.T, LABELS, ignore_index=-100).sum() / (TOKENS - 1)
+
+
+def fused(x, weights):
+    return projected_cross_entropy(x, weights, LABELS, chunks=5, ignore_index=-100)
+
+
+def assert_close(got, want, tolerance=1e-5):
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("loss", [stored, fused])
+def test_the_loss_can_be_used_twice_and_be_part_of_another(loss):
+    def larger(loss, x, weights):
+        return loss(x, weights) ** 2 + 3 * loss(2 * x, weights)
+
+    got, want = (
+        jax.jit(jax.value_and_grad(larger, (1, 2)), static_argnums=0)(fun, X, WEIGHTS) for fun in (loss, naive)
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("loss", [stored, fused])
+def test_the_gradient_has_a_gradient(loss):
+    def penalty(x, weights, loss):
+        return sum((gradient**2).sum() for gradient in jax.grad(loss, (0, 1))(x, weights))
+
+    got, want = (jax.jit(jax.grad(penalty, (0, 1)), static_argnums=2)(X, WEIGHTS, fun) for fun in (loss, naive))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("loss", [stored, fused])
+def test_a_hessian_times_a_vector_is_a_derivative_of_the_gradient(loss):
+    def product(x, tangent, loss):
+        return jax.jvp(lambda x: jax.grad(loss)(x, WEIGHTS), (x,), (tangent,))[1]
+
+    got, want = (jax.jit(product, static_argnums=2)(X, 1 - X, fun) for fun in (loss, naive))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("loss", [stored, fused])
+def test_forward_mode_is_refused(loss):
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: loss(x, WEIGHTS), (X,), (X,))
+
+
+@pytest.mark.parametrize("loss", [stored, fused])
+def test_vmap_scan_and_checkpoint_compose(loss):
+    xs = jnp.stack([X, X / 2])
+
+    def each(loss):
+        return jax.vmap(jax.checkpoint(loss), (0, None))(xs, WEIGHTS)
+
+    def one_after_the_other(loss):
+        return jax.lax.scan(lambda _, x: (None, jax.checkpoint(loss)(x, WEIGHTS)), None, xs)[1]
+
+    def gradients(loss):
+        return jax.vmap(jax.value_and_grad(jax.checkpoint(loss), (0, 1)), (0, None))(xs, WEIGHTS)
+
+    got, want = (
+        jax.jit(lambda fun=fun: (each(fun), one_after_the_other(fun), gradients(fun)))() for fun in (loss, naive)
+    )
+    assert_close(got, want)
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        x, weights, labels = X.astype(jnp.float64), WEIGHTS.astype(jnp.float64), LABELS.astype(jnp.int64)
+
+        def loss(x, weights):
+            return projected_cross_entropy(x, weights, labels, chunks=5, ignore_index=-100)
+
+        got = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, weights)
+        want = jax.jit(jax.value_and_grad(naive, (0, 1)))(x, weights)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {"float64"}
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-12, atol=1e-14)
+
+
+# ---- autocast and policies
+
+
+def hidden(x, layer):
+    return jnp.tanh(x @ layer)
+
+
+LAYER = jnp.asarray(RNG.normal(size=(DIM, DIM)), "float32")
+
+
+def of_float32(loss, half=None):
+    """A model written in float32; or by hand in half, up to the loss."""
+
+    def run(layer, weights):
+        if half is None:
+            return loss(hidden(X, layer), weights)
+        return loss(hidden(X.astype(half), layer.astype(half)), weights)
+
+    return run
+
+
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+def test_the_fused_loss_under_autocast_is_that_by_hand_bit_for_bit(half):
+    autocast = jaxmp.autocast(of_float32(fused), f"mixed_{half.__name__}")
+    got, want = (
+        jax.jit(jax.value_and_grad(run, (0, 1)))(LAYER, WEIGHTS) for run in (autocast, of_float32(fused, half))
+    )
+    for ours, by_hand in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_array_equal(ours, by_hand)
+
+
+def products(jaxpr):
+    """Dtypes of the operands and the result of every matrix product, at any depth."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield tuple(var.aval.dtype.name for var in (*eqn.invars, *eqn.outvars))
+        for param in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
+            if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
+                yield from products(getattr(param, "jaxpr", param))
+
+
+def test_the_fused_loss_under_autocast_multiplies_half_and_sums_in_float32():
+    autocast = jaxmp.autocast(of_float32(fused), "mixed_bfloat16")
+    found = list(products(jax.make_jaxpr(jax.grad(autocast, (0, 1)))(LAYER, WEIGHTS).jaxpr))
+    half, summed = ("bfloat16",) * 3, ("bfloat16", "bfloat16", "float32")
+    # forward: the layer, the logits, the gradients of x and of the weights; backward: that of the layer
+    assert sorted(found) == sorted([half, half, summed, summed, half])
+
+
+def test_the_fused_loss_respects_a_float32_region():
+    def run(layer, weights):
+        with jaxmp.precision("float32"):
+            return fused(hidden(X, layer), weights)
+
+    got = jaxmp.autocast(run, "mixed_bfloat16")(LAYER, WEIGHTS)
+    np.testing.assert_allclose(got, fused(hidden(X, LAYER), WEIGHTS), rtol=1e-6)
+
+
+def test_cross_entropy_under_autocast_keeps_the_half_logits():
+    autocast = jaxmp.autocast(of_float32(stored), "mixed_bfloat16")
+    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(autocast, *args)[1], LAYER, WEIGHTS))
+    logits = [leaf.dtype.name for leaf in kept if leaf.shape == (TOKENS, CLASSES)]
+    assert logits == ["bfloat16"]
+    got = jax.jit(jax.value_and_grad(autocast))(LAYER, WEIGHTS)
+    assert_close(got, jax.jit(jax.value_and_grad(of_float32(stored)))(LAYER, WEIGHTS), tolerance=2e-2)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, labels):
+        embed = nn.Embed(CLASSES, DIM, embedding_init=nn.initializers.normal(1.0))
+        x = nn.Dense(DIM)(embed(labels))
+        return projected_cross_entropy(x, embed.embedding, labels, chunks=2)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_the_fused_loss_with_tied_embeddings_works_under_a_policy(policy):
+    labels, model = jnp.arange(CLASSES), jaxmp.linen.apply_policy(Model(), policy)
+    params = model.init(jax.random.key(0), labels)
+    loss, grads = jax.jit(jax.value_and_grad(model.apply))(params, labels)
+    want, exact = jax.jit(jax.value_and_grad(Model().apply))(params, labels)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
+    assert_close((loss, grads), (want, exact), tolerance=3e-2)
+
+
+# ---- several devices
+
+
+def test_tokens_sharded_over_devices_stay_where_they_are():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tokens, alike = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    run = jax.jit(
+        jax.value_and_grad(lambda x, weights, labels: projected_cross_entropy(x, weights, labels, chunks=3), (0, 1))
+    )
+    labels = jnp.abs(LABELS) % CLASSES
+    args = jax.device_put((X, WEIGHTS, labels), (tokens, alike, tokens))
+    assert "all-gather" not in run.lower(*args).compile().as_text()
+    assert_close(run(*args), run(X, WEIGHTS, labels))
+
+
+def test_the_fused_loss_runs_in_a_shard_map():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    labels = jnp.abs(LABELS) % CLASSES
+
+    def of_this_device(x, weights, labels):
+        weights = jax.lax.pcast(weights, "data", to="varying")
+        return jax.lax.pmean(projected_cross_entropy(x, weights, labels, chunks=3), "data")
+
+    data = PartitionSpec("data")
+    run = jax.shard_map(of_this_device, mesh=mesh, in_specs=(data, PartitionSpec(), data), out_specs=PartitionSpec())
+    got = jax.jit(jax.value_and_grad(run, (0, 1)))(X, WEIGHTS, labels)
+    assert_close(got, jax.value_and_grad(projected_cross_entropy, (0, 1))(X, WEIGHTS, labels))
