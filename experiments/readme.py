@@ -2,8 +2,8 @@
 
 python -m experiments.readme
 
-The figures are those of results/demo/compare.md and of every results/loss_scaling*/loss_scaling.md, with the facts of
-each run.
+The figures are those of :mod:`experiments.headline`, of results/demo/compare.md and of every
+results/loss_scaling*/loss_scaling.md, with the facts of each run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 if not __package__:  # started as a file: the folder above this one has the packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from experiments import headline
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "experiments" / "results"
 BEGIN, END = "<!-- results: written by `python -m experiments.readme` -->\n", "<!-- /results -->"
 
 
@@ -37,32 +38,39 @@ def facts(text: str) -> str:
     return f"{found['device']}; {found['versions']}; {found['date'][:10]}; `{found['command']}`"
 
 
-def block() -> str:
-    """The README's part with measured figures."""
-    demo = sections(RESULTS / "demo" / "compare.md")
+def block(root: Path = ROOT) -> str:
+    """The README's part with measured figures, of the results below ``root``."""
+    results = root / "experiments" / "results"
+    demo = sections(results / "demo" / "compare.md")
     conclusion = demo["Comparison"].strip().splitlines()[0]
-    lines = ["## Measured", "", conclusion, "", table(demo["pysource: result"]), "", facts(demo["Comparison"]), ""]
+    lines = ["## Measured", "", "ResNet-50, BERT-Base and GPT-2 on a GPU, against PyTorch and float32.", ""]
+    lines += headline.lines(results, root)
+    lines += [conclusion, "", table(demo["pysource: result"]), "", facts(demo["Comparison"]), ""]
     lines += [
         "What loss scaling adds to a train step, beside its peers. The cost goes with the params and not with the",
         "examples, so that it is a larger share of a step with few examples:",
         "",
     ]
-    for file in sorted(RESULTS.glob("loss_scaling*/loss_scaling.md")):
+    for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
         benchmark = sections(file)
         for heading, text in benchmark.items():
             if "|" in text:
                 lines += [f"*{heading.removesuffix(': ms a step')}*", "", table(text), ""]
         lines += [facts(benchmark["What loss scaling adds to a train step"]), ""]
+    others = sorted({*results.glob("*/*.md")} - {*results.glob("demo/*")} - {*results.glob("loss_scaling*/*")})
+    if others:
+        links = ", ".join(f"[{file.parent.name}]({file.relative_to(root)})" for file in others)
+        lines += [f"All of it, with what else was measured: {links}.", ""]
     return "\n".join(lines)
 
 
-def write(readme: Path) -> None:
+def write(readme: Path, root: Path = ROOT) -> None:
     """Replaces what is between the markers of ``readme``."""
     before, begin, rest = readme.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise SystemExit(f"error: {readme} must have the lines {BEGIN!r} and {END!r}")
-    readme.write_text(f"{before}{begin}\n{block()}\n{end}{after}")
+    readme.write_text(f"{before}{begin}\n{block(root)}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,264 @@
+"""The main table of the README: what mixed precision brings to ResNet-50, BERT-Base and GPT-2 on a GPU.
+
+Its figures come from experiments/results: measured train steps (train_step*), steps compiled for a GPU that was not
+there (compile_only*), what rematerialisation buys (remat*) and accuracies (accuracy*), the newest of each. What nobody
+has measured stays empty, and a line says which command fills it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks import accuracy_report
+from experiments.benchmarks.compile_only_report import RECORDED
+from experiments.benchmarks.train_step_goals import AUTOCAST, GOALS, REMAT_TIME, SCALING, TENSOR_FLOPS
+from experiments.benchmarks.train_step_report import Results
+from experiments.benchmarks.workloads import FULL
+from experiments.report import Table
+
+MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", "gpt2": "GPT-2 124M, 16×1024"}
+TASKS = {"resnet50": "images", "bert": "bert", "gpt2": "gpt2"}
+COMPILED = "ᶜ"
+_MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file of results: its path, what it holds, and the device, versions, date and command behind it."""
+
+    path: Path
+    data: dict[str, Any]
+    where: dict[str, str]
+
+    def line(self, root: Path) -> str:
+        """Device, versions, date and command, with a link."""
+        link = f"[{self.path.parent.name}]({self.path.with_suffix('.md').relative_to(root)})"
+        device = self.where["device"]
+        if "target" in self.where:
+            device = f"compiled for {self.where['target']} on {device}, not run"
+        return f"{link}: {device}; {self.where['versions']}; {self.where['date'][:10]}; `{self.where['command']}`"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row: what it shows, which command measures it, and each model's figure, as text, from the sources there are."""
+
+    name: str
+    script: str
+    cell: Callable[[Sources, str], str]
+
+
+def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) -> Source | None:
+    """The newest ``results/NAME*/NAME.json`` that is a result: no smoke test, nothing small."""
+    found = []
+    for path in results.glob(f"{name}*/{name}.json"):
+        data = json.loads(path.read_text())
+        where = data.get("environment") or next((m["environment"] for m in data.get("models", {}).values()), None)
+        if where and holds(data):
+            found.append(Source(path, data, where))
+    return max(found, key=lambda source: (source.where["date"], str(source.path)), default=None)
+
+
+class Sources:
+    """The newest results of each kind.
+
+    Args:
+      results: the folder of results.
+    """
+
+    def __init__(self, results: Path) -> None:
+        self.train_step = newest(
+            results, "train_step", lambda data: any(self._full(*m) for m in data["models"].items())
+        )
+        self.compiled = newest(results, "compile_only", lambda data: any(r["full"] for r in data["results"]))
+        self.accuracy = newest(results, "accuracy", lambda data: not any(r["setting"]["smoke"] for r in data["runs"]))
+        self.remat = newest(results, "remat", lambda data: not any(g["setting"]["smoke"] for g in data["groups"]))
+
+    @staticmethod
+    def _full(model: str, found: dict[str, Any]) -> bool:
+        return found["sizes"] == dataclasses.asdict(FULL[model])  # type: ignore[index]
+
+    def all(self) -> list[Source]:
+        """Those there are."""
+        return [each for each in (self.train_step, self.compiled, self.remat, self.accuracy) if each]
+
+    def steps(self, model: str) -> Results:
+        """What was measured of a model's train step, perhaps nothing."""
+        found = self.train_step.data["models"].get(model) if self.train_step else None
+        rows = found.get("train", {}) if found and self._full(model, found) else {}
+        timed = {key: row for key, row in rows.items() if "milliseconds" in row}
+        lengths = dict.fromkeys(len(row["milliseconds"]) for row in timed.values())  # of one run of turns each
+        turns = [{k: row for k, row in timed.items() if len(row["milliseconds"]) == n} for n in lengths]
+        return Results({"model": model}, {key: {"train": row} for key, row in rows.items()}, {"train": turns}, {})
+
+    def variant(self, model: str, key: str) -> dict[str, Any]:
+        """What compiling told of a row of a model, perhaps nothing."""
+        for result in self.compiled.data["results"] if self.compiled else []:
+            if result["name"] == model and result["full"]:
+                return result["variants"].get(key, {})
+        return {}
+
+
+def judged(value: float, limit: float, form: str, least: bool = False, mark: str = "") -> str:
+    """A figure with its goal, and whether it reaches it."""
+    met = value >= limit if least else value <= limit
+    return (
+        f"{'✓' if met else '✗'} {value:{form}}{mark} ({'≥' if least else '≤'} {limit:{'.0%' if '%' in form else 'g'}})"
+    )
+
+
+def step_time(sources: Sources, model: str) -> str:
+    """Of the faster half dtype, over torch.compile AMP's in its faster one."""
+    steps = sources.steps(model)
+    ours, torch = steps.fastest("train", "jaxmp-bf16", "jaxmp-fp16"), steps.reference("train")
+    ratio = steps.ratio("train", ours, torch) if ours and torch else None
+    return judged(ratio[1], GOALS[model].time, ".3f") if ratio else ""
+
+
+def _memory(sources: Sources, model: str, row: str, compiled: str, limit: float) -> str:
+    steps = sources.steps(model)
+    torch = steps.reference("train")
+    own, other = (steps.memory("train", key) if key else None for key in (row, torch))
+    if own and other:
+        return judged(own / other, limit, ".3f")
+    if peak := sources.variant(model, compiled).get("peak"):
+        return judged(peak / _MIB / RECORDED[model].torch, limit, ".3f", mark=COMPILED)
+    return ""
+
+
+def peak_memory(sources: Sources, model: str) -> str:
+    """Of the row whose time is shown, over that row's of torch."""
+    ours = sources.steps(model).fastest("train", "jaxmp-bf16", "jaxmp-fp16") or "jaxmp-bf16"
+    return _memory(sources, model, ours, "jaxmp-bf16", GOALS[model].memory)
+
+
+def remat_memory(sources: Sources, model: str) -> str:
+    """The same with everything but attention computed again."""
+    limit = GOALS[model].remat_memory
+    return "–" if limit is None else _memory(sources, model, "jaxmp-bf16-remat", "jaxmp-bf16-remat", limit)
+
+
+def ratio_of(row: str, other: str, limit: float) -> Callable[[Sources, str], str]:
+    """The time of a row over another's."""
+
+    def cell(sources: Sources, model: str) -> str:
+        if "remat" in row and GOALS[model].remat_memory is None:
+            return "–"
+        found = sources.steps(model).ratio("train", row, other)
+        return judged(found[1], limit, ".3f") if found else ""
+
+    return cell
+
+
+def speed_up(precision: str) -> Callable[[Sources, str], str]:
+    """Of the faster half dtype over the same step in float32 or TF32."""
+
+    def cell(sources: Sources, model: str) -> str:
+        steps, goal = sources.steps(model), GOALS[model]
+        ours = steps.fastest("train", "jaxmp-bf16", "jaxmp-fp16")
+        found = steps.ratio("train", f"jaxmp-{precision}", ours) if ours else None
+        limit = goal.over_fp32 if precision == "fp32" else goal.over_tf32
+        return judged(found[1], limit, ".2f", least=True) if found else ""
+
+    return cell
+
+
+def saved(sources: Sources, model: str) -> str:
+    """Memory against float32 placed by hand."""
+    steps = sources.steps(model)
+    ours = steps.fastest("train", "jaxmp-bf16", "jaxmp-fp16")
+    own, other = steps.memory("train", ours) if ours else None, steps.memory("train", "hand-fp32")
+    if own and other:
+        return judged(1 - own / other, GOALS[model].saved, ".0%", least=True)
+    if peak := sources.variant(model, "jaxmp-bf16").get("peak"):
+        return judged(1 - peak / _MIB / RECORDED[model].float32, GOALS[model].saved, ".0%", least=True, mark=COMPILED)
+    return ""
+
+
+def tensor_cores(sources: Sources, model: str) -> str:
+    """The share of a step's FLOPs that tensor cores do in half."""
+    steps = sources.steps(model)
+    ours = steps.fastest("train", "jaxmp-bf16", "jaxmp-fp16")
+    if ours and (share := steps.figures("train", ours).get("tensor_flops")) is not None:
+        return judged(share, TENSOR_FLOPS, ".1%", least=True)
+    if (share := sources.variant(model, "jaxmp-bf16").get("half")) is not None:
+        return judged(share, TENSOR_FLOPS, ".1%", least=True, mark=COMPILED)
+    return ""
+
+
+def largest(sources: Sources, model: str) -> str:
+    """The largest batch without remat, and with that of all but attention."""
+    if model == "resnet50":
+        return "–"
+    for group in sources.remat.data["groups"] if sources.remat else []:
+        if group["model"] == model and group["policy"] == "mixed_bfloat16":
+            found = [group["rows"].get(kind, {}).get("largest", {}).get("batch") for kind in ("none", "attention")]
+            mark = COMPILED if "compiled" in group["setting"]["device"] else ""
+            return f"{found[0]} → {found[1]}{mark}" if all(found) else ""
+    return ""
+
+
+def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
+    """The difference of what was reached to float32, by seed."""
+
+    def cell(sources: Sources, model: str) -> str:
+        runs = sources.accuracy.data["runs"] if sources.accuracy else []
+        runs = [{**run, "final": {k: float(v) for k, v in run["final"].items()}} for run in runs]
+        variants = accuracy_report.by_variant(runs).get(TASKS[model], {})
+        own, baseline = (variants.get(key, []) for key in ((policy, loss_scale), accuracy_report.BASELINE))
+        found = accuracy_report.differences(TASKS[model], own, baseline)
+        if not found:
+            return ""
+        if any(run["failure"] for run in own):
+            return "✗ stopped"
+        met = accuracy_report.goal(TASKS[model], policy, own, baseline)[0]
+        unit = "points" if TASKS[model] == "images" else "% loss"
+        return f"{'✓' if met else '✗'} {accuracy_report.spread(found, '+.2f')} {unit}"
+
+    return cell
+
+
+ROWS = (
+    Row("step time / torch.compile AMP", "train_step", step_time),
+    Row("peak memory / torch.compile AMP", "train_step", peak_memory),
+    Row("peak memory with remat / torch.compile AMP", "train_step", remat_memory),
+    Row("step time with remat / without", "train_step", ratio_of("jaxmp-bf16-remat", "jaxmp-bf16", REMAT_TIME)),
+    Row("speed-up over float32 without tensor cores", "train_step", speed_up("fp32")),
+    Row("speed-up over TF32", "train_step", speed_up("tf32")),
+    Row("memory saved against float32", "train_step", saved),
+    Row("fp16 with dynamic scaling / without", "train_step", ratio_of("jaxmp-fp16", "jaxmp-fp16-unscaled", SCALING)),
+    Row("autocast of the float32 model / by hand", "train_step", ratio_of("autocast-bf16", "hand-bf16", AUTOCAST)),
+    Row("FLOPs on tensor cores in half", "train_step", tensor_cores),
+    Row("largest batch, with remat", "remat", largest),
+    Row("mixed_float16 against float32", "accuracy", accuracy("mixed_float16", "dynamic")),
+    Row("mixed_bfloat16 against float32", "accuracy", accuracy("mixed_bfloat16", "none")),
+)
+
+
+def lines(results: Path, root: Path) -> list[str]:
+    """The table in Markdown, and below it where its figures come from and how those that are missing are had.
+
+    Args:
+      results: the folder of results.
+      root: what links are relative to.
+    """
+    sources = Sources(results)
+    cells = {row: [row.cell(sources, model) for model in MODELS] for row in ROWS}
+    table = Table("", ("", *MODELS.values()), [(row.name, *own) for row, own in cells.items()])
+    found = [line for line in table.markdown().splitlines() if line.startswith("|")]
+    notes = [source.line(root) for source in sources.all()]
+    if any(COMPILED in cell for own in cells.values() for cell in own):
+        notes.insert(
+            0, f"{COMPILED} compiled, not run; against what torch and float32 were measured to need on an H200."
+        )
+    empty = dict.fromkeys(row.script for row, own in cells.items() if "" in own)
+    commands = [f"`python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`" for name in empty]
+    if commands:
+        notes.append(
+            f"Empty cells are filled on a GPU by {', '.join(commands)}, and then `python -m experiments.readme`."
+        )
+    return ["Goals in brackets, ✓ where they are met.", "", *found, "", *(f"{note}\n" for note in notes)]

@@ -1,0 +1,183 @@
+"""The README's figures are those of experiments/results; its main table says what is measured, where, and what not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from experiments import headline, readme
+from experiments.benchmarks import train_step_report
+from experiments.benchmarks.workloads import FULL, SMOKE
+from experiments.runs import write_json
+
+GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:00 +0000", "command": "python -m some"}
+MIB = 2**20
+
+
+def test_only_what_is_between_the_markers_is_replaced(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text(f"before\n{readme.BEGIN}old\n{readme.END}\nafter\n")
+    readme.write(file)
+    assert file.read_text() == f"before\n{readme.BEGIN}\n{readme.block()}\n{readme.END}\nafter\n"
+    file.write_text("no markers")
+    with pytest.raises(SystemExit, match="must have the lines"):
+        readme.write(file)
+
+
+# The main table.
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_drawn(monkeypatch):
+    monkeypatch.setattr(train_step_report, "picture", lambda *_: None)
+
+
+def cells(results):
+    """Row to model to text, and the lines below the table."""
+    lines = headline.lines(results, results.parent)
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert table[0][1:] == list(headline.MODELS.values())
+    return {row[0]: dict(zip(headline.MODELS, row[1:], strict=True)) for row in table[2:]}, "\n".join(lines)
+
+
+def train_step(folder, sizes=FULL, environment=GPU):
+    """A run of GPT-2's train step as the benchmark leaves it: torch.compile takes 30 ms and 8,000 MiB."""
+    about = {
+        "model": "gpt2", "text": "GPT-2", "sizes": dataclasses.asdict(sizes["gpt2"]), "items": 1, "unit": "tokens",
+        "model_flops": 1, "measured": "2026-11-21", "environment": environment,
+    }  # fmt: skip
+    rows = {  # ms, MiB
+        "jaxmp-bf16": (27.0, 6000), "jaxmp-fp16": (28.0, 6100), "jaxmp-fp16-unscaled": (28.0, 6100),
+        "jaxmp-bf16-remat": (30.0, 5000), "autocast-bf16": (27.0, 6000), "hand-bf16": (26.0, 12000),
+        "compile-bf16": (30.0, 8000), "compile-fp16": (33.0, 8000), "jaxmp-tf32": (81.0, 20000),
+        "jaxmp-fp32": (297.0, 20000), "hand-fp32": (330.0, 40000),
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    for key, (_, mib) in rows.items():
+        found = {"compile_seconds": 1.0, "peak": mib * MIB, "tensor_flops": 0.995}
+        write_json(folder / f"alone-gpt2-{key}.json", {**about, "row": key, "train": found})
+    times = {key: {"milliseconds": [ms, ms + 1, 2 * ms]} for key, (ms, _) in rows.items()}
+    write_json(folder / "together-gpt2-train-1.json", {**about, "pass": "train", "rows": times})
+    train_step_report.write(folder)
+
+
+def compiled(folder, full=True):
+    """BERT compiled for an H200 that is not there; ResNet-50 in a small size."""
+    variants = {
+        "jaxmp-bf16": {"peak": 11_000 * MIB, "half": 0.998},
+        "jaxmp-bf16-remat": {"peak": 9_000 * MIB, "half": 1.0},
+    }
+    folder.mkdir(parents=True)
+    where = {"target": "H200", **GPU, "device": "a CPU"}
+    results = [
+        {"name": "bert", "full": full, "variants": variants},
+        {"name": "resnet50", "full": False, "variants": variants},
+    ]
+    write_json(folder / "compile_only.json", {"environment": where, "results": results})
+
+
+def accuracy(folder, smoke=False):
+    """Three seeds of images, in float32 and in half, and one of text that came to nothing."""
+    folder.mkdir(parents=True)
+    found = {
+        ("images", "float32", "none"): [0.80, 0.81, 0.82],
+        ("images", "mixed_float16", "dynamic"): [0.80, 0.82, 0.82],
+    }
+    found |= {("gpt2", "float32", "none"): [0.5], ("gpt2", "mixed_bfloat16", "none"): ["nan"]}
+    runs = [
+        {"task": task, "policy": policy, "loss_scale": scale, "seed": seed, "setting": {"smoke": smoke},
+         "failure": "it stopped" if value == "nan" else "", "final": {"accuracy": value, "loss": value}}
+        for (task, policy, scale), values in found.items()
+        for seed, value in enumerate(values)
+    ]  # fmt: skip
+    write_json(folder / "accuracy.json", {"environment": GPU, "runs": runs})
+
+
+def remat(folder):
+    """The largest batch of BERT, by compiling."""
+    folder.mkdir(parents=True)
+    rows = {"none": {"largest": {"batch": 700}}, "attention": {"largest": {"batch": 1200}}}
+    setting = {"smoke": False, "device": "an H200, compiled for and not run on"}
+    groups = [{"model": "bert", "policy": "mixed_bfloat16", "setting": setting, "rows": rows}]
+    write_json(folder / "remat.json", {"environment": GPU, "groups": groups})
+
+
+def test_without_any_result_every_cell_is_empty_and_three_commands_fill_them(tmp_path):
+    found, text = cells(tmp_path)
+    assert {cell for row in found.values() for cell in row.values()} == {"", "–"}
+    last = text.splitlines()[-1 if text.splitlines()[-1] else -2]
+    assert last.startswith("Empty cells are filled on a GPU by ") and "python -m experiments.readme" in last
+    for script in ("train_step", "accuracy", "remat"):
+        assert f"`python -m experiments.benchmarks.{script} --run-dir experiments/results/{script}`" in last
+
+
+def test_a_measured_step_gives_ratios_with_their_goals_and_says_where(tmp_path):
+    train_step(tmp_path / "results" / "train_step-2026")
+    found, text = cells(tmp_path / "results")
+    gpt2 = {name: row["gpt2"] for name, row in found.items() if row["gpt2"]}
+    assert gpt2 == {
+        "step time / torch.compile AMP": "✓ 0.900 (≤ 0.93)",
+        "peak memory / torch.compile AMP": "✓ 0.750 (≤ 0.82)",
+        "peak memory with remat / torch.compile AMP": "✗ 0.625 (≤ 0.62)",
+        "step time with remat / without": "✗ 1.111 (≤ 1.08)",
+        "speed-up over float32 without tensor cores": "✓ 11.00 (≥ 10)",
+        "speed-up over TF32": "✗ 3.00 (≥ 3.2)",
+        "memory saved against float32": "✓ 85% (≥ 75%)",
+        "fp16 with dynamic scaling / without": "✓ 1.000 (≤ 1.005)",
+        "autocast of the float32 model / by hand": "✗ 1.038 (≤ 1.01)",
+        "FLOPs on tensor cores in half": "✓ 99.5% (≥ 99%)",
+    }
+    assert not any(row["bert"] for row in found.values() if row["bert"] != "–")
+    assert "[train_step-2026](results/train_step-2026/train_step.md): 1 × H200 (gpu); jax 1; 2026-11-21; " in text
+    assert "`python -m some`" in text
+
+
+def test_what_was_only_compiled_fills_the_memory_and_is_marked(tmp_path):
+    compiled(tmp_path / "compile_only")
+    found, text = cells(tmp_path)
+    assert {name: row["bert"] for name, row in found.items() if row["bert"]} == {
+        "peak memory / torch.compile AMP": "✓ 0.789ᶜ (≤ 0.82)",
+        "peak memory with remat / torch.compile AMP": "✗ 0.646ᶜ (≤ 0.62)",
+        "memory saved against float32": "✓ 79%ᶜ (≥ 70%)",
+        "FLOPs on tensor cores in half": "✓ 99.8%ᶜ (≥ 99%)",
+    }
+    assert not any(row["resnet50"].strip("–") for row in found.values())
+    assert "ᶜ compiled, not run" in text and "compiled for H200 on a CPU, not run; jax 1" in text
+
+
+def test_accuracies_and_largest_batches_are_of_their_benchmarks(tmp_path):
+    accuracy(tmp_path / "accuracy-1")
+    remat(tmp_path / "remat_h200")
+    found, text = cells(tmp_path)
+    assert found["mixed_float16 against float32"]["resnet50"] == "✓ +0.33 ± 0.58 points"
+    assert found["mixed_bfloat16 against float32"]["gpt2"] == "✗ stopped"
+    assert found["mixed_bfloat16 against float32"]["resnet50"] == ""
+    assert found["largest batch, with remat"] == {"resnet50": "–", "bert": "700 → 1200ᶜ", "gpt2": ""}
+    assert "benchmarks.accuracy" in text  # not all of it is there
+
+
+def test_the_newest_result_counts_and_small_ones_do_not(tmp_path):
+    train_step(tmp_path / "train_step-small", SMOKE, {**GPU, "date": "2026-12-31 10:00 +0000"})
+    accuracy(tmp_path / "accuracy-smoke", smoke=True)
+    compiled(tmp_path / "compile_only-small", full=False)
+    assert headline.Sources(tmp_path).all() == []
+    for day in ("22", "24", "23"):
+        train_step(tmp_path / f"train_step-{day}", environment={**GPU, "date": f"2026-11-{day} 10:00 +0000"})
+    (source,) = headline.Sources(tmp_path).all()
+    assert source.path.parent.name == "train_step-24"
+
+
+def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
+    results = tmp_path / "experiments" / "results"
+    (results / "demo").mkdir(parents=True)
+    (results / "other").mkdir()
+    (results / "other" / "other.md").write_text("# Other\n")
+    facts = "".join(f"- {name}: {value}\n" for name, value in GPU.items())
+    (results / "demo" / "compare.md").write_text(
+        f"# Comparison\n\nAll is well.\n\n{facts}\n## pysource: result\n\n| a |\n"
+    )
+    block = readme.block(tmp_path)
+    assert re.search(r"## Measured.*step time / torch.compile AMP.*All is well\..*\| a \|", block, re.DOTALL)
+    assert block.endswith("[other](experiments/results/other/other.md).\n")
