@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 if __name__ == "__main__":  # before JAX is imported: with its CUDA plugin it would look for a GPU
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own notes that there is none
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's notes: that there is none, that it takes long
 if not __package__:  # started as a file: the folder two above this one has the packages
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 

@@ -178,12 +178,13 @@ def chart(results: list[dict[str, Any]], path: Path, caption: str) -> None:
         for row in result["variants"].values():
             y, gib = labels.index(row["label"]), row["peak"] / 2**30
             axes.barh(y, gib, color=COLORS[2 if row["label"].startswith("jaxmp") else 5], height=0.65)
-            axes.annotate(f"{gib:.2f}", (gib, y), (3, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.annotate(f"{gib:.2f}", (gib, y), (4, 0), textcoords="offset points", va="center", fontsize=8,
+                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
         if result["full"]:
             torch = RECORDED[result["name"]].torch / 1024
             axes.axvline(torch, color=COLORS[1], linewidth=1.2, linestyle=(0, (4, 3)))
-            axes.annotate(f"torch.compile {torch:.2f}", (torch, -0.8), (3, 0), textcoords="offset points", fontsize=8,
-                          color=COLORS[1])  # fmt: skip
+            axes.annotate(f"torch.compile, measured: {torch:.2f}", (torch, -0.8), (3, 0), textcoords="offset points",
+                          fontsize=8, color=COLORS[1])  # fmt: skip
         axes.set_yticks(range(len(labels)), labels if i == 0 else [""] * len(labels))
         axes.set_ylim(len(labels) - 0.4, -1.2)
         axes.tick_params(axis="y", length=0, labelcolor="#222222")

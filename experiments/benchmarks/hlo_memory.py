@@ -73,14 +73,21 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
 
 
 def _share(instructions: list[Instruction], held: dict[str, list[Buffer | None]], buffers: list[Buffer]) -> None:
-    """Ends each buffer that a loop fusion can write its result into one instruction early."""
+    """Ends each buffer that a loop fusion can write its result into one instruction early.
+
+    XLA does so with what the fusion reads directly: not with one of several results, as a product of cuBLAS has.
+    """
+    places = {each.name: position for position, each in enumerate(instructions)}
     made_at: dict[int, list[Buffer]] = {}
     for buffer in buffers:
         made_at.setdefault(buffer.start, []).append(buffer)
     for position, each in enumerate(instructions):
         if each.opcode != "fusion" or "kind=kLoop" not in each.text:
             continue
-        free = [buffer for name in each.operands for buffer in held.get(name, []) if buffer and buffer.end == position]
+        own = [
+            buffer for name in each.operands for buffer in held.get(name, []) if buffer and buffer.start == places[name]
+        ]
+        free = [buffer for buffer in own if buffer.end == position]
         for result in made_at.get(position, []):
             if match := next((buffer for buffer in free if buffer.bytes == result.bytes), None):
                 free.remove(match)
