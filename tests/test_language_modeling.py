@@ -1,0 +1,200 @@
+"""GPT-2 on any text: what is trained, how it resumes, what it writes at the end, and the flags' defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_tools import bits, last, rows
+
+from experiments import language_modeling, sampling, text_training, training
+from experiments.data import DataError, tokens
+
+LINES = "to be or not to be, that is the question\n\nwhether tis nobler in the mind to suffer\n\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def standard_promotion():
+    """Optax's own Adam needs it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A tiny GPT-2 with every flag that changes the step."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    (folder / "text.txt").write_text(LINES * 100)
+    return language_modeling.Config(
+        model="gpt2", dataset=str(folder / "text.txt"), data_dir=folder / "data", run_dir=folder / "run",
+        layers=1, heads=2, width=32, context=16, batch_size=8, steps=240, test_batches=2, learning_rate=0.01,
+        policy="mixed_bfloat16", loss_scale="dynamic:1024,period=10", accumulate=2, remat="attention",
+        override=("ln_f=float32",), evaluate_every=200, checkpoint_every=200, sample_tokens=30, temperature=0.0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def experiment(config):
+    return language_modeling.prepare(config)
+
+
+@pytest.fixture(scope="module")
+def run(config, experiment):
+    """The summary, and the state at the end."""
+    states = []
+
+    def closing(state, test):
+        states.append(state)
+        return experiment.closing(state, test)
+
+    watched = dataclasses.replace(experiment, closing=closing)
+    summary = training.train("language_modeling", text_training.settled(config, "gpt2"), lambda _: watched)
+    return summary, *states
+
+
+def test_gpt2_learns_a_text_and_writes_in_its_words(run, config):
+    run, _ = run
+    text = run["texts"]["Sample"]
+    assert text.startswith("\n\n") and len(text) == 32
+    assert any(word in text for word in (" to", " be", "the", "not", "whe"))
+    assert run["test_loss"] < 2.2 < 4 < float(rows(config.run_dir)[0][2])
+    assert run["test_perplexity"] == pytest.approx(math.exp(run["test_loss"]))
+    held = tokens.load(config.dataset, config.data_dir, "auto", 2048)
+    assert run["test_bits_per_byte"] == pytest.approx(run["test_loss"] / math.log(2) / held.bytes_per_token)
+    assert run["examples_are"] == "tokens" and run["data"].endswith(", bytes") and run["examples_per_s"] > 0
+
+
+def test_the_run_folder_has_the_sample_and_the_sizes(run, config):
+    flags = json.loads((config.run_dir / "config.json").read_text())["config"]
+    assert (flags["schedule"], flags["clip"], flags["weight_decay"]) == ("cosine", 1.0, 0.1)
+    summary = (config.run_dir / "summary.md").read_text()
+    assert "| test_perplexity |" in summary and "## Sample\n\n    \n    \n" in summary and "| texts |" not in summary
+    assert (config.run_dir / "curves.png").stat().st_size > 10_000
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(run, config, experiment, tmp_path):
+    shutil.copytree(config.run_dir, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "240")
+    resumed = dataclasses.replace(config, run_dir=tmp_path / "run", resume=True, prompt="to be")
+    again = training.train("language_modeling", text_training.settled(resumed, "gpt2"), lambda _: experiment)
+    assert again["resumed_at_step"] == 200 and again["texts"] == run[0]["texts"]
+    assert bits(last(tmp_path / "run")) == bits(last(config.run_dir))
+    assert rows(tmp_path / "run") == rows(config.run_dir)
+
+
+def test_training_and_evaluation_compute_the_same_loss_of_the_tokens_that_follow(run, experiment):
+    _, state = run
+    batch = next(iter(experiment.test_batches()))
+    assert batch["tokens"].shape == (8, 17) and batch["tokens"].dtype == np.int32
+    loss, _ = jax.jit(experiment.loss_fn)(state.params, None, batch, None)
+    metrics = experiment.eval_step(state, batch)
+    assert float(loss) == pytest.approx(float(metrics["loss"]), rel=0.01)
+    assert 0.2 < float(metrics["accuracy"]) < 1
+
+
+# --- flags ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_given_is_what_suits_the_model_and_the_device(monkeypatch):
+    plain = text_training.settled(language_modeling.Config(), "next_token")
+    assert (plain.vocabulary, plain.context, plain.batch_size, plain.steps) == (2048, 4, 8192, 150)
+    assert (plain.learning_rate, plain.test_batches, plain.layers) == (3e-3, 8, None)
+    small = text_training.settled(language_modeling.Config(layers=2), "gpt2")
+    assert (small.layers, small.width, small.context) == (2, 128, 128)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    large = text_training.settled(language_modeling.Config(), "gpt2")
+    assert (large.layers, large.heads, large.width, large.context, large.batch_size) == (12, 12, 768, 1024, 16)
+    assert text_training.settled(language_modeling.Config(), "bert").context == 512
+
+
+def test_remat_is_the_models_own_or_the_steps():
+    assert text_training.split_remat("attention") == ("attention", "none")
+    assert text_training.split_remat("dots_saveable") == ("none", "dots_saveable")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"vocabulary": 100}, "--vocabulary must be at least the 257 tokens of bytes, got 100"),
+        ({"context": 5000}, "shorter than the held-out text of .* tokens, got --context 5000"),
+        ({"tokens": "pairs", "prompt": "a"}, "--prompt must have a token at least, got 'a', which has no pairs"),
+        ({"remat": "atention"}, "unknown remat policy 'atention'"),
+        ({"override": ("ln_g=float32",)}, "ln_g"),
+    ],
+)
+def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(flags, message, config):
+    with pytest.raises((ValueError, DataError), match=message):
+        language_modeling.prepare(dataclasses.replace(config, **{"override": (), **flags}))
+
+
+def test_only_matrices_decay_and_long_gradients_are_clipped(config):
+    settled = dataclasses.replace(
+        text_training.settled(config, "gpt2"), schedule="constant", learning_rate=0.1, weight_decay=0.5, clip=1.0
+    )
+    tx = text_training.adamw(settled)
+    params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], -0.05, rtol=1e-6)
+    np.testing.assert_array_equal(updates["b"], 0)
+    moments = [
+        tx.update(jax.tree.map(lambda p, size=size: size * p, params), tx.init(params), params)[1]
+        for size in (1e3, 1e6)
+    ]
+    np.testing.assert_allclose(moments[0][1][0].mu["w"], moments[1][1][0].mu["w"], rtol=1e-5)
+
+
+def test_the_schedule_rises_for_a_twentieth_of_the_steps_and_falls_to_a_tenth(config):
+    tx = text_training.adamw(dataclasses.replace(text_training.settled(config, "gpt2"), steps=100, weight_decay=0.0))
+    params = jnp.zeros((1, 1))
+
+    def step(state, _):
+        update, state = tx.update(jnp.full((1, 1), 0.5), state, params)
+        return state, -update[0, 0]
+
+    sizes = np.asarray(jax.lax.scan(step, tx.init(params), length=101)[1])
+    assert sizes[0] == 0 and np.argmax(sizes) == 5 and sizes[5] == pytest.approx(0.01, rel=1e-3)
+    assert sizes[-1] == pytest.approx(0.001, rel=1e-3)
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+def counting(params, window):
+    """The token that follows is the sum of the last two, modulo 7; places left of the window count as 0."""
+    before = jnp.pad(window, ((0, 0), (1, 0)))[:, :-1]
+    return params * jax.nn.one_hot((window + before) % 7, 7)
+
+
+def test_a_sample_goes_on_from_its_prompt_through_a_window_that_moves():
+    expected = [1, 2]
+    for _ in range(20):
+        expected.append((expected[-1] + expected[-2]) % 7)
+    params = jnp.float32(50.0)
+    assert sampling.sample(counting, params, [1, 2], 20, context=4, top_k=1) == expected[2:]
+    assert sampling.sample(counting, params, [1, 2], 20, context=64, temperature=1.0) == expected[2:]
+    assert sampling.sample(counting, params, [5, 6, 4, 1, 2], 20, context=3, temperature=0) == expected[2:]
+
+
+def test_tokens_are_drawn_by_temperature_among_the_likeliest():
+    logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
+    keys = jax.random.split(jax.random.key(0), 4000)
+
+    def shares(temperature: float, top_k: int) -> np.ndarray:
+        draw = jax.jit(jax.vmap(lambda key: sampling.choose(key, logits, temperature, top_k)))
+        return np.bincount(np.asarray(draw(keys)), minlength=4) / 4000
+
+    np.testing.assert_allclose(shares(1.0, 0), [0.5, 0.3, 0.15, 0.05], atol=0.03)
+    sharp = np.asarray([0.5, 0.3, 0.15, 0]) ** 2
+    np.testing.assert_allclose(shares(0.5, 3), sharp / sharp.sum(), atol=0.03)
+
+
+def test_a_sample_without_a_prompt_is_an_error():
+    with pytest.raises(ValueError, match="a prompt of at least one token, got none; write --prompt"):
+        sampling.sample(counting, jnp.float32(1.0), [], 3, context=4)

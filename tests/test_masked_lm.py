@@ -1,0 +1,65 @@
+"""BERT from scratch: what is hidden from it, what it learns and what it shows at the end."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import masked_lm
+from experiments.data.masking import IGNORE
+from experiments.data.tokens import Bytes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def standard_promotion():
+    """Optax's own Adam needs it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    (folder / "text.txt").write_text("".join(30 * letter for letter in "abcdefgh") * 50)
+    return masked_lm.Config(
+        dataset=str(folder / "text.txt"), data_dir=folder / "data", run_dir=folder / "run", layers=1, heads=2, width=32,
+        context=16, batch_size=16, steps=200, test_batches=4, learning_rate=0.01, policy="mixed_bfloat16",
+        evaluate_every=200, checkpoint_every=0, remat="dots",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def experiment(config):
+    return masked_lm.prepare(config)
+
+
+def test_batches_depend_on_the_seed_and_their_number_and_those_to_evaluate_on_are_the_same(experiment):
+    batches = experiment.train_batches(3)
+    first, second = next(batches), next(batches)
+    for name in ("tokens", "targets"):
+        np.testing.assert_array_equal(second[name], next(experiment.train_batches(3, 1))[name])
+        assert not np.array_equal(first[name], second[name]) and first[name].shape == (16, 16)
+    chosen = np.asarray(first["targets"]) != IGNORE
+    assert 0.08 < chosen.mean() < 0.22
+    assert set(np.asarray(first["tokens"])[chosen].tolist()) > {257}  # [MASK] and others
+    assert set(np.asarray(first["targets"])[chosen].tolist()) <= set(b"abcdefgh")
+    for one, other in zip(experiment.test_batches(), experiment.test_batches(), strict=True):
+        np.testing.assert_array_equal(one["tokens"], other["tokens"])
+
+
+def test_bert_learns_a_text_and_shows_its_guesses(config, experiment):
+    summary = masked_lm.train(config)
+    assert summary["test_accuracy"] > 0.5 and summary["test_loss"] < 1.5
+    ((title, guesses),) = summary["texts"].items()
+    assert title == "Guesses: [right], [wrong|what was there]"
+    assert len(guesses.split("\n\n")) == 4 and "[" in guesses
+    assert f"## {title}" in (config.run_dir / "summary.md").read_text()
+    assert summary["examples_are"] == "tokens"
+
+
+def test_guesses_stand_in_brackets_with_the_truth_where_they_are_wrong():
+    shown = np.asarray([*b"he", 257, *b"lo", 257, 257, 256])
+    targets = np.asarray([-100, -100, ord("l"), -100, -100, ord(" "), ord("w"), -100])
+    guesses = np.asarray([0, 0, ord("l"), 0, 0, ord("\n"), ord("w"), 0])
+    assert masked_lm.in_brackets(shown, targets, guesses, Bytes()) == "he[l]lo[⏎|␣][w]"
