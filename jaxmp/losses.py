@@ -18,6 +18,8 @@ Sharp edges:
 - JAX cannot raise on values: a label that is neither a class nor ignored makes the loss NaN.
 - They are for reverse mode: ``jax.jvp`` and ``jax.linearize`` of a loss raise JAX's TypeError; ``jax.jvp`` of its
   gradient, or ``jax.grad`` of it, are fine.
+- The fused loss saves by itself what ``jax.checkpoint`` would. Inside of one its first product is done twice, and under
+  a policy that saves products the logits are saved: checkpoint the blocks before it.
 - Of tokens sharded over devices each chunk takes its share, and the weights' gradient is summed over the devices once a
   chunk: take few. In a checked ``jax.shard_map`` weights that do not vary want ``jax.lax.pcast(…, to="varying")``, as
   custom derivatives do. Axes of explicit sharding are for :func:`cross_entropy` only.
@@ -237,19 +239,22 @@ def _count(labels: jax.Array, dtype: Any) -> jax.Array:
     return jnp.maximum((labels != _IGNORED).sum(), 1).astype(dtype)
 
 
+# Below no constant has the size of the logits: when a checkpoint differentiates the loop over chunks, JAX computes what
+# does not change from one to the next before it, and would store them.
+
+
 def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, jax.Array]:
     """The loss of each label and the log-sum-exp of its logits, in float32."""
     classes, smoothing, z_loss = options
     with precision("float32"):  # under autocast of a float32 call the cast is none
         wide = logits.astype(_wide(logits.dtype))
-        is_class = _columns(wide) < classes
-        largest = jax.lax.stop_gradient(jnp.where(is_class, wide, -jnp.inf).max(-1, keepdims=True))
-        exponentials = jnp.where(is_class, jnp.exp(wide - largest), 0)
-        denominators = jnp.log(exponentials.sum(-1)) + largest[..., 0]
+        of_classes = jnp.minimum(wide, _limits(wide, classes))
+        largest = jax.lax.stop_gradient(of_classes.max(-1, keepdims=True))
+        denominators = jnp.log(jnp.exp(of_classes - largest).sum(-1)) + largest[..., 0]
         picked = jnp.take_along_axis(wide, labels[..., None], axis=-1, mode="clip")[..., 0]
         losses = denominators - (1 - smoothing) * picked
         if smoothing:
-            losses -= smoothing / classes * jnp.where(is_class, wide, 0).sum(-1)
+            losses -= smoothing / classes * wide[..., :classes].sum(-1)
         if z_loss:
             losses += z_loss * denominators**2
         losses = jnp.where(labels < classes, losses, jnp.nan)
@@ -260,17 +265,23 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: jax.Array, opt
     """The gradient of each loss with respect to its logits, in float32."""
     classes, smoothing, z_loss = options
     with precision("float32"):
-        columns, labels = _columns(logits), labels[..., None]
-        softmax = jnp.exp(logits.astype(denominators.dtype) - denominators[..., None])
+        wide, denominators, labels = logits.astype(denominators.dtype), denominators[..., None], labels[..., None]
+        columns = jnp.arange(wide.shape[-1], dtype=labels.dtype)
+        is_label = (columns == labels).astype(wide.dtype)
+        gradient = jnp.exp(jnp.minimum(wide, _limits(wide, classes)) - denominators)
         if z_loss:
-            softmax *= 1 + 2 * z_loss * denominators[..., None]
-        gradient = softmax - jnp.where(columns == labels, 1 - smoothing, 0) - smoothing / classes
-        gradient = jnp.where(labels < classes, gradient, jnp.nan)
-        return jnp.where((columns < classes) & (labels != _IGNORED), gradient, 0)
+            gradient *= 1 + 2 * z_loss * denominators
+        gradient -= (1 - smoothing) * is_label
+        if smoothing:
+            gradient -= jnp.where(columns < classes, smoothing / classes, 0)
+        gradient *= jnp.where(labels < classes, 1, jnp.nan)
+        return jnp.where(labels == _IGNORED, is_label, gradient)  # 0, whatever the logits are
 
 
-def _columns(logits: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+def _limits(logits: jax.Array, classes: int) -> jax.Array:
+    """An upper bound of each logit: none for a class, -inf for what pads the vocabulary."""
+    limits = jnp.where(jnp.arange(logits.shape[-1]) < classes, jnp.inf, -jnp.inf)
+    return limits.astype(logits.dtype)
 
 
 def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:

@@ -40,6 +40,15 @@ def assert_close(got, want, tolerance=1e-5):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+def equations(jaxpr):
+    """Those of a jaxpr and of all in it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for param in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
+            if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
+                yield from equations(getattr(param, "jaxpr", param))
+
+
 @pytest.mark.parametrize("loss", [stored, fused])
 def test_the_loss_can_be_used_twice_and_be_part_of_another(loss):
     def larger(loss, x, weights):
@@ -94,6 +103,19 @@ def test_vmap_scan_and_checkpoint_compose(loss):
     assert_close(got, want)
 
 
+def test_a_checkpoint_keeps_no_constant_of_the_size_of_a_chunk_s_logits():
+    x, weights, labels = jnp.ones((64, 4), jnp.bfloat16), jnp.ones((30, 4)), jnp.zeros(64, int)
+
+    def loss(x, weights):
+        options = {"classes": 29, "chunks": 4, "ignore_index": 1, "label_smoothing": 0.1, "z_loss": 1e-4}
+        return projected_cross_entropy(x, weights, labels, **options)
+
+    jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(x, weights).jaxpr
+    scans = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
+    assert len(scans) == 2
+    assert not [var for eqn in scans for var in eqn.invars if getattr(var.aval, "shape", ()) == (16, 30)]
+
+
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         x, weights, labels = X.astype(jnp.float64), WEIGHTS.astype(jnp.float64), LABELS.astype(jnp.int64)
@@ -140,19 +162,11 @@ def test_the_fused_loss_under_autocast_is_that_by_hand_bit_for_bit(half):
         np.testing.assert_array_equal(ours, by_hand)
 
 
-def products(jaxpr):
-    """Dtypes of the operands and the result of every matrix product, at any depth."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield tuple(var.aval.dtype.name for var in (*eqn.invars, *eqn.outvars))
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
-            if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
-                yield from products(getattr(param, "jaxpr", param))
-
-
 def test_the_fused_loss_under_autocast_multiplies_half_and_sums_in_float32():
     autocast = jaxmp.autocast(of_float32(fused), "mixed_bfloat16")
-    found = list(products(jax.make_jaxpr(jax.grad(autocast, (0, 1)))(LAYER, WEIGHTS).jaxpr))
+    jaxpr = jax.make_jaxpr(jax.grad(autocast, (0, 1)))(LAYER, WEIGHTS).jaxpr
+    products = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
+    found = [tuple(var.aval.dtype.name for var in (*eqn.invars, *eqn.outvars)) for eqn in products]
     half, summed = ("bfloat16",) * 3, ("bfloat16", "bfloat16", "float32")
     # forward: the layer, the logits, the gradients of x and of the weights; backward: that of the layer
     assert sorted(found) == sorted([half, half, summed, summed, half])
@@ -184,14 +198,13 @@ class Model(nn.Module):
         return projected_cross_entropy(x, embed.embedding, labels, chunks=2)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_the_fused_loss_with_tied_embeddings_works_under_a_policy(policy):
-    labels, model = jnp.arange(CLASSES), jaxmp.linen.apply_policy(Model(), policy)
-    params = model.init(jax.random.key(0), labels)
+def test_the_fused_loss_with_tied_embeddings_works_under_a_policy():
+    labels, model = jnp.arange(CLASSES), jaxmp.linen.apply_policy(Model(), "mixed_float16")
+    params = jax.jit(Model().init)(jax.random.key(0), labels)
     loss, grads = jax.jit(jax.value_and_grad(model.apply))(params, labels)
     want, exact = jax.jit(jax.value_and_grad(Model().apply))(params, labels)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
-    assert_close((loss, grads), (want, exact), tolerance=3e-2)
+    assert_close((loss, grads), (want, exact), tolerance=3e-3)
 
 
 # ---- several devices
