@@ -70,14 +70,19 @@ class BERT(nn.Module):
         return self._hidden(tokens, token_types, mask).reshape(*tokens.shape, self.width)
 
     def loss(
-        self, tokens: jax.Array, targets: jax.Array, mask: jax.Array | None = None, ignore_index: int | None = -100
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array | None = None,
+        ignore_index: int | None = -100,
+        token_types: jax.Array | None = None,
     ) -> jax.Array:
         """The mean cross-entropy of ``targets`` (batch, sequence), float32, over those that are not ``ignore_index``.
 
         The logits never exist all at once, see :func:`jaxmp.losses.projected_cross_entropy`.
         """
         return self.word_embeddings.cross_entropy(
-            self._head(self._hidden(tokens, None, mask)),
+            self._head(self._hidden(tokens, token_types, mask)),
             targets.reshape(-1),
             bias=self.decoder_bias,
             classes=self.vocabulary,

@@ -7,6 +7,8 @@ from typing import Literal
 import flax.linen as nn
 import jax
 
+from experiments.models.pooling import max_pool
+
 KERNEL_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 MOMENTUM = 0.9  # of the running statistics
 WIDTHS = {"basic": 1, "bottleneck": 4}  # channels that leave a block, in multiples of its width
@@ -68,7 +70,7 @@ class ResNet(nn.Module):
         x = _conv(self.width, 3, 1)(images) if self.small_images else _conv(self.width, 7, 2)(images)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=MOMENTUM)(x))
         if not self.small_images:
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+            x = max_pool(x)
         for stage, blocks in enumerate(self.stages):
             for i in range(blocks):
                 x = Block(self.kind, self.width * 2**stage, stride=2 if stage and i == 0 else 1)(x, train)
