@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxmp import jmp as jmp
     from jaxmp import linen as linen
     from jaxmp import loss_scale as loss_scale
+    from jaxmp import losses as losses
     from jaxmp import nnx as nnx
     from jaxmp import optimizer as optimizer
     from jaxmp import policy as policy
@@ -51,8 +52,8 @@ __version__ = "0.1.0"
 # Name to the module that has it ("" for a module itself). Imported on first use: `import jaxmp` stays light, and flax
 # and optax are loaded by those who use them.
 _EXPORTS = {
-    **dict.fromkeys(("dtypes", "formats", "hardware", "jmp", "linen", "loss_scale", "nnx", "optimizer"), ""),
-    **dict.fromkeys(("policy", "training", "tree"), ""),
+    **dict.fromkeys(("dtypes", "formats", "hardware", "jmp", "linen", "loss_scale", "losses", "nnx"), ""),
+    **dict.fromkeys(("optimizer", "policy", "training", "tree"), ""),
     **dict.fromkeys(("CastPlan", "cast_plan"), "autocast.plan"),
     "precision": "autocast.regions",
     **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "LossScale"), "loss_scale"),

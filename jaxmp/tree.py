@@ -53,7 +53,7 @@ def widen(tree: T) -> T:
 def all_finite(tree: Any) -> jax.Array:
     """A bool scalar: no floating or complex leaf of ``tree`` holds an infinity or a NaN (True for an empty tree).
 
-    Every leaf is reduced by the sum of ``0 * x``, which is zero for finite numbers and NaN for all others, and the sums
+    Every leaf is reduced by the sum of ``x - x``, which is zero for finite numbers and NaN for all others, and the sums
     are added up: one scalar is tested. Unlike a test per leaf this fuses with what produced the leaf, and on sharded
     arrays it needs one scalar all-reduce and gathers nothing.
 
@@ -70,7 +70,8 @@ def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
     if jnp.iscomplexobj(array):
         return _zero_if_finite(array.real) + _zero_if_finite(array.imag)
     # Zeros and NaN survive the narrowing to float32 (of float64) and the widening (of half) exactly.
-    return jnp.sum((array * 0).astype(jnp.float32))
+    # Not `array * 0`: XLA would keep an array of zeros as large as the largest leaf for the whole of a step.
+    return jnp.sum((array - array).astype(jnp.float32))
 
 
 def max_abs(tree: Any) -> jax.Array:

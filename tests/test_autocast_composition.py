@@ -328,3 +328,31 @@ def test_code_of_another_half_dtype_does_not_go_through_the_policys():
 def test_nothing_leaks():
     with jax.checking_leaks():
         half(network)(X, W)
+
+
+def test_a_branch_for_other_platforms_is_not_lowered_for_this_one():
+    def other(x):
+        return jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def fun(x, w):
+        return jax.lax.platform_dependent(x @ w, tpu=other, default=lambda h: jnp.sin(h) @ w)
+
+    x, w = normal(0, 4, 8), normal(1, 8, 8)
+    np.testing.assert_allclose(jax.jit(half(fun))(x, w), jax.jit(fun)(x, w), atol=0.05)
+    assert products(half(fun), x, w) == ["bfloat16"] * 2
+
+
+def test_equal_functions_of_other_constants_do_not_share_a_program():
+    above = jax.jit(lambda h, bound: jnp.where(h > bound, 1.0, 0.0))
+
+    def fun(x, w):
+        h = x @ w
+        return above(h, 0.0) @ w, above(h, 0.3) @ w
+
+    x = jnp.full((4, 8), 0.30078125)  # what bfloat16 makes of 0.3
+    np.testing.assert_array_equal(half(fun)(x, jnp.eye(8))[1], 1)
+
+
+def test_arrays_of_texts_reach_the_function_as_they_are():
+    batch = {"x": normal(0, 4, 8), "names": np.array(["a", "b"])}
+    assert half(lambda batch: (batch["x"] @ jnp.eye(8), batch["names"][1]))(batch)[1] == "b"

@@ -94,6 +94,28 @@ def test_a_custom_vjp_that_optimizes_remat_is_half_under_checkpoint():
         assert cosine(derivative(W), jax.grad(fun)(W)) > 0.9999
 
 
+@pytest.mark.parametrize("residuals", [(0,), (1,), (0, 1)])
+def test_a_custom_vjp_that_closes_over_an_array_gets_its_own_residuals(residuals):
+    table = jnp.arange(8.0) / 8
+
+    @jax.custom_vjp
+    def product(x, y):
+        return x * y * table
+
+    def forward(x, y):
+        return product(x, y), tuple((x, y)[n] for n in residuals)
+
+    def backward(saved, g):
+        return tuple(g * table * (saved[residuals.index(n)] if n in residuals else 3.0) for n in (1, 0))
+
+    product.defvjp(forward, backward)
+
+    def fun(x):
+        return jnp.sum(product(x @ W, x) @ W)
+
+    assert cosine(jax.grad(half(fun))(X), jax.grad(fun)(X)) > 0.9999
+
+
 def test_a_custom_vjp_with_integers_static_arguments_and_no_gradient():
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def layer(activation, x, w, n):

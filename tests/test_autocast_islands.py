@@ -225,3 +225,67 @@ def test_what_is_subtracted_before_a_float32_scale_is_subtracted_in_float32():
     x = (10 + 0.3 * normal(10, 4, 8)).astype(jnp.bfloat16).astype(jnp.float32)
     args = (x, jnp.full(8, 10.03), jnp.full(8, 0.1), W)
     assert np.allclose(half(fun)(*args), fun(*args), rtol=2**-8)
+
+
+def distances(x):
+    squares = jnp.sum(x**2, -1)
+    return jnp.sqrt(squares[:, None] + squares[None] - 2 * x @ x.T + jnp.eye(len(x)))
+
+
+def variances(x):
+    return jnp.stack([jnp.mean(x * x, 0), (x * x).T @ FILTER - (x.T @ FILTER) ** 2])
+
+
+FILTER = jnp.full(32, 1 / 32)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("fun", [distances, variances])
+def test_squares_that_a_product_cancels_are_float32(fun, policy):
+    x = 5 + normal(0, 32, 8)
+    np.testing.assert_allclose(half(lambda x: fun(x @ W), policy)(x.astype(HALVES[policy]).astype(jnp.float32)),
+                               fun(x.astype(HALVES[policy]).astype(jnp.float32)), rtol=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_product_that_is_only_factorised_is_float32(policy):
+    a = 3 * normal(0, 64, 8)
+    result = half(lambda a: jnp.linalg.cholesky(a @ a.T + 1e-2 * jnp.eye(64)), policy)(a)
+    np.testing.assert_array_equal(jnp.isfinite(result), True)
+
+
+def test_a_logarithm_of_a_product_of_exponentials_does_not_underflow():
+    a, b = 20 * normal(0, 4, 8), 20 * normal(1, 8, 4)
+
+    def fun(a, b):
+        high, wide = a.max(1, keepdims=True), b.max(0, keepdims=True)
+        return jnp.log(jnp.exp(a - high) @ jnp.exp(b - wide)) + high + wide
+
+    np.testing.assert_allclose(half(fun, "mixed_float16")(a, b), fun(a, b), rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_logarithm_near_a_bound_is_float32_although_a_product_reads_the_same(policy):
+    def fun(x, w):
+        action = jnp.tanh(3 * (x @ w))
+        return jnp.sum(jnp.log(1 - action**2 + 1e-6), -1), action @ w
+
+    x = normal(0, 4, 8).astype(HALVES[policy]).astype(jnp.float32)
+    np.testing.assert_allclose(half(fun, policy)(x, W)[0], fun(x, W)[0], rtol=0.02)
+
+
+def test_squares_under_a_root_do_not_overflow_and_epsilons_there_do_not_vanish():
+    large = jnp.full((4, 8), 300.0)
+    squareplus = between(jax.nn.squareplus)
+    np.testing.assert_allclose(half(squareplus, "mixed_float16")(large, W), squareplus(large, W), rtol=1e-3)
+    smooth = between(lambda h: jnp.sqrt(h**2 + 1e-12))
+    gradient = jax.grad(lambda x: half(smooth, "mixed_float16")(x, W).sum())(jnp.zeros((4, 8)))
+    np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("fill", [-1e30, 1e-12])
+def test_what_a_gather_fills_with_is_not_rounded(fill):
+    def fun(x, w):
+        return 1 / jnp.take(x @ w, jnp.array([0, 99]), axis=0, mode="fill", fill_value=fill)
+
+    np.testing.assert_allclose(half(fun, "mixed_float16")(jnp.ones((4, 8)), W), fun(jnp.ones((4, 8)), W), rtol=1e-3)

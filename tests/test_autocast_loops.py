@@ -207,6 +207,63 @@ def test_a_loop_that_ends_when_it_has_converged_is_float32():
     assert half(fun)(X, W)[2] == fun(X, W)[2] < 500
 
 
+def test_a_loop_that_ends_by_a_flag_when_it_has_converged_is_float32():
+    def fun(x, w):
+        def body(carry):
+            z, _, n = carry
+            new = jnp.tanh(z @ w + x)
+            return new, jnp.max(jnp.abs(new - z)) < 1e-6, n + 1
+
+        return jax.lax.while_loop(lambda carry: ~carry[1] & (carry[2] < 500), body, (x, False, 0))[2]
+
+    assert half(fun)(X, W) == fun(X, W) < 500
+
+
+def test_a_bisection_with_the_product_in_the_condition_is_float32():
+    def fun(w):
+        def above(middle):
+            return (jnp.full(8, middle) @ jnp.abs(w))[0] - 2.3456
+
+        def body(carry):
+            low, high, n = carry
+            middle = (low + high) / 2
+            is_above = above(middle) > 0
+            return jnp.where(is_above, low, middle), jnp.where(is_above, middle, high), n + 1
+
+        def goes_on(carry):
+            return (jnp.abs(above((carry[0] + carry[1]) / 2)) > 1e-5) & (carry[2] < 100)
+
+        return jax.lax.while_loop(goes_on, body, (0.0, 10.0, 0))[2]
+
+    assert half(fun)(W) == fun(W) < 100
+
+
+def test_a_decoder_that_ends_with_a_token_is_half():
+    def fun(x, w):
+        def body(carry):
+            h, _, n = carry
+            h = jnp.tanh(h @ w)
+            return h, jax.jit(lambda h: jnp.argmax(h @ w) == 3)(h), n + 1
+
+        return jax.lax.while_loop(lambda carry: ~carry[1] & (carry[2] < 5), body, (x, False, 0))[0] @ w
+
+    assert set(products(half(fun), X, W)) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("join", ["carry", "branches"])
+def test_a_mask_that_starts_a_carry_or_ends_a_branch_stays_finite(join):
+    def filled(h):
+        lowest = jnp.full(h.shape, -1e30)
+        if join == "branches":
+            return jax.lax.cond(h[0, 0] > 1e9, lambda h: h, lambda h: lowest, h)
+        return jax.lax.scan(lambda c, n: (c.at[n].set(h[n]), None), lowest, jnp.arange(2))[0]
+
+    def fun(x, w):
+        return jax.nn.softmax(filled(x @ w)) @ w
+
+    np.testing.assert_allclose(half(fun, "mixed_float16")(X, W), fun(X, W), atol=2e-3)
+
+
 def test_a_loop_over_float_time_is_half():
     def fun(x, w):
         return jax.lax.while_loop(lambda c: c[0] < 1.0, lambda c: (c[0] + 0.3, jnp.tanh(c[1] @ w)), (0.0, x))[1] @ w

@@ -63,8 +63,9 @@ def _standing_in_for(original: Any) -> Any:
         half = _deciding.get(lambda: None)() if wants and written == {np.dtype(np.float32)} else None
         if half is None:
             return original(*operands, *args, **kwargs)
-        arrays, options = jax.tree.map(functools.partial(_cast, half), ((*operands, *args), kwargs))
-        fused = functools.partial(original, *arrays, **{**options, "implementation": "cudnn"})
+        arrays = [operand.astype(half) for operand in operands]  # whose derivative needs nothing of what was cast
+        rest, options = jax.tree.map(functools.partial(_cast_bias, half), (args, kwargs))
+        fused = functools.partial(original, *arrays, *rest, **{**options, "implementation": "cudnn"})
         if implementation is None:
             try:
                 jax.eval_shape(fused)
@@ -75,7 +76,7 @@ def _standing_in_for(original: Any) -> Any:
     return dot_product_attention
 
 
-def _cast(half: np.dtype, leaf: Any) -> Any:
+def _cast_bias(half: np.dtype, leaf: Any) -> Any:
     """``leaf`` in half if it is float32; what half cannot hold, as a bias that masks, at the end of its range."""
     if getattr(leaf, "dtype", None) != np.float32:
         return leaf

@@ -141,6 +141,10 @@ def _while(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: An
 
 def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
     index, *rest = operands
+    if platforms := params.get("branches_platforms"):  # a branch for other devices may not compile for this one
+        named = {name: function for names, function in zip(platforms, functions, strict=True) for name in names or ()}
+        default = functions[platforms.index(None)] if None in platforms else None
+        return jax.lax.platform_dependent(*rest, default=default, **named)
     return jax.lax.switch(index, list(functions), *rest)
 
 
@@ -228,18 +232,17 @@ def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
             perturbed[:] = [arg.perturbed for arg in args]
             args = tuple(arg.value for arg in args)
         jaxpr = forward()  # before `out_trees`, which it fills
-        _, residual_tree, forwarded = params["out_trees"]()
+        _, residual_tree, forwarded = params["out_trees"]()  # positions among the operands, constants included
         saved = residual_tree.num_leaves - sum(position is not None for position in forwarded)
         results = jax.eval_shape(lambda *args: function(*consts, *args), *args)
         out = _evaluate(rule, jaxpr, args, [*[None] * saved, *(result.dtype for result in results)])
         new = iter(out[:saved])
-        return out[saved:], [next(new) if position is None else args[position] for position in forwarded]
+        return out[saved:], [next(new) if position is None else args[position - count] for position in forwarded]
 
     def bwd(residuals: Values, cotangents: Values) -> tuple[Any, ...]:
         new = iter(var.aval for var in forward()[0].outvars)
         _, _, forwarded = params["out_trees"]()
-        in_avals = [atom.aval for atom in eqn.invars[count:]]
-        written = [next(new) if position is None else in_avals[position] for position in forwarded]
+        written = [next(new) if position is None else eqn.invars[position].aval for position in forwarded]
         written += [var.aval.to_ct_aval() for var in eqn.outvars]
         # Symbolic zeros, Python values and the cotangents of integers are no operands of a program.
         given = [

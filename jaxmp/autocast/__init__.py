@@ -47,6 +47,8 @@ Sharp edges:
   cuDNN; what is inside another ``jit`` is asked for its own scopes only.
 - Constants of more than 65,536 elements are not looked at, nor are arguments: ``finfo.min`` in one that others than a
   softmax read becomes -inf.
+- A carry with a product on its way round is taken for a residual stream, in half: what adds many small steps up, as
+  solvers of differential equations do, wants ``jaxmp.precision("float32")`` around the sum.
 - float16 has float16's range: a product beyond 65504 is infinite, and gradients want a loss scale. XLA's float16
   ``logistic`` is 0 below -11. ``jax.random.multivariate_normal`` multiplies, in half.
 - The bodies of ``custom_vmap``, ``linear_call``, solvers and kernels are not looked into; the plan has a row for each

@@ -25,7 +25,7 @@ from jaxmp.autocast import islands
 from jaxmp.autocast.classes import Class, primitives_of
 from jaxmp.autocast.cycles import on_a_cycle_with
 from jaxmp.autocast.graph import Graph, Node, Step
-from jaxmp.autocast.kinds import Kind, State
+from jaxmp.autocast.kinds import TINY, Kind, State
 from jaxmp.autocast.rules import MONOTONE, MOVES
 
 _FLOAT32 = np.dtype(np.float32)
@@ -60,22 +60,20 @@ def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bo
     """
     nodes = graph.nodes
     islands.keep_log_probabilities(nodes)
+    islands.keep_cancelled(nodes)
+    islands.keep_searches(graph)
     products = [node for node in nodes if node.kind is Kind.HALF]
     if not force and not products and not any(node.kind is Kind.FULL and node.name in _PRODUCTS for node in nodes):
         return False
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
     _spread([*products, *halves], "after_product", "users")
-    if islands.keep_searches(graph):
-        products = [node for node in products if node.kind is Kind.HALF]
-        for node in nodes:
-            node.after_product = False
-        _spread([*products, *halves], "after_product", "users")
     products += islands.take_outer_products(nodes)
     _spread([node for node in nodes if node.is_looked_up], "is_looked_up", "users")
     _spread([*products, *results], "before_product", "inputs")
     islands.find_activations(nodes)
     islands.extend(nodes)
     _hold_sums(nodes)
+    products = [node for node in products if node.kind is Kind.HALF]
     _find_readers([*(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
     islands.extend_again(nodes)
@@ -144,6 +142,7 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
         for operand in node.inputs
         if operand.is_activation
         and not operand.has_half_copy
+        and not operand.reason.startswith(TINY)  # whose epsilon would be lost again
         and _is_elementwise(node, operand)
         and node.name not in _AFFINE
     ]

@@ -188,7 +188,8 @@ def _signature(step: Step, rules: Rules) -> Any:
 def _decisions(step: Step) -> Any:
     own = tuple((node.colour, node.dtype) for node in (*step.nodes, *step.joins) if node is not None)
     shared = tuple(operand is not None and operand.is_cast_once for operand in step.operands)
-    return (own, shared, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
+    casts = None if step.inner else tuple(operand_dtypes(step))  # of comparisons they depend on constants too
+    return (own, shared, casts, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
 
 
 def _is_hashable(value: Any) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp.autocast.kinds import Kind, is_real
 from jaxmp.autocast.rules import Rules
+from jaxmp.autocast.searches import is_search
 
 
 class Node:
@@ -127,8 +128,8 @@ class Graph:
     nodes: list[Node]
     body: Body
     sources: list[Node | None]
-    searches: list[tuple[list[Node], slice]]
-    """Of each while loop the carries that its condition reads, and the nodes inside it."""
+    searches: list[slice]
+    """The nodes inside of each while loop that runs until it converges."""
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()) -> Graph:
@@ -151,7 +152,7 @@ def _is_at_hand(value: Any) -> bool:
 class _Builder:
     def __init__(self, rules: Rules) -> None:
         self.nodes: list[Node] = []
-        self.searches: list[tuple[list[Node], slice]] = []
+        self.searches: list[slice] = []
         self.rules = rules
 
     def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "") -> Node | None:
@@ -210,7 +211,15 @@ class _Builder:
         step.nodes = self.inner(step, bodies.jaxprs[0], step.operands)
 
     def join(self, name: str, aval: Any, inputs: Sequence[Node | None]) -> Node | None:
-        return self.node(Kind.JOIN, name, aval, [node for node in inputs if node is not None])
+        join = self.node(Kind.JOIN, name, aval, [node for node in inputs if node is not None])
+        self.check_range(join)
+        return join
+
+    def check_range(self, join: Node | None) -> None:
+        """A join of a value that does not exist in half, the mask's ``finfo.min``, is float32."""
+        largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
+        if join is not None and largest > self.rules.largest:
+            join.kind, join.reason = Kind.STRICT, f"a constant beyond {self.rules.half.name}'s largest number"
 
     def carry(self, step: Step, start: int, count: int) -> list[Node | None]:
         step.joins = [
@@ -232,17 +241,16 @@ class _Builder:
         carry = self.carry(step, start, bodies.carry)
         inside = len(self.nodes)
         self.inner(step, bodies.jaxprs[0], [*step.operands[: bodies.consts], *carry])
-        read = {atom for eqn in step.inner[0].jaxpr.eqns for atom in eqn.invars if not reading.is_literal(atom)}
-        tested = zip(step.inner[0].jaxpr.invars[bodies.consts :], carry, strict=True)
         self.close(carry, self.inner(step, bodies.jaxprs[1], [*step.operands[bodies.consts : start], *carry]))
-        reads = [join for var, join in tested if join is not None and var in read]
-        self.searches.append((reads, slice(inside, len(self.nodes))))
+        if is_search(bodies):
+            self.searches.append(slice(inside, len(self.nodes)))
         step.nodes = carry
 
     def close(self, carry: Sequence[Node | None], results: Sequence[Node | None]) -> None:
         for join, node in zip(carry, results, strict=False):
             if join is not None and node is not None:
                 join.read(node)
+                self.check_range(join)
 
     def enter_cond(self, step: Step, bodies: reading.Bodies) -> None:
         results = [self.inner(step, branch, step.operands[1:]) for branch in bodies.jaxprs]

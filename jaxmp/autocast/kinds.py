@@ -12,6 +12,8 @@ REAL = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, bfloat16)
 
 PRODUCT = "product"
 """The reason of a product that nobody asked anything of."""
+TINY = "a constant below"
+"""How the reason begins of what adds an epsilon that float16 does not have."""
 
 
 class Kind(enum.IntEnum):

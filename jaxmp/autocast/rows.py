@@ -144,8 +144,9 @@ class Writer:
         start = step.bodies.consts + step.bodies.body_consts if step.bodies.kind in ("scan", "while") else 0
         carried = dict(enumerate(step.joins, start)) if step.bodies.kind in ("scan", "while") else {}
         operands = list(zip(step.eqn.invars, step.operands, strict=True))
-        inner_trips = trips * (trips_of(step.eqn) or 1)
-        self.unknown_trips += trips_of(step.eqn) is None
+        own_trips = trips_of(step.eqn)
+        inner_trips = trips * (1 if own_trips is None else own_trips)
+        self.unknown_trips += own_trips is None
         casts = [_cast_bytes(atom, node, carried.get(n)) * trips for n, (atom, node) in enumerate(operands)]
         given = set()
         for n, (atom, node) in enumerate(operands if step.bodies.kind == "call" else ()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp.autocast.classes import Class, classify, primitives_named_by
-from jaxmp.autocast.kinds import PRODUCT, REAL, Kind, is_real
+from jaxmp.autocast.kinds import PRODUCT, REAL, TINY, Kind, is_real
 from jaxmp.autocast.regions import DECIDED, checked_level, level_of, path_of
 from jaxmp.dtypes import nearest
 from jaxmp.patterns import matches
@@ -97,7 +98,7 @@ class Rules:
             if key in self.matched:
                 continue
             if key in self.paths:
-                known = sorted({"/".join(names) for names in self.visited} - {""})
+                known = sorted({glob.escape("/".join(names)) for names in self.visited} - {""})
                 what = f"paths: {nearest(key, known) or _NO_SCOPES}"
             else:
                 what = f"primitives: {nearest(key.partition(':')[2], sorted(self.primitives))}"
@@ -128,7 +129,9 @@ class Rules:
             return Kind.KEPT, "opaque: its meaning depends on its dtypes"
         asked = self.asked_of(name, names)
         if cls is Class.CLEAR:
-            return Kind.CLEAR, "moves data"
+            fill = abs(eqn.params.get("fill_value") or 0)  # of a gather, for indices beyond the end
+            kind, reason = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [])
+            return (Kind.CLEAR, "moves data") if kind is Kind.INFER else (kind, reason)
         if asked is not None:
             level, reason = asked
             if level == "float32":
@@ -141,7 +144,8 @@ class Rules:
             return Kind.FULL, f"{cls.value} is float32"
         if reading.is_special(eqn):  # polynomials and series, whose parts are nothing that one would round
             return Kind.FULL, "part of a special function"
-        return self._kind_by_constants(name, operands)
+        constants = [node.const for node in operands if node is not None and node.const is not None]
+        return self._kind_by_constants(name, constants)
 
     def asked_of(self, name: str, names: reading.Names) -> tuple[str, str] | None:
         """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
@@ -185,13 +189,13 @@ class Rules:
             return Kind.FULL, "a sum of products, not a matrix product"
         return Kind.HALF, PRODUCT
 
-    def _kind_by_constants(self, name: str, operands: Sequence[Node | None]) -> tuple[Kind, str]:
-        constants = [node.const for node in operands if node is not None and node.const is not None]
+    def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]]) -> tuple[Kind, str]:
+        """What the smallest and the largest magnitudes of its constants ask of an operation."""
         # The infinity that a bound becomes bounds just as well.
         if name not in ("max", "min", "clamp") and any(largest > self.largest for _, largest in constants):
             return Kind.STRICT, f"a constant beyond {self.half.name}'s largest number"
         if any(0 < smallest < self.smallest for smallest, _ in constants):
-            return Kind.FULL, f"a constant below {self.half.name}'s smallest normal number"
+            return Kind.FULL, f"{TINY} {self.half.name}'s smallest normal number"
         return Kind.INFER, ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import jax
@@ -13,7 +13,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.attention import fused_attention
 from jaxmp.autocast.rules import Rules
 
-_tracing: ContextVar[bool] = ContextVar("jaxmp_autocast_tracing", default=False)
+_tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_autocast_tracing", default=None)
 
 
 @contextlib.contextmanager
@@ -21,14 +21,14 @@ def tracing(key: tuple[np.dtype, tuple[tuple[str, str], ...]]) -> Iterator[None]
     """Traces the author's code for an autocast with this half dtype and these overrides."""
     half, overrides = key
 
-    def attention_dtype() -> np.dtype | None:
+    def dtype_here() -> np.dtype | None:
         asked = Rules(half, dict(overrides)).asked_of("dot_general", reading.current_names())
         return None if asked is not None and asked[0] == "float32" else half
 
-    token = _tracing.set(True)
+    token = _tracing.set(dtype_here)
     try:
         # Without the default precision, so that what is left in a product is what its author wrote there.
-        with fused_attention(key, attention_dtype), jax.default_matmul_precision(None):
+        with fused_attention(key, dtype_here), jax.default_matmul_precision(None):
             yield
     finally:
         _tracing.reset(token)
@@ -36,4 +36,13 @@ def tracing(key: tuple[np.dtype, tuple[tuple[str, str], ...]]) -> Iterator[None]
 
 def is_inside() -> bool:
     """Whether an autocast is tracing the code that asks."""
-    return _tracing.get()
+    return _tracing.get() is not None
+
+
+def product_dtype() -> np.dtype | None:
+    """The half dtype that a float32 product written here will have.
+
+    None outside of autocast, and where a region or an override makes it float32.
+    """
+    ask = _tracing.get()
+    return None if ask is None else ask()

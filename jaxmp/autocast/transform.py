@@ -133,4 +133,9 @@ _ARRAY = object()
 
 def is_array(leaf: Any) -> bool:
     """Whether an argument or a result is traced; what is not stays the Python value that it is."""
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in _NOT_NUMBERS
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+_NOT_NUMBERS = "OSUTMm"  # objects, texts, times

@@ -1,0 +1,153 @@
+"""The models that mixed precision is measured with, ResNet-50, BERT-Base and GPT-2, with their batches and losses.
+
+Each is in float32 throughout, without a dtype in its code; whoever measures brings the precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmp
+from experiments.models import BERT, GPT2, ResNet, resnet50
+
+Name = Literal["resnet50", "bert", "gpt2"]
+NAMES: tuple[Name, ...] = get_args(Name)
+LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large a model and its batch are; ``layers`` and ``width`` are the transformers' only.
+
+    Attributes:
+      batch_size: examples a step.
+      length: tokens of a sequence, or height and width of an image.
+      layers: blocks of a transformer.
+      width: of its residual stream; a head is 64 wide.
+      vocabulary: its tokens; of ResNet-50 the classes.
+    """
+
+    batch_size: int
+    length: int
+    layers: int = 12
+    width: int = 768
+    vocabulary: int = 0
+
+
+FULL = {
+    "resnet50": Sizes(256, 224, vocabulary=1000),
+    "bert": Sizes(64, 512, vocabulary=30522),
+    "gpt2": Sizes(16, 1024, vocabulary=50257),
+}
+"""What the field measures."""
+SMOKE = {
+    "resnet50": Sizes(2, 32, layers=1, width=8, vocabulary=10),
+    "bert": Sizes(2, 32, layers=2, width=64, vocabulary=96),
+    "gpt2": Sizes(2, 32, layers=2, width=64, vocabulary=96),
+}
+"""What a CPU runs in a moment: the same code, a network of four blocks in place of ResNet-50's sixteen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model to train.
+
+    Attributes:
+      name: one of ``NAMES``.
+      sizes: how large it is.
+      text: both in words.
+      model: in float32, without a policy.
+      batch: ShapeDtypeStructs of ``inputs`` and ``labels``.
+      items: images or tokens a step.
+      unit: ``"images"`` or ``"tokens"``.
+    """
+
+    name: Name
+    sizes: Sizes
+    text: str
+    model: nn.Module
+    batch: dict[str, jax.ShapeDtypeStruct]
+    items: int
+    unit: str
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """Fresh float32 params, and the model's other variables (running statistics)."""
+        one = {name: jnp.zeros((1, *spec.shape[1:]), spec.dtype) for name, spec in self.batch.items()}
+        if self.unit == "images":
+            variables = dict(self.model.init(key, one["inputs"]))
+        else:
+            variables = dict(self.model.init(key, one["inputs"], one["labels"], method="loss"))
+        return variables.pop("params"), variables
+
+    def loss_fn(self, model: nn.Module | None = None) -> LossFn:
+        """The loss function that a train step wants: the float32 mean over examples or tokens, and the new state.
+
+        Args:
+          model: the model under a policy; None is the model as it is.
+        """
+        own = self.model if model is None else model
+
+        def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> tuple[jax.Array, Any]:
+            variables = {"params": params, **model_state}
+            if self.unit == "tokens":
+                return own.apply(variables, batch["inputs"], batch["labels"], method="loss"), model_state
+            logits, model_state = own.apply(variables, batch["inputs"], train=True, mutable=[*model_state])
+            return jaxmp.losses.cross_entropy(logits, batch["labels"]).mean(), model_state
+
+        return loss_fn
+
+    def forward_fn(self, model: nn.Module | None = None) -> Callable[[Any, Any, Any], jax.Array]:
+        """``forward(params, model_state, inputs) -> logits`` as in inference."""
+        own = self.model if model is None else model
+        return lambda params, model_state, inputs: own.apply({"params": params, **model_state}, inputs)
+
+    def random_batch(self, seed: int = 0) -> dict[str, np.ndarray]:
+        """Inputs and labels drawn at random, on the host."""
+        rng = np.random.default_rng(seed)
+        images = self.unit == "images"
+        return {
+            name: rng.standard_normal(spec.shape, np.float32)
+            if images and name == "inputs"
+            else rng.integers(0, self.sizes.vocabulary, spec.shape, np.int32)
+            for name, spec in self.batch.items()
+        }
+
+
+def workload(name: Name, sizes: Sizes | None = None, remat: str = "none") -> Workload:
+    """A model in the sizes of the field, or in others.
+
+    Args:
+      name: ``"resnet50"``, ``"bert"`` or ``"gpt2"``.
+      sizes: None for ``FULL``.
+      remat: what each block of a transformer computes again in its backward pass.
+
+    Raises:
+      ValueError: a transformer's width is no multiple of 64, the width of a head.
+    """
+    sizes = sizes or FULL[name]
+    batch, length = sizes.batch_size, sizes.length
+    if name == "resnet50":
+        model: nn.Module = (
+            resnet50(sizes.vocabulary)
+            if sizes.layers == Sizes.layers
+            else ResNet((sizes.layers,) * 4, "bottleneck", sizes.vocabulary, sizes.width)
+        )
+        specs = {
+            "inputs": jax.ShapeDtypeStruct((batch, length, length, 3), jnp.float32),
+            "labels": jax.ShapeDtypeStruct((batch,), jnp.int32),
+        }
+        return Workload(name, sizes, f"ResNet-50, {batch}×{length}×{length}×3", model, specs, batch, "images")
+    if sizes.width % 64:
+        raise ValueError(f"the width of a transformer must be a multiple of 64, the width of a head, got {sizes.width}")
+    kind = GPT2 if name == "gpt2" else BERT
+    model = kind(sizes.vocabulary, length, sizes.layers, sizes.width // 64, sizes.width, remat)
+    specs = {field: jax.ShapeDtypeStruct((batch, length), jnp.int32) for field in ("inputs", "labels")}
+    text = f"{'GPT-2' if name == 'gpt2' else 'BERT'}, {sizes.layers} layers of {sizes.width}, {batch}×{length}"
+    return Workload(name, sizes, text, model, specs, batch * length, "tokens")
