@@ -18,7 +18,7 @@ from experiments.benchmarks.workloads import NAMES
 from experiments.report import Table
 from experiments.runs import write_json
 
-COLUMNS = {
+COLUMNS: dict[Pass, tuple[str, ...]] = {
     "train": (
         "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "of the ceiling",
         "FLOPs on tensor cores", "time in their kernels", "J a step", "compile s",
@@ -29,8 +29,8 @@ COLUMNS = {
 TITLES = {"train": "the train step", "forward": "the forward pass alone"}
 EXPLANATION = (
     "A ratio of times is a round's time over the same round's time of torch.compile in the faster of its half dtypes, "
-    "median over the rounds. Peaks are of processes of their own, as JAX's and torch's allocators count them; where the "
-    "device counts nothing, what the compiler says a program needs, marked c. Utilisation is the model's FLOPs (three "
+    "median over the rounds. Peaks are of processes of their own, by JAX's and torch's allocators; where the device "
+    "counts nothing, what the compiler says a program needs, marked c. Utilisation is the model's FLOPs (three "
     "times those of the forward pass) over the time, against the fastest product of the row's dtype on this device. "
     "FLOPs on tensor cores are the share of a step's products in dtypes that these multiply; time in their kernels is "
     "the share of a trace's kernel time in kernels whose names say that they do. Rows compile one after the other and "
@@ -51,8 +51,12 @@ class Results:
 
     about: dict[str, Any]
     alone: dict[str, dict[str, Any]]
-    turns: dict[str, list[dict[str, dict[str, Any]]]]
+    turns: dict[Pass, list[dict[str, dict[str, Any]]]]
     ceiling: dict[str, Any]
+
+    def passes(self) -> list[Pass]:
+        """Those that have figures."""
+        return [which for which in COLUMNS if which in self.turns or any(which in row for row in self.alone.values())]
 
     def figures(self, which: Pass, row: str) -> dict[str, Any]:
         """What is known of a row's pass: of the newest rounds, and alone."""
@@ -104,7 +108,7 @@ def read(folder: Path) -> dict[str, Results]:
         alone = [json.loads(file.read_text()) for file in folder.glob(f"alone-{name}-*.json")]
         turns = [json.loads(file.read_text()) for file in folder.glob(f"together-{name}-*.json")]
         if found := sorted(alone + turns, key=lambda each: each["measured"]):
-            by_pass: dict[str, list[Any]] = {}
+            by_pass: dict[Pass, list[Any]] = {}
             for each in sorted(turns, key=lambda each: each["measured"]):
                 by_pass.setdefault(each["pass"], []).append(each["rows"])
             results[name] = Results(found[-1], {each["row"]: each for each in alone}, by_pass, ceiling)
@@ -168,8 +172,8 @@ def ceiling_note(ceiling: dict[str, Any]) -> str:
 def show(results: dict[str, Results], console: rich.console.Console) -> None:
     """Prints the tables."""
     for each in results.values():
-        for which in each.turns or {"train": []}:
-            table(each, which).show(console)  # type: ignore[arg-type]
+        for which in each.passes():
+            table(each, which).show(console)
     for each in list(results.values())[:1]:
         console.print(ceiling_note(each.ceiling), *_facts(each.about), sep="\n", markup=False, highlight=False)
 
@@ -183,9 +187,7 @@ def write(folder: Path) -> dict[str, Results]:
         lines += ["![milliseconds and peak memory of a train step](train_step.png)", ""]
     summary: dict[str, Any] = {}
     for name, each in results.items():
-        passes = [
-            which for which in COLUMNS if each.turns.get(which) or any(which in row for row in each.alone.values())
-        ]
+        passes = each.passes()
         lines += [table(each, which).markdown() for which in passes]
         lines += [f"Measured {each.about['measured']} by `{each.about['environment']['command']}`.", ""]
         rows = {which: {key: each.figures(which, key) for key in rows_of(name)} for which in passes}

@@ -1,0 +1,133 @@
+"""The peers in torch are the models of the experiments: as many params, the same loss, the same steps."""
+
+from __future__ import annotations
+
+import re
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+
+from experiments.benchmarks import by_hand, jax_steps
+from experiments.benchmarks.train_step_rows import ROWS, Row
+from experiments.benchmarks.workloads import NAMES, Sizes, workload
+
+torch = pytest.importorskip("torch")
+
+from experiments.benchmarks import torch_models, torch_steps  # noqa: E402
+
+SMALL = {
+    "resnet50": Sizes(2, 32, layers=1, width=8, vocabulary=10),
+    "bert": Sizes(2, 8, layers=1, width=64, vocabulary=64),
+    "gpt2": Sizes(2, 8, layers=1, width=64, vocabulary=64),
+}
+NAMES_IN_TORCH = {
+    r"^attention(\d+)/(qkv|out)": r"blocks.\1.attention.\2",
+    r"^norm(\d)_(\d+)/": r"blocks.\2.norm\1/",
+    r"^(up|down)(\d+)": r"blocks.\2.\1",
+    r"^conv([123])_(\d)_0": r"blocks.\2.conv\1",
+    r"^norm([123])_(\d)_0": r"blocks.\2.norm\1",
+    r"^conv4_(\d)_0": r"blocks.\1.shortcut.0",
+    r"^norm4_(\d)_0": r"blocks.\1.shortcut.1",
+}
+LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "mean": "running_mean", "var": "running_var"}
+
+
+def in_torch(variables):
+    """Params and running statistics by hand as torch's model has them."""
+    found = {}
+    for key, value in flax.traverse_util.flatten_dict(variables, sep="/").items():
+        new = key
+        for pattern in ("4", None):  # a shortcut's before the others'
+            for regex, replacement in NAMES_IN_TORCH.items():
+                if pattern is None or pattern in regex:
+                    new = re.sub(regex, replacement, new)
+        *path, leaf = new.replace("/", ".").split(".")
+        array = np.array(value)
+        if leaf == "kernel":
+            array = array.transpose(3, 2, 0, 1) if array.ndim == 4 else array.T
+        found[".".join([*path, LEAVES.get(leaf, leaf)])] = torch.from_numpy(array.copy())
+    return found
+
+
+def both(name):
+    """A small workload's model and variables by hand, and the same in torch."""
+    case = workload(name, SMALL[name])
+    model = by_hand.build(case)
+    params, state = by_hand.init(case, model, jax.random.key(0))
+    noise = np.random.default_rng(1)  # scales of 0 and biases of 0 would hide what they multiply
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * noise.standard_normal(leaf.shape, np.float32), params)
+    theirs = torch_models.build(case)
+    weights = in_torch(params) | in_torch(state.get("batch_stats", {}))
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert not unexpected and all(key.endswith("num_batches_tracked") for key in missing)
+    return case, model, (params, state), theirs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_have_as_many_params_as_those_of_the_experiments(name):
+    case = workload(name)
+    ours, _ = jax.eval_shape(case.init, jax.random.key(0))
+    with torch.device("meta"):
+        theirs = torch_models.build(case)
+    assert sum(p.numel() for p in theirs.parameters()) == sum(leaf.size for leaf in jax.tree.leaves(ours))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_weights_give_the_loss_of_the_models_by_hand(name):
+    case, model, (params, state), theirs = both(name)
+    batch = case.random_batch()
+    expected, _ = jax.jit(by_hand.loss_fn_of(model))(params, state, batch, None)
+    loss = torch_models.loss_of(theirs, *torch_steps._on_device(case, batch))
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_two_steps_with_the_same_weights_have_the_losses_of_those_by_hand(monkeypatch):
+    case, _, variables, theirs = both("gpt2")
+    batch = case.random_batch()
+    monkeypatch.setattr(by_hand, "init", lambda *_: variables)
+    monkeypatch.setattr(torch_models, "build", lambda _: theirs)
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        init, step = jax_steps.train_step(case, ROWS["hand-fp32"])
+        state, first = (jitted := jax.jit(step))(init(), batch)
+        _, second = jitted(state, batch)
+    turn = torch_steps.train_step(case, ROWS["torch-fp32"], batch)
+    losses = [float(turn()), float(turn())]
+    assert losses == pytest.approx([float(first), float(second)], rel=2e-5)
+    assert losses[1] < 0.999 * losses[0]  # clipping and AdamW had a say
+
+
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.torch])
+def test_a_row_multiplies_in_the_precision_that_it_names(key):
+    case = workload("bert", SMALL["bert"])
+    half = {"bf16": "bfloat16", "fp16": "float16"}.get(ROWS[key].precision, "float32")
+    assert set(torch_steps.step_flops(case, ROWS[key], case.random_batch())) == {half}
+
+
+def test_flops_are_those_of_the_products():
+    counter = torch_steps.FlopsByDtype("tensorfloat32")
+    with counter:
+        torch.ones(2, 3) @ torch.ones(3, 4)
+        torch.ones(2, 3, dtype=torch.bfloat16) @ torch.ones(3, 4, dtype=torch.bfloat16)
+    assert counter.flops == {"tensorfloat32": 48, "bfloat16": 48}
+
+
+def test_images_are_channels_last_and_are_not_copied():
+    case = workload("resnet50", SMALL["resnet50"])
+    inputs, labels = torch_steps._on_device(case, case.random_batch())
+    assert inputs.shape == (2, 3, 32, 32) and inputs.is_contiguous(memory_format=torch.channels_last)
+    assert labels.dtype == torch.int64
+    stem = torch_models.build(case).stem.weight
+    assert stem.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_prepared_step_and_a_prepared_pass_take_turns_and_can_be_waited_for():
+    case = workload("gpt2", SMALL["gpt2"])
+    row = Row("torch AMP, bf16", "torch", "bf16")
+    step = torch_steps.prepare(case, row, "train", case.random_batch())
+    result = jax.block_until_ready(step.turn())
+    assert step.loss() < float(result.value) and step.compile_seconds > 0
+    logits = torch_steps.prepare(case, row, "forward", case.random_batch()).turn().value
+    assert logits.shape == (2, 8, 64) and logits.dtype == torch.bfloat16
+    assert torch_steps.peak() is None  # no GPU
