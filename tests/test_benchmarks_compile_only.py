@@ -153,7 +153,7 @@ def test_half_attention_is_compiled_for_cudnn_without_having_it():
     assert "__cudnn$fmhaSoftmax" in compiled.as_text()
 
 
-def test_the_benchmark_writes_a_table_a_picture_and_json(tmp_path, capsys):
+def test_the_benchmark_writes_a_table_a_picture_and_json_and_resumes(tmp_path, capsys, monkeypatch):
     pytest.importorskip("jax_cuda13_plugin")
     names = ("hand-fp32", "jaxmp-bf16", "autocast-bf16")
     config = compile_only.Config(
@@ -176,6 +176,22 @@ def test_the_benchmark_writes_a_table_a_picture_and_json(tmp_path, capsys):
         assert text in markdown and text in printed
     assert (tmp_path / "compile_only.png").stat().st_size > 10_000
     assert "ENTRY" in (tmp_path / "gpt2-jaxmp-bf16.hlo.txt").read_text()
+
+    def compiles(*args):
+        raise AssertionError("what is there is not compiled again")
+
+    monkeypatch.setattr(compile_only, "measure", compiles)
+    again = compile_only.main(dataclasses.replace(config, resume=True))
+    assert again["results"] == written["results"]
+
+
+def test_rows_of_another_gpu_or_other_versions_are_compiled_again(tmp_path):
+    where = {"target": "NVIDIA H200", "versions": "jax 0.11.2", "date": "today"}
+    earlier = {"environment": {**where, "date": "before"}, "results": [{"model": "GPT-2", "variants": {"a": ROW}}]}
+    assert compile_only.rows_there(tmp_path, where) == {}
+    (tmp_path / "compile_only.json").write_text(json.dumps(earlier))
+    assert compile_only.rows_there(tmp_path, where) == {"GPT-2": {"a": ROW}}
+    assert compile_only.rows_there(tmp_path, {**where, "versions": "jax 0.12"}) == {}
 
 
 def test_every_variant_is_a_row_and_remat_is_of_transformers_only():

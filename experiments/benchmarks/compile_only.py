@@ -14,6 +14,7 @@ compile_only.png. It needs the packages of the extra compile-only, and no GPU.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -34,8 +35,8 @@ import tyro
 
 import jaxmp
 from experiments import cli, flops, memory
+from experiments.benchmarks import by_hand, hlo, hlo_memory, jax_steps, targets
 from experiments.benchmarks import compile_only_report as report
-from experiments.benchmarks import hlo, hlo_memory, jax_steps, targets
 from experiments.benchmarks.train_step_rows import Row
 from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Sizes, Workload, workload
 from experiments.environment import environment
@@ -87,6 +88,8 @@ class Config:
     """Largest buffers to list that are alive when most memory is filled."""
     hlo: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also write each compiled step's HLO."""
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Go on in --run-dir: what its compile_only.json has of the same models, GPU and versions is not compiled again."""
     smoke: tyro.conf.FlagCreatePairsOff[bool] = False
     """Small sizes, to see it run; nothing is compared with torch."""
     run_dir: cli.Folder = None
@@ -102,7 +105,7 @@ def sizes_of(name: Name, config: Config) -> Sizes:
 def step_of(case: Workload, variant: Variant) -> tuple[Any, Any]:
     """``init() -> state`` and ``step(state, batch)``, not yet jitted; the state is to be donated."""
     if not variant.checks:
-        implementation = "cudnn" if variant.precision in jax_steps.HALF else "xla"
+        implementation: by_hand.Implementation = "cudnn" if variant.precision in jax_steps.HALF else "xla"
         return jax_steps.train_step(case, variant, implementation)
     model = jaxmp.linen.apply_policy(case.model, jax_steps.POLICIES[variant.precision])
     loss_fn = case.loss_fn(model)
@@ -169,6 +172,15 @@ def rows_of(name: Name, names: tuple[str, ...]) -> dict[str, Variant]:
     return {key: variant for key, variant in chosen.items() if variant.remat == "none" or name != "resnet50"}
 
 
+def rows_there(folder: Path, where: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The rows of an earlier run in ``folder``, by the model in words and their names."""
+    file = folder / "compile_only.json"
+    earlier: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"environment": where, "results": []}
+    if any(earlier["environment"][fact] != where[fact] for fact in ("target", "versions")):
+        return {}
+    return {result["model"]: result["variants"] for result in earlier["results"]}
+
+
 def description_of(config: Config) -> tuple[str, tuple[int, int, int]]:
     """The GPU's description, and the cuDNN that its attentions are for."""
     target = targets.TARGETS[config.target]
@@ -189,20 +201,28 @@ def main(config: Config) -> dict[str, Any]:
         folder = run_folder("compile_only", config.run_dir)
     packages = [name for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if _installed(name)]
     where = {"target": device.device_kind, **environment(tuple(packages))}
-    results = []
-    with Progress("compile_only", sum(map(len, chosen.values()))) as progress, targets.with_cudnn(cudnn):
-        for name, variants in chosen.items():
-            case = workload(name, sizes_of(name, config))
-            result = {"name": name, "model": case.text, "full": case.sizes == FULL[name], "variants": {}}
-            results.append(result)
-            for key, variant in variants.items():
-                progress.advance(0, f"compiling {key}", name)
-                row, text = measure(case, variant, device, config.top)
-                result["variants"][key] = row
-                if config.hlo:
-                    (folder / f"{name}-{key}.hlo.txt").write_text(text)
-                progress.advance(1, f"{key}: {row['peak'] / 2**20:,.0f} MiB", name)
-    write_json(folder / "compile_only.json", {"environment": where, "results": results})
+    done = rows_there(folder, where) if config.resume else {}
+    cases = {name: workload(name, sizes_of(name, config)) for name in chosen}
+    results: list[dict[str, Any]] = [
+        {"name": name, "model": case.text, "full": case.sizes == FULL[name], "variants": done.get(case.text, {})}
+        for name, case in cases.items()
+    ]
+    missing = [
+        (result, key, variant)
+        for result, variants in zip(results, chosen.values(), strict=True)
+        for key, variant in variants.items()
+        if key not in result["variants"]
+    ]
+    with Progress("compile_only", len(missing)) as progress, targets.with_cudnn(cudnn):
+        for result, key, variant in missing:
+            name, rows = result["name"], result["variants"]
+            progress.advance(0, f"compiling {key}", name)
+            rows[key], text = measure(cases[name], variant, device, config.top)
+            result["variants"] = {each: rows[each] for each in VARIANTS if each in rows}
+            write_json(folder / "compile_only.json", {"environment": where, "results": results})
+            if config.hlo:
+                (folder / f"{name}-{key}.hlo.txt").write_text(text)
+            progress.advance(1, f"{key}: {rows[key]['peak'] / 2**20:,.0f} MiB", name)
     report.write(folder, where, results)
     console = rich.console.Console()
     report.show(console if console.is_terminal else rich.console.Console(width=200), where, results)

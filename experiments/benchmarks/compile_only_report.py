@@ -57,7 +57,7 @@ def table(result: dict[str, Any]) -> Table:
     """A row a variant, and the goals."""
     variants, full = result["variants"], result["full"]
     base = variants.get("hand-fp32", {}).get("peak")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in variants.values():
         products = ", ".join(f"{count} {name}" for name, count in sorted(row["products"].items()))
         rows.append((
