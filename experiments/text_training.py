@@ -199,9 +199,11 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
     Raises:
       ValueError: a pattern of an override matches nothing, or ``--remat`` is unknown.
     """
-    autocast, model = precision.autocast, task.model
+    autocast, model, policy = precision.autocast, task.model, precision.policy
+    if isinstance(policy, jaxmp.Policy):  # a model returns its loss, too, which is float32 whatever logits are
+        policy = policy.with_output_dtype("float32")
     if not autocast:
-        model = jaxmp.linen.apply_policy(model, precision.policy, read_overrides(config.override))
+        model = jaxmp.linen.apply_policy(model, policy, read_overrides(config.override))
     tx = jaxmp.loss_scaling(task.optimizer, precision.loss_scale)
     loss_fn, eval_loss_fn = task.losses(model)
 

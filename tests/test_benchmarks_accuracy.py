@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +195,21 @@ def test_the_flags_of_every_task_are_flags_of_its_script(smoke):
     per_task = len(accuracy.Config.policies) * len(accuracy.Config.seeds)
     assert [run.task for run in runs] == [task for task in accuracy.TASKS for _ in range(per_task)]
     assert len({run.place for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize("task", ["gpt2", "bert"])
+@pytest.mark.parametrize("policy", ["O3", "bfloat16"])
+def test_a_model_that_returns_its_loss_trains_under_policies_that_return_half(task, policy):
+    run = next(run for run in accuracy.plan(accuracy.Config(tasks=(task,), smoke=True)))
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        experiment = accuracy.prepare(run, policy, "none")
+        state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*no loss scale")
+            _, metrics, _ = jax.eval_shape(experiment.step.jitted, state, batch)
+    assert metrics["loss"].dtype == jnp.float32
+    params = {"O3": jnp.float16, "bfloat16": jnp.bfloat16}[policy]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(params)}
 
 
 def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_asked_for():

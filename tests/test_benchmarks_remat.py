@@ -156,7 +156,7 @@ def test_a_ratio_is_of_the_same_round_and_a_row_without_times_says_why(tmp_path)
     assert (rows["attention"]["step MiB"], rows["attention"]["memory ÷ none"]) == ("500", "0.500")
     assert rows["none"]["largest batch"] == "24" and rows["none"]["peak MiB"] == ""
     assert rows["full"]["ms"] == "out of memory" and rows["full"]["step MiB"] == "100"
-    assert "Largest batch: whose step needs at most 1,024 MiB, by compiling." in table.notes
+    assert "Largest batch: whose step needs at most 1,024 MiB, by compiling; near that limit" in " ".join(table.notes)
     assert table.notes.count("nothing fits") == 2
 
 

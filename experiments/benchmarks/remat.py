@@ -8,7 +8,8 @@ GPT-2 (16×1024) and BERT-Base (64×512), the whole train step (forward, backwar
 state donated), once for each kind of remat: none; attention, which computes everything but attention again; dots, which
 keeps matrix products; full. Memory is what the compiled step needs and, on a GPU, the device's peak, each in a process
 of its own; then all kinds take turns, and a ratio is one round's time over the same round's without remat. The largest
-batch is found by compiling, in at most five tries, without running anything. Goal: attention adds at most 8 % of time.
+batch is found by compiling, in at most five tries, without running anything; near the limit XLA computes some of a step
+again by itself, at its own cost. Goal: attention adds at most 8 % of time.
 
 --target compiles for a GPU that is not there: memory and the largest batch on any machine, no times. What was measured
 stays in the run folder; --minutes 8 starts nothing new after eight minutes, and the same command goes on from there.
@@ -29,6 +30,7 @@ from typing import Any, Literal
 
 if "--target" in sys.argv:  # before JAX is imported: it would look for the GPU that is not there
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own notes
 if not __package__:  # started as a file: the folder two above this one has the packages
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 

@@ -108,7 +108,10 @@ def table(group: dict[str, Any]) -> Table:
         rows.append(tuple(cells))
     notes = [NOTE]
     if limits := {row["largest"]["limit"] for row in group["rows"].values() if "batch" in row.get("largest", {})}:
-        notes.append(f"Largest batch: whose step needs at most {min(limits) / MIB:,.0f} MiB, by compiling.")
+        notes.append(
+            f"Largest batch: whose step needs at most {min(limits) / MIB:,.0f} MiB, by compiling; near that limit XLA "
+            "computes some of a step again by itself."
+        )
     notes += [row["largest"]["error"] for row in group["rows"].values() if "error" in row.get("largest", {})]
     smoke = "SMOKE TEST, no result: " if group["setting"]["smoke"] else ""
     return Table(f"{smoke}{group['text']}, {group['policy']}", COLUMNS, rows, 1, (*notes, *group["goals"]))
