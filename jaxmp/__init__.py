@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxmp.autocast.plan import CastPlan as CastPlan
     from jaxmp.autocast.plan import cast_plan as cast_plan
     from jaxmp.autocast.regions import precision as precision
+    from jaxmp.autocast.scope import autocast_dtype as autocast_dtype
     from jaxmp.loss_scale import DynamicLossScale as DynamicLossScale
     from jaxmp.loss_scale import HeadroomLossScale as HeadroomLossScale
     from jaxmp.loss_scale import LossScale as LossScale
@@ -56,6 +57,7 @@ _EXPORTS = {
     **dict.fromkeys(("optimizer", "policy", "training", "tree"), ""),
     **dict.fromkeys(("CastPlan", "cast_plan"), "autocast.plan"),
     "precision": "autocast.regions",
+    "autocast_dtype": "autocast.scope",
     **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "LossScale"), "loss_scale"),
     **dict.fromkeys(("NoOpLossScale", "StaticLossScale"), "loss_scale"),
     **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.autocast.regions import precision
-from jaxmp.autocast.scope import product_dtype
+from jaxmp.autocast.scope import autocast_dtype
 
 _IGNORED = -1
 
@@ -161,7 +161,7 @@ def projected_cross_entropy(
         raise ValueError(f"the tokens are done in at least 1 chunk, got chunks={chunks}")
     _check(labels, x.shape[:1], label_smoothing)
     # Under autocast the casts of a float32 call leave no trace: what is half is said here, that float32 stays float32.
-    half = product_dtype() if x.dtype == jnp.float32 else None
+    half = autocast_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
     dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
     options = _Options(classes, label_smoothing, z_loss)

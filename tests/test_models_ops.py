@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_tools import compiled
 
 import jaxmp
 from experiments.models.activations import gelu
@@ -28,7 +29,7 @@ def with_gradient(fun, x, cotangent):
         y, vjp = jax.vjp(fun, x)
         return y, vjp(cotangent)[0]
 
-    return jax.jit(both)(x, cotangent)
+    return compiled(both)(x, cotangent)
 
 
 # ---- GELU

@@ -13,13 +13,13 @@ import jaxmp
 _CUBIC = 0.044715  # of the tanh form: ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
     """The Gaussian error linear unit (Hendrycks and Gimpel 2016, arXiv 1606.08415) of ``x``, in the dtype of ``x``.
 
     Autodiff of ``jax.nn.gelu`` keeps what it needs of the way to the result, which is more than the input and may be
-    float32. Here the gradient computes it anew from the input. Both compute in float32 and round once, under
-    :func:`jaxmp.autocast` too. For reverse mode: ``jax.jvp`` of it raises a TypeError.
+    float32. Here the gradient computes it anew from the input. Both compute in float32 and round once; under
+    :func:`jaxmp.autocast` the input of a float32 call is kept in half too. For reverse mode: ``jax.jvp`` of it raises a
+    TypeError.
 
     Args:
       x: any shape, any floating dtype.
@@ -28,13 +28,19 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
     >>> gelu(jnp.array([-2.0, 0.0, 2.0], jnp.bfloat16))
     Array([-0.0454102, 0, 1.95312], dtype=bfloat16)
     """
-    with jaxmp.precision("float32"):  # under autocast of a float32 model the casts here are none
+    half = jaxmp.autocast_dtype() if x.dtype == jnp.float32 else None
+    return _gelu(x if half is None else x.astype(half), approximate).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gelu(x: jax.Array, approximate: bool) -> jax.Array:
+    with jaxmp.precision("float32"):
         wide = _widened(x)
         return (wide * _gate(wide, approximate)).astype(x.dtype)
 
 
 def _forward(x: jax.Array, approximate: bool) -> tuple[jax.Array, jax.Array]:
-    return gelu(x, approximate), x
+    return _gelu(x, approximate), x
 
 
 def _backward(approximate: bool, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
@@ -49,7 +55,7 @@ def _backward(approximate: bool, x: jax.Array, cotangent: jax.Array) -> tuple[ja
         return (((gate + wide * slope) * _widened(cotangent)).astype(x.dtype),)
 
 
-gelu.defvjp(_forward, _backward)
+_gelu.defvjp(_forward, _backward)
 
 
 def _gate(x: jax.Array, approximate: bool) -> jax.Array:

@@ -39,10 +39,18 @@ def is_inside() -> bool:
     return _tracing.get() is not None
 
 
-def product_dtype() -> np.dtype | None:
-    """The half dtype that a float32 product written here will have.
+def autocast_dtype() -> np.dtype | None:
+    """The half dtype in which autocast will compute a float32 product that is written here.
 
-    None outside of autocast, and where a region or an override makes it float32.
+    For the code of operations that have derivative rules or kernels of their own, and decide what they keep by the
+    dtype of what they are given: autocast traces them on the dtypes that are written, float32.
+
+    Returns:
+      None outside of autocast, and where a region or an override asks for float32.
+
+    >>> half = jaxmp.autocast(lambda x: x.astype(jaxmp.autocast_dtype() or x.dtype), "mixed_bfloat16")
+    >>> half(jnp.ones(2)).dtype, jaxmp.autocast_dtype()
+    (dtype(bfloat16), None)
     """
     ask = _tracing.get()
     return None if ask is None else ask()
