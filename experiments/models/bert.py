@@ -81,10 +81,13 @@ class BERT(nn.Module):
 
         The logits never exist all at once, see :func:`jaxmp.losses.projected_cross_entropy`.
         """
+        # The step takes the most memory here: the head's arrays are computed again, and the chunks of logits are small.
+        head = nn.remat(lambda model, x: model._head(x))
         return self.word_embeddings.cross_entropy(
-            self._head(self._hidden(tokens, token_types, mask)),
+            head(self, self._hidden(tokens, token_types, mask)),
             targets.reshape(-1),
             bias=self.decoder_bias,
+            chunks=16,
             classes=self.vocabulary,
             ignore_index=ignore_index,
         )
