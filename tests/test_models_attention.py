@@ -1,0 +1,104 @@
+"""The experiments' attention against the plain formula in float64, and when it is cuDNN's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmp
+from experiments.models import attention
+
+SHAPE = (2, 6, 2, 8)
+MASK = np.array([[1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 1, 1]])
+
+
+def operands(dtype: Any) -> list[jax.Array]:
+    return [jax.random.normal(key, SHAPE).astype(dtype) for key in jax.random.split(jax.random.key(0), 3)]
+
+
+def formula(q: Any, k: Any, v: Any, causal: bool, mask: Any) -> np.ndarray:
+    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
+    out = np.zeros(q.shape)
+    for batch, query, head in np.ndindex(*q.shape[:3]):
+        seen = [i for i in range(k.shape[1]) if (not causal or i <= query) and (mask is None or mask[batch, i])]
+        scores = np.exp(k[batch, seen, head] @ q[batch, query, head] / np.sqrt(q.shape[-1]))
+        out[batch, query, head] = scores @ v[batch, seen, head] / scores.sum()
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("causal", "mask"), [(False, None), (True, None), (False, MASK), (True, MASK)])
+def test_attention_is_the_formula_to_the_rounding_of_its_inputs(causal, mask, dtype):
+    q, k, v = operands(dtype)
+    ours = attention.attention(q, k, v, causal=causal, mask=None if mask is None else jnp.asarray(mask))
+    assert ours.dtype == dtype
+    tolerance = 8 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(ours, np.float64), formula(q, k, v, causal, mask), rtol=0, atol=tolerance)
+
+
+def test_a_query_that_may_see_no_key_gets_the_mean_of_the_values_and_finite_gradients():
+    q, k, v = operands("float32")
+    none = jnp.zeros(SHAPE[:2], bool)
+    ours, gradients = jax.value_and_grad(lambda operands: attention.attention(*operands, mask=none).sum())((q, k, v))
+    np.testing.assert_allclose(ours, SHAPE[1] * v.mean(axis=1).sum(), rtol=1e-5)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in gradients)
+
+
+class Kernel:
+    """Stands for ``jax.nn.dot_product_attention``: cuDNN's takes half inputs only."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        self.calls.append({"dtype": q.dtype.name, **options})
+        if q.dtype == jnp.float32:
+            raise NotImplementedError("Q must be fp16/bf16")
+        return 2 * v
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    stand_in = Kernel()
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    return stand_in
+
+
+def test_cudnn_is_asked_where_it_is_wanted_and_has_half_inputs(kernel):
+    q, k, v = operands("bfloat16")
+    with attention.implementation("cudnn"):
+        np.testing.assert_array_equal(attention.attention(q, k, v, causal=True, mask=jnp.asarray(MASK)), 2 * v)
+        with attention.implementation("portable"):
+            assert not jnp.array_equal(attention.attention(q, k, v), 2 * v)
+    assert not jnp.array_equal(attention.attention(q, k, v), 2 * v)  # a CPU
+    (call,) = kernel.calls
+    assert (call["dtype"], call["implementation"], call["is_causal"]) == ("bfloat16", "cudnn", True)
+    np.testing.assert_array_equal(call["mask"], np.broadcast_to(MASK.astype(bool)[:, None, None], (2, 1, 6, 6)))
+
+
+def test_what_cudnn_does_not_take_has_the_plain_products(kernel):
+    q, k, v = operands("float32")
+    with attention.implementation("cudnn"):
+        ours = attention.attention(q, k, v)
+    assert len(kernel.calls) == 1
+    np.testing.assert_allclose(ours, formula(q, k, v, False, None), atol=1e-5)
+
+
+def test_autocast_brings_a_float32_model_to_cudnn(kernel):
+    q, k, v = operands("float32")
+    with attention.implementation("cudnn"):
+        ours = jaxmp.autocast(attention.attention, "mixed_bfloat16")(q, k, v)
+    assert [call["dtype"] for call in kernel.calls] == ["bfloat16"]
+    np.testing.assert_array_equal(ours, 2 * v.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_an_unknown_implementation_is_refused():
+    with (
+        pytest.raises(ValueError, match=r'is "cudnn", "portable" or None, got \'flash\''),
+        attention.implementation("flash"),
+    ):
+        pass

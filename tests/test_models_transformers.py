@@ -1,0 +1,170 @@
+"""GPT-2 and BERT: shapes, what they may see, half products everywhere, and what a block computes again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmp
+from experiments.benchmarks import workloads
+from experiments.models import BERT, GPT2
+
+KINDS = (GPT2, BERT)
+SIZES = (41, 8, 2, 2, 16)  # vocabulary, sequence, layers, heads, width
+TOKENS = np.random.default_rng(0).integers(0, 41, (2, 8)).astype(np.int32)
+TARGETS = np.random.default_rng(1).integers(0, 41, (2, 8)).astype(np.int32)
+
+
+SOON = {"xla_backend_optimization_level": 0}  # compiled sooner
+
+
+def made(model: Any) -> Any:
+    """Variables drawn at random, without compiling how the model draws them."""
+    rng = np.random.default_rng(2)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    return jax.tree.map(lambda leaf: 0.2 * rng.standard_normal(leaf.shape).astype(leaf.dtype), shapes)
+
+
+def loss_of(model: Any, **options: Any) -> Any:
+    return lambda params: model.apply({"params": params}, TOKENS, TARGETS, method="loss", **options)
+
+
+def products(jaxpr: Any) -> Iterator[tuple[str, str]]:
+    """The operands' dtypes of every product, the bodies of loops once."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn.invars[0].aval.dtype.name, eqn.invars[1].aval.dtype.name
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from products(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [(GPT2(), 124_439_808 + 47 * 768), (BERT(), 109_514_298 + 6 * 769)],  # the rows that fill the vocabulary up
+)
+def test_they_have_the_published_number_of_params(model, count):
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables)) == count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_the_cross_entropy_of_the_logits_and_pads_have_no_part_in_it(kind):
+    model = kind(*SIZES)
+    params = made(model)["params"]
+    logits = np.asarray(jax.jit(model.apply, compiler_options=SOON)({"params": params}, TOKENS), np.float64)
+    assert logits.shape == (2, 8, 41)
+    labels = np.where(np.arange(8) % 3 == 0, -7, TARGETS)
+    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    found, gradients = jax.jit(
+        jax.value_and_grad(
+            lambda params: model.apply({"params": params}, TOKENS, labels, method="loss", ignore_index=-7)
+        ),
+        compiler_options=SOON,
+    )(params)
+    assert float(found) == pytest.approx(losses[labels >= 0].mean(), rel=1e-5)
+    rows = gradients["wte" if kind is GPT2 else "word_embeddings"]["embedding"]
+    assert rows.shape == (64, 16) and not rows[41:].any() and rows[:41].any(axis=1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_through_the_loss_makes_the_same_params(kind):
+    model, key = kind(*SIZES), jax.random.key(0)
+    through = jax.eval_shape(lambda: model.init(key, TOKENS, TARGETS, method="loss"))
+    assert through == jax.eval_shape(lambda: model.init(key, TOKENS))
+
+
+def test_params_start_with_gpt2s_deviations():
+    params = jax.jit(GPT2(41, 8, 1, 2, 64).init, compiler_options=SOON)(jax.random.key(0), TOKENS)["params"]
+    block = params["h_0"]
+    found = [block["attn"][name]["kernel"].std() for name in ("c_attn", "c_proj")]
+    found += [block["mlp"][name]["kernel"].std() for name in ("c_fc", "c_proj")]
+    np.testing.assert_allclose(found, 0.02 * np.array([1, 0.5**0.5, 1, 0.5**0.5]), rtol=0.05)
+    np.testing.assert_allclose(params["wte"]["embedding"].std(), 0.02, rtol=0.05)
+
+
+def test_bert_sees_everything_but_what_is_masked():
+    model = BERT(*SIZES)
+    variables, mask = made(model), np.arange(8) < np.array([[8], [5]])
+    apply = jax.jit(lambda tokens: model.apply(variables, tokens, None, mask), compiler_options=SOON)
+    before, last, masked = (apply(tokens) for tokens in (TOKENS, changed(0, 7), changed(1, 7)))
+    assert not np.array_equal(before[0, 0], last[0, 0])
+    np.testing.assert_array_equal(before[1, :7], masked[1, :7])
+
+
+def changed(row: int, column: int) -> np.ndarray:
+    tokens = TOKENS.copy()
+    tokens[row, column] = (tokens[row, column] + 1) % 41
+    return tokens
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "O2", "O1"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_product_is_half_under_a_policy_the_output_layer_in_the_loss_too(kind, policy):
+    model = kind(*SIZES)
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+    with jax.numpy_dtype_promotion("standard"):  # which Flax's own LayerNorm needs in half precision
+        step = jax.make_jaxpr(jax.value_and_grad(loss_of(jaxmp.linen.apply_policy(model, policy))))(params)
+    half = "bfloat16" if policy == "mixed_bfloat16" else "float16"
+    found = list(products(step.jaxpr))
+    assert set(found) == {(half, half)} and len(found) >= 3 * (4 + 2) * 2  # four layers and two of attention, twice
+    assert {aval.dtype for aval in step.out_avals} == {np.dtype(np.float32)}
+
+
+def test_norms_can_be_float32_by_name():
+    model = jaxmp.linen.apply_policy(GPT2(*SIZES), "mixed_float16", {"**/ln_*": "float32"})
+    with jax.numpy_dtype_promotion("standard"):
+        variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+        _, state = jax.eval_shape(lambda v: model.apply(v, TOKENS, capture_intermediates=True), variables)
+        step = jax.make_jaxpr(jax.grad(loss_of(model)))(variables["params"])
+    block = state["intermediates"]["h_0"]
+    assert block["ln_1"]["__call__"][0].dtype == jnp.float32 and block["mlp"]["__call__"][0].dtype == jnp.float16
+    assert set(products(step.jaxpr)) == {("float16", "float16")}
+
+
+# Counted by hand, the products that a block computes again: c_proj and c_fc, in BERT also the last one, whose sum is
+# normalised; the two of attention; and all.
+AGAIN = {GPT2: {"attention": 2, "dots": 2, "full": 5}, BERT: {"attention": 3, "dots": 2, "full": 6}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_remat_computes_again_what_it_says_and_changes_no_gradient(kind):
+    plain = kind(*SIZES)
+    params = made(plain)["params"]
+    count = len(list(products(jax.make_jaxpr(jax.grad(loss_of(plain)))(params).jaxpr)))
+    for remat, again in AGAIN[kind].items():
+        step = jax.make_jaxpr(jax.grad(loss_of(plain.clone(remat=remat))))(params)
+        assert len(list(products(step.jaxpr))) == count + again * SIZES[2], remat
+    steps = (jax.grad(loss_of(plain.clone(remat=remat))) for remat in ("none", "attention"))
+    expected, found = (jax.jit(step, compiler_options=SOON)(params) for step in steps)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), expected, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_remat_and_sequences_that_are_too_long_are_refused(kind):
+    with pytest.raises(ValueError, match="remat must be one of none, attention, dots, full, got 'some'"):
+        jax.eval_shape(kind(*SIZES, remat="some").init, jax.random.key(0), TOKENS)
+    with pytest.raises(ValueError, match="sequences have at most 8 tokens, got 9; make the model longer"):
+        jax.eval_shape(kind(*SIZES).init, jax.random.key(0), np.zeros((1, 9), np.int32))
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_the_benchmarks_models_have_float32_losses_and_gradients_under_every_policy(name):
+    case = workloads.workload(name, workloads.SMOKE[name])
+    params, model_state = jax.eval_shape(case.init, jax.random.key(0))
+    for policy in ("float32", "mixed_bfloat16", "mixed_float16", "p=f16,c=f16,o=f32", "O1"):
+        half_params = policy.startswith("p=f16")
+        own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16), params) if half_params else params
+        loss_fn = case.loss_fn(jaxmp.linen.apply_policy(case.model, policy))
+        with jax.numpy_dtype_promotion("standard"):
+            (loss, _), gradients = jax.eval_shape(
+                jax.value_and_grad(loss_fn, has_aux=True), own, model_state, case.batch, None
+            )
+        assert (loss.shape, loss.dtype) == ((), np.dtype(np.float32)), policy
+        assert jax.tree.map(lambda x: x.dtype, gradients) == jax.tree.map(lambda x: x.dtype, own)
