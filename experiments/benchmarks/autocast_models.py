@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
-from experiments.models import GPT2, ResNet, resnet50
+from experiments.models import BERT, GPT2, ResNet, resnet50
 
 LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 """From params, other state of the model and a batch to the loss and the new state."""
@@ -75,7 +75,7 @@ def build(name: str, sizes: Sizes) -> Case:
         model: nn.Module = GPT2(sizes.vocabulary, sizes.sequence, sizes.layers, heads, sizes.width)
         return _linen(f"GPT-2, {shape}", model, _tokens(tokens), sizes.vocabulary)
     if name == "bert":
-        model = Bert(sizes.vocabulary, sizes.sequence, sizes.layers, heads, sizes.width)
+        model = BERT(sizes.vocabulary, sizes.sequence, sizes.layers, heads, sizes.width)
         return _linen(f"BERT, {shape}", model, _tokens(tokens), sizes.vocabulary)
     large = sizes.image >= 128
     images = jax.ShapeDtypeStruct((sizes.batch_size, sizes.image, sizes.image, 3), jnp.float32)
@@ -115,48 +115,6 @@ def _linen(text: str, model: nn.Module, batch: dict[str, jax.ShapeDtypeStruct], 
         return loss_fn
 
     return Case(text, init, batch, labels, loss)
-
-
-class Bert(nn.Module):
-    """An encoder of BERT's shape (Devlin et al. 2018, arXiv 1810.04805) with normalisation after each residual sum.
-
-    Tokens (batch, sequence) to the logits of the tokens at each place, with the output embeddings tied.
-    """
-
-    vocabulary: int
-    sequence: int
-    layers: int
-    heads: int
-    width: int
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocabulary, self.width, embedding_init=nn.initializers.normal(0.02))
-        positions = nn.Embed(self.sequence, self.width, embedding_init=nn.initializers.normal(0.02))
-        x = nn.LayerNorm(1e-12)(embed(tokens) + positions(jnp.arange(tokens.shape[1])))
-        for _ in range(self.layers):
-            x = Encoder(self.heads, self.width)(x)
-        x = nn.LayerNorm(1e-12)(nn.gelu(nn.Dense(self.width)(x), approximate=False))
-        logits = embed.attend(x)
-        return logits + self.param("bias", nn.initializers.zeros, (self.vocabulary,)).astype(logits.dtype)
-
-
-class Encoder(nn.Module):
-    """Attention over the whole sequence and a two-layer perceptron, each added to its input and then normalised."""
-
-    heads: int
-    width: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        split = (*x.shape[:-1], self.heads, -1)
-        q, k, v = (nn.Dense(self.width, name=name)(x).reshape(split) for name in ("query", "key", "value"))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype)
-        y = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
-        x = nn.LayerNorm(1e-12)(x + nn.Dense(self.width)(y))
-        y = nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(x), approximate=False))
-        return nn.LayerNorm(1e-12)(x + y)
 
 
 def _lstm(text: str, sizes: Sizes) -> Case:
