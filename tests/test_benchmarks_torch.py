@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ torch = pytest.importorskip("torch")
 from experiments.benchmarks import torch_models, torch_steps  # noqa: E402
 
 SMALL = {
-    "resnet50": Sizes(2, 32, layers=1, width=8, vocabulary=10),
+    "resnet50": Sizes(4, 64, layers=1, width=8, vocabulary=10),
     "bert": Sizes(2, 8, layers=1, width=64, vocabulary=64),
     "gpt2": Sizes(2, 8, layers=1, width=64, vocabulary=64),
 }
@@ -51,13 +53,23 @@ def in_torch(variables):
     return found
 
 
+def drawn(case, model):
+    """Variables drawn at random: scales of 1 and biases of 0 would hide what they multiply."""
+    shapes = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        start = float(path[-1].key in ("scale", "var"))
+        return jnp.asarray(start + 0.1 * rng.standard_normal(leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
 def both(name):
     """A small workload's model and variables by hand, and the same in torch."""
     case = workload(name, SMALL[name])
     model = by_hand.build(case)
-    params, state = by_hand.init(case, model, jax.random.key(0))
-    noise = np.random.default_rng(1)  # scales of 0 and biases of 0 would hide what they multiply
-    params = jax.tree.map(lambda leaf: leaf + 0.1 * noise.standard_normal(leaf.shape, np.float32), params)
+    params, state = drawn(case, model)
     theirs = torch_models.build(case)
     weights = in_torch(params) | in_torch(state.get("batch_stats", {}))
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
@@ -79,7 +91,7 @@ def test_the_same_weights_give_the_loss_of_the_models_by_hand(name):
     case, model, (params, state), theirs = both(name)
     batch = case.random_batch()
     expected, _ = jax.jit(by_hand.loss_fn_of(model))(params, state, batch, None)
-    loss = torch_models.loss_of(theirs, *torch_steps._on_device(case, batch))
+    loss = torch_models.loss_of(theirs, *torch_steps._on_device(case, batch)).detach()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -116,7 +128,7 @@ def test_flops_are_those_of_the_products():
 def test_images_are_channels_last_and_are_not_copied():
     case = workload("resnet50", SMALL["resnet50"])
     inputs, labels = torch_steps._on_device(case, case.random_batch())
-    assert inputs.shape == (2, 3, 32, 32) and inputs.is_contiguous(memory_format=torch.channels_last)
+    assert inputs.shape == (4, 3, 64, 64) and inputs.is_contiguous(memory_format=torch.channels_last)
     assert labels.dtype == torch.int64
     stem = torch_models.build(case).stem.weight
     assert stem.is_contiguous(memory_format=torch.channels_last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import re
@@ -96,6 +97,18 @@ def in_experiments(name, tree):
     return flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
+def drawn(case, model):
+    """Variables drawn at random: scales of 1 and biases of 0 would hide what they multiply."""
+    shapes = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        start = float(path[-1].key in ("scale", "var"))
+        return jnp.asarray(start + 0.1 * rng.standard_normal(leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
 def count(tree):
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
@@ -112,9 +125,7 @@ def test_the_models_by_hand_have_as_many_params_as_those_of_the_experiments(name
 def test_the_models_by_hand_give_the_loss_of_those_of_the_experiments(name):
     case = workload(name, SMALL[name])
     model = by_hand.build(case)
-    params, state = by_hand.init(case, model, jax.random.key(0))
-    noise = np.random.default_rng(1)  # scales of 0 and biases of 0 would hide what they multiply
-    params = jax.tree.map(lambda leaf: leaf + 0.1 * noise.standard_normal(leaf.shape, np.float32), params)
+    params, state = drawn(case, model)
     batch = case.random_batch()
     by_name = jax.jit(by_hand.loss_fn_of(model))(params, state, batch, None)
     ours = in_experiments(name, params), {key: in_experiments(name, value) for key, value in state.items()}
