@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import masked_lm
+from experiments import flops, language_modeling, masked_lm
 from experiments.data.masking import IGNORE
 from experiments.data.tokens import Bytes
 
@@ -25,7 +25,7 @@ def config(tmp_path_factory):
     return masked_lm.Config(
         dataset=str(folder / "text.txt"), data_dir=folder / "data", run_dir=folder / "run", layers=1, heads=2, width=32,
         context=16, batch_size=16, steps=200, test_batches=4, learning_rate=0.01, policy="mixed_bfloat16",
-        evaluate_every=200, checkpoint_every=0, remat="dots",
+        evaluate_every=200, checkpoint_every=0, ema=0.5,
     )  # fmt: skip
 
 
@@ -56,6 +56,29 @@ def test_bert_learns_a_text_and_shows_its_guesses(config, experiment):
     assert len(guesses.split("\n\n")) == 4 and "[" in guesses
     assert f"## {title}" in (config.run_dir / "summary.md").read_text()
     assert summary["examples_are"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "dtype"),
+    [
+        (language_modeling, {"opt_level": "O3"}, "float16"),
+        (masked_lm, {"policy": "bfloat16", "remat": "full"}, "bfloat16"),
+        (masked_lm, {"opt_level": "O1"}, "float16"),
+        (masked_lm, {"opt_level": "O2", "accumulate": 2}, "float16"),
+        (language_modeling, {"policy": "mixed_bfloat16", "remat": "dots_saveable"}, "bfloat16"),
+    ],
+    ids=["gpt2-O3", "bert-bfloat16", "bert-O1", "bert-O2", "gpt2-dots"],
+)
+def test_every_policy_has_its_products_in_half_and_a_loss_in_float32(script, flags, dtype, config):
+    own = {"model": "gpt2"} if script is language_modeling else {}
+    sizes = {name: getattr(config, name) for name in ("dataset", "data_dir", "layers", "heads", "width", "context")}
+    experiment = script.prepare(script.Config(**sizes, **own, **{"loss_scale": "static:128", **flags}))
+    state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
+    new_state, metrics, _ = jax.eval_shape(experiment.step.jitted, state, batch)
+    assert metrics["loss"].dtype == np.float32
+    assert jax.tree.map(lambda leaf: leaf.dtype, new_state) == jax.tree.map(lambda leaf: leaf.dtype, state)
+    assert set(flops.count(experiment.step.jitted, state, batch)) == {dtype}
+    assert experiment.batch_size == 16 * 16 and experiment.unit == "tokens"
 
 
 def test_guesses_stand_in_brackets_with_the_truth_where_they_are_wrong():
