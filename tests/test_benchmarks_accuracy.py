@@ -125,26 +125,33 @@ def test_runs_in_pieces_give_what_all_at_once_give(line, tmp_path, capsys):
     assert whole[0]["final"]["loss"] == pytest.approx(whole[0]["test"]["loss"][-1], rel=1e-5)
 
 
-def test_what_was_finished_before_an_interruption_is_reported_and_gone_on_with(line, tmp_path, monkeypatch):
+def test_what_was_finished_before_an_interruption_is_reported_and_the_rest_goes_on_from_its_checkpoint(
+    line, tmp_path, monkeypatch
+):
     class Interrupted(accuracy.training.Run):
-        def finish(self, state):
-            if "bfloat16" in str(self.folder):
+        def log_evaluation(self, state):
+            if "bfloat16" in str(self.folder) and self._step == 4:
                 raise KeyboardInterrupt
-            return super().finish(state)
+            super().log_evaluation(state)
 
+    config = smoke(tmp_path / "cut", seeds=(0,), checkpoint_every=2)
     with monkeypatch.context() as patched:
         patched.setattr(accuracy.training, "Run", Interrupted)
         with pytest.raises(KeyboardInterrupt):
-            accuracy.main(smoke(tmp_path))
-    assert names(json.loads((tmp_path / "accuracy.json").read_text())["runs"]) == [("float32", 0), ("float32", 1)]
-    assert len(accuracy.main(smoke(tmp_path, resume=True))) == 4
+            accuracy.main(config)
+    assert names(json.loads((tmp_path / "cut/accuracy.json").read_text())["runs"]) == [("float32", 0)]
+    resumed = accuracy.main(dataclasses.replace(config, resume=True))
+    summary = json.loads((tmp_path / "cut/images/bfloat16/seed0/summary.json").read_text())
+    assert summary["resumed_at_step"] == 2 and not list(tmp_path.rglob("checkpoints"))
+    whole = accuracy.main(smoke(tmp_path / "whole", seeds=(0,)))
+    assert [run["final"] for run in resumed] == [run["final"] for run in whole]
+    assert [run["train"] for run in resumed] == [run["train"] for run in whole]
 
 
-def test_a_report_alone_needs_no_device_and_keeps_nothing_but_results(line, tmp_path):
-    accuracy.main(smoke(tmp_path, seeds=(0,), checkpoint_every=2))
-    assert not list(tmp_path.rglob("checkpoints"))
+def test_a_report_alone_needs_no_device(line, tmp_path):
+    accuracy.main(smoke(tmp_path, policies=("float32",), seeds=(0,)))
     line.clear()
-    assert len(accuracy.main(smoke(tmp_path, seeds=(0,), resume=True))) == 2 and line == []
+    assert len(accuracy.main(smoke(tmp_path, policies=("float32",), seeds=(0,), resume=True))) == 1 and line == []
 
 
 def test_every_policy_starts_from_the_params_of_float32_in_its_own_dtype(line, tmp_path, monkeypatch):
@@ -192,24 +199,22 @@ def test_the_picture_has_the_curves_of_every_task_and_is_small(tmp_path):
 @pytest.mark.parametrize("smoke", [False, True])
 def test_the_flags_of_every_task_are_flags_of_its_script(smoke):
     runs = accuracy.plan(accuracy.Config(smoke=smoke))
-    per_task = len(accuracy.Config.policies) * len(accuracy.Config.seeds)
+    per_task = 4 if smoke else 8 * 3
     assert [run.task for run in runs] == [task for task in accuracy.TASKS for _ in range(per_task)]
     assert len({run.place for run in runs}) == len(runs)
 
 
 @pytest.mark.parametrize("task", ["gpt2", "bert"])
-@pytest.mark.parametrize("policy", ["O3", "bfloat16"])
-def test_a_model_that_returns_its_loss_trains_under_policies_that_return_half(task, policy):
+def test_a_model_that_returns_its_loss_trains_under_a_policy_that_returns_half(task):
     run = next(run for run in accuracy.plan(accuracy.Config(tasks=(task,), smoke=True)))
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
-        experiment = accuracy.prepare(run, policy, "none")
+        experiment = accuracy.prepare(run, "O3", "none")
         state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*no loss scale")
             _, metrics, _ = jax.eval_shape(experiment.step.jitted, state, batch)
     assert metrics["loss"].dtype == jnp.float32
-    params = {"O3": jnp.float16, "bfloat16": jnp.bfloat16}[policy]
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(params)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float16)}
 
 
 def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_asked_for():
@@ -235,7 +240,7 @@ def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_
         ({"resume": True, "smoke": False}, "smoke is True there and False here; take the flags and the device"),
         ({"tasks": ("images", "gpt2"), "flags": (("slope=1",),)}, "got --tasks images gpt2; name one of them"),
         ({"run_dir": None, "flags": (("policy=O3",),)}, "--flags are the task's, but --policy is up to the benchmark"),
-        ({"seeds": ()}, "the number of --seeds must be at least 1, got 0"),
+        ({"tasks": ()}, "the number of --tasks must be at least 1, got 0"),
         ({"seeds": (-1,)}, "--seeds must be at least 0"),
         ({"policies": ("O4",)}, "unknown policy 'O4'"),
     ],

@@ -18,8 +18,10 @@ trains little models on any machine in about 2 minutes: no result. CIFAR-10 is d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import re
 import shutil
@@ -48,6 +50,14 @@ _OWN = frozenset(
     ("policy", "loss_scale", "opt_level", "autocast", "seed", "checkpoint_every", "keep", "resume", "data_dir",
      "run_dir")
 )  # fmt: skip
+
+
+POLICIES = (
+    "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2", "O3@none",
+    "bfloat16",
+)  # fmt: skip
+SMOKE_POLICIES = ("float32", "mixed_float16", "autocast:mixed_bfloat16", "O3@none")
+SEEDS, SMOKE_SEEDS = (0, 1, 2), (0,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +105,13 @@ class Config:
 
     tasks: tuple[Literal["images", "gpt2", "bert"], ...] = ("images", "gpt2", "bert")
     """images: ResNet-50 on CIFAR-10 at 224×224, batch 256. gpt2: 124M params, 16×1024 tokens. bert: Base, 64×512."""
-    policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]")] = (
-        "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2",
-        "O3@none", "bfloat16",
-    )  # fmt: skip
+    policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]", help_behavior_hint="")] = ()
     """Policies, each perhaps with its loss scale after an @; without, it is dynamic where the policy computes in
-    float16. autocast:mixed_bfloat16 leaves the model in float32 and runs the loss function under jaxmp.autocast."""
-    seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="SEED")] = (0, 1, 2)
-    """Seeds to train with."""
+    float16. autocast:mixed_bfloat16 leaves the model in float32 and runs the loss function under jaxmp.autocast.
+    (default: float32 mixed_float16 mixed_bfloat16 autocast:mixed_float16 autocast:mixed_bfloat16 O2 O3@none bfloat16,
+    with --smoke half of them)"""
+    seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="SEED", help_behavior_hint="")] = ()
+    """Seeds to train with. (default: 0 1 2, with --smoke 0)"""
     steps: int = 0
     """Steps of every run; 0 for what each task has as its own."""
     flags: Annotated[
@@ -193,16 +202,17 @@ def plan(config: Config) -> list[Run]:
     """
     cli.require("--steps", config.steps, 0)
     cli.require("--checkpoint-every", config.checkpoint_every, 0)
-    for what in ("tasks", "policies", "seeds"):
-        cli.require(f"the number of --{what}", len(getattr(config, what)), 1)
+    cli.require("the number of --tasks", len(config.tasks), 1)
     for seed in config.seeds:
         cli.require("--seeds", seed, 0, 2**31)
+    policies = config.policies or (SMOKE_POLICIES if config.smoke else POLICIES)
+    seeds = config.seeds or (SMOKE_SEEDS if config.smoke else SEEDS)
     return [
         Run(task, policy, loss_scale, seed, flags, config.smoke)
         for task in dict.fromkeys(config.tasks)
         for flags in [task_flags(config, task)]
-        for policy, loss_scale in variants(config.policies)
-        for seed in dict.fromkeys(config.seeds)
+        for policy, loss_scale in variants(policies)
+        for seed in dict.fromkeys(seeds)
     ]
 
 
@@ -220,7 +230,7 @@ def finished(folder: Path) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{path} is no result of a run ({error!r}); remove it, and the run is made anew"
             ) from error
-    tasks, policies = list(TASKS), variants(Config.policies)
+    tasks, policies = list(TASKS), variants(POLICIES)
 
     def place(record: dict[str, Any]) -> Any:
         variant = (record["policy"], record["loss_scale"])
@@ -304,7 +314,8 @@ def train(run: Run, experiment: Experiment, baseline: Experiment, folder: Path) 
     alike = dataclasses.replace(experiment, init_params=functools.partial(init_params, experiment, baseline))
     summary, failure = {}, ""
     try:
-        summary = training.train(f"accuracy, {run.task}", flags, lambda _: alike)
+        with contextlib.redirect_stdout(io.StringIO()):  # what it wrote in the end is in the run's folder
+            summary = training.train(f"accuracy, {run.task}", flags, lambda _: alike)
     except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
         failure = str(error)
     state, batch = jax.eval_shape(experiment.init, run.seed), next(experiment.train_batches(run.seed))
