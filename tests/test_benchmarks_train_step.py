@@ -350,7 +350,7 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
         "the train step",
         "the forward pass alone",
         "jaxmp, bf16",
-        "no such",
+        "RuntimeError: no",
         "1.0 c",
         "device:",
     ):

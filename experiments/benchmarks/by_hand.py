@@ -155,7 +155,7 @@ def init(case: Workload, model: nn.Module, key: jax.Array) -> tuple[Any, Any]:
 
 def loss_fn_of(model: nn.Module) -> LossFn:
     """``loss_fn(params, model_state, batch, rng) -> (loss, model_state)``: the mean of optax's cross-entropy."""
-    train = {"train": True} if isinstance(model, ResNet) else {}
+    train: dict[str, Any] = {"train": True} if isinstance(model, ResNet) else {}
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> tuple[jax.Array, Any]:
         variables = {"params": params, **model_state}

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -73,9 +72,9 @@ def forward(
     policy = policy.with_output_dtype(policy.compute_dtype)
     if row.library in ("jaxmp", "autocast"):
         explicit = row.library == "jaxmp"
-        model = jaxmp.linen.apply_policy(case.model, policy) if explicit else case.model
+        model: Any = jaxmp.linen.apply_policy(case.model, policy) if explicit else case.model
         own = case.forward_fn(model)
-        fun = own if explicit else jaxmp.autocast(own, policy)
+        fun: Any = own if explicit else jaxmp.autocast(own, policy)
         return functools.partial(case.init, jax.random.key(0)), lambda variables, inputs: fun(*variables, inputs)
     model = by_hand.build(case, HALF.get(row.precision), implementation)
 
@@ -130,10 +129,9 @@ def model_flops(case: Workload) -> int:
     Attention counts whole, its masked half too, as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B);
     padding of the vocabulary counts like the rest, what remat computes again does not.
     """
-    model: nn.Module = by_hand.build(case, None, "xla")
+    model = by_hand.build(case, None, "xla")
     params, model_state = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
-    fun = functools.partial(model.apply, {"params": params, **model_state})
-    counted = flops.count(lambda variables, x: model.apply(variables, x), fun.args[0], case.batch["inputs"])
+    counted = flops.count(model.apply, {"params": params, **model_state}, case.batch["inputs"])
     return 3 * sum(counted.values())
 
 

@@ -7,6 +7,7 @@ search for convolutions, inputs that stay on the device; torch.compile around mo
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,6 @@ from experiments.benchmarks.train_step_rows import FLOPS_DTYPES, Pass, Prepared,
 from experiments.benchmarks.workloads import Workload
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-OutOfMemory = torch.OutOfMemoryError
 
 
 class Result:
@@ -56,7 +56,7 @@ def train_step(
     model, (inputs, labels) = _build(case), _on_device(case, batch)
     loss_of: Callable[..., torch.Tensor] = torch_models.loss_of
     if row.library == "compile":
-        loss_of = torch.compile(loss_of, mode=mode)
+        loss_of = torch.compile(loss_of, mode=mode, dynamic=False)
     params = [*model.parameters()]
     optimizer = torch.optim.AdamW(params, LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     scaler = torch.amp.GradScaler(device().type, enabled=row.scaled)
@@ -81,7 +81,7 @@ def forward(
 ) -> Callable[[], torch.Tensor]:
     """The forward pass alone, in inference mode, to logits in the dtype of the products."""
     model, (inputs, _) = _build(case).eval(), _on_device(case, batch)
-    call = torch.compile(model, mode=mode) if row.library == "compile" else model
+    call = torch.compile(model, mode=mode, dynamic=False) if row.library == "compile" else model
 
     def run() -> torch.Tensor:
         _float32_products(row)
@@ -103,13 +103,20 @@ def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray],
     return Prepared(lambda: Result(run()), (lambda: float(run())) if which == "train" else None, seconds)
 
 
-def peak(reset: bool = False) -> int | None:
-    """The most bytes torch has had on the GPU, from now on again if ``reset``; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.max_memory_allocated()
+def peak() -> int | None:
+    """The most bytes torch has had on the GPU so far; None without a GPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def start_anew() -> None:
+    """Forgets what torch.compile made and gives unused memory back; whoever took turns takes none any more.
+
+    torch.compile counts the programs of one function, whatever they are made for, and gives up after a few: another
+    model begins anew.
+    """
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class FlopsByDtype(TorchDispatchMode):

@@ -45,8 +45,8 @@ from experiments.environment import environment
 from experiments.progress import Progress
 from experiments.runs import run_folder, write_json
 
-TOGETHER_SECONDS = 60.0
-"""What it takes at least to make all rows of a model ready for their turns, compiled as they are."""
+READY_SECONDS = 10.0
+"""What it takes to make a row ready for its turns that was compiled before."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,7 @@ class Measurement:
         self._started = time.monotonic()
         self.where = environment(tuple(name for name in ("jmp", "torch") if importlib.util.find_spec(name)))
         self.unfinished = False
+        self._flops: dict[str, int] = {}
 
     def run(self, progress: Progress) -> None:
         """Measures what the flags ask for and the folder lacks."""
@@ -150,7 +151,7 @@ class Measurement:
         able = {key: row for key, row in rows.items() if "error" not in self._train_of(case, key)}
         for which in self.config.passes:
             chosen = {key: row for key, row in able.items() if which == "train" or row.forward}
-            seconds = TOGETHER_SECONDS + self.config.rounds * self.config.block_ms / 1000 * len(chosen)
+            seconds = len(chosen) * (READY_SECONDS + self.config.rounds * self.config.block_ms / 1000)
             digest = hashlib.sha1(" ".join(chosen).encode()).hexdigest()[:8]  # the same rows are not timed again
             file = self.folder / f"together-{case.name}-{which}-{digest}.json"
             if file.exists() or not chosen:
@@ -172,6 +173,7 @@ class Measurement:
         alone: dict[str, dict[str, Any]] = {key: {"row": key} for key in rows}
         for which in self.config.passes:
             prepared: dict[str, Prepared] = {}
+            measure.start_anew(rows.values())
             for key, row in rows.items():
                 progress.advance(0, f"{row.label}, {which}", case.name)
                 if which == "train" or row.forward:
@@ -209,9 +211,11 @@ class Measurement:
     def _save(self, file: Path, case: Workload, found: dict[str, Any]) -> None:
         sizes = dataclasses.asdict(case.sizes)
         about = {"model": case.name, "text": case.text, "sizes": sizes, "items": case.items, "unit": case.unit}
-        flops_ = jax_steps.model_flops(case)
+        if case.name not in self._flops:
+            self._flops[case.name] = jax_steps.model_flops(case)
+        about["model_flops"] = self._flops[case.name]
         when = datetime.datetime.now().isoformat(timespec="seconds")
-        write_json(file, {**about, "model_flops": flops_, "measured": when, "environment": self.where, **found})
+        write_json(file, {**about, "measured": when, "environment": self.where, **found})
 
     def _require_the_same_sizes(self, case: Workload) -> None:
         for file in self.folder.glob(f"*-{case.name}-*.json"):

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,15 @@ def prepare(case: Workload, row: Row, which: Pass, mode: str = "default") -> Pre
 
         return torch_steps.prepare(case, row, which, batch, mode)
     return jax_steps.prepare(case, row, which, jax.device_put(batch))
+
+
+def start_anew(rows: Iterable[Row]) -> None:
+    """Makes room for ``rows`` where others have had their turns."""
+    gc.collect()
+    if any(row.torch for row in rows):
+        from experiments.benchmarks import torch_steps
+
+        torch_steps.start_anew()
 
 
 def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds: float = 3.0) -> dict[str, Any]:
@@ -100,6 +109,7 @@ def alone(case: Workload, row: Row, passes: tuple[Pass, ...], mode: str, seconds
     for which in sorted(passes):  # "forward" before "train"
         if which == "forward" and not row.forward:
             continue
+        prepared: Prepared | None = None
         try:
             prepared = prepare(case, row, which, mode)
             found[which] = describe(case, row, which, prepared, seconds)
@@ -128,6 +138,7 @@ def largest_that_fits(case: Workload, row: Row, mode: str = "default") -> str:
         return f"the largest batch that fits is {found.batch}"
     batch = case.sizes.batch_size // 2
     while batch:
+        start_anew([row])
         try:
             prepare(smaller(batch), row, "train", mode)
         except RuntimeError as error:
@@ -203,6 +214,7 @@ def prepare_all(
 
     The rows with the largest temporaries go first, so that the others find room in the memory these leave.
     """
+    start_anew(rows.values())
     prepared: dict[str, Prepared] = {}
     errors: dict[str, str] = {}
     order = {"fp32": 0, "tf32": 1}

@@ -191,8 +191,9 @@ def write(folder: Path) -> dict[str, Results]:
         lines += [table(each, which).markdown() for which in passes]
         lines += [f"Measured {each.about['measured']} by `{each.about['environment']['command']}`.", ""]
         rows = {which: {key: each.figures(which, key) for key in rows_of(name)} for which in passes}
-        summary[name] = {**{key: each.about[key] for key in ("text", "sizes", "items", "unit", "model_flops")}}
-        summary[name] |= {"environment": each.about["environment"], "goals": train_step_goals.goals(each), **rows}
+        summary[name] = {key: each.about[key] for key in ("text", "sizes", "items", "unit", "model_flops")}
+        summary[name] |= {"environment": each.about["environment"], "goals": train_step_goals.goals(each)}
+        summary[name].update(rows)
     (folder / "train_step.md").write_text("\n".join(lines))
     ceiling = next((each.ceiling for each in results.values()), {})
     write_json(folder / "train_step.json", {"ceiling": ceiling, "models": summary})

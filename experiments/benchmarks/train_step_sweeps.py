@@ -38,7 +38,9 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     models = [model for model in config.models if model != "resnet50" or not config.sweep]
     where = environment()
     with measure.caches_in(folder / "cache"), Progress(name, len(models) * _steps(config)) as progress:
-        results = {model: (sweep if config.sweep else busy)(model, config, progress) for model in models}
+        results: dict[str, Any] = {
+            model: (sweep if config.sweep else busy)(model, config, progress) for model in models
+        }
     tables = [(sweep_table if config.sweep else busy_table)(result) for result in results.values()]
     facts = [f"- {key}: {value}" for key, value in where.items()]
     title = f"Half precision by {name}" if config.sweep else "A train step while the host is busy"
@@ -123,7 +125,7 @@ def sweep_table(result: dict[str, Any]) -> Table:
 
 def busy_table(result: dict[str, Any]) -> Table:
     """A row a variant: milliseconds with idle cores, with busy ones, and their ratio."""
-    rows = [(ROWS[key].label, why, "", "") for key, why in result["errors"].items()]
+    rows: list[tuple[str, ...]] = [(ROWS[key].label, why, "", "") for key, why in result["errors"].items()]
     for key, idle in result["idle"].items():
         before, after = (timing.quartiles(times)[1] for times in (idle, result["busy"][key]))
         rows.append((ROWS[key].label, f"{before:.4g}", f"{after:.4g}", f"{after / before:.3f}"))
