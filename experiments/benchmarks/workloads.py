@@ -90,7 +90,8 @@ class Workload:
         """The loss function that a train step wants: the float32 mean over examples or tokens, and the new state.
 
         Args:
-          model: the model under a policy; None is the model as it is.
+          model: the model under a policy with a float32 output, which a transformer's loss is; None is the model as it
+            is.
         """
         own = self.model if model is None else model
 
