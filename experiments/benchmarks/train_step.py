@@ -134,23 +134,26 @@ class Measurement:
                 self._together(case, rows, progress)
 
     def _alone(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
-        todo = [key for key in rows if not self._alone_file(case, key).exists()]
+        passes = {key: self._not_yet(case, key, row) for key, row in rows.items()}
+        todo = [key for key in rows if passes[key]]
         progress.advance(len(rows) - len(todo), "measured before", case.name)
-        flags = ["--models", case.name, "--passes", *self.config.passes, "--batch-size", str(case.sizes.batch_size)]
+        flags = ["--models", case.name, "--batch-size", str(case.sizes.batch_size), "--run-dir", str(self.folder)]
         flags += ["--torch-mode", self.config.torch_mode, "--energy-s", str(self.config.energy_s)]
-        program = [sys.executable, "-m", "experiments.benchmarks.train_step", *flags, "--run-dir", str(self.folder)]
-        for key, measured in measure.in_processes({key: [*program, "--alone", key] for key in todo}):
+        program = [sys.executable, "-m", "experiments.benchmarks.train_step", *flags]
+        commands = {key: [*program, "--alone", key, "--passes", *passes[key]] for key in todo}
+        for key, measured in measure.in_processes(commands):
             if self._late(0):
                 break
             progress.advance(0, f"{rows[key].label}, alone", case.name)
-            found = measured()
+            found = {**self._known(case, key), **measured()}
             self._save(self._alone_file(case, key), case, {"row": key, **found})
             progress.advance(1, f"{rows[key].label}, alone", case.name)
 
     def _together(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
-        able = {key: row for key, row in rows.items() if "error" not in self._train_of(case, key)}
         for which in self.config.passes:
-            chosen = {key: row for key, row in able.items() if which == "train" or row.forward}
+            chosen = {
+                key: row for key, row in rows.items() if "error" not in self._known(case, key).get(which, {"error": ""})
+            }
             seconds = len(chosen) * (READY_SECONDS + self.config.rounds * self.config.block_ms / 1000)
             digest = hashlib.sha1(" ".join(chosen).encode()).hexdigest()[:8]  # the same rows are not timed again
             file = self.folder / f"together-{case.name}-{which}-{digest}.json"
@@ -226,13 +229,17 @@ class Measurement:
     def _alone_file(self, case: Workload, key: str) -> Path:
         return self.folder / f"alone-{case.name}-{key}.json"
 
-    def _train_of(self, case: Workload, key: str) -> dict[str, Any]:
-        """What is known of a row that was measured alone; an error if it may not join the others."""
+    def _known(self, case: Workload, key: str) -> dict[str, Any]:
+        """What was measured of a row alone: by pass its figures, or an error of all."""
         file = self._alone_file(case, key)
-        if not file.exists():
-            return {"error": "not measured yet"}
-        found = json.loads(file.read_text())
-        return found if "error" in found else next(found[which] for which in ("train", "forward") if which in found)
+        found = json.loads(file.read_text()) if file.exists() else {}
+        return {name: found[name] for name in ("train", "forward", "error") if name in found}
+
+    def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
+        """The passes that the flags ask for and nobody has measured of a row alone."""
+        known = self._known(case, key)
+        asked: list[Pass] = [which for which in self.config.passes if which == "train" or row.forward]
+        return [] if "error" in known else [which for which in asked if which not in known]
 
     def _late(self, seconds: float) -> bool:
         """Whether something that takes so long must wait for the next command."""
