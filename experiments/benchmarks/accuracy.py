@@ -87,16 +87,17 @@ TASKS = {
     "gpt2": Task(
         language_modeling,
         full={**_BASE, "model": "gpt2", "context": 1024, "batch_size": 16, "steps": 1000, "learning_rate": 6e-4,
-              "sample_tokens": 0},
+              "vocabulary": 50257, "sample_tokens": 0},
         smoke={**_SMALL, "model": "gpt2", "sample_tokens": 0},
     ),
     "bert": Task(
         masked_lm,
-        full={**_BASE, "context": 512, "batch_size": 64, "steps": 800, "learning_rate": 3e-4},
+        full={**_BASE, "context": 512, "batch_size": 64, "steps": 750, "learning_rate": 3e-4, "vocabulary": 50258},
         smoke=_SMALL,
     ),
 }  # fmt: skip
-"""1,950 steps of 256 images, 10 epochs; 16.4 million tokens; 26.2 million tokens."""
+"""1,950 steps, 10 epochs of images; 16.4 million tokens; 24.6 million tokens. The vocabularies have room for GPT-2's
+byte pairs (and [MASK]), so that the models have their size whatever the tokens are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
