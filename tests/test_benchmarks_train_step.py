@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import multiprocessing
 import re
@@ -362,7 +363,7 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
 
 
 def test_what_is_not_installed_says_so(quick, monkeypatch, tmp_path):
-    find_spec = train_step.importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torch" else find_spec(name))
     rows = ("jaxmp-fp32", "compile-bf16")
     train_step.main(train_step.Config(smoke=True, models=("bert",), rows=rows, passes=("train",), run_dir=tmp_path))

@@ -20,7 +20,6 @@ import dataclasses
 import datetime
 import gc
 import hashlib
-import importlib.util
 import json
 import os
 import sys
@@ -39,7 +38,7 @@ from experiments import cli
 from experiments.benchmarks import ceiling, jax_steps, train_step_sweeps
 from experiments.benchmarks import train_step_measure as measure
 from experiments.benchmarks import train_step_report as report
-from experiments.benchmarks.train_step_rows import ROWS, Pass, Prepared, Row, rows_of
+from experiments.benchmarks.train_step_rows import ROWS, Pass, Prepared, Row, peers, rows_of
 from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.environment import environment
 from experiments.progress import Progress
@@ -55,7 +54,7 @@ class Config:
 
     models: tuple[Name, ...] = NAMES
     """Models to measure."""
-    rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROW [ROW ...]")] = ()
+    rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROW [ROW ...]", help_behavior_hint="")] = ()
     """Rows to measure, among those that --list prints; a ratio needs both its rows in one command. (default: all)"""
     passes: tuple[Pass, ...] = ("train", "forward")
     """The train step, the forward pass alone, or both."""
@@ -69,7 +68,7 @@ class Config:
     """Examples a step; 0 for 256 (resnet50), 64 (bert) and 16 (gpt2)."""
     torch_mode: Literal["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
     """Mode of torch.compile."""
-    sweep: Literal["", "width", "depth"] = ""
+    sweep: Annotated[Literal["", "width", "depth"], tyro.conf.arg(metavar="{width,depth}", help_behavior_hint="")] = ""
     """In place of the table: the transformers' train step at widths, or depths, down to where half stops paying."""
     busy: tyro.conf.FlagCreatePairsOff[bool] = False
     """In place of the table: the train step with the host's cores idle, and with a process at work on every one."""
@@ -81,7 +80,7 @@ class Config:
     """Tiny models, two rounds, any device, one process: to see that everything runs. Its figures mean nothing."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the rows and end."""
-    alone: Annotated[str, tyro.conf.arg(metavar="ROW")] = ""
+    alone: Annotated[str, tyro.conf.arg(metavar="ROW", help_behavior_hint="")] = ""
     """Measure one row of one model alone and print JSON: what the run starts for each row."""
     run_dir: cli.Folder = None
     """Folder to write to, and to go on from. (default: runs/train_step-TIME)"""
@@ -104,7 +103,7 @@ class Measurement:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
         self._started = time.monotonic()
-        self.where = environment(tuple(name for name in ("jmp", "torch") if importlib.util.find_spec(name)))
+        self.where = environment(peers())
         self.unfinished = False
         self._flops: dict[str, int] = {}
 

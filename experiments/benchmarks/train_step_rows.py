@@ -74,6 +74,11 @@ ROWS: dict[str, Row] = {
 """Every row, by the name that ``--rows`` takes."""
 
 
+def peers() -> tuple[str, ...]:
+    """The packages that rows need beside JAX's own and that are installed."""
+    return tuple(name for name in ("jmp", "torch") if importlib.util.find_spec(name) is not None)
+
+
 def rows_of(model: str, names: tuple[str, ...] = ()) -> dict[str, Row]:
     """The rows of a model, or those of ``names`` among them, in the order of ``ROWS``.
 

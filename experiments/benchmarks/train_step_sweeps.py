@@ -15,7 +15,7 @@ import rich.console
 
 from experiments import timing
 from experiments.benchmarks import train_step_measure as measure
-from experiments.benchmarks.train_step_rows import ROWS, Row, rows_of
+from experiments.benchmarks.train_step_rows import ROWS, Row, peers, rows_of
 from experiments.benchmarks.workloads import FULL, SMOKE, Name, Workload, workload
 from experiments.environment import environment
 from experiments.progress import Progress
@@ -36,7 +36,7 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     """Measures what the flags ask for, and writes and shows its tables."""
     name = config.sweep or "busy"
     models = [model for model in config.models if model != "resnet50" or not config.sweep]
-    where = environment()
+    where = environment(peers())
     with measure.caches_in(folder / "cache"), Progress(name, len(models) * _steps(config)) as progress:
         results: dict[str, Any] = {
             model: (sweep if config.sweep else busy)(model, config, progress) for model in models
@@ -63,7 +63,7 @@ def sweep(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
     for value in (SMOKE_SWEEPS if config.smoke else SWEEPS)[axis]:
         sizes = dataclasses.replace((SMOKE if config.smoke else FULL)[name], **{field: value})
         case = workload(name, dataclasses.replace(sizes, batch_size=config.batch_size or sizes.batch_size))
-        rows = _rows(config, SWEEP_ROWS)
+        rows = _rows(name, config, SWEEP_ROWS)
         times, errors = _time(case, rows, config, progress, f"{axis} {value}")
         base = times.get("jaxmp-tf32")
         gains = {key: _gain(base, own) for key, own in times.items() if base and key != "jaxmp-tf32"}
@@ -76,7 +76,7 @@ def busy(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
     """The train step with idle cores, and with a process at work on every one."""
     sizes = (SMOKE if config.smoke else FULL)[name]
     case = workload(name, dataclasses.replace(sizes, batch_size=config.batch_size or sizes.batch_size))
-    rows = _rows(config, BUSY_ROWS)
+    rows = _rows(name, config, BUSY_ROWS)
     prepared, errors = _prepare(case, rows, config, progress)
     found: dict[str, Any] = {}
     for label, context in (("idle", contextlib.nullcontext()), ("busy", busy_cores())):
@@ -133,8 +133,8 @@ def busy_table(result: dict[str, Any]) -> Table:
     return Table(f"{result['text']}: the train step with {result['cores']} cores idle and busy", columns, rows)
 
 
-def _rows(config: Config, names: tuple[str, ...]) -> dict[str, Row]:
-    return rows_of("gpt2", config.rows or names)
+def _rows(name: Name, config: Config, names: tuple[str, ...]) -> dict[str, Row]:
+    return rows_of(name, config.rows or names)
 
 
 def _steps(config: Config) -> int:
