@@ -91,9 +91,12 @@ def goals(result: dict[str, Any]) -> list[str]:
     if half and result["full"]:
         judge("memory saved against float32 by hand as measured", 1 - half["peak"] / MIB / recorded.float32,
               goal.saved, least=True)  # fmt: skip
-    if half and float32:
-        judge("memory saved against float32 by hand as compiled here", 1 - half["peak"] / float32["peak"],
-              goal.saved, least=True)  # fmt: skip
+    if (
+        half and float32
+    ):  # no goal: compiled without a GPU, convolutions have none of the workspaces that cuDNN asks for
+        lines.append(
+            f"memory saved against float32 by hand as compiled here is {1 - half['peak'] / float32['peak']:.2%}"
+        )
     for key in ("jaxmp-bf16", "jaxmp-fp16", "autocast-bf16"):
         if row := rows.get(key):
             judge(f"{row['label']}: share of FLOPs on tensor cores in half", row["half"], TENSOR_FLOPS, least=True)
