@@ -43,8 +43,8 @@ RECORDED = {
 COPY_RATE = 4.3e12  # bytes a second that a copy on that H200 moved, read plus written
 AUTOCAST_MEMORY = 1.02
 ABOUT = (
-    "Compiled for the GPU, not run on it. Peak: arguments, results that reuse none of them, and temporaries, without the "
-    "workspaces that cuDNN's kernels may ask for once there is a GPU to choose them on. "
+    "Compiled for the GPU, not run on it. Peak: arguments, results that reuse none of them, and temporaries, without "
+    "the workspaces that cuDNN's kernels may ask for once there is a GPU to choose them on. "
     "`/ torch.compile`: of the peak that torch.compile under AMP had in bfloat16 (torch 2.11.0+cu130, one H200, "
     "2026-11-20, the same shapes and optimizer): " + ", ".join(f"{n} {r.torch:,} MiB" for n, r in RECORDED.items()) +
     ". `saved of fp32`: of the row by hand in float32. `half FLOPs`: share of the FLOPs that tensor cores do in "
