@@ -204,9 +204,8 @@ def test_the_flags_of_every_task_are_flags_of_its_script(smoke):
     assert len({run.place for run in runs}) == len(runs)
 
 
-@pytest.mark.parametrize("task", ["gpt2", "bert"])
-def test_a_model_that_returns_its_loss_trains_under_a_policy_that_returns_half(task):
-    run = next(run for run in accuracy.plan(accuracy.Config(tasks=(task,), smoke=True)))
+def test_a_model_that_returns_its_loss_trains_under_a_policy_that_returns_half():
+    run = next(run for run in accuracy.plan(accuracy.Config(tasks=("bert",), smoke=True)))
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
         experiment = accuracy.prepare(run, "O3", "none")
         state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
@@ -295,9 +294,11 @@ def texts(losses):
          "at most 0.5 lost (aim 0.1: reached)"),
         ([0.797, 0.817, 0.807], True, "met: any is -0.30 ± 0.00 points of accuracy from float32 over 3 seeds, the goal "
          "at most 0.5 lost (aim 0.1: not reached)"),
-        ([0.794, 0.814], False, "NOT MET: any is -0.60 ± 0.00 points of accuracy from float32 over 2 seeds, of 3 that "
+        ([0.794, 0.814, 0.804], False, "NOT MET: any is -0.60 ± 0.00 points of accuracy from float32 over 3 seeds, the "
+         "goal at most 0.5 lost (aim 0.1: not reached)"),
+        ([0.794, 0.814], None, "open: any is -0.60 ± 0.00 points of accuracy from float32 over 2 seeds, of 3 that "
          "are wanted, the goal at most 0.5 lost (aim 0.1: not reached)"),
-        ([0.9], True, "met: any is +10.00 points of accuracy from float32 over 1 seed, of 3 that are wanted, the goal "
+        ([0.9], None, "open: any is +10.00 points of accuracy from float32 over 1 seed, of 3 that are wanted, the goal "
          "at most 0.5 lost (aim 0.1: reached)"),
     ],
 )  # fmt: skip
@@ -310,17 +311,18 @@ def test_images_may_lose_half_a_point_of_accuracy_seed_by_seed(accuracies, met, 
 @pytest.mark.parametrize(
     ("losses", "met", "start"),
     [
-        ([3.0, 4.02], True, "met: any is +0.25 ± 0.35 % of the loss from float32 over 2 seeds"),
-        ([3.03, 4.02], False, "NOT MET: any is +0.75 ± 0.35 % of the loss from float32 over 2 seeds"),
-        ([2.0, 3.0], True, "met: any is -29.17 ± 5.89 % of the loss from float32 over 2 seeds"),
+        ([3.0, 4.0, 5.06], True, "met: any is +0.40 ± 0.69 % of the loss from float32 over 3 seeds, "),
+        ([3.0, 4.0, 5.09], False, "NOT MET: any is +0.60 ± 1.04 % of the loss from float32 over 3 seeds, "),
+        ([2.0, 3.0, 5.0], True, "met: any is -19.44 ± 17.35 % of the loss from float32 over 3 seeds, "),
+        ([3.0, 4.02], None, "open: any is +0.25 ± 0.35 % of the loss from float32 over 2 seeds, of 3 that are wanted"),
     ],
 )
 def test_text_may_gain_half_a_percent_of_loss(losses, met, start):
-    found = accuracy_report.goal("gpt2", "any", texts(losses), texts([3.0, 4.0]))
+    found = accuracy_report.goal("gpt2", "any", texts(losses), texts([3.0, 4.0, 5.0]))
     assert found[0] is met and found[1].startswith(start) and found[1].endswith(", the goal at most 0.5 gained")
 
 
-def test_the_table_has_ratios_to_float32_and_the_published_rows_beside_the_same_task_only():
+def test_the_table_has_ratios_to_float32():
     variants = {
         FLOAT32: images("float32", [0.8, 0.82]),
         HALF: images("mixed_bfloat16", [0.8, 0.83], minutes=1.0, step_bytes=40 * 2**20),
@@ -332,15 +334,9 @@ def test_the_table_has_ratios_to_float32_and_the_published_rows_beside_the_same_
     assert half["accuracy %"] == "81.50 ± 2.12" and half["Δ"] == "+0.50 ± 0.71"
     assert (half["× faster"], half["memory"], half["memory saved"]) == ("4.00", "40 MiB", "60 %")
     assert half["skipped"] == "2" and rows["float32"]["Δ"] == ""
-    amp = rows["published: torch AMP"]
-    assert (amp["accuracy %"], amp["Δ"], amp["minutes"], amp["× faster"]) == ("80.31", "-0.61", "16.99", "1.31")
-    assert (amp["memory"], amp["memory saved"], amp["loss scale"]) == ("15508 MB", "32 %", "one RTX 4090")
     console = rich.console.Console(file=io.StringIO(), width=180)
     table.show(console)
-    assert "PyTorch with batches of 256 on one RTX 4090" in table.markdown() and "15508 MB" in console.file.getvalue()
-
-    small = {FLOAT32: images("float32", [0.8], setting={**variants[FLOAT32][0]["setting"], "model": "resnet18"})}
-    assert len(accuracy_report.table("images", small).rows) == 1
+    assert "40 MiB" in table.markdown() and "40 MiB" in console.file.getvalue()
 
 
 def test_a_difference_between_curves_ends_where_the_shorter_one_does():

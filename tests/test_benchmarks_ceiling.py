@@ -14,11 +14,16 @@ from experiments.benchmarks import ceiling
 def test_every_kind_of_product_is_the_product_of_its_matrices():
     for name, kind in ceiling.KINDS.items():
         a, b = kind.matrices((4, 8, 16))
-        product = kind.product(a, b)
+        product = jax.jit(kind.product)(a, b)
         assert product.dtype == kind.result and a.dtype == b.dtype == kind.dtype, name
         wide = [np.asarray(x).astype(np.float64) * (0.5 if kind.scaled else 1) for x in (a, b)]
         np.testing.assert_allclose(np.asarray(product, np.float64), wide[0] @ wide[1], rtol=2e-2, atol=0.5)
         assert wide[0].std() > 0.1, name  # zeros would be faster
+
+
+def test_the_two_matrices_of_a_cube_are_drawn_apart():
+    a, b = ceiling.KINDS["float32"].matrices((8, 8, 8))
+    assert abs(np.corrcoef(np.ravel(a), np.ravel(b))[0, 1]) < 0.5
 
 
 def test_the_benchmark_writes_a_ceiling_for_each_dtype_that_the_device_has(monkeypatch, tmp_path, capsys):

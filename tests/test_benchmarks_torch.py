@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import re
 
+import benchmark_tools
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmark_tools import drawn, once
 
 from experiments.benchmarks import by_hand, jax_steps
 from experiments.benchmarks.train_step_rows import ROWS, Row
@@ -19,11 +20,7 @@ torch = pytest.importorskip("torch")
 
 from experiments.benchmarks import torch_models, torch_steps  # noqa: E402
 
-SMALL = {
-    "resnet50": Sizes(4, 64, layers=1, width=8, vocabulary=10),
-    "bert": Sizes(2, 8, layers=1, width=64, vocabulary=64),
-    "gpt2": Sizes(2, 8, layers=1, width=64, vocabulary=64),
-}
+SMALL = {**benchmark_tools.SMALL, "resnet50": Sizes(4, 64, layers=1, width=8, vocabulary=10)}
 NAMES_IN_TORCH = {
     r"^attention(\d+)/(qkv|out)": r"blocks.\1.attention.\2",
     r"^norm(\d)_(\d+)/": r"blocks.\2.norm\1/",
@@ -53,18 +50,6 @@ def in_torch(variables):
     return found
 
 
-def drawn(case, model):
-    """Variables drawn at random: scales of 1 and biases of 0 would hide what they multiply."""
-    shapes = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        start = float(path[-1].key in ("scale", "var"))
-        return jnp.asarray(start + 0.1 * rng.standard_normal(leaf.shape), jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
 def both(name):
     """A small workload's model and variables by hand, and the same in torch."""
     case = workload(name, SMALL[name])
@@ -90,7 +75,7 @@ def test_the_models_have_as_many_params_as_those_of_the_experiments(name):
 def test_the_same_weights_give_the_loss_of_the_models_by_hand(name):
     case, model, (params, state), theirs = both(name)
     batch = case.random_batch()
-    expected, _ = jax.jit(by_hand.loss_fn_of(model))(params, state, batch, None)
+    expected, _ = once(by_hand.loss_fn_of(model), params, state, batch, None)
     loss = torch_models.loss_of(theirs, *torch_steps._on_device(case, batch)).detach()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
@@ -110,7 +95,7 @@ def test_two_steps_with_the_same_weights_have_the_losses_of_those_by_hand(monkey
     assert losses[1] < 0.999 * losses[0]  # clipping and AdamW had a say
 
 
-@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.torch])
+@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.library == "torch"])
 def test_a_row_multiplies_in_the_precision_that_it_names(key):
     case = workload("bert", SMALL["bert"])
     half = {"bf16": "bfloat16", "fp16": "float16"}.get(ROWS[key].precision, "float32")
@@ -143,3 +128,26 @@ def test_a_prepared_step_and_a_prepared_pass_take_turns_and_can_be_waited_for():
     logits = torch_steps.prepare(case, row, "forward", case.random_batch()).turn().value
     assert logits.shape == (2, 8, 64) and logits.dtype == torch.bfloat16
     assert torch_steps.peak() is None  # no GPU
+
+
+def test_a_prepared_rows_peak_and_compile_time_are_without_the_search_for_kernels_and_the_models_making(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
+    monkeypatch.setattr(torch_steps.time, "perf_counter", lambda: done.append("clock") or 0.0)
+    monkeypatch.setattr(torch_steps, "forward", lambda *_: done.append("made") or (lambda: done.append("run")))
+    torch_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["torch-bf16"], "forward", {})
+    assert done == ["made", "clock", "run", "synchronize", "clock", "reset_peak_memory_stats"]
+
+
+@pytest.mark.parametrize(
+    ("key", "mode"), [("compile-bf16", "default"), ("compile-bf16-tuned", "max-autotune-no-cudagraphs")]
+)
+def test_a_row_is_compiled_in_its_own_mode(monkeypatch, key, mode):
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda fun, mode, dynamic: modes.append(mode) or fun)
+    case = workload("gpt2", dataclasses.replace(SMALL["gpt2"], vocabulary=97))
+    torch_steps.train_step(case, ROWS[key], case.random_batch())
+    logits = torch_steps.forward(case, ROWS[key], case.random_batch())()
+    assert modes == [mode, mode] and logits.shape == (2, 8, 128)  # as in JAX's rows

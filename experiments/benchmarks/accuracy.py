@@ -10,10 +10,9 @@ GPU runs without tensor cores. O3 is float16 throughout without a loss scale, bf
 points of accuracy lost (aim 0.1) on images, at most 0.5 % of loss gained on text.
 
 Every finished run is kept, and --resume goes on with those that are missing, so that the whole can be had in pieces by
-task, policy and seed; the report is of all runs in the folder. By the times of a step that one H200 was measured with,
-a run of float32 takes up to 8 minutes there, one in half precision up to 2, and all of them about 2 hours. --smoke
-trains little models on any machine in about 2 minutes: no result. CIFAR-10 is downloaded, or built from files in
---data-dir. The run folder holds accuracy.md, accuracy.json, accuracy.png, and each run in a folder of its own.
+task, policy and seed; the report is of all runs in the folder, with the minutes that each took. A goal is open until
+three seeds are there. --smoke trains little models on any machine: no result. CIFAR-10 is downloaded, or built from
+files in --data-dir. The run folder holds accuracy.md, accuracy.json, accuracy.png, and each run in a folder of its own.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Kind:
     def matrices(self, shape: Shape) -> tuple[jax.Array, jax.Array]:
         """Two random ones, (rows, terms) and (terms, columns)."""
         rows, terms, columns = shape
-        a, b = _draw((rows, terms)), _draw((terms, columns))
+        a, b = _draw((rows, terms), 0), _draw((terms, columns), 1)
         return a.astype(self.dtype), b.astype(self.dtype)
 
     def product(self, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -92,8 +92,8 @@ KINDS = {
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _draw(shape: tuple[int, int]) -> jax.Array:
-    return jax.random.uniform(jax.random.key(0), shape, jnp.float32, -4, 4)  # what int8 tells apart, too
+def _draw(shape: tuple[int, int], seed: int) -> jax.Array:
+    return jax.random.uniform(jax.random.key(seed), shape, jnp.float32, -4, 4)  # what int8 tells apart, too
 
 
 def ceilings(

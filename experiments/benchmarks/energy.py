@@ -33,7 +33,12 @@ def joules(run: Callable[[], Any], read: Counter, seconds: float = 3.0) -> float
     """Joules a call of ``run`` takes, which must wait for the device; the mean over ``seconds``.
 
     The counter moves about ten times a second, hence the length.
+
+    Raises:
+      ValueError: ``seconds`` is not positive.
     """
+    if seconds <= 0:
+        raise ValueError(f"energy is the mean over a time, which must be positive, got {seconds:g} seconds")
     started, first = time.perf_counter(), read()
     calls = 0
     while time.perf_counter() - started < seconds:

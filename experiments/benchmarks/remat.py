@@ -228,7 +228,7 @@ class Measurement:
             return
         title = f"{first.model}, {first.policy}"
         prepared, errors = measure.prepare_all(
-            first.case(), able, "train", "default", lambda remat: progress.advance(0, f"{remat}: getting ready", title)
+            first.case(), able, "train", lambda remat: progress.advance(0, f"{remat}: getting ready", title)
         )
         rounds, block_ms = (2, 1.0) if config.smoke else (config.rounds, config.block_ms)
         times = measure.together(

@@ -42,21 +42,18 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def train_step(
-    case: Workload, row: Row, batch: dict[str, np.ndarray], mode: str = "default"
-) -> Callable[[], torch.Tensor]:
+def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
     """A whole train step on the batch: forward, backward, clipping, AdamW, and in fp16 the GradScaler.
 
     Args:
       case: the model.
       row: how to train it.
       batch: inputs and labels on the host.
-      mode: of torch.compile.
     """
     model, (inputs, labels) = _build(case), _on_device(case, batch)
     loss_of: Callable[..., torch.Tensor] = torch_models.loss_of
     if row.library == "compile":
-        loss_of = torch.compile(loss_of, mode=mode, dynamic=False)
+        loss_of = torch.compile(loss_of, mode=row.mode, dynamic=False)
     params = [*model.parameters()]
     optimizer = torch.optim.AdamW(params, LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     scaler = torch.amp.GradScaler(device().type, enabled=row.scaled)
@@ -76,12 +73,10 @@ def train_step(
     return step
 
 
-def forward(
-    case: Workload, row: Row, batch: dict[str, np.ndarray], mode: str = "default"
-) -> Callable[[], torch.Tensor]:
+def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
     """The forward pass alone, in inference mode, to logits in the dtype of the products."""
     model, (inputs, _) = _build(case).eval(), _on_device(case, batch)
-    call = torch.compile(model, mode=mode, dynamic=False) if row.library == "compile" else model
+    call = torch.compile(model, mode=row.mode, dynamic=False) if row.library == "compile" else model
 
     def run() -> torch.Tensor:
         _float32_products(row)
@@ -91,20 +86,25 @@ def forward(
     return run
 
 
-def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray], mode: str = "default") -> Prepared:
-    """A row's train step or forward pass after its first call, which compiles what is to be compiled."""
+def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray]) -> Prepared:
+    """A row's train step or forward pass after its first call, which compiles what is to be compiled.
+
+    :func:`peak` begins anew: what cuDNN and torch.compile needed to try kernels is no part of a step.
+    """
     torch.backends.cudnn.benchmark = True
+    run = (train_step if which == "train" else forward)(case, row, batch)
     started = time.perf_counter()
-    run = (train_step if which == "train" else forward)(case, row, batch, mode)
     run()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     return Prepared(lambda: Result(run()), (lambda: float(run())) if which == "train" else None, seconds)
 
 
 def peak() -> int | None:
-    """The most bytes torch has had on the GPU so far; None without a GPU."""
+    """The most bytes torch has had on the GPU since a row was last prepared; None without a GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 

@@ -6,19 +6,19 @@ ResNet-50 (256×224×224), BERT-Base (64×512) and GPT-2 (16×1024): forward, ba
 the forward pass alone. First each row is measured alone, in a process of its own: compile time, peak memory, energy,
 and a profile. Then all rows of a model take turns in one process, warm, each turn waited for, every state donated; a
 ratio is one round's time over the same round's of another row, and the median over the rounds counts. Utilisation is
-against what one matrix product reaches on this device (benchmarks.ceiling), measured in the same run.
+against what one matrix product reaches on this device (benchmarks.ceiling), measured in the same folder.
 
 torch is optional: rows of what is not installed say so. What was measured stays in the run folder, so that a long run
-can be cut: --minutes 8 starts nothing new after eight, and the same command goes on from there. The run folder holds
-train_step.md, .json and .png. --sweep shows from which width or depth on half precision pays, --busy what a step takes
-while every core of the host is at work.
+can be cut: --minutes 8 starts nothing new after eight, and the same command goes on from there, with the same device,
+versions and lengths; rows that failed are tried again. The run folder holds train_step.md, .json and .png. --sweep
+shows from which width or depth on half precision pays, --busy what a step takes while every core of the host is at
+work.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import gc
 import hashlib
 import json
 import os
@@ -42,7 +42,7 @@ from experiments.benchmarks.train_step_rows import ROWS, Pass, Prepared, Row, pe
 from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.environment import environment
 from experiments.progress import Progress
-from experiments.runs import run_folder, write_json
+from experiments.runs import run_folder, strict_json, write_json
 
 READY_SECONDS = 10.0
 """What it takes to make a row ready for its turns that was compiled before."""
@@ -63,11 +63,9 @@ class Config:
     block_ms: float = 200.0
     """How long a turn should take, in milliseconds."""
     energy_s: float = 2.0
-    """How long a row runs for its energy, in seconds."""
+    """How long a row runs for its energy, in seconds; 0 measures none."""
     batch_size: int = 0
     """Examples a step; 0 for 256 (resnet50), 64 (bert) and 16 (gpt2)."""
-    torch_mode: Literal["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
-    """Mode of torch.compile."""
     sweep: Annotated[Literal["", "width", "depth"], tyro.conf.arg(metavar="{width,depth}", help_behavior_hint="")] = ""
     """In place of the table: the transformers' train step at widths, or depths, down to where half stops paying."""
     busy: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -106,45 +104,71 @@ class Measurement:
         self.where = environment(peers())
         self.unfinished = False
         self._flops: dict[str, int] = {}
+        held = {name: self.where[name] for name in ("device", "versions")}
+        self._place = {**held, "smoke": config.smoke}
+        self._lengths = {name: getattr(config, name) for name in ("rounds", "block_ms", "energy_s")}
 
     def run(self, progress: Progress) -> None:
-        """Measures what the flags ask for and the folder lacks."""
-        if not (self.folder / "ceiling.json").exists():
-            progress.advance(0, "matrix products", "ceilings")
-            small = self.config.smoke
-            write_json(
-                self.folder / "ceiling.json",
-                ceiling.ceilings(
-                    ceiling.SMOKE_SHAPES[:1] if small else ceiling.SHAPES,
-                    ceiling.SMOKE_COPY_BYTES if small else ceiling.COPY_BYTES,
-                    rounds=1 if small else 5,
-                    block_ms=1 if small else 50,
-                    kinds=("float32", "tensorfloat32", "bfloat16", "float16"),
-                ),
-            )
-        for name in self.config.models:
-            case = case_of(name, self.config)
-            self._require_the_same_sizes(case)
-            rows = {key: row for key, row in rows_of(name, self.config.rows).items() if row.missing is None}
-            if self.config.smoke:
-                self._in_one_process(case, rows, progress)
-            else:
-                self._alone(case, rows, progress)
-                self._together(case, rows, progress)
+        """Measures what the flags ask for and the folder lacks.
+
+        Every row of every model alone first: once rows have taken turns here, this process keeps memory.
+        """
+        cases = [case_of(name, self.config) for name in self.config.models]
+        self._ceilings(progress)
+        rows = {
+            case.name: {key: row for key, row in rows_of(case.name, self.config.rows).items() if row.missing is None}
+            for case in cases
+        }
+        steps = (self._in_one_process,) if self.config.smoke else (self._alone, self._together)
+        for step in steps:
+            for case in cases:
+                step(case, rows[case.name], progress)
+
+    def require_alike(self) -> None:
+        """Checks that what the flags ask for can be held against what the folder has.
+
+        Raises:
+          ValueError: it has other sizes, another device, other versions or lengths.
+        """
+        if (file := self.folder / "ceiling.json").exists():
+            require_alike(file, self._place)
+        for case in (case_of(name, self.config) for name in self.config.models):
+            for file in self.folder.glob(f"*-{case.name}-*.json"):
+                require_alike(file, self._setting(case))
+
+    def _setting(self, case: Workload) -> dict[str, Any]:
+        """What all figures of a model in one folder have in common."""
+        return {"sizes": dataclasses.asdict(case.sizes), **self._lengths, **self._place}
+
+    def _ceilings(self, progress: Progress) -> None:
+        if (file := self.folder / "ceiling.json").exists():
+            return
+        progress.advance(0, "matrix products", "ceilings")
+        small = self.config.smoke
+        found = ceiling.ceilings(
+            ceiling.SMOKE_SHAPES[:1] if small else ceiling.SHAPES,
+            ceiling.SMOKE_COPY_BYTES if small else ceiling.COPY_BYTES,
+            rounds=1 if small else 5,
+            block_ms=1 if small else 50,
+            kinds=("float32", "tensorfloat32", "bfloat16", "float16"),
+        )
+        write_json(file, {"setting": self._place, "environment": self.where, **found})
 
     def _alone(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
         passes = {key: self._not_yet(case, key, row) for key, row in rows.items()}
-        todo = [key for key in rows if passes[key]]
+        todo = sorted((key for key in rows if passes[key]), key=lambda key: bool(self._known(case, key)))  # new first
         progress.advance(len(rows) - len(todo), "measured before", case.name)
         flags = ["--models", case.name, "--batch-size", str(case.sizes.batch_size), "--run-dir", str(self.folder)]
-        flags += ["--torch-mode", self.config.torch_mode, "--energy-s", str(self.config.energy_s)]
+        flags += ["--energy-s", str(self.config.energy_s)]
         program = [sys.executable, "-m", "experiments.benchmarks.train_step", *flags]
         commands = {key: [*program, "--alone", key, "--passes", *passes[key]] for key in todo}
         for key, measured in measure.in_processes(commands):
             if self._late(0):
                 break
             progress.advance(0, f"{rows[key].label}, alone", case.name)
-            found = {**self._known(case, key), **measured()}
+            known = self._known(case, key)
+            known.pop("error", None)
+            found = {**known, **measured()}
             self._save(self._alone_file(case, key), case, {"row": key, **found})
             progress.advance(1, f"{rows[key].label}, alone", case.name)
 
@@ -156,7 +180,7 @@ class Measurement:
             seconds = len(chosen) * (READY_SECONDS + self.config.rounds * self.config.block_ms / 1000)
             digest = hashlib.sha1(" ".join(chosen).encode()).hexdigest()[:8]  # the same rows are not timed again
             file = self.folder / f"together-{case.name}-{which}-{digest}.json"
-            if file.exists() or not chosen:
+            if not chosen or (file.exists() and not _to_try_again(file)):
                 continue
             if self._late(seconds):
                 return
@@ -164,12 +188,11 @@ class Measurement:
                 case,
                 chosen,
                 which,
-                self.config.torch_mode,
                 lambda key: progress.advance(0, f"{ROWS[key].label}: getting ready", case.name),
             )
             self._time(case, which, prepared, errors, file, progress)
             prepared.clear()
-            gc.collect()
+            measure.start_anew(chosen.values())
 
     def _in_one_process(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
         alone: dict[str, dict[str, Any]] = {key: {"row": key} for key in rows}
@@ -180,7 +203,7 @@ class Measurement:
                 progress.advance(0, f"{row.label}, {which}", case.name)
                 if which == "train" or row.forward:
                     try:
-                        prepared[key] = measure.prepare(case, row, which, self.config.torch_mode)
+                        prepared[key] = measure.prepare(case, row, which)
                         alone[key][which] = measure.describe(case, row, which, prepared[key], seconds=0.1)
                     except RuntimeError as error:
                         prepared.pop(key, None)
@@ -213,17 +236,12 @@ class Measurement:
     def _save(self, file: Path, case: Workload, found: dict[str, Any]) -> None:
         sizes = dataclasses.asdict(case.sizes)
         about = {"model": case.name, "text": case.text, "sizes": sizes, "items": case.items, "unit": case.unit}
+        about["setting"] = self._setting(case)
         if case.name not in self._flops:
             self._flops[case.name] = jax_steps.model_flops(case)
         about["model_flops"] = self._flops[case.name]
         when = datetime.datetime.now().isoformat(timespec="seconds")
         write_json(file, {**about, "measured": when, "environment": self.where, **found})
-
-    def _require_the_same_sizes(self, case: Workload) -> None:
-        for file in self.folder.glob(f"*-{case.name}-*.json"):
-            before = json.loads(file.read_text())["sizes"]
-            if before != (sizes := dataclasses.asdict(case.sizes)):
-                cli.fail(f"a run folder holds one size of a model, but {file} has {before}, not {sizes}; take another")
 
     def _alone_file(self, case: Workload, key: str) -> Path:
         return self.folder / f"alone-{case.name}-{key}.json"
@@ -235,16 +253,38 @@ class Measurement:
         return {name: found[name] for name in ("train", "forward", "error") if name in found}
 
     def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
-        """The passes that the flags ask for and nobody has measured of a row alone."""
+        """The passes that the flags ask for and of which a row alone has no figures: those that failed, too."""
         known = self._known(case, key)
         asked: list[Pass] = [which for which in self.config.passes if which == "train" or row.forward]
-        return [] if "error" in known else [which for which in asked if which not in known]
+        return [which for which in asked if "error" in known.get(which, {"error": ""})]
 
     def _late(self, seconds: float) -> bool:
         """Whether something that takes so long must wait for the next command."""
         elapsed = time.monotonic() - self._started + seconds
         self.unfinished |= bool(self.config.minutes) and elapsed > 60 * self.config.minutes
         return self.unfinished
+
+
+def require_alike(file: Path, setting: dict[str, Any]) -> None:
+    """Checks that what is to be measured can be held against what a file of the run folder has.
+
+    Raises:
+      ValueError: they differ in sizes, device, versions or lengths.
+    """
+    before, now = json.loads(file.read_text()).get("setting", {}), strict_json(setting)
+    different = [name for name in now if before.get(name) != now[name]]
+    if different:
+        what = ", ".join(f"{name} is {before.get(name)} there and {now[name]} here" for name in different)
+        raise ValueError(
+            f"what lies in one run folder is held against each other, but in {file} {what}; take the device, the "
+            "versions and the flags of that run, or another --run-dir"
+        )
+
+
+def _to_try_again(file: Path) -> bool:
+    """Whether rows failed in turn, but for want of memory beside the others: nothing has changed about that."""
+    rows = json.loads(file.read_text())["rows"].values()
+    return any("error" in row and not row["error"].startswith(measure.OUT_OF_MEMORY) for row in rows)
 
 
 def measure_alone(config: Config) -> None:
@@ -254,7 +294,7 @@ def measure_alone(config: Config) -> None:
         jax.config.update("jax_platforms", "cpu")  # only torch is to use the GPU
 
     def found() -> dict[str, Any]:
-        return measure.alone(case_of(name, config), row, config.passes, config.torch_mode, config.energy_s)
+        return measure.alone(case_of(name, config), row, config.passes, config.energy_s)
 
     if row.torch:
         from experiments.benchmarks import torch_steps as torch_steps  # its imports while another row measures
@@ -272,6 +312,7 @@ def main(config: Config) -> dict[str, Any]:
         cli.require("--rounds", config.rounds, 1)
         cli.require("--batch-size", config.batch_size, 0)
         cli.require("--minutes", config.minutes, 0)
+        cli.require("--energy-s", config.energy_s, 0)
         rows_of("gpt2", (*config.rows, *([config.alone] if config.alone else [])))
         if config.alone:
             measure_alone(config)
@@ -287,13 +328,15 @@ def main(config: Config) -> dict[str, Any]:
     if not config.report_only:
         total = sum(sum(row.missing is None for row in rows_of(name, config.rows).values()) for name in config.models)
         cache = measure.caches_in(folder / "cache")
-        with cache, Progress("train step", total) as progress:
+        with cli.bad_values_end_it():
             measurement = Measurement(config, folder)
+            measurement.require_alike()
+        with cache, Progress("train step", total) as progress:
             measurement.run(progress)
         unfinished = measurement.unfinished
     results = report.write(folder)
     console = rich.console.Console()
-    report.show(results, console if console.is_terminal else rich.console.Console(width=200))
+    report.show(results, console if console.is_terminal else rich.console.Console(width=240))
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
     if unfinished:
         console.print("not all is measured: the same command goes on from here", markup=False)

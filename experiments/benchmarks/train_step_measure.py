@@ -35,20 +35,19 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join((text.splitlines() or [''])[0].split())[:160]}"
 
 
-def prepare(case: Workload, row: Row, which: Pass, mode: str = "default") -> Prepared:
+def prepare(case: Workload, row: Row, which: Pass) -> Prepared:
     """A row's train step or forward pass, compiled, with its state and its batch on the device.
 
     Args:
       case: the model.
       row: how to train it.
       which: the train step or the forward pass.
-      mode: of torch.compile.
     """
     batch = case.random_batch()
     if row.torch:
         from experiments.benchmarks import torch_steps
 
-        return torch_steps.prepare(case, row, which, batch, mode)
+        return torch_steps.prepare(case, row, which, batch)
     return jax_steps.prepare(case, row, which, jax.device_put(batch))
 
 
@@ -69,7 +68,7 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
       row: how it is trained.
       which: the train step or the forward pass.
       prepared: what ``prepare`` made of them.
-      seconds: how long to run for the energy.
+      seconds: how long to run for the energy; 0 for none.
 
     Returns:
       ``compile_seconds``, ``compiled_bytes``, ``peak`` (bytes the process has had on the GPU), ``joules`` a call,
@@ -83,7 +82,7 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
     for _ in range(3):
         run()
     peak = _torch_peak() if row.torch else memory.device_peak()
-    read = energy.counter() if jax.default_backend() == "gpu" or peak is not None else None
+    read = energy.counter() if seconds and (jax.default_backend() == "gpu" or peak is not None) else None
     kernels: dict[str, float] = {}
     if peak is not None:  # a device that counts no memory has no kernels to trace either
         kernels = profiling.of_torch(prepared.turn) if row.torch else profiling.of_jax(prepared.turn)
@@ -100,7 +99,7 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
     }
 
 
-def alone(case: Workload, row: Row, passes: tuple[Pass, ...], mode: str, seconds: float) -> dict[str, Any]:
+def alone(case: Workload, row: Row, passes: tuple[Pass, ...], seconds: float) -> dict[str, Any]:
     """What ``describe`` tells of each pass, with nothing else on the device, the forward pass first.
 
     A process's peak never falls, and a train step's is the higher.
@@ -111,18 +110,18 @@ def alone(case: Workload, row: Row, passes: tuple[Pass, ...], mode: str, seconds
             continue
         prepared: Prepared | None = None
         try:
-            prepared = prepare(case, row, which, mode)
+            prepared = prepare(case, row, which)
             found[which] = describe(case, row, which, prepared, seconds)
         except RuntimeError as error:
             found[which] = {"error": reason(error)}
         prepared = None
         gc.collect()
         if found[which].get("error") == OUT_OF_MEMORY and which == "train":
-            found[which]["error"] += f"; {largest_that_fits(case, row, mode)}"
+            found[which]["error"] += f"; {largest_that_fits(case, row)}"
     return found
 
 
-def largest_that_fits(case: Workload, row: Row, mode: str = "default") -> str:
+def largest_that_fits(case: Workload, row: Row) -> str:
     """The largest batch with which a train step fits, in words; torch's is looked for by halving."""
 
     def smaller(batch: int) -> Workload:
@@ -140,7 +139,7 @@ def largest_that_fits(case: Workload, row: Row, mode: str = "default") -> str:
     while batch:
         start_anew([row])
         try:
-            prepare(smaller(batch), row, "train", mode)
+            prepare(smaller(batch), row, "train")
         except RuntimeError as error:
             if reason(error) != OUT_OF_MEMORY:
                 raise
@@ -208,7 +207,7 @@ def together(
 
 
 def prepare_all(
-    case: Workload, rows: Mapping[str, Row], which: Pass, mode: str, before: Callable[[str], None]
+    case: Workload, rows: Mapping[str, Row], which: Pass, before: Callable[[str], None]
 ) -> tuple[dict[str, Prepared], dict[str, str]]:
     """Every row ready to take its turns in this process, and why those that are not are not.
 
@@ -221,7 +220,7 @@ def prepare_all(
     for name in sorted(rows, key=lambda name: order.get(rows[name].precision, 2)):
         before(name)
         try:
-            prepared[name] = prepare(case, rows[name], which, mode)
+            prepared[name] = prepare(case, rows[name], which)
             jax.block_until_ready(prepared[name].turn())
         except RuntimeError as error:
             prepared.pop(name, None)

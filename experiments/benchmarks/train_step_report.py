@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,29 @@ from experiments.runs import write_json
 
 COLUMNS: dict[Pass, tuple[str, ...]] = {
     "train": (
-        "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "of the ceiling",
-        "FLOPs on tensor cores", "time in their kernels", "J a step", "compile s",
+        "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "program MiB",
+        "of the ceiling", "FLOPs on tensor cores", "time in their kernels", "J a step", "compile s",
     ),
-    "forward": ("row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile",
+    "forward": ("row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "program MiB",
                 "of the ceiling", "time in their kernels", "J a pass", "compile s"),
 }  # fmt: skip
 TITLES = {"train": "the train step", "forward": "the forward pass alone"}
 EXPLANATION = (
-    "A ratio of times is a round's time over the same round's time of torch.compile in the faster of its half dtypes, "
-    "median over the rounds. Peaks are of processes of their own, by JAX's and torch's allocators; where the device "
-    "counts nothing, what the compiler says a program needs, marked c. Utilisation is the model's FLOPs (three "
-    "times those of the forward pass) over the time, against the fastest product of the row's dtype on this device. "
-    "FLOPs on tensor cores are the share of a step's products in dtypes that these multiply; time in their kernels is "
-    "the share of a trace's kernel time in kernels whose names say that they do. Rows compile one after the other and "
-    "share XLA's choice of kernels: the first one's compile time has most of it."
+    "A ratio of times is a round's time over the same round's time of the fastest of torch.compile's rows in half, "
+    "median over the rounds. Peaks are of processes of their own, by JAX's and torch's allocators: torch's since the "
+    "row was compiled and had run once, so without what only its search for kernels needed; JAX's, which cannot be "
+    "set back, of the whole process, with XLA's search for kernels. Program MiB is what a program needs by XLA's own "
+    "account, without any search; where the device counts no memory it stands for the peak, too, marked c. "
+    "Utilisation is the model's FLOPs (three times those of the forward pass) over the time, against the fastest "
+    "product of the row's dtype on this device. FLOPs on tensor cores are the share of a step's products in dtypes "
+    "that these multiply; time in their kernels is the share of a trace's kernel time in kernels whose names say that "
+    "they do. Rows compile one after the other and share XLA's choice of kernels: the first one's compile time has "
+    "most of it."
 )
+
+
+REFERENCES = tuple(key for key, row in ROWS.items() if row.library == "compile" and row.precision in ("bf16", "fp16"))
+"""The peer that the goals are held against: whichever of these is the fastest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +71,30 @@ class Results:
         alone = self.alone.get(row, {})
         found = {**alone.get(which, {}), **({"error": alone["error"]} if "error" in alone else {})}
         for turns in self.turns.get(which, []):
-            found |= turns.get(row, {})
+            own = turns.get(row, {})
+            if "milliseconds" in own:
+                found.pop("error", None)
+            if "milliseconds" in own or "milliseconds" not in found:  # times count more than why there were none
+                found |= own
+        if not _finite(found):
+            found["error"] = f"not judged: its loss is {found['loss']}"
         if "milliseconds" in found and "error" not in found:
             found["ms"] = timing.quartiles(found["milliseconds"])
         return found
 
     def memory(self, which: Pass, row: str) -> int | None:
-        """A row's peak in bytes, or what its program needs where the device does not count."""
+        """A row's peak in bytes, or what its program needs where the device does not count; None of a broken step."""
         found = self.figures(which, row)
+        if not _finite(found):
+            return None
         return found.get("compiled_bytes") if found.get("peak") is None else found["peak"]
 
     def ratio(self, which: Pass, row: str, other: str) -> tuple[float, float, float] | None:
         """Quartiles of a row's time over another's, round for round, in the newest rounds that have both."""
         for turns in reversed(self.turns.get(which, [])):
-            a, b = (turns.get(name, {}).get("milliseconds") for name in (row, other))
-            if a and b:
+            own, others = (turns.get(name, {}) for name in (row, other))
+            a, b = own.get("milliseconds"), others.get("milliseconds")
+            if a and b and _finite(own) and _finite(others):
                 return timing.quartiles([x / y for x, y in zip(a, b, strict=True)])
         return None
 
@@ -87,8 +104,8 @@ class Results:
         return min(times, key=times.__getitem__) if times else None
 
     def reference(self, which: Pass) -> str | None:
-        """torch.compile's row in its faster half dtype."""
-        return self.fastest(which, "compile-bf16", "compile-fp16")
+        """The fastest of torch.compile's rows in half."""
+        return self.fastest(which, *REFERENCES)
 
     def utilisation(self, which: Pass, row: str) -> float | None:
         """The model's FLOPs a second, as a share of the fastest product of the row's dtype."""
@@ -98,6 +115,11 @@ class Results:
             return None
         flops = self.about["model_flops"] / (1 if which == "train" else 3)
         return flops / found["ms"][1] / 1e9 / best
+
+
+def _finite(found: dict[str, Any]) -> bool:
+    """Whether the loss is a number, as far as there is one; what is broken may be fast, or take little power."""
+    return found.get("loss") is None or math.isfinite(float(found["loss"]))
 
 
 def read(folder: Path) -> dict[str, Results]:
@@ -111,8 +133,16 @@ def read(folder: Path) -> dict[str, Results]:
             by_pass: dict[Pass, list[Any]] = {}
             for each in sorted(turns, key=lambda each: each["measured"]):
                 by_pass.setdefault(each["pass"], []).append(each["rows"])
-            results[name] = Results(found[-1], {each["row"]: each for each in alone}, by_pass, ceiling)
+            about = {**found[-1], "environment": _where(found)}
+            results[name] = Results(about, {each["row"]: each for each in alone}, by_pass, ceiling)
     return results
+
+
+def _where(found: list[dict[str, Any]]) -> dict[str, str]:
+    """Device, versions and commands of all that was measured, what differs side by side, and the newest date."""
+    environments = [each["environment"] for each in found]
+    where = {name: "; ".join(dict.fromkeys(each[name] for each in environments)) for name in environments[-1]}
+    return {**where, "date": environments[-1]["date"]}
 
 
 def table(results: Results, which: Pass) -> Table:
@@ -146,6 +176,7 @@ def _cells(results: Results, which: Pass, key: str) -> list[str]:
     cells += [
         "" if memory is None else f"{memory / 2**20:,.1f}{' c' if found.get('peak') is None else ''}",
         f"{memory / other:.3f}" if memory and other else "",
+        "" if found.get("compiled_bytes") is None else f"{found['compiled_bytes'] / 2**20:,.1f}",
         _percent(results.utilisation(which, key)),
     ]
     if which == "train":
@@ -194,6 +225,7 @@ def write(folder: Path) -> dict[str, Results]:
         summary[name] = {key: each.about[key] for key in ("text", "sizes", "items", "unit", "model_flops")}
         summary[name] |= {"environment": each.about["environment"], "goals": train_step_goals.goals(each)}
         summary[name].update(rows)
+        summary[name]["turns"] = each.turns
     (folder / "train_step.md").write_text("\n".join(lines))
     ceiling = next((each.ceiling for each in results.values()), {})
     write_json(folder / "train_step.json", {"ceiling": ceiling, "models": summary})

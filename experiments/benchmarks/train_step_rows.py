@@ -25,6 +25,7 @@ class Row:
       scaled: whether the loss is scaled, dynamically.
       remat: what the blocks of a transformer compute again.
       forward: whether its forward pass is measured too: where another row has the same one it is not.
+      mode: of torch.compile.
     """
 
     label: str
@@ -33,6 +34,7 @@ class Row:
     scaled: bool = False
     remat: str = "none"
     forward: bool = True
+    mode: str = "default"
 
     @property
     def torch(self) -> bool:
@@ -61,6 +63,8 @@ ROWS: dict[str, Row] = {
     "torch-bf16": Row("torch AMP, bf16", "torch", "bf16"),
     "torch-fp16": Row("torch AMP, fp16, GradScaler", "torch", "fp16", scaled=True),
     "compile-bf16": Row("torch.compile AMP, bf16", "compile", "bf16"),
+    "compile-bf16-tuned": Row("torch.compile AMP, bf16, max-autotune", "compile", "bf16",
+                              mode="max-autotune-no-cudagraphs"),
     "compile-fp16": Row("torch.compile AMP, fp16, GradScaler", "compile", "fp16", scaled=True),
     "jaxmp-tf32": Row("jaxmp, TF32", "jaxmp", "tf32"),
     "hand-tf32": Row("JAX by hand, TF32", "hand", "tf32"),
@@ -98,7 +102,8 @@ class Prepared:
     Attributes:
       turn: does it once, without waiting; what it returns ``jax.block_until_ready`` can wait for.
       loss: does it once more for its loss; None of a forward pass.
-      compile_seconds: from Python to a program: tracing, lowering, compiling, and of torch the first call.
+      compile_seconds: from Python to a program: tracing, lowering, compiling, and of torch the first call; without
+        what makes the model and its state.
       compiled_bytes: what the program needs at most by its compiler's account; None of torch.
     """
 

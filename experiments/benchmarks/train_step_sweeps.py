@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import rich.console
 
 from experiments import timing
+from experiments.benchmarks import jax_steps
 from experiments.benchmarks import train_step_measure as measure
 from experiments.benchmarks.train_step_rows import ROWS, Row, peers, rows_of
 from experiments.benchmarks.workloads import FULL, SMOKE, Name, Workload, workload
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
 
 SWEEPS = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1)}
 SMOKE_SWEEPS = {"width": (128, 64), "depth": (2, 1)}
-SWEEP_ROWS = ("jaxmp-bf16", "jaxmp-fp16", "jaxmp-tf32")
+BASE = "jaxmp-tf32"
+SWEEP_ROWS = ("jaxmp-bf16", "jaxmp-fp16", BASE)
 """Half precision against what JAX does by itself."""
+BUSY_BLOCKS = 4
+"""Times that the host is idle, and then busy, in turn."""
 BUSY_ROWS = ("jaxmp-bf16", "jaxmp-fp16", "hand-bf16", "torch-bf16", "compile-bf16")
 
 
@@ -65,49 +70,53 @@ def sweep(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
         case = workload(name, dataclasses.replace(sizes, batch_size=config.batch_size or sizes.batch_size))
         rows = _rows(name, config, SWEEP_ROWS)
         times, errors = _time(case, rows, config, progress, f"{axis} {value}")
-        base = times.get("jaxmp-tf32")
-        gains = {key: _gain(base, own) for key, own in times.items() if base and key != "jaxmp-tf32"}
+        base = times.get(BASE)
+        gains = {key: _gain(base, own) for key, own in times.items() if base and _half(key)}
         points.append({"value": value, "milliseconds": times, "gain": gains, "errors": errors})
         progress.advance(1, f"{axis} {value}", name)
     return {"axis": axis, "text": case.text, "points": points}
 
 
 def busy(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
-    """The train step with idle cores, and with a process at work on every one."""
+    """The train step with idle cores, and with a process at work on every one, block by block in turn."""
     sizes = (SMOKE if config.smoke else FULL)[name]
     case = workload(name, dataclasses.replace(sizes, batch_size=config.batch_size or sizes.batch_size))
     rows = _rows(name, config, BUSY_ROWS)
     prepared, errors = _prepare(case, rows, config, progress)
-    found: dict[str, Any] = {}
-    for label, context in (("idle", contextlib.nullcontext()), ("busy", busy_cores())):
-        with context:
-            progress.advance(0, f"timing, {label}", name)
-            times = measure.together(prepared, *_length(config), lambda _: None)
-        found[label] = {key: each["milliseconds"] for key, each in times.items()}
-        progress.advance(1, label, name)
+    found: dict[str, dict[str, list[float]]] = {label: {key: [] for key in prepared} for label in ("idle", "busy")}
+    rounds, block_ms = _length(config)
+    blocks = min(BUSY_BLOCKS, rounds)
+    for i in range(2 * blocks if prepared else 0):
+        label = ("idle", "busy")[i % 2]
+        progress.advance(0, f"timing, {label}: {i // 2 + 1} of {blocks}", name)
+        with busy_cores() if label == "busy" else contextlib.nullcontext():
+            times = measure.together(prepared, -(-rounds // blocks), block_ms, lambda _: None)
+        for key, each in times.items():
+            found[label][key] += each["milliseconds"]
+    progress.advance(2, "timed", name)
     return {"text": case.text, "cores": os.cpu_count(), "errors": errors, **found}
 
 
 @contextlib.contextmanager
-def busy_cores(count: int | None = None) -> Iterator[None]:
-    """Within it a process of its own works on every core of the host, or so many processes do."""
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=_work, daemon=True) for _ in range(count or os.cpu_count() or 1)]
-    for process in processes:
-        process.start()
+def busy_cores(count: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Within it a process of its own works on every core of the host, or so many processes do: those."""
+    program = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
+    processes = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(count or os.cpu_count() or 1)]
     try:
-        yield
+        for process in processes:
+            process.stdout.readline()  # it is at work
+        yield processes
     finally:
         for process in processes:
             process.kill()
-            process.join()
+            process.communicate()
 
 
 def sweep_table(result: dict[str, Any]) -> Table:
     """A row a width or depth; the note says from where on half precision pays."""
     points, axis = result["points"], result["axis"]
     keys = list(dict.fromkeys(key for point in points for key in (*point["milliseconds"], *point["errors"])))
-    half = [key for key in keys if key != "jaxmp-tf32"]
+    half = [key for key in keys if _half(key)]
     rows = []
     for point in points:
         times = {key: timing.quartiles(own)[1] for key, own in point["milliseconds"].items()}
@@ -116,8 +125,13 @@ def sweep_table(result: dict[str, Any]) -> Table:
         rows.append((str(point["value"]), *cells, *gains))
     notes = []
     for key in half:
-        pays = [point["value"] for point in points if point["gain"].get(key, (0, 0, 0))[1] > 1]
-        where = f"pays at {axis} {', '.join(map(str, pays))}" if pays else f"pays at no {axis} here"
+        gains = {point["value"]: point["gain"][key][1] for point in points if key in point["gain"]}
+        pays = [str(value) for value, gain in gains.items() if gain > 1]
+        where = f"pays at {axis} {', '.join(pays)}" if pays else f"pays at no {axis} here"
+        unknown = [str(point["value"]) for point in points if point["value"] not in gains]
+        if unknown:
+            lacking = f"not compared at {axis} {', '.join(unknown)}: not measured there beside {ROWS[BASE].label}"
+            where = f"{where}; {lacking}" if gains else lacking
         notes.append(f"{ROWS[key].label}: {where}")
     columns = (axis, *(f"{ROWS[key].label}, ms" for key in keys), *(f"TF32 / {ROWS[key].label}" for key in half))
     return Table(f"{result['text'].split(',')[0]}: the train step by {axis}", columns, rows, notes=tuple(notes))
@@ -152,7 +166,6 @@ def _prepare(case: Workload, rows: dict[str, Row], config: Config, progress: Pro
         case,
         there,
         "train",
-        config.torch_mode,
         lambda key: progress.advance(0, f"{ROWS[key].label}: getting ready", case.name),
     )
     return prepared, {**missing, **errors}
@@ -173,7 +186,5 @@ def _gain(base: list[float], own: list[float]) -> tuple[float, float, float]:
     return timing.quartiles([a / b for a, b in zip(base, own, strict=True)])
 
 
-def _work() -> None:
-    x = 1.0
-    while True:
-        x = x * 1.0000001 % 3.0
+def _half(key: str) -> bool:
+    return ROWS[key].precision in jax_steps.HALF

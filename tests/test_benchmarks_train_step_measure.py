@@ -1,0 +1,158 @@
+"""How a row of the benchmark of train steps is measured: its kernels, its energy, its process, its memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.benchmarks import energy, jax_steps, profiling
+from experiments.benchmarks import train_step_measure as measure
+from experiments.benchmarks.train_step_rows import ROWS, Prepared
+from experiments.benchmarks.workloads import workload
+
+# Profiles and energy.
+
+
+@pytest.mark.parametrize(
+    ("kernel", "half", "fp32"),
+    [
+        ("nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_TNN", True, True),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", True, True),
+        ("sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc", True, True),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>", True, True),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128", True, True),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", True, False),
+        ("gemm_fusion_dot_42", True, False),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8", False, False),
+        ("ampere_sgemm_128x64_nn", False, False),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>", False, False),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", False, False),
+        ("void pytorch_flash::flash_bwd_dot_do_o_kernel<...>", False, False),
+        ("void cudnn::engines_precompiled::nchwToNhwcKernel<__half>", False, False),
+        ("triton_poi_fused_convolution_relu_3", False, False),
+        ("triton_red_fused__scaled_dot_product_flash_attention_2", False, False),
+        ("loop_convert_fusion_7", False, False),
+        ("input_reduce_fusion", False, False),
+        ("MemcpyD2D", False, False),
+    ],
+)
+def test_kernels_with_tensor_cores_are_told_by_their_names(kernel, half, fp32):
+    assert profiling.uses_tensor_cores(kernel) == half
+    assert profiling.uses_tensor_cores(kernel, "fp32") == fp32
+
+
+def test_a_traces_kernels_are_those_in_the_streams_of_gpus():
+    Named, Event = namedtuple("Named", "name planes lines events"), namedtuple("Event", "name duration_ns")
+    kernels = [Event("nvjet_hsh", 2e6), Event("loop_add", 1e6), Event("nvjet_hsh", 1e6)]
+    lines = [Named("Stream #7(Compute)", 0, 0, kernels), Named("XLA Ops", 0, 0, [Event("dot.3", 9e6)])]
+    planes = [Named("/device:GPU:0", 0, lines, 0), Named("/host:CPU", 0, lines, 0)]
+    found = profiling.kernels_of(types.SimpleNamespace(planes=planes))
+    assert found == {"nvjet_hsh": 3.0, "loop_add": 1.0}
+    assert profiling.tensor_core_share(found) == 0.75
+    assert profiling.longest(found, 1) == [("nvjet_hsh", 3.0)]
+
+
+def test_a_trace_of_a_cpu_has_no_kernels_and_no_share():
+    fun = jax.jit(lambda x: x @ x)
+    assert profiling.of_jax(lambda: fun(jnp.ones((4, 4))), calls=1) == {}
+    assert profiling.tensor_core_share({}) is None
+
+
+def test_energy_is_what_the_counter_moved_divided_by_the_calls():
+    calls = []
+    used = energy.joules(lambda: calls.append(1), lambda: 100.0 + 0.5 * len(calls), seconds=0.01)
+    assert used == pytest.approx(0.5) and calls
+    with pytest.raises(ValueError, match="the mean over a time, which must be positive, got 0 seconds"):
+        energy.joules(lambda: None, lambda: 1.0, seconds=0)
+
+
+def test_no_time_for_energy_measures_none(monkeypatch):
+    monkeypatch.setattr(measure.memory, "device_peak", lambda: 1)
+    monkeypatch.setattr(measure.profiling, "of_jax", lambda turn: {})
+    monkeypatch.setattr(energy, "counter", lambda: lambda: 5.0)
+    prepared = Prepared(lambda: None, None, 1.0, 3)
+    described = [
+        measure.describe(workload("gpt2"), ROWS["hand-bf16"], "forward", prepared, seconds)["joules"]
+        for seconds in (0.0, 0.001)
+    ]
+    assert described == [None, 0.0]
+
+
+def test_energy_is_read_in_joules_by_index_or_name_and_not_at_all_without_nvml(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def total(handle):
+        if handle == "GPU-old":
+            raise NVMLError("not supported")
+        return 2500 if handle == 3 else 7000
+
+    functions = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": lambda name: name,
+        "nvmlDeviceGetTotalEnergyConsumption": total,
+        "NVMLError": NVMLError,
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**functions))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert energy.counter()() == 2.5
+    assert energy.counter("GPU-1234")() == 7.0
+    assert energy.counter("GPU-old") is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: types.SimpleNamespace())
+    assert energy.counter() is None
+
+
+# Measuring.
+
+
+def test_each_row_is_measured_in_a_process_of_its_own_in_order(tmp_path):
+    def command(body):
+        return [sys.executable, "-c", f"import json, sys; sys.stdin.readline(); {body}"]
+
+    def says(text):
+        return command(f"print('noise'); print(json.dumps(dict(said={text!r})))")
+
+    commands = {"a": says("A"), "b": command("sys.exit('no room')"), "c": says("C"), "d": says("D")}
+    found = {}
+    for name, measured in (rows := measure.in_processes(commands)):
+        if name == "d":
+            rows.close()  # nobody waits for the last one: it is ended
+            break
+        found[name] = measured()
+    assert found == {
+        "a": {"said": "A"},
+        "b": {"error": "its process ended with code 1: no room"},
+        "c": {"said": "C"},
+    }
+
+
+def test_a_process_answers_with_its_findings_once_it_may(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(readline=lambda: "go\n"))
+    measure.answer(lambda: {"loss": float("nan"), "peak": None})
+    assert json.loads(capsys.readouterr().out) == {"loss": "nan", "peak": None}
+
+
+def test_a_row_without_room_says_the_largest_batch_that_fits(monkeypatch):
+    def no_room(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 3 bytes")
+
+    monkeypatch.setattr(measure, "prepare", no_room)
+    monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
+    monkeypatch.setattr(measure, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(jax_steps, "compiled_bytes", lambda case, row: 30 * case.sizes.batch_size)
+    found = measure.alone(workload("gpt2"), ROWS["jaxmp-bf16"], ("train", "forward"), 0.0)
+    assert found == {
+        "train": {"error": "out of memory; the largest batch that fits is 16"},
+        "forward": {"error": "out of memory"},
+    }
+    prepared, errors = measure.prepare_all(workload("gpt2"), {"hand-fp32": ROWS["hand-fp32"]}, "train", lambda _: None)
+    assert prepared == {} and errors == {"hand-fp32": "out of memory"}
+    assert measure.reason(RuntimeError("no kernel\nfor that")) == "RuntimeError: no kernel"

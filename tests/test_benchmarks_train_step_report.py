@@ -1,0 +1,123 @@
+"""What the benchmark of train steps says of known figures: tables, ratios, goals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from experiments.benchmarks import train_step_goals
+from experiments.benchmarks import train_step_report as report
+from experiments.benchmarks.workloads import FULL
+from experiments.runs import write_json
+
+# The report.
+
+
+def results_of(**rows):
+    """Results of GPT-2 from a row's milliseconds and MiB."""
+    about = {
+        "model": "gpt2",
+        "text": "GPT-2",
+        "sizes": dataclasses.asdict(FULL["gpt2"]),
+        "items": 1000,
+        "unit": "tokens",
+    }
+    rows = {name.replace("_", "-"): value for name, value in rows.items()}
+    turns = {name: {"milliseconds": [ms, ms, ms]} for name, (ms, _) in rows.items()}
+    alone = {name: {"train": {"peak": mib * 2**20, "tensor_flops": 0.995}} for name, (_, mib) in rows.items()}
+    return report.Results({**about, "model_flops": 2e12}, alone, {"train": [turns]}, {"best": {"bfloat16": 400.0}})
+
+
+def test_goals_are_met_or_not_with_their_figures_against_the_faster_dtype_of_the_peer():
+    results = results_of(
+        jaxmp_bf16=(30, 70), jaxmp_fp16=(31, 70), jaxmp_fp16_unscaled=(30, 70), jaxmp_bf16_remat=(32, 50),
+        autocast_bf16=(30.5, 71), hand_bf16=(30.4, 100), compile_bf16=(33, 100), compile_fp16=(32, 80),
+        jaxmp_fp32=(270, 300), hand_fp32=(330, 400), jaxmp_tf32=(96, 300),
+    )  # fmt: skip
+    assert train_step_goals.goals(results) == [
+        "NOT MET: step time of jaxmp, bf16 / torch.compile AMP, fp16, GradScaler is 0.938, the goal at most 0.93",
+        "NOT MET: peak memory of jaxmp, bf16 / torch.compile AMP, fp16, GradScaler is 0.875, the goal at most 0.82",
+        "NOT MET: peak memory with remat / torch.compile AMP is 0.625, the goal at most 0.62",
+        "met: step time with remat / without is 1.067, the goal at most 1.08",
+        "NOT MET: speed-up over the same step in fp32 without tensor cores (11.00 over JAX by hand, fp32) is 9.00, "
+        "the goal at least 10",
+        "met: speed-up over the same step in TF32 is 3.20, the goal at least 3.2",
+        "met: memory saved against float32 by hand is 0.82, the goal at least 0.75",
+        "NOT MET: fp16 with dynamic scaling / without is 1.033, the goal at most 1.005",
+        "NOT MET: autocast of the float32 model / the same model with a policy, bf16 (1.003 of JAX by hand, bf16) is "
+        "1.017, the goal at most 1.01",
+        "met: share of FLOPs on tensor cores in half is 0.995, the goal at least 0.99",
+    ]
+    missing = train_step_goals.goals(results_of(jaxmp_bf16=(30, 70)))
+    assert missing[0] == "not measured: step time of jaxmp, bf16 / torch.compile AMP, the goal at most 0.93"
+    assert sum(line.startswith("not measured") for line in missing) == 9
+
+
+def test_a_ratio_is_of_the_newest_rounds_that_have_both_rows():
+    results = results_of(jaxmp_bf16=(30, 70), compile_bf16=(40, 80))
+    results.turns["train"] += [{"jaxmp-bf16": {"milliseconds": [20, 20, 20]}}]
+    assert results.figures("train", "jaxmp-bf16")["ms"] == (20, 20, 20)
+    assert results.ratio("train", "jaxmp-bf16", "compile-bf16") == (0.75, 0.75, 0.75)
+    assert results.ratio("train", "jaxmp-bf16", "hand-bf16") is None
+    assert results.utilisation("train", "jaxmp-bf16") == pytest.approx(2e12 / 20e-3 / 400e12)
+    assert results.utilisation("train", "compile-bf16") == pytest.approx(2e12 / 40e-3 / 400e12)
+
+
+def test_a_row_that_failed_says_why_in_the_table_and_counts_nowhere():
+    results = results_of(jaxmp_bf16=(30, 70), hand_fp32=(300, 400))
+    del results.turns["train"][0]["hand-fp32"]
+    results.alone["hand-fp32"] = {"train": {"error": "out of memory; the largest batch that fits is 8"}}
+    table = report.table(results, "train")
+    (row,) = [row for row in table.rows if row[0] == "JAX by hand, fp32"]
+    assert row[1] == "out of memory; the largest batch that fits is 8" and set(row[2:]) == {""}
+    (own,) = [row for row in table.rows if row[0] == "jaxmp, bf16"]
+    assert own[1] == "30" and own[4] == f"{1000 * 1000 / 30:,.0f}" and own[5] == "70.0" and own[9] == "99.5 %"
+
+
+def test_torch_is_the_fastest_of_its_rows_in_half_whatever_its_mode():
+    results = results_of(jaxmp_bf16=(30, 70), compile_bf16=(33, 100), compile_bf16_tuned=(31, 90), compile_tf32=(9, 9))
+    assert results.reference("train") == "compile-bf16-tuned"
+    assert "torch.compile AMP, bf16, max-autotune is 0.968" in train_step_goals.goals(results)[0]
+
+
+def test_a_row_that_failed_beside_others_has_the_figures_of_the_rounds_in_which_it_did_not():
+    results = results_of(jaxmp_bf16=(30, 70))
+    worked = results.turns["train"][0]
+    results.turns["train"][:] = [{"jaxmp-bf16": {"error": "out of memory beside the other rows"}}]
+    assert "ms" not in results.figures("train", "jaxmp-bf16")
+    for order in ([results.turns["train"][0], worked], [worked, results.turns["train"][0]]):
+        results.turns["train"][:] = order
+        found = results.figures("train", "jaxmp-bf16")
+        assert found["ms"] == (30, 30, 30) and "error" not in found
+
+
+def test_a_row_whose_loss_is_not_finite_is_an_error_and_meets_no_goal():
+    results = results_of(jaxmp_fp16=(20, 70), jaxmp_bf16=(30, 70), compile_bf16=(33, 100))
+    results.turns["train"][0]["jaxmp-fp16"]["loss"] = "nan"  # as JSON has it
+    results.turns["train"][0]["compile-bf16"]["loss"] = 2.5
+    assert results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") == "jaxmp-bf16"
+    assert results.ratio("train", "jaxmp-fp16", "compile-bf16") is None
+    assert results.ratio("train", "compile-bf16", "jaxmp-fp16") is None
+    assert results.memory("train", "jaxmp-fp16") is None
+    (row,) = [row for row in report.table(results, "train").rows if row[0] == "jaxmp, fp16, dynamic scaling"]
+    assert row[1] == "not judged: its loss is nan" and set(row[2:]) == {""}
+
+
+def test_the_report_has_the_device_versions_and_commands_of_all_that_lies_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "picture", lambda *_: None)
+    about = {
+        "model": "gpt2", "text": "GPT-2", "sizes": {}, "items": 1, "unit": "tokens", "model_flops": 1,
+        "train": {"peak": 2**20, "compiled_bytes": 2**21},
+    }  # fmt: skip
+    for i, key in enumerate(("jaxmp-bf16", "hand-bf16")):
+        where = {"device": "H200", "versions": f"jax {i}", "date": f"2026-11-2{i}", "command": f"python {i}"}
+        write_json(
+            tmp_path / f"alone-gpt2-{key}.json", {**about, "row": key, "environment": where, "measured": f"{2 - i}"}
+        )
+    results = report.write(tmp_path)
+    assert results["gpt2"].about["environment"] == {
+        "device": "H200", "versions": "jax 1; jax 0", "date": "2026-11-20", "command": "python 1; python 0",
+    }  # fmt: skip
+    (row,) = [row for row in report.table(results["gpt2"], "train").rows if row[0] == "jaxmp, bf16"]
+    assert (row[5], row[7]) == ("1.0", "2.0")  # peak and program

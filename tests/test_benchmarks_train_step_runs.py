@@ -1,0 +1,291 @@
+"""Runs of the benchmark of train steps, whole, cut and resumed, and its sweeps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import re
+
+import jax
+import pytest
+from benchmark_tools import SMALL
+
+from experiments.benchmarks import train_step, train_step_sweeps
+from experiments.benchmarks import train_step_measure as measure
+from experiments.benchmarks import train_step_report as report
+from experiments.benchmarks.train_step_rows import Prepared
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        yield
+
+
+# Runs. What compiles is replaced: what is timed are sleeps of nothing.
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Steps that do nothing, and a few small products."""
+
+    def prepare(case, row, which):
+        if row.library == "flax":
+            raise RuntimeError("no such kernel")
+        return Prepared(lambda: None, (lambda: 2.5) if which == "train" else None, 1.5, 2**20)
+
+    monkeypatch.setattr(measure, "prepare", prepare)
+    monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
+    monkeypatch.setattr(train_step, "SMOKE", SMALL)
+    monkeypatch.setattr(train_step_sweeps, "SMOKE", SMALL)
+    monkeypatch.setattr(train_step.ceiling, "SMOKE_SHAPES", ((8, 8, 8),))
+
+
+def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
+    rows = ("jaxmp-bf16", "flax-fp16", "hand-fp32")
+    train_step.main(train_step.Config(smoke=True, models=("gpt2",), rows=rows, run_dir=tmp_path))
+    written = json.loads((tmp_path / "train_step.json").read_text())
+    model = written["models"]["gpt2"]
+    assert len(model["train"]["jaxmp-bf16"]["milliseconds"]) == 2 and model["train"]["jaxmp-bf16"]["loss"] == 2.5
+    assert model["train"]["jaxmp-bf16"]["tensor_flops"] == 1.0 and model["train"]["hand-fp32"]["tensor_flops"] == 0.0
+    assert model["train"]["flax-fp16"]["error"] == "RuntimeError: no such kernel"
+    assert "loss" not in model["forward"]["jaxmp-bf16"]
+    assert model["goals"] == ["The goals are for the sizes of the field: not judged here."]
+    assert set(written["ceiling"]["best"]) == {"float32", "bfloat16", "float16"}
+    markdown, printed = (tmp_path / "train_step.md").read_text(), capsys.readouterr().out
+    for text in (
+        "the train step",
+        "the forward pass alone",
+        "jaxmp, bf16",
+        "RuntimeError: no",
+        "1.0 c",
+        "device:",
+    ):
+        assert text in markdown and text in printed
+    assert (tmp_path / "train_step.png").stat().st_size > 5000
+
+
+def test_what_is_not_installed_says_so(quick, monkeypatch, tmp_path):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torch" else find_spec(name))
+    rows = ("jaxmp-fp32", "compile-bf16")
+    train_step.main(train_step.Config(smoke=True, models=("bert",), rows=rows, passes=("train",), run_dir=tmp_path))
+    markdown = (tmp_path / "train_step.md").read_text()
+    assert "| torch.compile AMP, bf16 | not installed: torch |" in markdown
+    assert "| jaxmp, fp32 | " in markdown and "the forward pass alone" not in markdown
+
+
+@pytest.fixture
+def rows_alone(quick, monkeypatch, tmp_path):
+    """A run as on a GPU: what each process for a row alone finds, by default joules, and those that have begun."""
+    started, finds, now = [], {}, [0.0]
+
+    def in_processes(commands):
+        for key, command in commands.items():
+            model = command[command.index("--models") + 1]
+            assert command[command.index("--alone") + 1] == key
+            passes = command[command.index("--passes") + 1 :]
+
+            def measured(key=key, model=model, passes=passes):
+                started.append((model, key))
+                now[0] += 60.0
+                return finds.get(key) or {name: {"joules": 1} for name in passes}
+
+            yield key, measured
+
+    monkeypatch.setattr(train_step.measure, "in_processes", in_processes)
+    monkeypatch.setattr(train_step.ceiling, "require_gpu", lambda _: None)
+    monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
+    monkeypatch.setattr(train_step.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report, "picture", lambda *_: None)
+    monkeypatch.setattr(train_step, "FULL", SMALL)
+    return started, finds
+
+
+CUT = train_step.Config(
+    models=("gpt2",), rows=("jaxmp-bf16", "hand-bf16"), passes=("train",), rounds=2, block_ms=1, minutes=0.5
+)
+WHOLE = dataclasses.replace(CUT, minutes=0.0)
+
+
+def test_a_run_that_was_cut_goes_on_where_it_stopped(rows_alone, tmp_path, capsys):
+    started, _ = rows_alone
+    config = dataclasses.replace(WHOLE, run_dir=tmp_path)
+    train_step.main(dataclasses.replace(CUT, run_dir=tmp_path))
+    assert started == [("gpt2", "jaxmp-bf16")] and not list(tmp_path.glob("together-*"))
+    assert "the same command goes on from here" in capsys.readouterr().out
+    results = train_step.main(config)
+    assert started == [("gpt2", "jaxmp-bf16"), ("gpt2", "hand-bf16")]  # the first is not measured again
+    assert results["gpt2"].ratio("train", "jaxmp-bf16", "hand-bf16") is not None
+    (file,) = tmp_path.glob("together-*")
+    before = file.stat().st_mtime_ns
+    train_step.main(config)
+    assert file.stat().st_mtime_ns == before and len(started) == 2
+    train_step.main(dataclasses.replace(config, passes=("train", "forward"), rows=config.rows[:1]))
+    assert started[2:] == [("gpt2", "jaxmp-bf16")]  # for the forward pass, and the train step's figures stay
+    assert set(json.loads((tmp_path / "alone-gpt2-jaxmp-bf16.json").read_text())) >= {"train", "forward"}
+
+
+def test_every_row_of_every_model_is_alone_before_rows_take_turns_and_each_model_leaves_room(
+    rows_alone, monkeypatch, tmp_path
+):
+    started, _ = rows_alone
+    prepare_all, start_anew = measure.prepare_all, measure.start_anew
+    monkeypatch.setattr(
+        measure, "prepare_all", lambda case, *args: started.append(f"{case.name}, in turn") or prepare_all(case, *args)
+    )
+    monkeypatch.setattr(measure, "start_anew", lambda rows: started.append("room") or start_anew(rows))
+    config = dataclasses.replace(WHOLE, models=("bert", "gpt2"), rows=("hand-bf16",), run_dir=tmp_path)
+    train_step.main(config)
+    alone = [("bert", "hand-bf16"), ("gpt2", "hand-bf16")]
+    assert started == [*alone, "bert, in turn", "room", "room", "gpt2, in turn", "room", "room"]
+
+
+def test_rows_that_failed_are_tried_again_those_without_figures_first(rows_alone, monkeypatch, tmp_path):
+    started, finds = rows_alone
+    finds["jaxmp-bf16"] = {"error": "its process ended with code 1: no room"}
+    config = dataclasses.replace(WHOLE, run_dir=tmp_path)
+    failed = train_step.main(dataclasses.replace(config, rows=("jaxmp-bf16",)))
+    assert failed["gpt2"].figures("train", "jaxmp-bf16")["error"].endswith("no room")
+    finds.clear()
+    results = train_step.main(config)
+    assert started == [("gpt2", "jaxmp-bf16"), ("gpt2", "hand-bf16"), ("gpt2", "jaxmp-bf16")]
+    found = results["gpt2"].figures("train", "jaxmp-bf16")
+    assert "error" not in found and found["joules"] == 1
+    (file,) = tmp_path.glob("together-*")
+    for why, again in (("RuntimeError: no kernel", True), ("out of memory", False)):
+        there = json.loads(file.read_text())
+        there["rows"]["hand-bf16"] = {"error": f"{why} beside the other rows"}
+        file.write_text(json.dumps(there))
+        train_step.main(config)
+        assert ("error" not in json.loads(file.read_text())["rows"]["hand-bf16"]) == again
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"batch_size": 4}, "alone-gpt2-hand-bf16.json sizes is {'batch_size': 2, .* there and {'batch_size': 4, "),
+        ({"rounds": 3}, "rounds is 2 there and 3 here; take the device, the versions and the flags of that run, or"),
+        ({"block_ms": 2.0}, "block_ms is 1 there and 2.0 here"),
+        ({"energy_s": 0.0}, "energy_s is 2.0 there and 0.0 here"),
+        ({"smoke": True}, "smoke is False there and True here"),
+    ],
+)
+def test_a_folder_is_gone_on_with_in_the_same_setting_only(rows_alone, tmp_path, capsys, change, text):
+    config = dataclasses.replace(WHOLE, rows=("hand-bf16",), run_dir=tmp_path)
+    train_step.main(config)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train_step.main(dataclasses.replace(config, **change))
+    said = capsys.readouterr().err
+    assert re.search(text, said) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["device", "versions"])
+def test_a_folder_is_gone_on_with_on_the_same_device_with_the_same_versions_only(
+    rows_alone, monkeypatch, tmp_path, capsys, name
+):
+    config = dataclasses.replace(WHOLE, rows=("hand-bf16",), run_dir=tmp_path)
+    train_step.main(config)
+    environment = train_step.environment
+    monkeypatch.setattr(train_step, "environment", lambda *args: {**environment(*args), name: "others"})
+    for file in ("ceiling.json", "alone-gpt2-hand-bf16.json"):
+        with pytest.raises(SystemExit):
+            train_step.main(config)
+        said = capsys.readouterr().err
+        assert file in said and f"{name} is " in said and "there and others here" in said
+        (tmp_path / file).unlink()
+
+
+def test_the_time_that_is_left_decides_whether_something_starts(quick, monkeypatch, tmp_path):
+    now = [0.0]
+    monkeypatch.setattr(train_step.time, "monotonic", lambda: now[0])
+    measurement = train_step.Measurement(train_step.Config(minutes=8), tmp_path)
+    now[0] = 7 * 60.0
+    assert not measurement._late(59) and not measurement.unfinished
+    assert measurement._late(61) and measurement.unfinished
+
+
+def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "picture", lambda *_: None)
+    monkeypatch.setattr(train_step, "SMOKE", SMALL)
+    monkeypatch.setattr(train_step.ceiling, "SMOKE_SHAPES", ((8, 8, 8),))
+    rows = ("hand-fp32",)
+    config = train_step.Config(smoke=True, models=("gpt2",), rows=rows, passes=("forward",), run_dir=tmp_path)
+    figures = train_step.main(config)["gpt2"].figures("forward", "hand-fp32")
+    assert figures["compiled_bytes"] > 1e5 and figures["compile_seconds"] > 0 and len(figures["milliseconds"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (train_step.Config(), "this benchmark measures a GPU, but JAX finds only cpu"),
+        (train_step.Config(smoke=True, rows=("apex",)), "--rows must be among"),
+        (train_step.Config(smoke=True, rounds=0), "--rounds must be at least 1, got 0"),
+        (train_step.Config(smoke=True, energy_s=-1), "--energy-s must be at least 0, got -1"),
+        (train_step.Config(report_only=True), "--report-only reads what lies in --run-dir"),
+    ],
+)
+def test_a_bad_flag_ends_the_benchmark_with_one_line(config, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train_step.main(config)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and text in said and said.count("\n") == 1
+
+
+def test_the_sweeps_say_where_half_precision_pays(quick, tmp_path, capsys, monkeypatch):
+    times = iter([2.0, 4.0, 2.0, 4.0])  # at the second value half is slower
+
+    def one_each(prepared, *_):
+        half = next(times)
+        return {key: {"milliseconds": [half if key == "jaxmp-bf16" else 3.0]} for key in prepared}
+
+    monkeypatch.setattr(measure, "together", one_each)
+    rows = ("jaxmp-bf16", "jaxmp-tf32")
+    for axis, values in (("width", "128, 64"), ("depth", "2, 1")):
+        train_step.main(
+            train_step.Config(smoke=True, models=("gpt2", "resnet50"), rows=rows, sweep=axis, run_dir=tmp_path)
+        )
+        assert f"jaxmp, bf16: pays at {axis} {values.split(',')[0]}\n" in capsys.readouterr().out
+        points = json.loads((tmp_path / f"train_step_{axis}.json").read_text())["models"]["gpt2"]["points"]
+        assert [str(point["value"]) for point in points] == values.split(", ")
+        assert [point["gain"]["jaxmp-bf16"][1] for point in points] == [1.5, 0.75]
+
+
+def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
+    def point(value, *keys):
+        gain = {"jaxmp-bf16": (1.0, 1.5, 2.0)} if "jaxmp-tf32" in keys else {}
+        return {"value": value, "milliseconds": {key: [3.0] for key in keys}, "gain": gain, "errors": {}}
+
+    def notes(*points):
+        return train_step_sweeps.sweep_table({"axis": "width", "text": "GPT-2, small", "points": points}).notes
+
+    alone, beside = point(64, "jaxmp-bf16", "torch-fp32"), point(128, "jaxmp-bf16", "jaxmp-tf32")
+    missing = "not compared at width 64: not measured there beside jaxmp, TF32"
+    assert notes(alone) == (f"jaxmp, bf16: {missing}",)  # and torch's float32 is not half
+    assert notes(beside, alone) == (f"jaxmp, bf16: pays at width 128; {missing}",)
+
+
+def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp_path, monkeypatch):
+    seen, working = [], []
+    together, busy_cores = measure.together, train_step_sweeps.busy_cores
+
+    @contextlib.contextmanager
+    def watched():
+        with busy_cores(1) as processes:
+            working.extend(processes)
+            yield
+
+    monkeypatch.setattr(train_step_sweeps, "busy_cores", watched)
+    monkeypatch.setattr(
+        measure,
+        "together",
+        lambda *args: seen.append(sum(each.poll() is None for each in working)) or together(*args),
+    )
+    train_step.main(train_step.Config(smoke=True, models=("bert",), rows=("jaxmp-bf16",), busy=True, run_dir=tmp_path))
+    assert seen == [0, 1, 0, 1] and all(each.poll() is not None for each in working)
+    found = json.loads((tmp_path / "train_step_busy.json").read_text())["models"]["bert"]
+    assert len(found["idle"]["jaxmp-bf16"]) == len(found["busy"]["jaxmp-bf16"]) == 2
+    assert "busy / idle" in (tmp_path / "train_step_busy.md").read_text()
