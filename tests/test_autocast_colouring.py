@@ -217,4 +217,5 @@ def test_a_network_gives_the_bits_of_casts_by_hand(policy):
     ours, theirs = compiled(lambda *args: [jax.value_and_grad(fun, (0, 2))(*args) for fun in both])(X, W, B)
     assert jnp.array_equal(ours[0], theirs[0])
     for one, other in zip(ours[1], theirs[1], strict=True):
-        assert jnp.allclose(one, other, rtol=0.02, atol=1e-3)
+        # Cotangents of what is widened at each use are rounded before they are summed.
+        assert jnp.allclose(one, other, rtol=0.02, atol=2 * jnp.finfo(dtype).eps * float(jnp.max(jnp.abs(other))))

@@ -125,15 +125,18 @@ def test_the_plan_says_what_autocast_emits(name, policy):
 def test_bytes_of_casts_are_what_they_write_and_shared_casts_stand_once():
     def fun(x, w):
         y = x @ w  # x and w: 2 bytes for each of 32 + 64
-        return lax.exp(y), lax.log(y), y @ w  # y to float32 once, w again
+        z = lax.exp(y)  # y to float32
+        return lax.log(y), z @ w, z @ w  # y again, z to half once, w twice
 
-    dot, exp, log, again = rows(fun, shape(4, 8), shape(8, 8))
+    dot, exp, log, first, second = rows(fun, shape(4, 8), shape(8, 8))
     assert (dot.casts, dot.cast_bytes) == (2, 2 * (32 + 64))
     assert (exp.casts, exp.cast_bytes) == (1, 4 * 32)
-    assert (log.casts, log.cast_bytes) == (0, 0)
-    assert (again.casts, again.cast_bytes) == (1, 2 * 64)
+    assert (log.casts, log.cast_bytes) == (1, 4 * 32)
+    assert (first.casts, first.cast_bytes) == (2, 2 * (32 + 64))
+    assert (second.casts, second.cast_bytes) == (1, 2 * 64)
     summary = plan(fun, shape(4, 8), shape(8, 8)).summary
-    assert (summary.casts, summary.cast_bytes) == (5, 192 + 128 + 128 + 4 * 32)  # the last result goes to float32
+    casts = 192 + 128 + 128 + 192 + 128
+    assert (summary.casts, summary.cast_bytes) == (9, casts + 2 * 4 * 32)  # the last two results go to float32
 
 
 def test_casts_in_a_scan_count_each_trip_and_those_of_its_carry_stand_at_the_scan():

@@ -92,6 +92,11 @@ def computed_in(node: Node) -> np.dtype:
     return node.dtype if node.colour == Colour.HALF else _FLOAT32
 
 
+def is_shared(node: Node | None, old: np.dtype, new: np.dtype) -> bool:
+    """Whether all who want a value in a dtype share one cast to it; what is widened to float32 is so at each use."""
+    return node is not None and node.is_cast_once and new.itemsize <= old.itemsize
+
+
 def operand_dtypes(step: Step) -> list[np.dtype | None]:
     """The dtypes that the operands of an equation without bodies are cast to; None where they are left alone."""
     node = step.node

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.rebuild import Rule, rebuilt
 from jaxmp.autocast.classes import Class, primitives_of
-from jaxmp.autocast.colour import Colour, colour, computed_in, operand_dtypes
+from jaxmp.autocast.colour import Colour, colour, computed_in, is_shared, operand_dtypes
 from jaxmp.autocast.graph import Body, Node, Step, build
 from jaxmp.autocast.kinds import Kind, is_real
 from jaxmp.autocast.readers import read_in
@@ -38,7 +38,8 @@ def evaluate(body: Body, rules: Rules, args: Sequence[Any]) -> list[Any]:
     def read_as(atom: Any, node: Node | None, dtype: np.dtype) -> Any:
         value = read(atom)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
-        if node is None or reading.is_literal(atom) or not (node.is_cast_once or isinstance(value, np.ndarray)):
+        # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
+        if reading.is_literal(atom) or not (isinstance(value, np.ndarray) or is_shared(node, value.dtype, dtype)):
             return cast(value, dtype)
         if (atom, dtype) not in shared:
             shared[atom, dtype] = cast(value, dtype)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.autocast.classes import Class, classify
-from jaxmp.autocast.colour import Colour, colour, computed_in, operand_dtypes
+from jaxmp.autocast.colour import Colour, colour, computed_in, is_shared, operand_dtypes
 from jaxmp.autocast.flops import flops_of
 from jaxmp.autocast.graph import Body, Node, Step, build
 from jaxmp.autocast.patterns import islands_of
@@ -177,7 +177,7 @@ class Writer:
                 continue
             if _dtype(operand, atom) != dtype and (atom, dtype) not in shared:
                 casts.append(atom.aval.size * dtype.itemsize * trips)
-            if operand.is_cast_once:
+            if is_shared(operand, operand.dtype, dtype):
                 shared.add((atom, dtype))
         if eqn.primitive.name == "convert_element_type":
             names = [_name(step.operands[0], eqn.invars[0])]
