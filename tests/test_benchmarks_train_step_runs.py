@@ -268,6 +268,28 @@ def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
     assert notes(beside, alone) == (f"jaxmp, bf16: pays at width 128; {missing}",)
 
 
+def test_a_loss_that_is_not_finite_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(quick, tmp_path, monkeypatch):
+    together = measure.together
+
+    def breaks(prepared, *args):
+        return {
+            key: {**each, "loss": float("nan") if key == "jaxmp-fp16" else 1.0}
+            for key, each in together(prepared, *args).items()
+        }
+
+    monkeypatch.setattr(measure, "together", breaks)
+    monkeypatch.setattr(train_step_sweeps, "busy_cores", contextlib.nullcontext)
+    config = train_step.Config(smoke=True, models=("gpt2",), rows=("jaxmp-fp16", "jaxmp-tf32"), run_dir=tmp_path)
+    train_step.main(dataclasses.replace(config, sweep="width"))
+    train_step.main(dataclasses.replace(config, busy=True))
+    for name in ("width", "busy"):
+        found = json.loads((tmp_path / f"train_step_{name}.json").read_text())["models"]["gpt2"]
+        for point in found.get("points", [found]):
+            assert point["errors"] == {"jaxmp-fp16": "not judged: its loss is nan"}
+        assert "not judged: its loss is nan" in (tmp_path / f"train_step_{name}.md").read_text()
+    assert set(found["idle"]) == set(found["busy"]) == {"jaxmp-tf32"}
+
+
 def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp_path, monkeypatch):
     seen, working = [], []
     together, busy_cores = measure.together, train_step_sweeps.busy_cores

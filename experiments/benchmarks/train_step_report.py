@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 
 from experiments import plots, timing
 from experiments.benchmarks import train_step_goals
-from experiments.benchmarks.train_step_rows import FLOPS_DTYPES, ROWS, Pass, rows_of
+from experiments.benchmarks.train_step_rows import FLOPS_DTYPES, ROWS, Pass, broken, rows_of
 from experiments.benchmarks.workloads import NAMES
 from experiments.report import Table
 from experiments.runs import write_json
@@ -76,8 +75,8 @@ class Results:
                 found.pop("error", None)
             if "milliseconds" in own or "milliseconds" not in found:  # times count more than why there were none
                 found |= own
-        if not _finite(found):
-            found["error"] = f"not judged: its loss is {found['loss']}"
+        if why := broken(found):
+            found["error"] = why
         if "milliseconds" in found and "error" not in found:
             found["ms"] = timing.quartiles(found["milliseconds"])
         return found
@@ -85,7 +84,7 @@ class Results:
     def memory(self, which: Pass, row: str) -> int | None:
         """A row's peak in bytes, or what its program needs where the device does not count; None of a broken step."""
         found = self.figures(which, row)
-        if not _finite(found):
+        if broken(found):
             return None
         return found.get("compiled_bytes") if found.get("peak") is None else found["peak"]
 
@@ -94,7 +93,7 @@ class Results:
         for turns in reversed(self.turns.get(which, [])):
             own, others = (turns.get(name, {}) for name in (row, other))
             a, b = own.get("milliseconds"), others.get("milliseconds")
-            if a and b and _finite(own) and _finite(others):
+            if a and b and not broken(own) and not broken(others):
                 return timing.quartiles([x / y for x, y in zip(a, b, strict=True)])
         return None
 
@@ -115,11 +114,6 @@ class Results:
             return None
         flops = self.about["model_flops"] / (1 if which == "train" else 3)
         return flops / found["ms"][1] / 1e9 / best
-
-
-def _finite(found: dict[str, Any]) -> bool:
-    """Whether the loss is a number, as far as there is one; what is broken may be fast, or take little power."""
-    return found.get("loss") is None or math.isfinite(float(found["loss"]))
 
 
 def read(folder: Path) -> dict[str, Results]:

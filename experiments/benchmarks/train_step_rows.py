@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -93,6 +94,12 @@ def rows_of(model: str, names: tuple[str, ...] = ()) -> dict[str, Row]:
         raise ValueError(f"--rows must be among {', '.join(ROWS)}; got {', '.join(unknown)}")
     chosen = {name: row for name, row in ROWS.items() if not names or name in names}
     return {name: row for name, row in chosen.items() if row.remat == "none" or model != "resnet50"}
+
+
+def broken(figures: dict[str, Any]) -> str | None:
+    """Why a row's figures are not judged: its loss is not finite, and such a step may be fast, or take little power."""
+    loss = figures.get("loss")
+    return None if loss is None or math.isfinite(float(loss)) else f"not judged: its loss is {loss}"
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ import rich.console
 from experiments import timing
 from experiments.benchmarks import jax_steps
 from experiments.benchmarks import train_step_measure as measure
-from experiments.benchmarks.train_step_rows import ROWS, Row, peers, rows_of
+from experiments.benchmarks.train_step_rows import ROWS, Row, broken, peers, rows_of
 from experiments.benchmarks.workloads import FULL, SMOKE, Name, Workload, workload
 from experiments.environment import environment
 from experiments.progress import Progress
@@ -93,6 +93,8 @@ def busy(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
             times = measure.together(prepared, -(-rounds // blocks), block_ms, lambda _: None)
         for key, each in times.items():
             found[label][key] += each["milliseconds"]
+            errors |= {key: why} if (why := broken(each)) else {}
+    found = {label: {key: own for key, own in rows.items() if key not in errors} for label, rows in found.items()}
     progress.advance(2, "timed", name)
     return {"text": case.text, "cores": os.cpu_count(), "errors": errors, **found}
 
@@ -179,7 +181,8 @@ def _time(
     times = measure.together(prepared, *_length(config), lambda _: None) if prepared else {}
     prepared.clear()
     gc.collect()
-    return {key: each["milliseconds"] for key, each in times.items()}, errors
+    errors |= {key: why for key, each in times.items() if (why := broken(each))}
+    return {key: each["milliseconds"] for key, each in times.items() if key not in errors}, errors
 
 
 def _gain(base: list[float], own: list[float]) -> tuple[float, float, float]:
