@@ -204,8 +204,10 @@ def test_the_flags_of_every_task_are_flags_of_its_script(smoke):
     assert len({run.place for run in runs}) == len(runs)
 
 
-def test_a_model_that_returns_its_loss_trains_under_a_policy_that_returns_half():
-    run = next(run for run in accuracy.plan(accuracy.Config(tasks=("bert",), smoke=True)))
+def test_a_model_that_returns_its_loss_trains_under_a_policy_that_returns_half(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(30 * letter for letter in "abcdefgh") * 50)
+    flags = ((f"dataset={tmp_path / 'text.txt'}",),)
+    run = next(run for run in accuracy.plan(accuracy.Config(tasks=("bert",), flags=flags, smoke=True)))
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
         experiment = accuracy.prepare(run, "O3", "none")
         state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))

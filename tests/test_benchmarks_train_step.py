@@ -120,8 +120,7 @@ def test_a_step_costs_three_times_the_products_of_the_forward_pass():
 DTYPES = {"bf16": {"bfloat16"}, "fp16": {"float16"}, "tf32": {"tensorfloat32"}, "fp32": {"float32"}}
 # The others differ from one of these in nothing but the dtype or the loss scale.
 ROWS_TRACED = (
-    "jaxmp-bf16-remat", "jaxmp-fp16", "autocast-bf16", "hand-bf16", "flax-fp16", "jaxmp-tf32", "jaxmp-fp32",
-    "hand-tf32", "hand-fp32",
+    "jaxmp-bf16-remat", "autocast-bf16", "flax-fp16", "jaxmp-tf32", "jaxmp-fp32", "hand-tf32", "hand-fp32",
 )  # fmt: skip
 
 

@@ -70,6 +70,8 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
 def test_what_is_not_installed_says_so(quick, monkeypatch, tmp_path):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torch" else find_spec(name))
+    monkeypatch.setattr(report, "picture", lambda *_: None)
+    monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
     rows = ("jaxmp-fp32", "compile-bf16")
     train_step.main(train_step.Config(smoke=True, models=("bert",), rows=rows, passes=("train",), run_dir=tmp_path))
     markdown = (tmp_path / "train_step.md").read_text()
@@ -154,6 +156,7 @@ def test_rows_that_failed_are_tried_again_those_without_figures_first(rows_alone
     assert started == [("gpt2", "jaxmp-bf16"), ("gpt2", "hand-bf16"), ("gpt2", "jaxmp-bf16")]
     found = results["gpt2"].figures("train", "jaxmp-bf16")
     assert "error" not in found and found["joules"] == 1
+    assert "error" not in json.loads((tmp_path / "alone-gpt2-jaxmp-bf16.json").read_text())
     (file,) = tmp_path.glob("together-*")
     for why, again in (("RuntimeError: no kernel", True), ("out of memory", False)):
         there = json.loads(file.read_text())
@@ -211,7 +214,7 @@ def test_the_time_that_is_left_decides_whether_something_starts(quick, monkeypat
 def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "picture", lambda *_: None)
     monkeypatch.setattr(train_step, "SMOKE", SMALL)
-    monkeypatch.setattr(train_step.ceiling, "SMOKE_SHAPES", ((8, 8, 8),))
+    monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
     rows = ("hand-fp32",)
     config = train_step.Config(smoke=True, models=("gpt2",), rows=rows, passes=("forward",), run_dir=tmp_path)
     figures = train_step.main(config)["gpt2"].figures("forward", "hand-fp32")
