@@ -3,8 +3,9 @@
 Logits are the largest array of a language model's step: 16 sequences of 1,024 tokens over 50,304 words are 1.5 GiB in
 half precision. Autodiff of a softmax in float32 keeps the float32 copy, twice as large.
 
-:func:`cross_entropy` keeps the logits as they came and one float32 number for each label, the logarithm of the
-softmax's denominator. The gradient is computed from both in float32 and written in the dtype of the logits.
+:func:`cross_entropy` keeps the logits as they came and two float32 numbers for each label, the largest logit and the
+logarithm of the softmax's denominator beside it. The gradient is computed from them in float32 and written in the dtype
+of the logits.
 
 :func:`projected_cross_entropy` also does the projection to logits, for a chunk of the tokens at a time: one chunk's
 logits exist, and are gone before the next. Their gradient is computed while they are there, in the forward pass, and
@@ -28,6 +29,8 @@ Sharp edges:
 from __future__ import annotations
 
 import functools
+import math
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +47,13 @@ class _Options(NamedTuple):
     classes: int  # so many columns of the logits, the first
     label_smoothing: float
     z_loss: float
+
+
+class _Denominators(NamedTuple):
+    """The log-sum-exp of each token's logits in two parts, whose sum it is: the largest logit, and what is left."""
+
+    largest: jax.Array
+    logarithm: jax.Array
 
 
 def cross_entropy(
@@ -70,7 +80,8 @@ def cross_entropy(
 
     Raises:
       TypeError: logits that are not floating, labels that are not integers.
-      ValueError: shapes that do not fit; ``label_smoothing`` outside of [0, 1).
+      ValueError: shapes that do not fit; ``label_smoothing`` outside of [0, 1); a ``z_loss`` that is negative or no
+        plain number; an ``ignore_index`` beyond int32 (int64 for 64-bit labels).
 
     >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], jnp.bfloat16)
     >>> cross_entropy(logits, jnp.array([0, -100]), ignore_index=-100).round(4)
@@ -80,7 +91,7 @@ def cross_entropy(
     _check_floating(logits=logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy takes logits (..., classes), got the shape {logits.shape}")
-    _check(labels, logits.shape[:-1], label_smoothing)
+    _check(labels, logits.shape[:-1], label_smoothing, z_loss)
     options = _Options(logits.shape[-1], label_smoothing, z_loss)
     return _cross_entropy(logits, _targets(labels, options.classes, ignore_index), options)
 
@@ -138,7 +149,7 @@ def projected_cross_entropy(
 
     Raises:
       TypeError: ``x``, ``weights`` or ``bias`` that are not floating, labels that are not integers.
-      ValueError: shapes that do not fit; ``classes`` or ``chunks`` out of range; ``label_smoothing`` outside of [0, 1).
+      ValueError: shapes that do not fit; ``classes`` or ``chunks`` out of range; otherwise as :func:`cross_entropy`.
 
     >>> x, weights = jnp.eye(3, dtype=jnp.bfloat16), 2 * jnp.eye(4, 3)
     >>> projected_cross_entropy(x, weights, jnp.array([0, 1, 1]), classes=3, chunks=2).round(4)
@@ -147,7 +158,7 @@ def projected_cross_entropy(
     x, weights, labels = jnp.asarray(x), jnp.asarray(weights), jnp.asarray(labels)
     bias = None if bias is None else jnp.asarray(bias)
     _check_floating(x=x, weights=weights, **({} if bias is None else {"bias": bias}))
-    if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[1]:
+    if x.ndim != 2 or weights.ndim != 2 or not 0 < x.shape[1] == weights.shape[1]:
         raise ValueError(
             "projected_cross_entropy takes x (tokens, dim) and weights (vocabulary, dim), got the shapes "
             f"{x.shape} and {weights.shape}; reshape x to (-1, dim), transpose weights that are (dim, vocabulary)"
@@ -155,11 +166,11 @@ def projected_cross_entropy(
     if bias is not None and bias.shape != weights.shape[:1]:
         raise ValueError(f"bias has a number for each row of weights {weights.shape}, got the shape {bias.shape}")
     classes = weights.shape[0] if classes is None else classes
-    if not 1 <= classes <= weights.shape[0]:
-        raise ValueError(f"classes is from 1 to the rows of weights {weights.shape}, got {classes}")
-    if chunks < 1:
-        raise ValueError(f"the tokens are done in at least 1 chunk, got chunks={chunks}")
-    _check(labels, x.shape[:1], label_smoothing)
+    if not (_is(Integral, classes) and 1 <= classes <= weights.shape[0]):
+        raise ValueError(f"classes is an integer from 1 to the rows of weights {weights.shape}, got {classes}")
+    if not (_is(Integral, chunks) and chunks >= 1):
+        raise ValueError(f"the tokens are done in an integer of at least 1 chunk, got chunks={chunks}")
+    _check(labels, x.shape[:1], label_smoothing, z_loss)
     # Under autocast the casts of a float32 call leave no trace: what is half is said here, that float32 stays float32.
     half = autocast_dtype() if x.dtype == jnp.float32 else None
     x = x if half is None else x.astype(half)
@@ -243,34 +254,40 @@ def _count(labels: jax.Array, dtype: Any) -> jax.Array:
 # does not change from one to the next before it, and would store them.
 
 
-def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, jax.Array]:
-    """The loss of each label and the log-sum-exp of its logits, in float32."""
+def _losses(logits: jax.Array, labels: jax.Array, options: _Options) -> tuple[jax.Array, _Denominators]:
+    """The loss of each label and what its probabilities are divided by, in float32.
+
+    The largest logit stays apart: added to the logarithm of a sum it would round it, the more the larger logits are.
+    """
     classes, smoothing, z_loss = options
     with precision("float32"):  # under autocast of a float32 call the cast is none
         wide = logits.astype(_wide(logits.dtype))
         of_classes = jnp.minimum(wide, _limits(wide, classes))
-        largest = jax.lax.stop_gradient(of_classes.max(-1, keepdims=True))
-        denominators = jnp.log(jnp.exp(of_classes - largest).sum(-1)) + largest[..., 0]
+        largest = jax.lax.stop_gradient(of_classes.max(-1))
+        denominators = _Denominators(largest, jnp.log(jnp.exp(of_classes - largest[..., None]).sum(-1)))
         picked = jnp.take_along_axis(wide, labels[..., None], axis=-1, mode="clip")[..., 0]
-        losses = denominators - (1 - smoothing) * picked
+        losses = denominators.logarithm - (1 - smoothing) * (picked - largest)
         if smoothing:
-            losses -= smoothing / classes * wide[..., :classes].sum(-1)
+            losses -= smoothing / classes * (wide[..., :classes] - largest[..., None]).sum(-1)
         if z_loss:
-            losses += z_loss * denominators**2
+            losses += z_loss * sum(denominators) ** 2
         losses = jnp.where(labels < classes, losses, jnp.nan)
         return jnp.where(labels == _IGNORED, 0, losses), denominators
 
 
-def _gradient(logits: jax.Array, labels: jax.Array, denominators: jax.Array, options: _Options) -> jax.Array:
+def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators, options: _Options) -> jax.Array:
     """The gradient of each loss with respect to its logits, in float32."""
     classes, smoothing, z_loss = options
     with precision("float32"):
-        wide, denominators, labels = logits.astype(denominators.dtype), denominators[..., None], labels[..., None]
+        # Or XLA shares the differences from the largest logit with the loss, and keeps them in float32.
+        denominators = jax.lax.optimization_barrier(denominators)
+        largest, logarithm, labels = (array[..., None] for array in (*denominators, labels))
+        wide = logits.astype(largest.dtype)
         columns = jnp.arange(wide.shape[-1], dtype=labels.dtype)
         is_label = (columns == labels).astype(wide.dtype)
-        gradient = jnp.exp(jnp.minimum(wide, _limits(wide, classes)) - denominators)
+        gradient = jnp.exp(jnp.minimum(wide, _limits(wide, classes)) - largest - logarithm)
         if z_loss:
-            gradient *= 1 + 2 * z_loss * denominators
+            gradient *= 1 + 2 * z_loss * (largest + logarithm)
         gradient -= (1 - smoothing) * is_label
         if smoothing:
             gradient -= jnp.where(columns < classes, smoothing / classes, 0)
@@ -287,11 +304,14 @@ def _limits(logits: jax.Array, classes: int) -> jax.Array:
 def _targets(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:
     """Labels as int32: a class, -1 for those to be ignored, or ``classes`` for all else, whose loss is NaN."""
     wide = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    limits = jnp.iinfo(wide.dtype)
+    if ignore_index is not None and not limits.min <= ignore_index <= limits.max:
+        raise ValueError(f"ignore_index is a label that {wide.dtype.name} can hold, got {ignore_index}; -100 is usual")
     targets = jnp.where((wide >= 0) & (wide < classes), wide, classes)
     return jnp.where(wide == ignore_index, _IGNORED, targets).astype(jnp.int32)
 
 
-def _check(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float) -> None:
+def _check(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float, z_loss: float) -> None:
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels are class numbers of an integer dtype, got {labels.dtype.name}; cast them, or take the argmax of "
@@ -299,8 +319,18 @@ def _check(labels: jax.Array, shape: tuple[int, ...], label_smoothing: float) ->
         )
     if labels.shape != shape:
         raise ValueError(f"there is one label for each row of logits, {shape}, got labels of the shape {labels.shape}")
-    if not 0 <= label_smoothing < 1:
+    if not (_is(Real, z_loss) and 0 <= z_loss < math.inf):
+        raise ValueError(
+            f"z_loss is a plain number of at least 0, got {z_loss}; a share that changes while training is added by "
+            "hand, to losses without one"
+        )
+    if not (_is(Real, label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing is a share of the target, at least 0 and less than 1, got {label_smoothing}")
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether a number is one of that kind, NumPy's too, and no array."""
+    return isinstance(value, kind)
 
 
 def _check_floating(**arrays: jax.Array) -> None:

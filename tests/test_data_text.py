@@ -81,6 +81,11 @@ def test_a_folder_of_few_files_gives_the_end_of_each(tmp_path):
     assert found.train == [b"a.py" * 9, b"b.md" * 9] and found.test == [b"a.py", b"b.md"]
 
 
+def test_no_path_is_an_error_and_not_the_current_folder():
+    with pytest.raises(data.DataError, match="but there is no ''"):
+        corpus.read("", None)
+
+
 def test_a_text_that_is_not_there_or_has_nothing_is_an_error(tmp_path):
     with pytest.raises(data.DataError, match=r"--dataset is pysource, or the path of a text file .* there is no .*/a"):
         corpus.read(str(tmp_path / "a"), None)
@@ -175,6 +180,49 @@ def test_files_of_gpt2_that_are_missing_or_damaged_are_errors_that_name_them(tmp
     (tmp_path / "gpt2" / "vocab.bpe").write_text("h e\nq u\n")
     with pytest.raises(data.DataError, match=r"not the two files of one byte-pair encoding \(KeyError: 'qu'\)"):
         tokens.load(str(tmp_path / "a.txt"), tmp_path, "auto", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"中": 267}, "no merge makes 1 of the tokens, '中' for one"),
+        ({"ab": 267}, "no merge makes 1 of the tokens, 'ab' for one"),  # a list of merges that was cut short
+        ({"<|sep|>": "267"}, "numbers are not those from 0 on"),
+        ({"<|sep|>": 267.5}, "numbers are not those from 0 on"),
+        ({"<|sep|>": 10**12}, "numbers are not those from 0 on"),
+        ({"<|sep|>": -1}, "numbers are not those from 0 on"),
+        ({"<|sep|>": 266}, "numbers are not those from 0 on"),
+    ],
+)
+def test_a_vocabulary_that_the_merges_do_not_make_is_refused(change, message, tmp_path):
+    put_bpe(tmp_path)
+    vocabulary, merges = (tmp_path / name for name in bpe.FILES[0])
+    vocabulary.write_text(json.dumps(json.loads(vocabulary.read_text()) | change))
+    with pytest.raises(data.DataError, match=f"not the two files of one byte-pair encoding .*{message}"):
+        bpe.BPE(vocabulary, merges)
+
+
+def test_tokens_in_angle_brackets_may_be_added(tmp_path):
+    put_bpe(tmp_path)
+    vocabulary, merges = (tmp_path / name for name in bpe.FILES[0])
+    vocabulary.write_text(json.dumps(json.loads(vocabulary.read_text()) | {"<|中 1|>": 267}))
+    made = bpe.BPE(vocabulary, merges)
+    assert made.size == 268 and made.decode([267]) == "<|中 1|>"
+
+
+def test_a_long_word_is_merged_in_a_time_that_grows_as_it_does(encoding, monkeypatch):
+    ours, numbers = encoding
+    word = "heingaa" * 3000
+    looked_up = []
+
+    class Counted(dict):
+        def get(self, key):
+            looked_up.append(key)
+            return super().get(key)
+
+    monkeypatch.setattr(ours, "_merges", Counted(ours._merges))
+    assert ours.encode(word.encode()).tolist() == 3000 * [numbers[part] for part in (b"he", b"ing", b"aa")]
+    assert len(looked_up) < 4 * len(word)
 
 
 # --- the text on the device -----------------------------------------------------------------------------------------

@@ -80,12 +80,33 @@ def test_cudnn_is_asked_where_it_is_wanted_and_has_half_inputs(kernel):
     np.testing.assert_array_equal(call["mask"], np.broadcast_to(MASK.astype(bool)[:, None, None], (2, 1, 6, 6)))
 
 
-def test_what_cudnn_does_not_take_has_the_plain_products(kernel):
+def test_float32_has_the_plain_products(kernel):
     q, k, v = operands("float32")
     with attention.implementation("cudnn"):
         ours = attention.attention(q, k, v)
-    assert len(kernel.calls) == 1
+    assert not kernel.calls
     np.testing.assert_allclose(ours, formula(q, k, v, False, None), atol=1e-5)
+
+
+def test_cudnn_by_name_is_cudnn_or_an_error():
+    with attention.implementation("cudnn"), pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        attention.attention(*operands("bfloat16"))
+
+
+def test_a_gpu_without_a_kernel_for_it_has_the_plain_products_and_a_warning(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q, k, v = operands("bfloat16")
+    with pytest.warns(UserWarning, match="without cuDNN, slower and in more memory: cuDNN is not detected"):
+        ours = attention.attention(q, k, v)
+    np.testing.assert_allclose(np.asarray(ours, np.float64), formula(q, k, v, False, None), rtol=0, atol=0.07)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 6, 1, 8), "bfloat16"), ((2, 6, 2, 8), "float32")])
+@pytest.mark.parametrize("name", ["cudnn", "portable"])
+def test_inputs_that_are_not_alike_are_refused_by_every_implementation(name, shape, dtype):
+    q, k, _ = operands("bfloat16")
+    with attention.implementation(name), pytest.raises(ValueError, match=r"q, k and v of one shape .* got \(2, 6, 2"):
+        attention.attention(q, k, jnp.ones(shape, dtype))
 
 
 def test_autocast_brings_a_float32_model_to_cudnn(kernel):

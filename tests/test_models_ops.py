@@ -90,6 +90,19 @@ def test_gelu_under_autocast_keeps_half_and_computes_in_float32(approximate):
         np.testing.assert_array_equal(ours, wanted)
 
 
+@pytest.mark.parametrize("approximate", [True, False])
+def test_gelu_of_huge_numbers_has_the_gradients_0_and_1(approximate):
+    x = jnp.array([-3e38, 3e38])
+    np.testing.assert_array_equal(with_gradient(lambda x: gelu(x, approximate), x, jnp.ones(2))[1], [0, 1])
+
+
+def test_gelu_and_max_pool_are_of_floating_dtypes():
+    with pytest.raises(TypeError, match="gelu takes a floating dtype, got int32; cast it"):
+        gelu(jnp.ones(2, jnp.int32))
+    with pytest.raises(TypeError, match="max_pool takes a floating dtype, got int32; cast it"):
+        max_pool(jnp.ones((1, 4, 4, 1), jnp.int32))
+
+
 def test_gelu_says_that_it_has_no_forward_mode():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(gelu, (jnp.ones(2),), (jnp.ones(2),))
@@ -128,6 +141,11 @@ def test_padding_never_wins():
     y, gradient = with_gradient(max_pool, x, np.ones((1, 2, 2, 1), np.float16))
     assert (y == x[0, 0, 0, 0]).all()
     np.testing.assert_array_equal(gradient[0, :, :, 0], [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_max_pool_of_a_dtype_without_infinity_is_flax_s():
+    x = numbers((1, 5, 5, 2), jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(max_pool(x).astype(jnp.float32), flax_max_pool(x.astype(jnp.float32)))
 
 
 def test_max_pool_passes_on_nan():

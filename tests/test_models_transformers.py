@@ -92,7 +92,7 @@ def test_params_start_with_gpt2s_deviations():
 def test_bert_sees_everything_but_what_is_masked():
     model = BERT(*SIZES)
     variables, mask = made(model), np.arange(8) < np.array([[8], [5]])
-    apply = jax.jit(lambda tokens: model.apply(variables, tokens, None, mask), compiler_options=SOON)
+    apply = jax.jit(lambda tokens: model.apply(variables, tokens, mask=mask), compiler_options=SOON)
     before, last, masked = (apply(tokens) for tokens in (TOKENS, changed(0, 7), changed(1, 7)))
     assert not np.array_equal(before[0, 0], last[0, 0])
     np.testing.assert_array_equal(before[1, :7], masked[1, :7])
@@ -152,6 +152,19 @@ def test_an_unknown_remat_and_sequences_that_are_too_long_are_refused(kind):
         jax.eval_shape(kind(*SIZES, remat="some").init, jax.random.key(0), TOKENS)
     with pytest.raises(ValueError, match="sequences have at most 8 tokens, got 9; make the model longer"):
         jax.eval_shape(kind(*SIZES).init, jax.random.key(0), np.zeros((1, 9), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "remat", "message"),
+    [
+        ("gpt3", "none", "a workload is one of resnet50, bert, gpt2, got 'gpt3'"),
+        ("gpt2", "some", "remat is one of none, attention, dots, full, for transformers only, got 'some'"),
+        ("resnet50", "full", "for transformers only, got 'full'"),
+    ],
+)
+def test_a_workload_that_is_none_is_refused(name, remat, message):
+    with pytest.raises(ValueError, match=message):
+        workloads.workload(name, workloads.SMOKE.get(name), remat)
 
 
 @pytest.mark.parametrize("name", workloads.NAMES)

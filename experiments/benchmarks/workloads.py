@@ -16,6 +16,7 @@ import numpy as np
 
 import jaxmp
 from experiments.models import BERT, GPT2, ResNet, resnet50
+from experiments.models.transformer import Remat
 
 Name = Literal["resnet50", "bert", "gpt2"]
 NAMES: tuple[Name, ...] = get_args(Name)
@@ -125,13 +126,18 @@ def workload(name: Name, sizes: Sizes | None = None, remat: str = "none") -> Wor
     """A model in the sizes of the field, or in others.
 
     Args:
-      name: ``"resnet50"``, ``"bert"`` or ``"gpt2"``.
+      name: one of ``NAMES``: ``"resnet50"``, ``"bert"``, ``"gpt2"``.
       sizes: None for ``FULL``.
       remat: what each block of a transformer computes again in its backward pass.
 
     Raises:
-      ValueError: a transformer's width is no multiple of 64, the width of a head.
+      ValueError: an unknown name or ``remat``, or one of ResNet-50, which has none; a transformer's width is no
+        multiple of 64, the width of a head.
     """
+    if name not in NAMES:
+        raise ValueError(f"a workload is one of {', '.join(NAMES)}, got {name!r}")
+    if remat not in (("none",) if name == "resnet50" else get_args(Remat)):
+        raise ValueError(f"remat is one of {', '.join(get_args(Remat))}, for transformers only, got {remat!r}")
     sizes = sizes or FULL[name]
     batch, length = sizes.batch_size, sizes.length
     if name == "resnet50":

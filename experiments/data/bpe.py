@@ -1,19 +1,20 @@
 """GPT-2's byte-pair encoding (Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909), from its published files.
 
 A text is cut into words, a word into bytes, and of two neighbours those that come first in the list of merges become
-one token, until none can. Each word is encoded once, so that megabytes take seconds.
+one token, until none can. Words that come again are encoded once, so that megabytes take seconds.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import heapq
 import json
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, groupby, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from experiments.data.errors import DataError
 FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, and those of the Hub
 FOLDERS = ("", "gpt2_bpe", "gpt2")  # below the data folder
 END = "<|endoftext|>"
+_GONE = -1  # in place of a part that is in the one before it
 
 
 class BPE:
@@ -47,15 +49,23 @@ class BPE:
         try:
             raw = vocabulary.read_bytes(), merges.read_bytes()
             numbers: dict[str, int] = json.loads(raw[0])
+            if any(type(number) is not int for number in numbers.values()) or sorted(numbers.values()) != [
+                *range(len(numbers))
+            ]:
+                raise ValueError("the tokens' numbers are not those from 0 on")
             lines = [line.split() for line in raw[1].decode().splitlines() if not line.startswith("#version")]
             self._byte = [numbers[letters[byte]] for byte in range(256)]
             self._merges = {
                 (numbers[left], numbers[right]): (rank, numbers[left], numbers[right], numbers[left + right])
                 for rank, (left, right) in enumerate(line for line in lines if line)
             }
+            made = {*self._byte, *(merged for *_, merged in self._merges.values())}
+            others = {token: number for token, number in numbers.items() if number not in made}
+            if stray := [token for token in others if not re.fullmatch(r"<[^<>]*>", token)]:
+                raise ValueError(f"no merge makes {len(stray)} of the tokens, {stray[0]!r} for one")
         except OSError as error:
             raise DataError(f"the byte-pair encoding cannot be read: {error}") from error
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise DataError(
                 f"{vocabulary} and {merges} are not the two files of one byte-pair encoding ({type(error).__name__}: "
                 f"{error}); put GPT-2's there, whole, or take --tokens bytes"
@@ -65,15 +75,15 @@ class BPE:
         self.fingerprint = hashlib.sha256(b"".join(raw)).hexdigest()
         bytes_of = {letter: byte for byte, letter in letters.items()}
         self._bytes = {
-            number: token.encode() if token == END else bytes(bytes_of[letter] for letter in token)
+            number: token.encode() if token in others else bytes(bytes_of[letter] for letter in token)
             for token, number in numbers.items()
         }
-        self._words = _Words(self._encode_word)
+        self._tokens_of = functools.lru_cache(2**18)(self._encode_word)
 
     def encode(self, document: bytes) -> np.ndarray:
         """Bytes to tokens, int32 (n,); those of ``end`` are taken for text."""
         words = words_of(document.decode(errors="surrogateescape"))
-        return np.fromiter(chain.from_iterable(map(self._words.__getitem__, words)), np.int32)
+        return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Tokens to text; what is no UTF-8 becomes U+FFFD."""
@@ -81,26 +91,27 @@ class BPE:
 
     def _encode_word(self, word: str) -> list[int]:
         parts = [self._byte[byte] for byte in word.encode(errors="surrogateescape")]
-        while found := [self._merges[pair] for pair in pairwise(parts) if pair in self._merges]:
-            _, left, right, merged = min(found)
-            before, parts = parts, []
-            for part in before:
-                if parts and parts[-1] == left and part == right:
-                    parts[-1] = merged
-                else:
-                    parts.append(part)
-        return parts
+        before, after = [*range(-1, len(parts) - 1)], [*range(1, len(parts) + 1)]  # of each part that is left
 
+        def merge_at(i: int) -> Iterator[tuple[int, int, int, int, int]]:
+            """What may become of the part there and the next: the merge's rank, which comes first, and its place."""
+            if i >= 0 and after[i] < len(parts) and (merge := self._merges.get((parts[i], parts[after[i]]))):
+                rank, left, right, merged = merge
+                yield rank, i, left, right, merged
 
-class _Words(dict[str, list[int]]):
-    """Words to their tokens, encoded when they are first asked for."""
-
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        self._encode = encode
-
-    def __missing__(self, word: str) -> list[int]:
-        self[word] = tokens = self._encode(word)
-        return tokens
+        heap = [merge for i in range(len(parts)) for merge in merge_at(i)]
+        heapq.heapify(heap)
+        while heap:
+            _, i, left, right, merged = heapq.heappop(heap)
+            gone = after[i]
+            if parts[i] != left or gone == len(parts) or parts[gone] != right:
+                continue  # one of the two has become part of another meanwhile
+            parts[i], parts[gone], after[i] = merged, _GONE, after[gone]
+            if after[i] < len(parts):
+                before[after[i]] = i
+            for merge in chain(merge_at(before[i]), merge_at(i)):
+                heapq.heappush(heap, merge)
+        return [part for part in parts if part != _GONE]
 
 
 def find(folder: Path) -> tuple[Path, Path] | None:

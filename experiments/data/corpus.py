@@ -38,10 +38,10 @@ def read(dataset: str, data_dir: Path | None) -> Corpus:
         columns = data.read(dataset, data_dir)
         return Corpus(columns["train"]["source"], columns["test"]["source"], data.origin(dataset, data_dir))
     path = Path(dataset).expanduser()
-    if not path.exists():
+    if not dataset or not path.exists():
         raise DataError(
             f"--dataset is pysource, or the path of a text file or of a folder of {', '.join(SUFFIXES)} files, but "
-            f"there is no {path}"
+            f"there is no {str(path) if dataset else repr(dataset)}"
         )
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
     try:

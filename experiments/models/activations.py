@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import jaxmp
 
+_FLAT = 100.0  # beyond it gelu is 0 or x in every dtype, and x·x may overflow
 _CUBIC = 0.044715  # of the tanh form: ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))
 
 
@@ -25,9 +26,17 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
       x: any shape, any floating dtype.
       approximate: the tanh form, GPT-2's (True), or that with the error function, BERT's (False).
 
+    Returns:
+      The shape and dtype of ``x``.
+
+    Raises:
+      TypeError: ``x`` is not floating.
+
     >>> gelu(jnp.array([-2.0, 0.0, 2.0], jnp.bfloat16))
     Array([-0.0454102, 0, 1.95312], dtype=bfloat16)
     """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"gelu takes a floating dtype, got {x.dtype.name}; cast it")
     half = jaxmp.autocast_dtype() if x.dtype == jnp.float32 else None
     return _gelu(x if half is None else x.astype(half), approximate).astype(x.dtype)
 
@@ -47,12 +56,12 @@ def _backward(approximate: bool, x: jax.Array, cotangent: jax.Array) -> tuple[ja
     x = jax.lax.optimization_barrier(x)  # or XLA shares the gate with the forward pass, and keeps it in float32
     with jaxmp.precision("float32"):
         wide = _widened(x)
-        gate = _gate(wide, approximate)
+        gate, near = _gate(wide, approximate), jnp.clip(wide, -_FLAT, _FLAT)
         if approximate:
-            slope = gate * (1 - gate) * math.sqrt(8 / math.pi) * (1 + 3 * _CUBIC * wide * wide)
+            slope = gate * (1 - gate) * math.sqrt(8 / math.pi) * (1 + 3 * _CUBIC * near * near)
         else:
-            slope = jnp.exp(-0.5 * wide * wide) / math.sqrt(2 * math.pi)
-        return (((gate + wide * slope) * _widened(cotangent)).astype(x.dtype),)
+            slope = jnp.exp(-0.5 * near * near) / math.sqrt(2 * math.pi)
+        return (((gate + near * slope) * _widened(cotangent)).astype(x.dtype),)
 
 
 _gelu.defvjp(_forward, _backward)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+
+import jaxmp
 
 Implementation = Literal["cudnn", "portable"]
 _implementation: ContextVar[Implementation | None] = ContextVar("attention_implementation", default=None)
@@ -20,6 +22,12 @@ def implementation(name: Implementation | None) -> Iterator[None]:
     """Within it :func:`attention` is traced for that implementation, whatever the default backend is.
 
     Who compiles for a GPU that is not there asks for ``"cudnn"``; None goes by the default backend again.
+
+    Args:
+      name: ``"cudnn"``, ``"portable"`` or None.
+
+    Raises:
+      ValueError: it is another.
 
     >>> with implementation("portable"):
     ...     attention(*3 * (jnp.ones((1, 4, 2, 8)),)).shape
@@ -39,9 +47,10 @@ def attention(
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762).
 
-    On a GPU half inputs go to cuDNN, and float32 ones too where :func:`jaxmp.autocast` casts them. What cuDNN does not
-    take (float32, an old GPU, a head whose width is no multiple of 8) and every other backend has two products in the
-    inputs' dtype around a softmax in float32.
+    On a GPU half inputs go to cuDNN, and float32 ones too where :func:`jaxmp.autocast` casts them. Other dtypes and
+    every other backend have two products in the inputs' dtype around a softmax in float32. So has what cuDNN has no
+    kernel for (an old GPU, a head whose width is no multiple of 8), with a warning that says why: it takes more memory
+    and time.
 
     Args:
       q, k, v: (batch, tokens, heads, head width), of one floating dtype.
@@ -51,18 +60,32 @@ def attention(
     Returns:
       (batch, tokens, heads, head width) in the dtype of ``v``. A query that may see no key gets the mean of all values.
 
+    Raises:
+      ValueError: the inputs are not of one shape and dtype.
+      RuntimeError: cuDNN was asked for by :func:`implementation` and is not installed; NotImplementedError, which is
+        one, that it has no kernel.
+
     >>> q = k = v = jnp.ones((1, 4, 2, 8), jnp.float16)
     >>> attention(q, k, v, causal=True).dtype
     dtype('float16')
     """
+    if q.ndim != 4 or not q.shape == k.shape == v.shape or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            "attention takes q, k and v of one shape (batch, tokens, heads, head width) and one dtype, got "
+            + ", ".join(f"{array.shape} {array.dtype.name}" for array in (q, k, v))
+        )
     if mask is not None:  # cuDNN wants a row for each query
         mask = jnp.broadcast_to(mask.astype(bool)[:, None, None, :], (q.shape[0], 1, q.shape[1], k.shape[1]))
-    chosen = _implementation.get() or ("cudnn" if jax.default_backend() == "gpu" else "portable")
-    if chosen == "cudnn":
-        # By this name and with float32 inputs too: it is where autocast steps in.
-        fused = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=causal, implementation="cudnn")
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            return fused(q, k, v)
+    asked = _implementation.get()
+    chosen = asked or ("cudnn" if jax.default_backend() == "gpu" else "portable")
+    half = jaxmp.autocast_dtype() if q.dtype == jnp.float32 else q.dtype
+    if chosen == "cudnn" and half in (jnp.float16, jnp.bfloat16):
+        try:  # by this name and with float32 inputs too: it is where autocast steps in
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="cudnn")
+        except RuntimeError as error:  # NotImplementedError is one
+            if asked:
+                raise
+            warnings.warn(f"attention runs without cuDNN, slower and in more memory: {error}", stacklevel=2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
     if causal:
         seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))

@@ -51,14 +51,14 @@ class BERT(nn.Module):
         self.decoder_bias = self.param("decoder_bias", nn.initializers.zeros, (rows,))
 
     def __call__(
-        self, tokens: jax.Array, token_types: jax.Array | None = None, mask: jax.Array | None = None
+        self, tokens: jax.Array, *, token_types: jax.Array | None = None, mask: jax.Array | None = None
     ) -> jax.Array:
         x = self._head(self._hidden(tokens, token_types, mask)).reshape(*tokens.shape, self.width)
         logits = self.word_embeddings.attend(x)
         return (logits + self.decoder_bias.astype(logits.dtype))[..., : self.vocabulary]
 
     def hidden(
-        self, tokens: jax.Array, token_types: jax.Array | None = None, mask: jax.Array | None = None
+        self, tokens: jax.Array, *, token_types: jax.Array | None = None, mask: jax.Array | None = None
     ) -> jax.Array:
         """What the encoder's last layer gives, (batch, sequence, width).
 
@@ -73,13 +73,21 @@ class BERT(nn.Module):
         self,
         tokens: jax.Array,
         targets: jax.Array,
+        *,
+        token_types: jax.Array | None = None,
         mask: jax.Array | None = None,
         ignore_index: int | None = -100,
-        token_types: jax.Array | None = None,
     ) -> jax.Array:
-        """The mean cross-entropy of ``targets`` (batch, sequence), float32, over those that are not ``ignore_index``.
+        """The mean cross-entropy of ``targets``, a float32 scalar.
 
         The logits never exist all at once, see :func:`jaxmp.losses.projected_cross_entropy`.
+
+        Args:
+          tokens: (batch, sequence).
+          targets: (batch, sequence), the word at each place, or ``ignore_index``.
+          token_types: as of :meth:`hidden`.
+          mask: as of :meth:`hidden`.
+          ignore_index: the target that does not count; None counts all.
         """
         # The step takes the most memory here: the head's arrays are computed again, and the chunks of logits are small.
         head = nn.remat(lambda model, x: model._head(x))

@@ -52,10 +52,15 @@ class GPT2(nn.Module):
         """What the output layer reads, (batch, sequence, width)."""
         return self._hidden(tokens).reshape(*tokens.shape, self.width)
 
-    def loss(self, tokens: jax.Array, targets: jax.Array, ignore_index: int | None = None) -> jax.Array:
-        """The mean cross-entropy of ``targets`` (batch, sequence), float32, over those that are not ``ignore_index``.
+    def loss(self, tokens: jax.Array, targets: jax.Array, *, ignore_index: int | None = None) -> jax.Array:
+        """The mean cross-entropy of ``targets``, a float32 scalar.
 
         The logits never exist all at once, see :func:`jaxmp.losses.projected_cross_entropy`.
+
+        Args:
+          tokens: (batch, sequence).
+          targets: (batch, sequence), the token that follows each.
+          ignore_index: the target that does not count; None counts all.
         """
         x = self._hidden(tokens)
         return self.wte.cross_entropy(x, targets.reshape(-1), classes=self.vocabulary, ignore_index=ignore_index)

@@ -41,6 +41,7 @@ def max_pool(x: jax.Array, window: int = 3, stride: int = 2, padding: int = 1) -
       (batch, height', width', channels) in the dtype of ``x``; height' is (height + 2·padding − window) // stride + 1.
 
     Raises:
+      TypeError: ``x`` is not floating.
       ValueError: ``x`` has not four axes or is smaller than a window; a window, stride or padding that cannot be.
 
     >>> max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0]
@@ -52,6 +53,8 @@ def max_pool(x: jax.Array, window: int = 3, stride: int = 2, padding: int = 1) -
             "max_pool takes a window of 1 to 15, a stride of at least 1 and a padding less than the window, got "
             f"window={window}, stride={stride}, padding={padding}"
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"max_pool takes a floating dtype, got {x.dtype.name}; cast it")
     if x.ndim != 4 or min(x.shape[1:3]) + 2 * padding < window:
         raise ValueError(
             f"max_pool takes (batch, height, width, channels), padded at least as large as the window, got {x.shape} "
@@ -69,7 +72,10 @@ def _forward(x: jax.Array, geometry: _Geometry) -> tuple[jax.Array, jax.Array]:
     """The largest of each window, and its position in the window, counted row by row."""
     window, stride, padding, *_ = geometry
     edges = (padding, padding, 0)
-    padded = jax.lax.pad(x, jnp.array(-jnp.inf, x.dtype), ((0, 0, 0), edges, edges, (0, 0, 0)))
+    lowest = np.array(-np.inf, x.dtype)
+    if np.isnan(lowest):  # a float8 without infinities
+        lowest = np.array(jnp.finfo(x.dtype).min, x.dtype)
+    padded = jax.lax.pad(x, lowest, ((0, 0, 0), edges, edges, (0, 0, 0)))
     rows, columns = (stride * ((size - window) // stride) + 1 for size in padded.shape[1:3])
     largest = padded[:, :rows:stride, :columns:stride]
     winner = jnp.zeros(largest.shape, jnp.uint8)

@@ -74,7 +74,8 @@ def load_gpt2(source: Source) -> dict[str, Any]:
       source: a safetensors file, or its tensors by name.
 
     Raises:
-      ValueError: tensors are missing, unknown or of another shape, or the output layer is not the embeddings.
+      ValueError: it is no such file; tensors are missing, unknown or of another shape; the output layer is not the
+        embeddings.
 
     >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
     >>> params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
@@ -86,9 +87,16 @@ def load_gpt2(source: Source) -> dict[str, Any]:
 
 
 def load_bert(source: Source) -> dict[str, Any]:
-    """The params of :class:`experiments.models.BERT` from published weights, as :func:`load_gpt2` has it.
+    """The params of :class:`experiments.models.BERT` from published weights, float32 NumPy arrays.
 
     Tensors of the pooler and of the head for the next sentence are left out.
+
+    Args:
+      source: a safetensors file, or its tensors by name.
+
+    Raises:
+      ValueError: it is no such file; tensors are missing, unknown or of another shape; the output layer is not the
+        embeddings.
     """
     return _load(source, _BERT)
 
@@ -108,7 +116,16 @@ def save_gpt2(params: Any, path: str | Path, *, vocabulary: int = 50257) -> None
 
 
 def save_bert(params: Any, path: str | Path, *, vocabulary: int = 30522) -> None:
-    """Writes params of :class:`experiments.models.BERT` under the published names, as :func:`save_gpt2` has it."""
+    """Writes params of :class:`experiments.models.BERT` under the published names.
+
+    Args:
+      params: its ``params``.
+      path: the safetensors file.
+      vocabulary: the model's; further rows of the embeddings and of the output layer's bias are not written.
+
+    Raises:
+      ValueError: the embeddings have another number of rows than that vocabulary needs.
+    """
     _save(bert_tensors(params, vocabulary=vocabulary), path)
 
 
@@ -123,13 +140,10 @@ def bert_tensors(params: Any, *, vocabulary: int = 30522) -> Tensors:
 
 
 def _load(source: Source, layout: _Layout) -> dict[str, Any]:
-    if not isinstance(source, Mapping):
-        from safetensors.numpy import load_file
-
-        source = load_file(source)
-    given = {layout.canonical(name): np.asarray(tensor) for name, tensor in source.items()}
+    tensors_by_name = source if isinstance(source, Mapping) else _read(Path(source))
+    given = {layout.canonical(name): np.asarray(tensor) for name, tensor in tensors_by_name.items()}
     for name, other in layout.tied.items():
-        if name in given and other in given and not np.array_equal(given[name], given[other]):
+        if name in given and other in given and not np.array_equal(given[name], given[other], equal_nan=True):
             raise ValueError(f"{name} must be the same as {other}, for the model has one tensor for both")
     tensors = {
         name: np.asarray(tensor, np.float32)
@@ -142,6 +156,8 @@ def _load(source: Source, layout: _Layout) -> dict[str, Any]:
         model = layout.model(shapes, 1 + max(numbers, default=0))
     except KeyError as error:
         raise ValueError(f"the weights must have {error.args[0]}, which says the sizes; got {_some(tensors)}") from None
+    except IndexError:
+        raise ValueError(f"embeddings have 2 axes, got {[s for s in shapes.items() if len(s[1]) < 2]}") from None
     zeros = jnp.zeros((1, 1), jnp.int32)
     expected = traverse_util.flatten_dict(jax.eval_shape(model.init, jax.random.key(0), zeros)["params"], sep="/")
     wanted = {  # each tensor's name, with the shape it must have
@@ -160,6 +176,20 @@ def _load(source: Source, layout: _Layout) -> dict[str, Any]:
             raise ValueError(f"{name} must have shape {shape} beside the other weights, got {shapes[name]}")
     params = {path: layout.leaf(path).read(tensors, param.shape) for path, param in expected.items()}
     return traverse_util.unflatten_dict(params, sep="/")
+
+
+def _read(path: Path) -> Tensors:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    if not path.is_file():
+        raise ValueError(f"the weights are one safetensors file, or its tensors by name, but {path} is no file")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is no whole safetensors file ({error}); an index, or weights pickled by torch, are none"
+        ) from error
 
 
 def _tensors(params: Any, layout: _Layout, vocabulary: int) -> Tensors:
