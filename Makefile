@@ -4,6 +4,7 @@
 .PHONY: help demo test compare benchmark notebook doctor lint format types unit unit-newest docs pins clean
 
 PY := .venv/bin/python
+NAME ?= loss_scaling
 PYTEST := -m pytest -q -n logical --maxprocesses 8 --dist worksteal
 SOURCES := jaxmp experiments tests notebooks docs .ci
 export PYTHON
@@ -20,8 +21,8 @@ test: lint types unit unit-newest ## every check, on the default Python and on t
 compare: .venv/installed ## one task under several policies: make compare ARGS="--help"
 	@$(PY) -m experiments.compare $(ARGS)
 
-benchmark: .venv/installed ## what loss scaling costs, beside its peers: make benchmark ARGS="--help"
-	@$(PY) -m experiments.benchmarks.loss_scaling $(ARGS)
+benchmark: .venv/installed ## one of experiments/benchmarks: make benchmark NAME=train_step ARGS="--help"
+	@$(PY) -m experiments.benchmarks.$(NAME) $(ARGS)
 
 notebook: .venv/installed ## run notebooks/quickstart.ipynb and keep what it shows
 	@cd notebooks && PYTHONPATH=$(CURDIR) ../.venv/bin/jupyter execute --inplace quickstart.ipynb $(ARGS)
