@@ -16,6 +16,12 @@ GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:
 MIB = 2**20
 
 
+def test_the_readme_has_what_the_script_writes():
+    text = (readme.ROOT / "README.md").read_text()
+    between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
+    assert between == f"\n{readme.block()}\n", "run python -m experiments.readme"
+
+
 def test_only_what_is_between_the_markers_is_replaced(tmp_path):
     file = tmp_path / "README.md"
     file.write_text(f"before\n{readme.BEGIN}old\n{readme.END}\nafter\n")
