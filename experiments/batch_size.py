@@ -162,10 +162,11 @@ def read_bytes(text: str) -> int:
 def in_words(size: int) -> str:
     """Bytes as text.
 
-    >>> in_words(1_930_000_000), in_words(512_000)
-    ('1.93 GB', '0.51 MB')
+    >>> in_words(1_930_000_000), in_words(512_000), in_words(1000)
+    ('1.93 GB', '0.51 MB', '1.00 kB')
     """
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e5 else (1e3, "kB")
+    return f"{size / unit:.2f} {name}"
 
 
 def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Callable[[C], int]) -> C:
@@ -182,6 +183,8 @@ def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Call
     """
     flags: Any = config
     if flags.batch_size != "auto":
+        if flags.memory_limit is not None:
+            raise ValueError(f"--memory-limit is for --batch-size auto, got --batch-size {flags.batch_size}")
         return config
     if flags.resume:
         began = json.loads((folder_to_resume(name, flags.run_dir) / "config.json").read_text())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
+import os
 import sys
 import threading
 import warnings
@@ -20,6 +22,8 @@ from experiments.data import DataError
 from experiments.environment import program_line
 
 C = TypeVar("C")
+GPU_SHARE = 0.95
+"""Of a GPU's memory, what JAX may take in a script; it would leave a quarter unused by itself."""
 BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
 
@@ -51,7 +55,8 @@ class Training:
     ema: float = 0.0
     """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
     memory_limit: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")] = None
-    """What --batch-size auto may fill, 20GB or 512MiB say. (default: the memory that is free on the device)"""
+    """What --batch-size auto may fill, 20GB or 512MiB say. (default: nine tenths of what is free of the 95 % of a GPU's
+    memory that JAX takes, or of the memory of a machine without one)"""
     seed: int = 0
     """Seed of the params and of the order of the examples."""
     evaluate_every: int = 50
@@ -79,7 +84,7 @@ def require(flag: str, value: float, least: float, below: float = float("inf")) 
       ValueError: it is not in [least, below).
     """
     if not least <= value < below:
-        limit = "" if below == float("inf") else f" and below {below:g}"
+        limit = f" and below {below:g}" if below < math.inf else " and finite" if value == math.inf else ""
         raise ValueError(f"{flag} must be at least {least:g}{limit}, got {value:g}")
 
 
@@ -150,7 +155,11 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
     config = parse(config_type, description)
     plain_warnings()
     plain_threads()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a text that a model wrote has letters that not every terminal has
+            stream.reconfigure(errors="replace")
     keep_freed_memory()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read when JAX first looks for a device
     try:
         train(config)
     except KeyboardInterrupt:
@@ -160,6 +169,14 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        fail(
-            f"out of memory; use a smaller --batch-size, --accumulate or --remat full ({str(error).splitlines()[0]})", 1
-        )
+        fail(f"out of memory{_remedy(config_type)} ({(str(error).splitlines() or [type(error).__name__])[0]})", 1)
+
+
+def _remedy(config_type: Any) -> str:
+    """What a script with these flags can do to need less memory."""
+    known = {"batch_size": "a smaller --batch-size", "accumulate": "--accumulate", "remat": "--remat full"}
+    flags = [text for name, text in known.items() if name in config_type.__dataclass_fields__]
+    if not flags:
+        return ""
+    *others, last = flags
+    return f"; use {', '.join(others)} or {last}" if others else f"; use {last}"

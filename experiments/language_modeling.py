@@ -8,8 +8,9 @@ The default is a real task on which float16 needs its loss scale: the gradient o
 mean over N = 8,192 tokens every p below 2.4e-4 becomes 0 in float16, so that nothing pushes wrong tokens down. A run
 takes about 30 s on two CPU cores; the text is the standard library's own sources, the tokens are pairs of bytes.
 
---model gpt2 trains a transformer of GPT-2's kind: that of 124M params with 16 sequences of 1,024 tokens on a GPU, and
-elsewhere a small one (4 layers of 128, 16×128 tokens, 250 steps) that takes a minute or two. At the end it writes.
+--model gpt2 trains a transformer of GPT-2's kind: on a GPU 12 layers of 768 with 16 sequences of 1,024 tokens, which is
+124M params with GPT-2's tokens and 86M with bytes; elsewhere a small one (4 layers of 128, 16×128 tokens, 250 steps)
+that takes a minute or two. At the end it writes.
 
 The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and summary.md; --resume goes on
 with a run that was stopped.
@@ -34,7 +35,7 @@ import optax
 import tyro
 
 from experiments import batch_size, cli, sampling, text_training, training
-from experiments.data import text, tokens
+from experiments.data import DataError, text, tokens
 from experiments.experiment import Batch, Closing, Experiment
 from experiments.metrics import accuracy
 from experiments.models import GPT2, NextToken
@@ -109,6 +110,11 @@ def load(config: Config) -> tokens.Text:
 
 def next_token(config: Config, held: tokens.Text) -> Task:
     """The little model; ``--batch-size`` counts tokens."""
+    if len(held.test) <= config.context:
+        raise DataError(
+            f"the held-out text must have more than the {config.context} pairs of bytes of --context, got "
+            f"{len(held.test)}; take a longer text"
+        )
     if config.batch_size > len(held.test):
         raise ValueError(
             f"--batch-size must be at most the {len(held.test)} tokens that are held out, got {config.batch_size}"
@@ -138,7 +144,7 @@ def gpt2(config: Config, held: tokens.Text) -> Task:
     """GPT-2. A batch has a token more than the model sees: the last one is only to be predicted."""
     blocks, remat = text_training.split_remat(config.remat)
     vocabulary = config.vocabulary or held.tokenizer.size
-    prompt = held.tokenizer.encode((config.prompt or "\n\n").encode()).tolist()
+    prompt = held.tokenizer.encode((config.prompt or "\n\n").encode(errors="surrogateescape")).tolist()
     if config.sample_tokens and not prompt:
         raise ValueError(
             f"--prompt must have a token at least, got {config.prompt!r}, which has no {held.tokenizer.name}"

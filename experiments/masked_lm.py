@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import batch_size, cli, text_training, training
+from experiments import batch_size, cli, data, text_training, training
 from experiments.data import text, tokens
 from experiments.data.masking import IGNORE, mask
 from experiments.experiment import Batch, Closing, Experiment
@@ -62,7 +62,11 @@ def prepare(config: Config) -> Experiment:
 
 
 def bert(config: Config, held: tokens.Text) -> Task:
-    """BERT. Its vocabulary is the text's and [MASK]."""
+    """BERT. Its vocabulary is the text's and [MASK].
+
+    A batch says how many of its tokens are to be guessed, a row, so that every guess has the same weight in a step
+    with microbatches, whose numbers of guesses differ, and in an evaluation.
+    """
     blocks, remat = text_training.split_remat(config.remat)
     size = held.tokenizer.size
     vocabulary = max(config.vocabulary or 0, size + 1)
@@ -70,11 +74,18 @@ def bert(config: Config, held: tokens.Text) -> Task:
     @jax.jit
     def masked(key: jax.Array, step: int, batch: jax.Array) -> Batch:
         shown, targets = mask(jax.random.fold_in(key, step), batch, size, size, held.tokenizer.end)
-        return {"tokens": shown, "targets": targets}
+        guesses = jnp.full(len(batch), (targets != IGNORE).sum() / len(batch), jnp.float32)
+        return {"tokens": shown, "targets": targets, "guesses": guesses}
+
+    def weight(batch: Batch) -> jax.Array:
+        """Of a mean over a part's guesses, for the mean over equal parts to be that over all guesses."""
+        expected = batch["guesses"].sum()
+        return (batch["targets"] != IGNORE).sum().astype(jnp.float32) / jnp.where(expected > 0, expected, 1)
 
     def losses(model: nn.Module) -> Any:
         def loss_fn(params: Any, model_state: Any, batch: Batch, rng: Any) -> Any:
-            return model.apply({"params": params}, batch["tokens"], batch["targets"], method="loss"), model_state
+            loss = model.apply({"params": params}, batch["tokens"], batch["targets"], method="loss")
+            return loss * weight(batch), model_state
 
         def eval_loss_fn(params: Any, model_state: Any, batch: Batch, rng: Any) -> Any:
             logits = model.apply({"params": params}, batch["tokens"]).astype(jnp.float32).reshape(-1, vocabulary)
@@ -82,7 +93,9 @@ def bert(config: Config, held: tokens.Text) -> Task:
             chosen = targets != IGNORE
             targets = jnp.where(chosen, targets, 0)
             each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-            return each.mean(where=chosen), model_state, {"accuracy": accuracy(logits, targets, chosen)}
+            means = each.mean(where=chosen), accuracy(logits, targets, chosen)
+            loss, right = (jnp.where(chosen.any(), mean, 0) * weight(batch) for mean in means)
+            return loss, model_state, {"accuracy": right}
 
         return loss_fn, eval_loss_fn
 
@@ -94,7 +107,14 @@ def bert(config: Config, held: tokens.Text) -> Task:
     def test_batches() -> Iterator[Batch]:
         rows, key = text_training.rows_to_evaluate(config), jax.random.key(0)
         batches = text.spread_sequences(held.test, config.context, rows, config.test_batches)
-        return (masked(key, step, batch) for step, batch in enumerate(batches))
+        drawn = [masked(key, step, batch) for step, batch in enumerate(batches)]
+        guesses = sum(batch["guesses"] for batch in drawn) / len(drawn)
+        if not guesses.any():
+            raise data.DataError(
+                f"the held-out text has no token to guess in {len(drawn)} batches of {rows}×{config.context} tokens; "
+                "raise --test-batches, --batch-size or --context"
+            )
+        return ({**batch, "guesses": guesses} for batch in drawn)
 
     def closing(model: nn.Module, params: Any, test: dict[str, float]) -> Closing:
         places = text.spread_sequences(held.test, config.context, _SHOWN, 1)

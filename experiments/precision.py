@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -102,6 +103,33 @@ def require_matches(experiment: Any) -> None:
     """
     state = jax.eval_shape(experiment.init, 0)
     jax.eval_shape(experiment.eval_step, state, next(iter(experiment.test_batches())))
+
+
+def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable[..., Any], Any]]) -> list[Any]:
+    """What autocast is told for each of several loss functions, so that an override may match in one of them only.
+
+    A model's loss and its logits are methods of their own, with paths of their own.
+
+    Args:
+      autocast: what :func:`read_autocast` gave.
+      functions: each loss function with its arguments, arrays or ShapeDtypeStructs; it is traced for each override.
+
+    Raises:
+      ValueError: an override matches in none.
+    """
+    own: list[dict[str, str]] = [{} for _ in functions]
+    for pattern, kind in autocast["overrides"].items():
+        errors = []
+        for overrides, (function, args) in zip(own, functions, strict=True):
+            try:
+                jax.eval_shape(jaxmp.autocast(function, autocast["policy"], overrides={pattern: kind}), *args)
+            except ValueError as error:
+                errors.append(error)
+            else:
+                overrides[pattern] = kind
+        if len(errors) == len(own):
+            raise errors[0]
+    return [{**autocast, "overrides": overrides} for overrides in own]
 
 
 def compute_dtype(policy: Any) -> Any:

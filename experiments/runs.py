@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -203,16 +204,17 @@ class Run:
             **self._experiment.precision,
             **self._environment,
         }
-        if closing.texts:
-            summary["texts"] = closing.texts
+        texts = {title: _readable(text) for title, text in closing.texts.items()}
+        if texts:
+            summary["texts"] = texts
         write_json(self.folder / "summary.json", summary)
         lines = [f"# {self._name}", "", "| | |", "|---|---|"]
         shown = {name: value for name, value in summary.items() if name not in ("experiment", "texts")}
         lines += [f"| {name} | {_shown(name, value)} |" for name, value in shown.items()]
         lines += ["", "![curves](curves.png)", ""]
-        for title, text in closing.texts.items():
+        for title, text in texts.items():
             lines += [f"## {title}", "", *(f"    {line}" for line in text.splitlines()), ""]
-        (self.folder / "summary.md").write_text("\n".join(lines))
+        (self.folder / "summary.md").write_text("\n".join(lines), encoding="utf-8")
         plots.curves(self._rows, self.folder / "curves.png", self._name)
         return summary
 
@@ -281,6 +283,11 @@ def _strict(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_strict(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _readable(text: str) -> str:
+    """Without what would steer a terminal: bytes that a model draws may be any."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _compact(value: Any) -> Any:

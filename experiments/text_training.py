@@ -17,7 +17,7 @@ from experiments import cli, data
 from experiments.data.tokens import Kind, Text
 from experiments.data.tokens import load as load_text
 from experiments.experiment import Batch, Closing, Experiment
-from experiments.precision import read_autocast, read_overrides, read_policy, require_matches
+from experiments.precision import read_autocast, read_overrides, read_policy, split_overrides
 
 _ROOM_TO_EVALUATE = 4096  # tokens whose logits are there at once, whole
 _HINT = tyro.conf.arg(help_behavior_hint="(default: what suits model and device)")
@@ -109,7 +109,8 @@ def load(config: Any) -> Text:
       ValueError: the vocabulary is too small.
       DataError: the text or its tokens cannot be had, or there are fewer of them than the model sees.
     """
-    text = load_text(config.dataset, config.data_dir, config.tokens, config.vocabulary or 2048)
+    pairs = 2048 if config.vocabulary is None else config.vocabulary
+    text = load_text(config.dataset, config.data_dir, config.tokens, pairs)
     if config.vocabulary is not None and config.vocabulary < text.tokenizer.size:
         raise ValueError(
             f"--vocabulary must be at least the {text.tokenizer.size} tokens of {text.tokenizer.name}, got "
@@ -211,22 +212,29 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
     def init_params(seed: int) -> Any:
         return model.init(jax.random.key(seed), jnp.zeros((1, config.context), jnp.int32))["params"]
 
+    params = jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error before the folder is made
+    to_train = to_evaluate = autocast
+    if autocast.get("overrides"):
+        batches = next(task.train_batches(0)), next(iter(task.test_batches()))
+        args = [(params, None, batch, None) for batch in batches]
+        to_train, to_evaluate = split_overrides(autocast, [(loss_fn, args[0]), (eval_loss_fn, args[1])])
+
     def closing(state: jaxmp.TrainState, test: dict[str, float]) -> Closing:
         params = state.params
         if state.ema_params is not None:
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
         return task.closing(model, params, test)
 
-    experiment = Experiment(
-        loss_fn=jaxmp.autocast(loss_fn, **autocast) if autocast else loss_fn,
+    return Experiment(
+        loss_fn=jaxmp.autocast(loss_fn, **to_train) if autocast else loss_fn,
         step=jaxmp.make_train_step(
             loss_fn,
             accumulate_steps=config.accumulate,
             ema_decay=config.ema or None,
             remat=task.remat,
-            **autocast,
+            **to_train,
         ),
-        eval_step=jaxmp.make_eval_step(eval_loss_fn, use_ema=config.ema > 0, **autocast),
+        eval_step=jaxmp.make_eval_step(eval_loss_fn, use_ema=config.ema > 0, **to_evaluate),
         init_params=init_params,
         create=lambda params: jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx, ema=config.ema > 0),
         train_batches=task.train_batches,
@@ -242,7 +250,3 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
         unit="tokens",
         closing=closing,
     )
-    jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error here, not after the folder is made
-    if autocast:
-        require_matches(experiment)
-    return experiment

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +139,40 @@ def test_the_step_of_the_batch_that_is_found_fits_and_that_of_the_next_does_not(
     assert f"--batch-size auto: {chosen}, whose step needs " in capsys.readouterr().out
     experiment = prepare(config)
     assert batch_size.step_bytes(experiment, chosen) <= 10**6 < batch_size.step_bytes(experiment, chosen + 8)
+
+
+def test_a_limit_for_a_batch_that_is_named_is_an_error():
+    with pytest.raises(ValueError, match="--memory-limit is for --batch-size auto, got --batch-size 8"):
+        batch_size.settled("line", Config(batch_size=8, memory_limit="1MB"), pytest.fail, pytest.fail)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    """Flags of a script without a batch."""
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config, r"out of memory; use a smaller --batch-size, --accumulate or --remat full \(RESOURCE_EXHAUSTED: 3\)"),
+        (Bare, r"out of memory \(RESOURCE_EXHAUSTED: 3\)"),
+    ],
+)
+def test_a_script_has_most_of_a_gpu_and_without_room_names_flags_that_it_has(config, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script"])
+    monkeypatch.setattr(cli, "plain_warnings", lambda: None)
+    monkeypatch.setattr(cli, "plain_threads", lambda: None)
+    monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+
+    def train(config):
+        assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.95"
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3\nand more")
+
+    with pytest.raises(SystemExit):
+        cli.main(config, train, "")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
 
 
 def test_a_limit_below_what_one_microbatch_needs_is_an_error():

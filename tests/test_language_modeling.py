@@ -16,6 +16,7 @@ from checkpoint_tools import bits, last, rows
 from experiments import language_modeling, sampling, text_training, training
 from experiments.data import DataError, tokens
 
+NEXT_TOKEN = dict.fromkeys(("layers", "heads", "width", "schedule")) | {"vocabulary": 50}
 LINES = "to be or not to be, that is the question\n\nwhether tis nobler in the mind to suffer\n\n"
 
 
@@ -123,6 +124,9 @@ def test_remat_is_the_models_own_or_the_steps():
     ("flags", "message"),
     [
         ({"vocabulary": 100}, "--vocabulary must be at least the 257 tokens of bytes, got 100"),
+        ({"tokens": "pairs", "vocabulary": 0}, "2 to 65536 tokens, got --vocabulary 0"),
+        ({"weight_decay": math.inf}, "--weight-decay must be at least 0 and finite, got inf"),
+        ({"model": "next_token", **NEXT_TOKEN, "context": 9000}, "more than the 9000 pairs of bytes of --context, got"),
         ({"context": 5000}, "shorter than the held-out text of .* tokens, got --context 5000"),
         ({"tokens": "pairs", "prompt": "a"}, "--prompt must have a token at least, got 'a', which has no pairs"),
         ({"remat": "atention"}, "unknown remat policy 'atention'"),
@@ -132,6 +136,14 @@ def test_remat_is_the_models_own_or_the_steps():
 def test_flags_that_do_not_suit_the_text_or_the_model_are_errors(flags, message, config):
     with pytest.raises((ValueError, DataError), match=message):
         language_modeling.prepare(dataclasses.replace(config, **{"override": (), **flags}))
+
+
+def test_a_prompt_that_is_no_utf8_is_bytes(config, monkeypatch):
+    monkeypatch.setattr(sampling, "sample", lambda apply, params, prompt, count, **options: [33])
+    flags = text_training.settled(config, "gpt2")
+    flags = dataclasses.replace(flags, prompt=b"to \xff".decode(errors="surrogateescape"))
+    task = language_modeling.gpt2(flags, text_training.load(flags))
+    assert task.closing(task.model, None, {"loss": 1.0}).texts["Sample"] == "to \ufffd!"
 
 
 def test_only_matrices_decay_and_long_gradients_are_clipped(config):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from experiments import flops, language_modeling, masked_lm
+from experiments.data import DataError
 from experiments.data.masking import IGNORE
 from experiments.data.tokens import Bytes
+
+SOON = {"xla_backend_optimization_level": 0}  # compiled sooner
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,6 +84,48 @@ def test_every_policy_has_its_products_in_half_and_a_loss_in_float32(script, fla
     assert jax.tree.map(lambda leaf: leaf.dtype, new_state) == jax.tree.map(lambda leaf: leaf.dtype, state)
     assert set(flops.count(experiment.step.jitted, state, batch)) == {dtype}
     assert experiment.batch_size == 16 * 16 and experiment.unit == "tokens"
+
+
+def test_under_autocast_an_override_may_be_a_path_of_training_or_of_evaluation(config):
+    sizes = {name: getattr(config, name) for name in ("dataset", "data_dir", "layers", "heads", "width", "context")}
+    flags = masked_lm.Config(**sizes, opt_level="O1", test_batches=1)
+    for pattern, train, evaluate in (("cross_entropy", True, False), ("attend", False, True), ("nope", None, None)):
+        flags = dataclasses.replace(flags, override=(f"**/word_embeddings.{pattern}=float32",))
+        if train is None:
+            with pytest.raises(ValueError, match="nope' matched none"):
+                masked_lm.prepare(flags)
+            continue
+        experiment = masked_lm.prepare(flags)
+        state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
+        for function, args, wide in ((experiment.step.jitted, (state, batch), train),
+                                     (experiment.eval_step, (state, batch), evaluate)):  # fmt: skip
+            assert set(flops.count(function, *args)) == ({"float16", "float32"} if wide else {"float16"})
+
+
+def test_every_guess_has_the_same_weight_in_microbatches_and_in_an_evaluation(config):
+    plain = dataclasses.replace(config, policy="float32", context=4, ema=0.0, test_batches=4)
+    whole, single = (masked_lm.prepare(dataclasses.replace(plain, batch_size=n)) for n in (4, 1))
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(whole.init_params, 0)
+    params = jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape).astype(leaf.dtype), shapes)
+    loss_fn = jax.jit(lambda batch: whole.loss_fn(params, None, batch, None)[0], compiler_options=SOON)
+
+    batch = jax.tree.map(np.asarray, next(whole.train_batches(0)))
+    guesses = (batch["targets"] != IGNORE).sum(1)
+    assert 0 in guesses and len(set(guesses.tolist())) > 1  # a part without any, too
+    parts = [loss_fn({name: leaf[i : i + 1] for name, leaf in batch.items()}) for i in range(4)]
+    np.testing.assert_allclose(np.mean(parts), loss_fn(batch), rtol=1e-5)
+
+    held = jax.tree.map(lambda *leaves: np.concatenate(leaves), *single.test_batches())
+    assert 0 in (held["targets"] != IGNORE).sum(1)
+    found = single.evaluate(single.create(params))
+    assert found["loss"] == pytest.approx(float(loss_fn(held)), rel=1e-5) and 0 <= found["accuracy"] <= 1
+
+
+def test_a_held_out_text_without_a_token_to_guess_is_an_error(config):
+    few = dataclasses.replace(config, context=1, batch_size=1, test_batches=1)
+    with pytest.raises(DataError, match="no token to guess in 1 batches of 1×1 tokens; raise --test-batches"):
+        masked_lm.prepare(few).test_batches()
 
 
 def test_guesses_stand_in_brackets_with_the_truth_where_they_are_wrong():

@@ -28,8 +28,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-if "--target" in sys.argv:  # before JAX is imported: it would look for the GPU that is not there
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if any(arg.split("=")[0] == "--target" for arg in sys.argv):  # or JAX would look for the GPU that is not there
+    os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own notes
 if not __package__:  # started as a file: the folder two above this one has the packages
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -75,7 +75,7 @@ class Config:
     """Do not look for the largest batch."""
     memory_limit: str = ""
     """Memory that the largest batch may take, as in 20GB; without it --smoke looks for none. (default: nine tenths of
-    what is free on the device)"""
+    what is free of the 95 % of a GPU's memory that JAX takes)"""
     target: Literal["", "h200", "h100", "a100"] = ""
     """Compile for this GPU in place of measuring: needs the extra compile-only, and no GPU."""
     minutes: float = 0.0
@@ -147,7 +147,9 @@ def limit_of(config: Config) -> int:
     """
     if config.memory_limit:
         return read_bytes(config.memory_limit)
-    return int(SHARE * targets.TARGETS[config.target].memory_bytes) if config.target else free_bytes()
+    if config.target:  # as that GPU's own scripts would have it
+        return int(SHARE * cli.GPU_SHARE * targets.TARGETS[config.target].memory_bytes)
+    return free_bytes()
 
 
 def measure_alone(step: Step, device: Any) -> dict[str, Any]:

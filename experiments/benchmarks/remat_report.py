@@ -33,6 +33,7 @@ def collect(folder: Path) -> Result:
     """All that a run folder has, joined: a group for each model and policy, a row for each kind of remat."""
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     parts = [json.loads(file.read_text()) for file in sorted(folder.glob("*-*.json"))]
+    parts.sort(key=lambda part: part["environment"]["date"])  # of what was measured twice the last counts
     for part in sorted(parts, key=lambda part: "times" in part):  # memory first
         group = groups.setdefault(
             (part["model"], part["policy"]),
@@ -55,7 +56,7 @@ def collect(folder: Path) -> Result:
         group["rows"] = {kind: group["rows"][kind] for kind in KINDS if kind in group["rows"]}
         group["goals"] = goals(group)
     environments = {json.dumps(part["environment"]): part["environment"] for part in parts}
-    where = min(environments.values(), key=lambda each: each["date"])
+    where = max(environments.values(), key=lambda each: each["date"])
     commands = dict.fromkeys(each["command"] for each in environments.values())
     return {"environment": where | {"command": "; ".join(commands)}, "groups": list(groups.values())}
 
