@@ -83,7 +83,7 @@ def attention(
         try:  # by this name and with float32 inputs too: it is where autocast steps in
             return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="cudnn")
         except RuntimeError as error:  # NotImplementedError is one
-            if asked:
+            if asked or isinstance(error, jax.errors.JaxRuntimeError):  # the latter: it ran, out of memory say
                 raise
             warnings.warn(f"attention runs without cuDNN, slower and in more memory: {error}", stacklevel=2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
