@@ -214,3 +214,20 @@ def test_the_steps_are_those_of_the_train_step_benchmark():
     }
     assert found[0].case().sizes == FULL["gpt2"] and found[0].case(3).sizes.batch_size == 3
     assert jax.tree.leaves(found[0].case(3).batch)[0].shape == (3, 1024)
+
+
+def test_of_what_was_measured_twice_the_last_counts(tmp_path):
+    folder_of(tmp_path, [11.0, 21.0], 500)
+    path = tmp_path / "gpt2-mixed_bfloat16-times.json"
+    part = json.loads(path.read_text())
+    part["times"]["attention"]["milliseconds"] = [5.0, 5.0]
+    earlier = {**part, "environment": {**part["environment"], "date": "2026-11-19 10:00"}}
+    write_json(tmp_path / "gpt2-mixed_bfloat16-times2.json", earlier)
+    result = remat_report.collect(tmp_path)
+    assert result["groups"][0]["rows"]["attention"]["milliseconds"] == [11.0, 21.0]
+    assert result["environment"]["date"] == "2026-11-20 10:00"
+
+
+def test_the_limit_of_a_gpu_that_is_not_there_is_what_its_own_scripts_would_have():
+    limit = remat.limit_of(remat.Config(target="h200"))
+    assert limit == int(0.9 * 0.95 * targets.TARGETS["h200"].memory_bytes)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from checkpoint_tools import bits, last, rows
 
-from experiments import language_modeling, sampling, text_training, training
+from experiments import language_modeling, runs, sampling, text_training, training
 from experiments.data import DataError, tokens
 
 NEXT_TOKEN = dict.fromkeys(("layers", "heads", "width", "schedule")) | {"vocabulary": 50}
@@ -210,3 +210,7 @@ def test_tokens_are_drawn_by_temperature_among_the_likeliest():
 def test_a_sample_without_a_prompt_is_an_error():
     with pytest.raises(ValueError, match="a prompt of at least one token, got none; write --prompt"):
         sampling.sample(counting, jnp.float32(1.0), [], 3, context=4)
+
+
+def test_a_text_is_shown_without_what_steers_a_terminal():
+    assert runs._readable("ä☃\n\t\x1b[2J\x07\r\x85") == "ä☃\n\t\ufffd[2J\ufffd\ufffd\ufffd"

@@ -168,6 +168,14 @@ def test_weights_that_are_not_a_models_are_refused_by_name(change, message):
         weights.load_gpt2(tensors)
 
 
+def test_what_is_no_safetensors_file_is_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(range(200)))
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is no whole safetensors file .*pickled by torch"):
+        weights.load_gpt2(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"one safetensors file, or its tensors by name, but .* is no file"):
+        weights.load_bert(tmp_path)
+
+
 def test_a_vocabulary_that_does_not_go_with_the_rows_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a vocabulary of 30522 has 30528 rows in decoder_bias, got 64"):
         weights.save_bert(weights.load_bert(published("bert")), tmp_path / "bert.safetensors")
