@@ -163,7 +163,9 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
     try:
         train(config)
     except KeyboardInterrupt:
-        fail("interrupted", 130)
+        print("error: interrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(130)  # at once: threads of XLA's that still compile crash when the interpreter is taken down
     except FloatingPointError as error:  # NonFiniteTrainingError
         fail(str(error), 1)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:

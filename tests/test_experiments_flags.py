@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -191,3 +193,20 @@ def test_training_that_cannot_go_on_is_one_line_and_code_1(capsys, monkeypatch):
         cli.main(object, diverge, "")
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: gradients of 'w'\n"
+
+
+def test_an_interrupted_script_ends_with_one_line_and_code_130():
+    script = "\n".join(
+        [
+            "import dataclasses, sys, threading, time",
+            "from experiments import cli",
+            "class Config: ...",
+            "def train(config):",
+            "    threading.Thread(target=time.sleep, args=(60,)).start()  # as XLA's, which nobody waits for",
+            "    raise KeyboardInterrupt",
+            "sys.argv = ['script']",
+            "cli.main(dataclasses.dataclass(Config), train, '')",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
