@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from autocast_tools import HALVES, compiled, dtypes_of, half, layer_norm, normal, operations, products
+from autocast_tools import HALVES, compiled, cosine, dtypes_of, half, layer_norm, normal, operations, products
+
+from jaxmp._jaxpr.walk import equations
 
 X, W, B = normal(0, 4, 8), normal(1, 8, 8), normal(2, 8)
 
@@ -219,3 +221,17 @@ def test_a_network_gives_the_bits_of_casts_by_hand(policy):
     for one, other in zip(ours[1], theirs[1], strict=True):
         # Cotangents of what is widened at each use are rounded before they are summed.
         assert jnp.allclose(one, other, rtol=0.02, atol=2 * jnp.finfo(dtype).eps * float(jnp.max(jnp.abs(other))))
+
+
+def test_what_the_author_widened_is_read_in_half_where_half_is_wanted():
+    def fun(x, w):
+        h = jax.nn.relu((x @ w).astype(jnp.bfloat16)).astype(jnp.float32)
+        return h @ w, jnp.sum(h)
+
+    casts = [eqn for eqn in equations(jax.make_jaxpr(half(fun))(X, W)) if eqn.primitive.name == "convert_element_type"]
+    made_by = {eqn.outvars[0]: eqn for eqn in casts}
+    assert not [eqn for eqn in casts if eqn.invars[0] in made_by and eqn.params["new_dtype"] == jnp.bfloat16]
+    assert products(half(fun), X, W) == ["bfloat16"] * 2
+    both = (lambda w: fun(X, w)[1] + fun(X, w)[0].sum(), lambda w: half(fun)(X, w)[1] + half(fun)(X, w)[0].sum())
+    expected, result = (jax.grad(each)(W) for each in both)
+    assert cosine(result, expected) > 0.999

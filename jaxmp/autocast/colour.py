@@ -97,6 +97,14 @@ def is_shared(node: Node | None, old: np.dtype, new: np.dtype) -> bool:
     return node is not None and node.is_cast_once and new.itemsize <= old.itemsize
 
 
+def is_widening(step: Step) -> bool:
+    """Whether an equation is a cast to float32 of what is half now."""
+    if step.eqn.primitive.name != "convert_element_type":
+        return False
+    node, operand = step.node, step.operands[0]
+    return node is not None and operand is not None and operand.dtype.itemsize < node.dtype.itemsize
+
+
 def operand_dtypes(step: Step) -> list[np.dtype | None]:
     """The dtypes that the operands of an equation without bodies are cast to; None where they are left alone."""
     node = step.node

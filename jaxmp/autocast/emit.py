@@ -12,7 +12,7 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.rebuild import Rule, rebuilt
 from jaxmp.autocast.classes import Class, primitives_of
-from jaxmp.autocast.colour import Colour, colour, computed_in, is_shared, operand_dtypes
+from jaxmp.autocast.colour import Colour, colour, computed_in, is_shared, is_widening, operand_dtypes
 from jaxmp.autocast.graph import Body, Node, Step, build
 from jaxmp.autocast.kinds import Kind, is_real
 from jaxmp.autocast.readers import read_in
@@ -31,12 +31,15 @@ def evaluate(body: Body, rules: Rules, args: Sequence[Any]) -> list[Any]:
     env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
     env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
     shared: dict[Any, Any] = {}
+    narrow: dict[Any, Any] = {}  # of what the author widened, the half value: who wants half reads that
 
     def read(atom: Any) -> Any:
         return atom.val if reading.is_literal(atom) else env[atom]
 
     def read_as(atom: Any, node: Node | None, dtype: np.dtype) -> Any:
         value = read(atom)
+        if not reading.is_literal(atom) and atom in narrow and narrow[atom].dtype == dtype:
+            return narrow[atom]
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
         # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
         if reading.is_literal(atom) or not (isinstance(value, np.ndarray) or is_shared(node, value.dtype, dtype)):
@@ -49,6 +52,8 @@ def evaluate(body: Body, rules: Rules, args: Sequence[Any]) -> list[Any]:
         with reading.in_place_of(step.eqn):
             results = _results(step, rules, read, read_as)
         env.update(zip(step.eqn.outvars, results, strict=True))
+        if is_widening(step):
+            narrow[step.eqn.outvars[0]] = read(step.eqn.invars[0])
     return [read(atom) for atom in body.jaxpr.outvars]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.autocast.classes import Class, classify
-from jaxmp.autocast.colour import Colour, colour, computed_in, is_shared, operand_dtypes
+from jaxmp.autocast.colour import Colour, colour, computed_in, is_shared, is_widening, operand_dtypes
 from jaxmp.autocast.flops import flops_of
 from jaxmp.autocast.graph import Body, Node, Step, build
 from jaxmp.autocast.patterns import islands_of
@@ -116,6 +116,7 @@ class Writer:
         self.rows: list[Row] = []
         self.half_flops = self.half_product_flops = self.unknown_trips = 0
         self.uncounted: set[str] = set()
+        self.narrow: dict[Any, np.dtype] = {}  # of what the author widened, the half dtype: who wants half reads that
         self.body(graph.body, 0, 1)
         self.result_casts = [
             atom.aval.size * dtype.itemsize
@@ -153,7 +154,8 @@ class Writer:
             dtype = read_in(step.inner[0], n) if node is not None and node.is_cast_once else None
             if dtype is not None and node is not None:
                 given.add((step.inner[0].jaxpr.invars[n], dtype))
-                if node.dtype != dtype and (atom, dtype) not in shared and not reading.is_literal(atom):
+                is_there = reading.is_literal(atom) or (atom, dtype) in shared or self.narrow.get(atom) == dtype
+                if node.dtype != dtype and not is_there:
                     casts.append(int(atom.aval.size) * dtype.itemsize * trips)
                 shared.add((atom, dtype))
         for number, body in enumerate(step.inner):
@@ -175,7 +177,7 @@ class Writer:
             names.append(_name(operand, atom) if dtype is None else dtype.name)
             if operand is None or dtype is None or reading.is_literal(atom) or atom in host:
                 continue
-            if _dtype(operand, atom) != dtype and (atom, dtype) not in shared:
+            if _dtype(operand, atom) != dtype and (atom, dtype) not in shared and self.narrow.get(atom) != dtype:
                 casts.append(atom.aval.size * dtype.itemsize * trips)
             if is_shared(operand, operand.dtype, dtype):
                 shared.add((atom, dtype))
@@ -188,6 +190,8 @@ class Writer:
         if node is not None and node.colour == Colour.ROUND:
             casts.append(eqn.outvars[0].aval.size * node.dtype.itemsize * trips)
         self.row(step, names, casts, self.reasons.of(step), place, depth, self.count(eqn, names, node, trips))
+        if is_widening(step):
+            self.narrow[eqn.outvars[0]] = _dtype(step.operands[0], eqn.invars[0])
         self.decided(eqn, step, place, depth, trips)
 
     def decided(self, eqn: Any, outer: Step, outer_place: str, depth: int, trips: int) -> None:
