@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Read by JAX when it is first imported, so set before anything imports it. Subprocesses inherit both.
@@ -10,6 +11,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -19,3 +21,11 @@ hypothesis.settings.load_profile("jaxmp")
 
 # Scripts run by hand, where a library to compare with is installed; what they recorded lies beside them.
 collect_ignore_glob = ["record_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_module_pays_for_those_before():
+    """What JAX has cached by now is not looked through by every later collection, which took minutes of the suite."""
+    yield
+    gc.collect()
+    gc.freeze()
