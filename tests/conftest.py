@@ -29,3 +29,10 @@ def no_module_pays_for_those_before():
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def standard_promotion():
+    """For a module of tests of what mixes dtypes by itself, as optax's Adam and Flax's norms do."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -22,11 +22,7 @@ O1 = {"opt_level": "O1"}
 BF16 = {"autocast": True, "policy": "mixed_bfloat16"}
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax's own Adam needs it."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,6 @@ Function = Callable[[Case], Callable[..., Any]]
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.fixture
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @functools.cache
 def reference(part: str) -> dict[str, list[np.ndarray]]:
     return float64(lambda case: case.fun, table(part).values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -24,11 +24,8 @@ Loss = Callable[..., Any]
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Iterator[None]:
-    """As their readers have it: Flax's norms and Haiku add integers and floats of several dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# As their readers have it: Flax's norms and Haiku add integers and floats of several dtypes.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def data(*shape: int, seed: int = 7) -> jax.Array:

@@ -22,10 +22,7 @@ from experiments.benchmarks.workloads import NAMES, workload
 PARAMS = {"resnet50": 25_557_032, "bert": 109_518_912, "gpt2": 124_475_904}
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
 # The models.

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import re
 
-import jax
 import pytest
 from benchmark_tools import SMALL
 
@@ -17,11 +16,7 @@ from experiments.benchmarks import train_step_measure as measure
 from experiments.benchmarks import train_step_report as report
 from experiments.benchmarks.train_step_rows import Prepared
 
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
 # Runs. What compiles is replaced: what is timed are sleeps of nothing.

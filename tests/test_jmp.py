@@ -30,7 +30,7 @@ TRUE, FALSE = jnp.bool_(True), jnp.bool_(False)
 
 
 @pytest.fixture
-def standard_promotion():
+def jmps_promotion():
     """What jmp itself needs: it multiplies int32 by bool and float16 by float32."""
     with jax.numpy_dtype_promotion("standard"):
         yield
@@ -215,7 +215,7 @@ def training(module: Any, policy: str, scale: Any, steps: int = 12) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["NoOpLossScale", "StaticLossScale", "DynamicLossScale"])
-def test_a_step_written_for_jmp_gives_the_same_bits(kind, standard_promotion):
+def test_a_step_written_for_jmp_gives_the_same_bits(kind, jmps_promotion):
     arguments = {"NoOpLossScale": (), "StaticLossScale": (2.0**10,), "DynamicLossScale": (jnp.float32(2.0**16), 0, 3)}
     (ours, scale), (theirs, their_scale) = (
         training(module, "c=f16,o=f32", getattr(module, kind)(*arguments[kind])) for module in (jmp, real)
@@ -227,7 +227,7 @@ def test_a_step_written_for_jmp_gives_the_same_bits(kind, standard_promotion):
     assert kind != "DynamicLossScale" or scale.loss_scale != 2.0**16
 
 
-def test_params_kept_in_half_stay_half_through_a_step(standard_promotion):
+def test_params_kept_in_half_stay_half_through_a_step(jmps_promotion):
     params, scale = training(jmp, "half", jmp.DynamicLossScale(jmp.half_dtype()(2.0**8), period=4), steps=4)
     assert {param.dtype for param in params.values()} == {F16}
     assert jmp.all_finite(params) and scale.loss_scale == 2.0**9
@@ -274,7 +274,7 @@ def test_the_minimum_scale_survives_jit_where_jmp_drops_it():
     assert follow(ours, flags)[0].tolist() == [4] * 5
 
 
-def test_a_scale_made_as_in_jmps_readme_can_be_adjusted_where_jmp_raises(standard_promotion):
+def test_a_scale_made_as_in_jmps_readme_can_be_adjusted_where_jmp_raises(jmps_promotion):
     theirs, ours = (
         module.DynamicLossScale(jnp.asarray(2.0**15, dtype=module.half_dtype()), period=1) for module in (real, jmp)
     )
@@ -286,7 +286,7 @@ def test_a_scale_made_as_in_jmps_readme_can_be_adjusted_where_jmp_raises(standar
 
 
 @pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
-def test_a_small_half_gradient_is_unscaled_into_float32_where_jmp_loses_it(kind, standard_promotion):
+def test_a_small_half_gradient_is_unscaled_into_float32_where_jmp_loses_it(kind, jmps_promotion):
     grad = jnp.float16(2.0**-12)
     theirs, ours = (getattr(module, kind)(jnp.float16(2.0**15)).unscale(grad) for module in (real, jmp))
     assert theirs == 0 and theirs.dtype == F16
@@ -294,7 +294,7 @@ def test_a_small_half_gradient_is_unscaled_into_float32_where_jmp_loses_it(kind,
 
 
 @pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
-def test_a_half_loss_is_scaled_into_float32_where_jmp_overflows(kind, standard_promotion):
+def test_a_half_loss_is_scaled_into_float32_where_jmp_overflows(kind, jmps_promotion):
     loss = jnp.float16(3)
     theirs, ours = (getattr(module, kind)(jnp.float16(2.0**15)).scale(loss) for module in (real, jmp))
     assert theirs == jnp.inf
@@ -303,14 +303,14 @@ def test_a_half_loss_is_scaled_into_float32_where_jmp_overflows(kind, standard_p
     assert gradient == 2.0**15 and gradient.dtype == F16
 
 
-def test_a_period_lowered_below_the_counter_grows_at_once_where_jmp_counts_anew(standard_promotion):
+def test_a_period_lowered_below_the_counter_grows_at_once_where_jmp_counts_anew(jmps_promotion):
     theirs, ours = (module.DynamicLossScale(jnp.float32(8), jnp.int32(10), period=20) for module in (real, jmp))
     theirs, ours = (dataclasses.replace(scale, period=5).adjust(TRUE) for scale in (theirs, ours))
     assert (theirs.loss_scale, theirs.counter) == (8, 1)
     assert (ours.loss_scale, ours.counter) == (16, 0)
 
 
-def test_growth_stops_where_float32_ends_and_unscaling_stays_exact_where_jmp_flushes_to_zero(standard_promotion):
+def test_growth_stops_where_float32_ends_and_unscaling_stays_exact_where_jmp_flushes_to_zero(jmps_promotion):
     theirs, ours = (module.DynamicLossScale(jnp.float32(2.0**126), period=1) for module in (real, jmp))
     for _ in range(3):
         theirs, ours = theirs.adjust(TRUE), ours.adjust(TRUE)
@@ -319,7 +319,7 @@ def test_growth_stops_where_float32_ends_and_unscaling_stays_exact_where_jmp_flu
     assert ours.unscale(jnp.float32(2.0**127)) == 1
 
 
-def test_a_minimum_of_zero_leaves_a_usable_scale_where_jmp_reaches_zero(standard_promotion):
+def test_a_minimum_of_zero_leaves_a_usable_scale_where_jmp_reaches_zero(jmps_promotion):
     theirs, ours = (module.DynamicLossScale(jnp.float32(1), min_loss_scale=np.float32(0)) for module in (real, jmp))
     for _ in range(160):
         theirs, ours = theirs.adjust(FALSE), ours.adjust(FALSE)
@@ -329,13 +329,13 @@ def test_a_minimum_of_zero_leaves_a_usable_scale_where_jmp_reaches_zero(standard
     assert ours.unscale(ours.scale(jnp.float32(1))) == 1
 
 
-def test_a_scale_below_its_minimum_is_refused_where_jmp_grows_it_at_an_overflow(standard_promotion):
+def test_a_scale_below_its_minimum_is_refused_where_jmp_grows_it_at_an_overflow(jmps_promotion):
     assert real.DynamicLossScale(jnp.float32(0.25)).adjust(FALSE).loss_scale == 1
     with pytest.raises(ValueError, match=r"loss_scale must lie between min_loss_scale and max_loss_scale, got 0\.25"):
         jmp.DynamicLossScale(jnp.float32(0.25))
 
 
-def test_keys_and_integers_pass_through_a_scale_where_jmp_raises_or_makes_them_floating(standard_promotion):
+def test_keys_and_integers_pass_through_a_scale_where_jmp_raises_or_makes_them_floating(jmps_promotion):
     tree = {"key": jax.random.key(0), "n": jnp.int32(3)}
     assert real.DynamicLossScale(jnp.float32(8)).scale(tree["n"]).dtype == F32
     with pytest.raises(TypeError, match="key"):

@@ -20,11 +20,7 @@ NEXT_TOKEN = dict.fromkeys(("layers", "heads", "width", "schedule")) | {"vocabul
 LINES = "to be or not to be, that is the question\n\nwhether tis nobler in the mind to suffer\n\n"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def standard_promotion():
-    """Optax's own Adam needs it."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,7 @@ from experiments.data.tokens import Bytes
 SOON = {"xla_backend_optimization_level": 0}  # compiled sooner
 
 
-@pytest.fixture(autouse=True, scope="module")
-def standard_promotion():
-    """Optax's own Adam needs it."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
 @pytest.fixture(scope="module")
