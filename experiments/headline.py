@@ -17,7 +17,7 @@ from experiments.benchmarks import accuracy_report
 from experiments.benchmarks.compile_only_report import RECORDED
 from experiments.benchmarks.train_step_goals import AUTOCAST, GOALS, REMAT_TIME, SCALING, TENSOR_FLOPS
 from experiments.benchmarks.train_step_report import Results
-from experiments.benchmarks.workloads import FULL
+from experiments.benchmarks.workloads import FULL, Name
 from experiments.report import Table
 
 MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", "gpt2": "GPT-2 124M, 16×1024"}
@@ -79,8 +79,8 @@ class Sources:
         self.remat = newest(results, "remat", lambda data: not any(g["setting"]["smoke"] for g in data["groups"]))
 
     @staticmethod
-    def _full(model: str, found: dict[str, Any]) -> bool:
-        return found["sizes"] == dataclasses.asdict(FULL[model])  # type: ignore[index]
+    def _full(model: Name, found: dict[str, Any]) -> bool:
+        return found["sizes"] == dataclasses.asdict(FULL[model])
 
     def all(self) -> list[Source]:
         """Those there are."""
