@@ -11,6 +11,7 @@ import pytest
 
 from experiments.benchmarks import compile_only, targets
 from experiments.benchmarks import compile_only_report as report
+from experiments.benchmarks.train_step_rows import rows_of
 
 ROW = {
     "label": "a step",
@@ -195,11 +196,14 @@ def test_rows_of_another_gpu_or_other_versions_are_compiled_again(tmp_path):
 
 
 def test_every_variant_is_a_row_and_remat_is_of_transformers_only():
-    rows = compile_only.rows_of("resnet50", ())
+    rows = rows_of("resnet50", (), compile_only.VARIANTS)
     assert set(compile_only.VARIANTS) - set(rows) == {
         "jaxmp-bf16-remat", "jaxmp-bf16-remat-dots", "jaxmp-bf16-remat-full"
     }  # fmt: skip
-    assert list(compile_only.rows_of("gpt2", ("jaxmp-bf16-remat", "hand-fp32"))) == ["hand-fp32", "jaxmp-bf16-remat"]
+    assert list(rows_of("gpt2", ("jaxmp-bf16-remat", "hand-fp32"), compile_only.VARIANTS)) == [
+        "hand-fp32",
+        "jaxmp-bf16-remat",
+    ]
     sizes = compile_only.sizes_of("gpt2", compile_only.Config(layers=3))
     assert sizes == dataclasses.replace(compile_only.FULL["gpt2"], layers=3)
     assert compile_only.sizes_of("resnet50", compile_only.Config(layers=3)) == compile_only.FULL["resnet50"]

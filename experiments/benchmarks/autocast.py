@@ -35,7 +35,7 @@ import tyro
 
 import jaxmp
 from experiments import cli, memory, timing
-from experiments.benchmarks import autocast_models, hlo
+from experiments.benchmarks import autocast_models, hlo, scaled_steps
 from experiments.environment import environment
 from experiments.progress import Progress
 from experiments.report import Table
@@ -97,23 +97,14 @@ def case_of(name: str, config: Config) -> autocast_models.Case:
 
 
 def step_of(case: autocast_models.Case, variant: str, policy: str) -> tuple[Any, Any]:
-    """``init() -> state`` and ``step(state, batch) -> (state, loss)`` of a variant, jitted; the state is donated."""
+    """``start() -> state`` and ``step(state, batch) -> (state, loss)`` of a variant, jitted; the state is donated."""
     loss_fn = case.loss(jaxmp.get_policy(policy).compute_dtype if variant.startswith(BY_HAND) else None)
     if variant == AUTOCAST:
         loss_fn = jaxmp.autocast(loss_fn, policy)
-    tx = optax.adamw(3e-4)
-
-    def init() -> Any:
-        params, model_state = case.init(jax.random.key(0))
-        return params, tx.init(params), model_state
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state, model_state = state
-        (loss, model_state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, model_state, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, model_state), loss
-
-    return jax.jit(init), jax.jit(step, donate_argnums=0)
+    start, step = scaled_steps.no_scaling(
+        lambda params, model_state, batch, rng: loss_fn(params, model_state, batch), optax.adamw(3e-4), case.init
+    )
+    return start, jax.jit(step, donate_argnums=0)
 
 
 def batch_of(case: autocast_models.Case) -> dict[str, jax.Array]:

@@ -49,8 +49,8 @@ class Attention(nn.Module):
         return nn.Dense(width, dtype=self.dtype, name="out")(y)
 
 
-class GPT2(nn.Module):
-    """Tokens (batch, tokens) to the logits of those that follow; the embeddings are the output layer too."""
+class Transformer(nn.Module):
+    """What both have; their embeddings are the output layer too."""
 
     vocabulary: int
     sequence: int
@@ -59,6 +59,10 @@ class GPT2(nn.Module):
     width: int
     dtype: Any = None
     implementation: Implementation = None
+
+
+class GPT2(Transformer):
+    """Tokens (batch, tokens) to the logits of those that follow."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -73,16 +77,8 @@ class GPT2(nn.Module):
         return embed.attend(norm(name="norm")(x))
 
 
-class BERT(nn.Module):
-    """Tokens (batch, tokens) to the logits of the token at each place; the embeddings are the output layer too."""
-
-    vocabulary: int
-    sequence: int
-    layers: int
-    heads: int
-    width: int
-    dtype: Any = None
-    implementation: Implementation = None
+class BERT(Transformer):
+    """Tokens (batch, tokens) to the logits of the token at each place."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -138,9 +134,7 @@ def build(case: Workload, dtype: Any = None, implementation: Implementation = No
     """
     sizes = case.sizes
     if case.unit == "images":
-        whole = sizes.layers == type(sizes).layers
-        stages = (3, 4, 6, 3) if whole else (sizes.layers,) * 4
-        return ResNet(stages, sizes.vocabulary, 64 if whole else sizes.width, dtype)
+        return ResNet(sizes.stages, sizes.vocabulary, sizes.width, dtype)
     vocabulary = jaxmp.hardware.align_dim(sizes.vocabulary, 64)
     shape = (vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width)
     return (GPT2 if case.name == "gpt2" else BERT)(*shape, dtype, implementation)

@@ -29,15 +29,14 @@ if not __package__:  # started as a file: the folder two above this one has the 
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
-import optax
 import rich.console
 import tyro
 
 import jaxmp
 from experiments import cli, flops, memory
-from experiments.benchmarks import by_hand, hlo, hlo_memory, jax_steps, targets
+from experiments.benchmarks import by_hand, hlo, hlo_memory, jax_steps, scaled_steps, targets
 from experiments.benchmarks import compile_only_report as report
-from experiments.benchmarks.train_step_rows import Row
+from experiments.benchmarks.train_step_rows import Row, rows_of
 from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Sizes, Workload, workload
 from experiments.environment import environment
 from experiments.models import attention
@@ -106,27 +105,13 @@ def sizes_of(name: Name, config: Config) -> Sizes:
 
 
 def step_of(case: Workload, variant: Variant) -> tuple[Any, Any]:
-    """``init() -> state`` and ``step(state, batch)``, not yet jitted; the state is to be donated."""
+    """``start() -> state`` and ``step(state, batch)``, not yet jitted; the state is to be donated."""
     if not variant.checks:
         implementation: by_hand.Implementation = "cudnn" if variant.precision in jax_steps.HALF else "xla"
         return jax_steps.train_step(case, variant, implementation)
     model = jaxmp.linen.apply_policy(case.model, jax_steps.POLICIES[variant.precision])
     loss_fn = case.loss_fn(model)
-    checked = variant.checks == "updates"
-    tx = jaxmp.loss_scaling(jax_steps.optimizer(), jaxmp.DynamicLossScale(), check_updates=checked)
-
-    def init() -> Any:
-        params, model_state = case.init(jax.random.key(0))
-        return params, tx.init(params), model_state
-
-    def step(state: Any, batch: Any) -> Any:  # jax_steps' plain step, two names changed
-        params, opt_state, model_state = state
-        gradients = jaxmp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
-        (loss, model_state), grads = gradients(params, model_state, batch, None)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, model_state), loss
-
-    return init, step
+    return scaled_steps.with_jaxmp(loss_fn, jax_steps.optimizer(), case.init, variant.checks == "updates")
 
 
 def measure(case: Workload, variant: Variant, device: Any, top: int = 0) -> tuple[dict[str, Any], str]:
@@ -163,18 +148,6 @@ def measure(case: Workload, variant: Variant, device: Any, top: int = 0) -> tupl
     return row, text
 
 
-def rows_of(name: Name, names: tuple[str, ...]) -> dict[str, Variant]:
-    """The variants of a model, those of ``names`` if there are any.
-
-    Raises:
-      ValueError: a name is not among ``VARIANTS``.
-    """
-    if unknown := [each for each in names if each not in VARIANTS]:
-        raise ValueError(f"--variants must be among {', '.join(VARIANTS)}; got {', '.join(unknown)}")
-    chosen = {key: variant for key, variant in VARIANTS.items() if not names or key in names}
-    return {key: variant for key, variant in chosen.items() if variant.remat == "none" or name != "resnet50"}
-
-
 def rows_there(folder: Path, where: dict[str, str]) -> dict[str, dict[str, Any]]:
     """The rows of an earlier run in ``folder``, by the model in words and their names."""
     file = folder / "compile_only.json"
@@ -195,7 +168,7 @@ def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         cli.require("--layers", config.layers, 0)
         cli.require("--top", config.top, 0)
-        chosen = {name: rows_of(name, config.variants) for name in config.models}
+        chosen = {name: rows_of(name, config.variants, VARIANTS, "--variants") for name in config.models}
         description, cudnn = description_of(config)
         try:
             device = targets.device_of(description)

@@ -2,7 +2,7 @@
 
 jaxmp: a model without a dtype, `jaxmp.linen.apply_policy`, `TrainState` and `make_train_step`. autocast: the same model
 as it is and `make_train_step(policy=…)`. By hand, jmp and flax: :mod:`experiments.benchmarks.by_hand` with an ordinary
-optax step around it, and the loss scaling of their documentation.
+optax step around it, and the loss scaling of their documentation (:mod:`experiments.benchmarks.scaled_steps`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
 from experiments import flops, memory, timing
-from experiments.benchmarks import by_hand
+from experiments.batch_size import NO_ROOM
+from experiments.benchmarks import by_hand, scaled_steps
+from experiments.benchmarks.scaled_steps import Init, Start, Step
 from experiments.benchmarks.train_step_rows import Pass, Prepared, Row
 from experiments.benchmarks.workloads import LossFn, Workload, workload
 from experiments.models import attention
@@ -30,17 +31,14 @@ LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-4, 0.01, 1.0
 POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "tf32": "tensorfloat32", "fp32": "float32"}
 HALF = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
-Init = Callable[[], Any]
-Step = Callable[[Any, Any], tuple[Any, jax.Array]]
-
 
 def optimizer() -> optax.GradientTransformation:
     """AdamW after clipping by the global norm: the same for every row, torch's too."""
     return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY))
 
 
-def train_step(case: Workload, row: Row, implementation: by_hand.Implementation = None) -> tuple[Init, Step]:
-    """``init() -> state`` and ``step(state, batch) -> (state, loss)``, not yet jitted; the state may be donated.
+def train_step(case: Workload, row: Row, implementation: by_hand.Implementation = None) -> tuple[Start, Step]:
+    """``start() -> state`` and ``step(state, batch) -> (state, loss)``, not yet jitted; the state may be donated.
 
     Args:
       case: the model.
@@ -53,7 +51,7 @@ def train_step(case: Workload, row: Row, implementation: by_hand.Implementation 
         explicit = row.library == "jaxmp"
         loss_fn = case.loss_fn(jaxmp.linen.apply_policy(case.model, POLICIES[row.precision]) if explicit else None)
         if row.precision == "fp16" and not row.scaled:
-            return _plain(loss_fn, tx, case.init)
+            return scaled_steps.no_scaling(loss_fn, tx, case.init)
         if row.scaled:
             tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
         return _with_jaxmp(loss_fn, tx, case.init, None if explicit else POLICIES[row.precision])
@@ -62,13 +60,14 @@ def train_step(case: Workload, row: Row, implementation: by_hand.Implementation 
     if row.precision == "fp32":
         loss_fn = jax.default_matmul_precision("highest")(loss_fn)
     init = functools.partial(by_hand.init, case, model)
-    return {"hand": _plain, "jmp": _with_jmp, "flax": _with_flax}[row.library](loss_fn, tx, init)
+    steps = {"hand": scaled_steps.no_scaling, "jmp": scaled_steps.with_jmp, "flax": scaled_steps.with_flax}
+    return steps[row.library](loss_fn, tx, init)
 
 
 def forward(
     case: Workload, row: Row, implementation: by_hand.Implementation = None
-) -> tuple[Init, Callable[..., jax.Array]]:
-    """``init() -> variables`` and ``forward(variables, inputs) -> logits``, which have the dtype of the products.
+) -> tuple[Start, Callable[..., jax.Array]]:
+    """``start() -> variables`` and ``forward(variables, inputs) -> logits``, which have the dtype of the products.
 
     The logits have the padding of the vocabulary, as those by hand and torch's do: to cut it off is to copy them.
     """
@@ -117,15 +116,15 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
 
 
 def compiled_bytes(case: Workload, row: Row) -> int:
-    """Bytes that a train step needs, its batch too, by the compiler's account; ``sys.maxsize`` if it could not say."""
+    """Bytes that a train step needs, its batch too, by the compiler's account; ``NO_ROOM`` if it could not say."""
     init, step = train_step(case, row)
     try:
         compiled = jax.jit(step, donate_argnums=0).lower(jax.eval_shape(init), case.batch).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
             raise
-        return sys.maxsize
-    return memory.of_compiled(compiled) or sys.maxsize
+        return NO_ROOM
+    return memory.of_compiled(compiled) or NO_ROOM
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:
@@ -147,22 +146,6 @@ def model_flops(case: Workload) -> int:
     return 3 * sum(counted.values())
 
 
-def _plain(loss_fn: LossFn, tx: optax.GradientTransformation, init: Callable[[Any], Any]) -> tuple[Init, Step]:
-    """What a user writes without loss scaling: nothing is checked."""
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state, model_state = state
-        (loss, model_state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, model_state, batch, None)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, model_state), loss
-
-    def start() -> Any:
-        params, model_state = init(jax.random.key(0))
-        return params, tx.init(params), model_state
-
-    return jax.jit(start), step
-
-
 class Made:
     """The step of ``jaxmp.make_train_step``, its loss in place of its metrics.
 
@@ -179,8 +162,8 @@ class Made:
 
 
 def _with_jaxmp(
-    loss_fn: LossFn, tx: optax.GradientTransformation, init: Callable[[Any], Any], policy: str | None
-) -> tuple[Init, Step]:
+    loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, policy: str | None
+) -> tuple[Start, Step]:
     # A loss that is not finite ends a row in the report, not the whole run.
     train = jaxmp.make_train_step(loss_fn, policy=policy, max_consecutive_skips=sys.maxsize)
 
@@ -189,48 +172,3 @@ def _with_jaxmp(
         return jaxmp.TrainState.create(params=params, tx=tx, model_state=model_state)
 
     return start, Made(train)
-
-
-def _with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Callable[[Any], Any]) -> tuple[Init, Step]:
-    """After jmp's README, with a float32 scale: the float16 one of that text raises in adjust.
-
-    The state has the scale's two numbers in place of the object, which cannot be lowered.
-    """
-    import jmp
-
-    inner_start, _ = _plain(loss_fn, tx, init)
-
-    def step(state: Any, batch: Any) -> Any:
-        (params, opt_state, model_state), (scale, counter) = state
-        loss_scale = jmp.DynamicLossScale(scale, counter)
-
-        def scaled(params: Any) -> Any:
-            loss, new_model_state = loss_fn(params, model_state, batch, None)
-            return loss_scale.scale(loss), new_model_state
-
-        (loss, new_model_state), grads = jax.value_and_grad(scaled, has_aux=True)(params)
-        loss, grads = loss_scale.unscale(loss), loss_scale.unscale(grads)
-        updates, new_opt_state = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state, new_model_state
-        finite = jmp.all_finite(grads)
-        kept = jmp.select_tree(finite, new, (params, opt_state, model_state))
-        loss_scale = loss_scale.adjust(finite)
-        return (kept, (loss_scale.loss_scale, loss_scale.counter)), loss
-
-    return lambda: (inner_start(), (jnp.float32(2**15), jnp.int32(0))), step
-
-
-def _with_flax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Callable[[Any], Any]) -> tuple[Init, Step]:
-    """After the docstring of ``flax.training.dynamic_scale.DynamicScale`` and flax's ImageNet example."""
-    inner_start, _ = _plain(loss_fn, tx, init)
-
-    def step(state: Any, batch: Any) -> Any:
-        (params, opt_state, model_state), dynamic_scale = state
-        grad_fn = dynamic_scale.value_and_grad(loss_fn, has_aux=True)
-        dynamic_scale, finite, (loss, new_model_state), grads = grad_fn(params, model_state, batch, None)
-        updates, new_opt_state = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state
-        params, opt_state = jax.tree.map(functools.partial(jnp.where, finite), new, (params, opt_state))
-        return ((params, opt_state, new_model_state), dynamic_scale), loss
-
-    return lambda: (inner_start(), jax.tree.map(jnp.asarray, DynamicScale())), step

@@ -108,19 +108,20 @@ def measure(name: str, config: Config, progress: Progress, folder: Path) -> dict
     """Times every variant of one model's step."""
     model, batch, text = build(name, config)
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Any, model_state: None, batch: Any, rng: None) -> tuple[jax.Array, None]:
         logits = model.apply({"params": params}, batch["inputs"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), model_state
 
-    tx = optax.adamw(3e-4)
-    init_params = jax.jit(lambda: model.init(jax.random.key(0), batch["inputs"])["params"])
+    def init(key: jax.Array) -> tuple[Any, None]:
+        return model.init(key, batch["inputs"])["params"], None
+
     turns = {}
     for label, variant in VARIANTS.items():
         progress.advance(0, f"compiling {label}", name)
-        init, step = variant(loss_fn, tx)
-        state = jax.tree.map(jnp.array, init(init_params()))
+        start, step = variant(loss_fn, optax.adamw(3e-4), init)
+        state = start()
         jitted = jax.jit(step, donate_argnums=0)
-        if config.hlo and variant is not scaled_steps.with_jmp:  # jmp's loss scale cannot be lowered, only called
+        if config.hlo:
             text_file = folder / f"{name}-{label.split(' (')[0].replace(' ', '_')}.hlo.txt"
             text_file.write_text(jitted.lower(state, batch).compile().as_text())
         turns[label] = timing.turn(jitted, state, batch)

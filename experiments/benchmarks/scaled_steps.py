@@ -1,7 +1,8 @@
 """A full train step without loss scaling, and with each of the libraries that offer it, used as its documentation says.
 
-Every function takes a loss function and an optimizer and returns ``init(params) -> state`` and ``step(state, batch) ->
-(state, loss)``, not yet jitted. The optimizer, the params (float32) and the loss function are the same for all.
+Every function takes a loss function (see :data:`experiments.benchmarks.workloads.LossFn`), an optimizer and
+``init(key) -> (params, model state)``, and returns ``start() -> state`` and ``step(state, batch) -> (state, loss)``,
+which is not yet jitted and whose state may be donated.
 """
 
 from __future__ import annotations
@@ -12,71 +13,94 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
+from experiments.benchmarks.workloads import LossFn
 
-LossFn = Callable[[Any, Any], jax.Array]
-Steps = tuple[Callable[[Any], Any], Callable[[Any, Any], tuple[Any, jax.Array]]]
+Init = Callable[[Any], tuple[Any, Any]]
+Start = Callable[[], Any]
+Step = Callable[[Any, Any], tuple[Any, jax.Array]]
 
 
-def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation) -> Steps:
+def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
     """What a user writes without loss scaling: nothing is checked."""
 
     def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        params, opt_state, model_state = state
+        (loss, model_state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, model_state, batch, None)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+        return (optax.apply_updates(params, updates), opt_state, model_state), loss
 
-    return lambda params: (params, tx.init(params)), step
+    def start() -> Any:
+        params, model_state = init(jax.random.key(0))
+        return params, tx.init(params), model_state
+
+    return jax.jit(start), step
 
 
-def with_jaxmp(loss_fn: LossFn, tx: optax.GradientTransformation, check_updates: bool = True) -> Steps:
+def with_jaxmp(
+    loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, check_updates: bool = True
+) -> tuple[Start, Step]:
     """The same step, two names changed; after the README of jaxmp."""
     scaled = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale(), check_updates=check_updates)
 
     def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        loss, grads = jaxmp.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+        params, opt_state, model_state = state
+        gradients = jaxmp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
+        (loss, model_state), grads = gradients(params, model_state, batch, None)
         updates, opt_state = scaled.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+        return (optax.apply_updates(params, updates), opt_state, model_state), loss
 
-    return lambda params: (params, scaled.init(params)), step
+    return no_scaling(loss_fn, scaled, init)[0], step
 
 
-def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation) -> Steps:
-    """After jmp's README, "Loss scaling", but with a float32 scale: the float16 one of that text raises in adjust."""
+def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
+    """After jmp's README, "Loss scaling", but with a float32 scale: the float16 one of that text raises in adjust.
+
+    The state has the scale's two numbers in place of the object, which can be called but not lowered.
+    """
+    import jmp
+
+    inner_start, _ = no_scaling(loss_fn, tx, init)
 
     def step(state: Any, batch: Any) -> Any:
-        params, opt_state, loss_scale = state
-        loss, grads = jax.value_and_grad(lambda p: loss_scale.scale(loss_fn(p, batch)))(params)
+        (params, opt_state, model_state), (scale, counter) = state
+        loss_scale = jmp.DynamicLossScale(scale, counter)
+
+        def scaled(params: Any) -> Any:
+            loss, new_model_state = loss_fn(params, model_state, batch, None)
+            return loss_scale.scale(loss), new_model_state
+
+        (loss, new_model_state), grads = jax.value_and_grad(scaled, has_aux=True)(params)
         loss, grads = loss_scale.unscale(loss), loss_scale.unscale(grads)
         updates, new_opt_state = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state
+        new = optax.apply_updates(params, updates), new_opt_state, new_model_state
         finite = jmp.all_finite(grads)
-        params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
-        return (params, opt_state, loss_scale.adjust(finite)), loss
+        kept = jmp.select_tree(finite, new, (params, opt_state, model_state))
+        loss_scale = loss_scale.adjust(finite)
+        return (kept, (loss_scale.loss_scale, loss_scale.counter)), loss
 
-    return lambda params: (params, tx.init(params), jmp.DynamicLossScale(jnp.float32(2**15))), step
+    return lambda: (inner_start(), (jnp.float32(2**15), jnp.int32(0))), step
 
 
-def with_flax(loss_fn: LossFn, tx: optax.GradientTransformation) -> Steps:
+def with_flax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
     """After the docstring of ``flax.training.dynamic_scale.DynamicScale`` and flax's ImageNet example."""
+    inner_start, _ = no_scaling(loss_fn, tx, init)
 
     def step(state: Any, batch: Any) -> Any:
-        params, opt_state, dynamic_scale = state
-        dynamic_scale, finite, loss, grads = dynamic_scale.value_and_grad(loss_fn)(params, batch)
+        (params, opt_state, model_state), dynamic_scale = state
+        grad_fn = dynamic_scale.value_and_grad(loss_fn, has_aux=True)
+        dynamic_scale, finite, (loss, new_model_state), grads = grad_fn(params, model_state, batch, None)
         updates, new_opt_state = tx.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state
         params, opt_state = jax.tree.map(functools.partial(jnp.where, finite), new, (params, opt_state))
-        return (params, opt_state, dynamic_scale), loss
+        return ((params, opt_state, new_model_state), dynamic_scale), loss
 
-    return lambda params: (params, tx.init(params), DynamicScale()), step
+    return lambda: (inner_start(), jax.tree.map(jnp.asarray, DynamicScale())), step
 
 
-def with_optax(loss_fn: LossFn, tx: optax.GradientTransformation) -> Steps:
+def with_optax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
     """``optax.apply_if_finite``: steps that are not finite are skipped, the loss is not scaled."""
-    return no_scaling(loss_fn, optax.apply_if_finite(tx, max_consecutive_errors=25))
+    return no_scaling(loss_fn, optax.apply_if_finite(tx, max_consecutive_errors=25), init)

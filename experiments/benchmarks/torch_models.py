@@ -144,9 +144,7 @@ def build(case: Workload) -> nn.Module:
     """
     sizes = case.sizes
     if case.unit == "images":
-        stages = (3, 4, 6, 3) if sizes.layers == type(sizes).layers else (sizes.layers,) * 4
-        width = 64 if sizes.layers == type(sizes).layers else sizes.width
-        return ResNet(stages, sizes.vocabulary, width).to(memory_format=torch.channels_last)
+        return ResNet(sizes.stages, sizes.vocabulary, sizes.width).to(memory_format=torch.channels_last)
     kind = GPT2 if case.name == "gpt2" else BERT
     return kind(
         jaxmp.hardware.align_dim(sizes.vocabulary, 64), sizes.length, sizes.layers, sizes.width // 64, sizes.width

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 Precision = Literal["bf16", "fp16", "tf32", "fp32"]
@@ -84,15 +84,17 @@ def peers() -> tuple[str, ...]:
     return tuple(name for name in ("jmp", "torch") if importlib.util.find_spec(name) is not None)
 
 
-def rows_of(model: str, names: tuple[str, ...] = ()) -> dict[str, Row]:
-    """The rows of a model, or those of ``names`` among them, in the order of ``ROWS``.
+def rows_of(
+    model: str, names: tuple[str, ...] = (), among: Mapping[str, Row] = ROWS, flag: str = "--rows"
+) -> dict[str, Any]:
+    """The rows of a model, or those of ``names``, in the order of ``among``.
 
     Raises:
-      ValueError: a name is not among ``ROWS``.
+      ValueError: a name is not ``among`` those that ``flag`` takes.
     """
-    if unknown := [name for name in names if name not in ROWS]:
-        raise ValueError(f"--rows must be among {', '.join(ROWS)}; got {', '.join(unknown)}")
-    chosen = {name: row for name, row in ROWS.items() if not names or name in names}
+    if unknown := [name for name in names if name not in among]:
+        raise ValueError(f"{flag} must be among {', '.join(among)}; got {', '.join(unknown)}")
+    chosen = {name: row for name, row in among.items() if not names or name in names}
     return {name: row for name, row in chosen.items() if row.remat == "none" or model != "resnet50"}
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from experiments.models import BERT, GPT2, ResNet, resnet50
+from experiments.models import BERT, GPT2, ResNet
 from experiments.models.transformer import Remat
 
 Name = Literal["resnet50", "bert", "gpt2"]
@@ -25,14 +25,14 @@ LossFn = Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large a model and its batch are; ``layers`` and ``width`` are the transformers' only.
+    """How large a model and its batch are.
 
     Attributes:
       batch_size: examples a step.
       length: tokens of a sequence, or height and width of an image.
-      layers: blocks of a transformer.
-      width: of its residual stream; a head is 64 wide.
-      vocabulary: its tokens; of ResNet-50 the classes.
+      layers: blocks of a transformer, or of each stage of a ResNet; 0 for the stages of ResNet-50.
+      width: of a transformer's residual stream, whose heads are 64 wide, or of a ResNet's first stage.
+      vocabulary: a transformer's tokens, or a ResNet's classes.
     """
 
     batch_size: int
@@ -41,9 +41,14 @@ class Sizes:
     width: int = 768
     vocabulary: int = 0
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Blocks in each stage of a ResNet."""
+        return (self.layers,) * 4 if self.layers else (3, 4, 6, 3)
+
 
 FULL = {
-    "resnet50": Sizes(256, 224, vocabulary=1000),
+    "resnet50": Sizes(256, 224, layers=0, width=64, vocabulary=1000),
     "bert": Sizes(64, 512, vocabulary=30522),
     "gpt2": Sizes(16, 1024, vocabulary=50257),
 }
@@ -141,11 +146,7 @@ def workload(name: Name, sizes: Sizes | None = None, remat: str = "none") -> Wor
     sizes = sizes or FULL[name]
     batch, length = sizes.batch_size, sizes.length
     if name == "resnet50":
-        model: nn.Module = (
-            resnet50(sizes.vocabulary)
-            if sizes.layers == Sizes.layers
-            else ResNet((sizes.layers,) * 4, "bottleneck", sizes.vocabulary, sizes.width)
-        )
+        model: nn.Module = ResNet(sizes.stages, "bottleneck", sizes.vocabulary, sizes.width)
         specs = {
             "inputs": jax.ShapeDtypeStruct((batch, length, length, 3), jnp.float32),
             "labels": jax.ShapeDtypeStruct((batch,), jnp.int32),
