@@ -32,6 +32,8 @@ def interleaved(
     calls = dict.fromkeys(functions, 1)
     times: dict[K, list[float]] = {name: [] for name in functions}
     names = list(functions)
+    if not names:  # none could be prepared
+        return times
     for round_ in range(-2, rounds):
         shift = round_ % len(names)
         for name in names[shift:] + names[:shift]:

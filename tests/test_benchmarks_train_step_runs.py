@@ -74,6 +74,23 @@ def test_what_is_not_installed_says_so(quick, monkeypatch, tmp_path):
     assert "| jaxmp, fp32 | " in markdown and "the forward pass alone" not in markdown
 
 
+@pytest.mark.parametrize(
+    ("model", "row", "which", "text"),
+    [
+        ("gpt2", "compile-bf16", "train", "| torch.compile AMP, bf16 | not installed: torch |"),
+        ("gpt2", "flax-fp16", "train", "| by hand, fp16, flax DynamicScale | RuntimeError: no such kernel |"),
+        ("gpt2", "jmp-fp16", "forward", "the forward pass alone"),  # whose forward pass is that of another row
+        ("resnet50", "jaxmp-bf16-remat", "train", "the train step"),  # which has none
+    ],
+)
+def test_a_run_without_a_row_to_time_ends_with_its_report(quick, monkeypatch, tmp_path, model, row, which, text):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
+    config = train_step.Config(smoke=True, models=(model,), rows=(row,), passes=(which,), run_dir=tmp_path)
+    train_step.main(config)
+    assert text in (tmp_path / "train_step.md").read_text() and (tmp_path / "train_step.png").exists()
+
+
 @pytest.fixture
 def rows_alone(quick, monkeypatch, tmp_path):
     """A run as on a GPU: what each process for a row alone finds, by default joules, and those that have begun."""

@@ -195,6 +195,10 @@ def test_timing_takes_turns_in_an_order_that_rotates_and_drops_the_warm_up():
     assert {name: len(own) for name, own in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
+def test_nothing_to_time_takes_no_turns():
+    assert timing.interleaved({}, rounds=3) == {}
+
+
 def test_a_turn_of_timing_lasts_about_as_long_as_asked(monkeypatch):
     clock = iter(range(0, 10_000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) / 1000)  # a turn seems to take 1 ms
