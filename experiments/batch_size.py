@@ -25,6 +25,7 @@ from experiments.training import folder_to_resume
 C = TypeVar("C")
 
 SHARE = 0.9  # of the free memory that a step may take: evaluation and what lies between two arrays need some, too
+NO_ROOM = sys.maxsize  # what a step needs that could not even be compiled: nobody knows how much
 _COMPILATIONS = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -38,11 +39,11 @@ class Found(NamedTuple):
     tried: dict[int, int]
 
     def __str__(self) -> str:
-        more = [f"{size} would need {in_words(need)}" for size, need in self.tried.items() if need > self.limit]
-        return (
-            f"{self.batch}, whose step needs {in_words(self.bytes)} of {in_words(self.limit)}"
-            f"{f' ({min(more)})' if more else ''}"
-        )
+        text = f"{self.batch}, whose step needs {in_words(self.bytes)} of {in_words(self.limit)}"
+        more = min((size for size, need in self.tried.items() if need > self.limit), default=None)
+        if more is None:
+            return text
+        return f"{text} ({more} would need {'more' if self.tried[more] == NO_ROOM else in_words(self.tried[more])})"
 
 
 def largest_batch(
@@ -51,15 +52,15 @@ def largest_batch(
     """The largest batch whose step needs no more than ``limit`` bytes.
 
     Args:
-      needs: batch to the bytes that a step with it needs; compiles it. See :func:`step_bytes`.
+      needs: batch to the bytes that a step with it needs, or ``NO_ROOM``; compiles it. See :func:`step_bytes`.
       limit: bytes that there are, see :func:`free_bytes`.
       least: the smallest batch; others are multiples of it (microbatches a step, say).
       multiple: larger batches are multiples of this, too.
       most: the largest batch that makes sense.
 
     Returns:
-      A batch that was compiled and fits, in at most five compilations; the next larger one does not fit, unless memory
-      is so far from a line that these did not settle it.
+      A batch that was compiled and fits, in at most five compilations and those that had no room; the next larger one
+      does not fit, unless memory is so far from a line that these did not settle it.
 
     Raises:
       ValueError: not even the smallest fits; says what it needs.
@@ -80,7 +81,7 @@ def largest_batch(
             "or shorter examples, or raise --memory-limit if there is more"
         )
     fits, too_large, guess = least, math.inf, down(min(max(step, 2 * least), most))
-    while guess > fits and len(tried) < _COMPILATIONS:
+    while guess > fits and sum(need < NO_ROOM for need in tried.values()) < _COMPILATIONS:
         tried[guess] = needs(guess)
         if tried[guess] <= limit:
             fits = guess
@@ -89,6 +90,9 @@ def largest_batch(
         after = fits + (step if fits >= step else least)  # the next larger batch
         if after >= too_large or after > most:
             break
+        if tried.get(int(min(too_large, most + 1))) == NO_ROOM:  # no line goes through it
+            guess = max(after, down((fits + int(too_large)) // 2))
+            continue
         # The line between the two sides of the limit, or on through the two largest that fit.
         x, x2 = sorted(tried)[-2:] if too_large == math.inf else (fits, int(too_large))
         slope = (tried[x2] - tried[x]) / (x2 - x)
@@ -113,7 +117,7 @@ def step_bytes(experiment: Experiment, batch_size: int) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
             raise
-        return sys.maxsize
+        return NO_ROOM
     if needed is None:
         raise ValueError("--batch-size auto needs a compiler that tells how much memory a step takes; name a number")
     return needed + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))

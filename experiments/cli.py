@@ -94,9 +94,10 @@ def check(config: Any) -> None:
     Raises:
       ValueError: one is out of range.
     """
+    if config.batch_size == "auto":
+        raise ValueError("--batch-size auto is for a training script by itself; name a number here")
     require("--accumulate", config.accumulate, 1)
-    if config.batch_size != "auto":
-        require("--batch-size", config.batch_size, 1)
+    require("--batch-size", config.batch_size, 1)
     require("--ema", config.ema, 0, 1)
     require("--seed", config.seed, 0, 2**31)
     require("--evaluate-every", config.evaluate_every, 0)
@@ -104,7 +105,7 @@ def check(config: Any) -> None:
     require("--keep", config.keep, 1)
     if not 0 < config.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be positive and finite, got {config.learning_rate:g}")
-    if config.batch_size != "auto" and config.batch_size % config.accumulate:
+    if config.batch_size % config.accumulate:
         raise ValueError(
             f"--accumulate must divide --batch-size, got {config.accumulate} for batches of {config.batch_size}"
         )

@@ -56,6 +56,22 @@ def test_the_largest_batch_that_fits_is_found_in_five_compilations(least, multip
         assert found.batch == best if needs not in (bent, stairs) else found.batch >= 0.85 * best
 
 
+@pytest.mark.parametrize("room", [5, 100, 300, 479])
+def test_a_step_without_room_to_be_compiled_is_halved_and_not_taken_for_a_point_of_the_line(room):
+    needs = affine(1000, 30)
+    compiled = []
+
+    def counted(batch):
+        compiled.append(batch)
+        return needs(batch) if batch <= room else batch_size.NO_ROOM
+
+    found = largest_batch(counted, 16_000)
+    assert found.batch >= 0.85 * (room if room < 8 else room // 8 * 8) and found.bytes == needs(found.batch)
+    assert len(compiled) == len(set(compiled)) <= 12
+    too_large = min(batch for batch in compiled if batch > room)
+    assert str(found).endswith(f"({too_large} would need more)")
+
+
 def test_a_batch_is_no_larger_than_makes_sense_and_memory_that_does_not_grow_ends_the_search():
     assert largest_batch(affine(0, 1), 10**9, most=100).batch == 96
     assert largest_batch(affine(0, 1), 10**9, most=5).batch == 5
@@ -74,6 +90,8 @@ def test_a_step_that_needs_too_much_with_one_example_is_an_error_with_the_remedi
 def test_what_was_found_is_said_with_the_next_size_that_does_not_fit():
     found = largest_batch(affine(0, 10**7), 2 * 10**9)
     assert str(found) == "200, whose step needs 2.00 GB of 2.00 GB (208 would need 2.08 GB)"
+    tried = {1: 10, 1000: 10**10, 200: 3 * 10**9}
+    assert str(found._replace(tried=tried)).endswith("(200 would need 3.00 GB)")  # the smaller, not the first in text
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,19 @@ import math
 import re
 from collections.abc import Iterator
 
-_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s16": 2, "u16": 2, "f32": 4}
-_BYTES |= {"s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8, "c128": 16}
+_DTYPES = {
+    0.25: "s2 u2",
+    0.5: "s4 u4 f4e2m1fn",
+    1: "pred s8 u8 f8e5m2 f8e4m3 f8e4m3fn f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz f8e3m4 f8e8m0fnu",
+    2: "f16 bf16 s16 u16",
+    4: "f32 s32 u32",
+    8: "f64 s64 u64 c64",
+    16: "c128",
+}
+_BYTES = {name: size for size, names in _DTYPES.items() for name in names.split()}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.$-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
-ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
+ARRAY = re.compile(r"\b([a-z]+\d+[a-z\d]*|pred)\[([\d,]*)\]")
 _NOT_NAMES = re.compile(r"/\*.*?\*/|" + ARRAY.pattern)
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -32,7 +40,7 @@ _CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a program; ``dtypes`` and ``bytes`` are of its result, ``operands`` the names of what it reads."""
+    """One line of a program; ``bytes`` are of its result, ``operands`` the names of what it reads."""
 
     name: str
     opcode: str
@@ -49,11 +57,14 @@ class Instruction:
 def size(shape: str) -> float:
     """Bytes of an array, or of all arrays of a tuple, in XLA's notation.
 
-    >>> size("bf16[2,3]{1,0}")
-    12
+    Raises:
+      KeyError: a dtype that is not known here.
+
+    >>> size("bf16[2,3]{1,0}"), size("(f8e4m3fn[8], pred[], u32[2])")
+    (12, 17)
     """
     arrays = ARRAY.findall(shape)
-    return sum(_BYTES.get(dtype, 1) * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays)
+    return sum(_BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays)
 
 
 class Program:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -149,12 +149,15 @@ def _tokens(documents: list[bytes], tokenizer: Tokenizer, folder: Path) -> np.nd
         return np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         tokens = _encode(documents, tokenizer)
+    new = folder / f"{key}-{os.getpid()}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".new", delete=False) as file:
+        with new.open("wb") as file:
             np.save(file, tokens)
-        os.replace(file.name, path)  # whole or not at all
+        os.replace(new, path)  # whole or not at all
     except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
         print(f"note: the tokens are not kept for the next time ({error})", file=sys.stderr)
     return tokens
 
