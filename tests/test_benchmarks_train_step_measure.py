@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
 import sys
+import time
 import types
 from collections import namedtuple
 
@@ -138,6 +141,34 @@ def test_a_process_answers_with_its_findings_once_it_may(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(readline=lambda: "go\n"))
     measure.answer(lambda: {"loss": float("nan"), "peak": None})
     assert json.loads(capsys.readouterr().out) == {"loss": "nan", "peak": None}
+
+
+_ROW = """
+import time
+from experiments.benchmarks import train_step_measure as measure
+measure.answer(lambda: print("measuring", flush=True) or time.sleep(100))
+"""
+_RUN = f"""
+import subprocess, sys
+row = subprocess.Popen([sys.executable, "-c", {_ROW!r}], stdin=subprocess.PIPE, text=True)
+print("go", file=row.stdin, flush=True)
+row.wait()
+"""
+
+
+def test_a_row_does_not_outlive_the_run_that_was_killed():
+    with subprocess.Popen([sys.executable, "-c", _RUN], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "measuring\n"
+        run.kill()
+        started = time.monotonic()
+        assert run.stdout.read() == ""  # whose other end the row has, too
+    assert time.monotonic() - started < 50
+
+
+def test_a_row_whose_turn_never_came_measures_nothing(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    measure.answer(lambda: {"ms": 1})
+    assert capsys.readouterr().out == ""
 
 
 def test_a_row_without_room_says_the_largest_batch_that_fits(monkeypatch):
