@@ -87,30 +87,38 @@ def test_no_time_for_energy_measures_none(monkeypatch):
     assert described == [None, 0.0]
 
 
+class NVML:
+    """The driver's library: GPUs 3 and GPU-1234 have a counter, GPU-old has none."""
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = index.value
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name, handle):
+        handle._obj.value = {b"GPU-1234": 1234, b"GPU-old": 99}.get(name)
+        return 0 if handle._obj.value else 6
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle, millijoules):
+        millijoules._obj.value = {3: 2500, 1234: 7000}.get(handle.value, 0)
+        return 3 if handle.value == 99 else 0
+
+
 def test_energy_is_read_in_joules_by_index_or_name_and_not_at_all_without_nvml(monkeypatch):
-    class NVMLError(Exception):
-        pass
-
-    def total(handle):
-        if handle == "GPU-old":
-            raise NVMLError("not supported")
-        return 2500 if handle == 3 else 7000
-
-    functions = {
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetHandleByUUID": lambda name: name,
-        "nvmlDeviceGetTotalEnergyConsumption": total,
-        "NVMLError": NVMLError,
-    }
-    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**functions))
+    monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: NVML())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     assert energy.counter()() == 2.5
     assert energy.counter("GPU-1234")() == 7.0
-    assert energy.counter("GPU-old") is None
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: types.SimpleNamespace())
-    assert energy.counter() is None
+    assert energy.counter("GPU-old") is None and energy.counter("GPU-none") is None
+
+    def missing(_):
+        raise OSError("no such file")
+
+    for library in (lambda _: types.SimpleNamespace(), missing):
+        monkeypatch.setattr(energy.ctypes, "CDLL", library)
+        assert energy.counter() is None
 
 
 # Measuring.

@@ -19,12 +19,10 @@ def counter(device: str | None = None) -> Counter | None:
       device: an index or a UUID of NVML's; None for the first of ``CUDA_VISIBLE_DEVICES``, or ``"0"``.
     """
     device = device or os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
-    read = _of_package(device) or _of_library(device)
-    if read is None:
-        return None
     try:
+        read = _counter_of(device)
         read()
-    except OSError:  # this GPU has no such counter, or nobody may read it
+    except (OSError, AttributeError):  # no NVML, or one without this function; or nobody may read this GPU's counter
         return None
     return read
 
@@ -47,44 +45,16 @@ def joules(run: Callable[[], Any], read: Counter, seconds: float = 3.0) -> float
     return (read() - first) / calls
 
 
-def _of_package(device: str) -> Counter | None:
-    """By nvidia-ml-py, where it is installed."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        by_index = device.isdigit()
-        handle = (
-            pynvml.nvmlDeviceGetHandleByIndex(int(device)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(device)
-        )
-    except pynvml.NVMLError:
-        return None
-
-    def read() -> float:
-        try:
-            return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
-        except pynvml.NVMLError as error:
-            raise OSError(f"NVML gives no energy: {error}") from error
-
-    return read
-
-
-def _of_library(device: str) -> Counter | None:
-    """By the driver's library itself."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        handle = ctypes.c_void_p()
-        failed = nvml.nvmlInit_v2() or (
-            nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(device)), ctypes.byref(handle))
-            if device.isdigit()
-            else nvml.nvmlDeviceGetHandleByUUID(device.encode(), ctypes.byref(handle))
-        )
-    except (OSError, AttributeError):
-        return None
-    if failed:
-        return None
+def _counter_of(device: str) -> Counter:
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")  # the driver's own library: there wherever a GPU is
+    handle = ctypes.c_void_p()
+    error = nvml.nvmlInit_v2() or (
+        nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(device)), ctypes.byref(handle))
+        if device.isdigit()
+        else nvml.nvmlDeviceGetHandleByUUID(device.encode(), ctypes.byref(handle))
+    )
+    if error:
+        raise OSError(f"NVML has no GPU {device}: error {error}")
 
     def read() -> float:
         millijoules = ctypes.c_ulonglong()
