@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,8 +69,3 @@ def digest(documents: list[bytes]) -> str:
         whole.update(len(document).to_bytes(8, "big"))
         whole.update(document)
     return whole.hexdigest()
-
-
-def folder(data_dir: str | os.PathLike[str] | None) -> Path:
-    """The data folder itself, where sets are kept and where the files of a tokenizer may lie."""
-    return Path(data_dir or data.default_data_dir()).expanduser().absolute()

@@ -36,6 +36,11 @@ def default_data_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp" / "data"
 
 
+def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder that is named, or the default one; a tokenizer's files may lie there, too."""
+    return Path(data_dir or default_data_dir()).expanduser().absolute()
+
+
 def read(name: str, data_dir: str | os.PathLike[str] | None = None) -> dict[str, Columns]:
     """All of a set, in its stored order: split to columns, a column an array or, for text, a list of bytes.
 
@@ -66,7 +71,7 @@ def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tf
     """The builder of a set that is there, in what is quiet and explains itself."""
     if name not in BUILDERS:
         raise DataError(f"unknown data set {name!r}; there are: {', '.join(BUILDERS)}")
-    root = Path(data_dir or default_data_dir()).expanduser().absolute()
+    root = data_folder(data_dir)
     try:
         with _quiet():
             nowhere = root / ".nothing"  # a builder reads what is in its folder, and that may be damaged

@@ -25,27 +25,20 @@ def windows(tokens: jax.Array, context: int, batch_size: int, seed: int, start: 
       seed: of the places.
       start: number of the first batch, counted from 0.
 
-    Yields:
+    Returns:
       ``context``: int32 (batch, context); ``target``: int32 (batch,), the token that follows.
     """
-    last = _last_start(tokens, context)
-    key = jax.random.key(seed)
-    for step in itertools.count(start):
-        starts = _random_starts(key, step, last, batch_size)
-        yield _cut(tokens, starts, context)
+    return map(_split, sequences(tokens, context + 1, batch_size, seed, start))
 
 
 def spread(tokens: jax.Array, context: int, batch_size: int, batches: int) -> Iterator[Batch]:
     """So many batches of windows evenly spread over the whole text, for evaluation: the same every time."""
-    last = _last_start(tokens, context)
-    starts = np.linspace(0, last, batches * batch_size).astype(np.int32).reshape(batches, batch_size)
-    for batch in starts:
-        yield _cut(tokens, jnp.asarray(batch), context)
+    return map(_split, spread_sequences(tokens, context + 1, batch_size, batches))
 
 
 def sequences(tokens: jax.Array, length: int, batch_size: int, seed: int, start: int = 0) -> Iterator[jax.Array]:
     """Batches for ever, int32 (batch, length), from random places: each depends on the seed and its number only."""
-    last = _last_start(tokens, length - 1)
+    last = _last_start(tokens, length)
     key = jax.random.key(seed)
     for step in itertools.count(start):
         yield _window(tokens, _random_starts(key, step, last, batch_size), length)
@@ -53,16 +46,16 @@ def sequences(tokens: jax.Array, length: int, batch_size: int, seed: int, start:
 
 def spread_sequences(tokens: jax.Array, length: int, batch_size: int, batches: int) -> Iterator[jax.Array]:
     """So many batches, int32 (batch, length), evenly spread over the whole text: the same every time."""
-    last = _last_start(tokens, length - 1)
+    last = _last_start(tokens, length)
     starts = np.linspace(0, last, batches * batch_size).astype(np.int32).reshape(batches, batch_size)
     for batch in starts:
         yield _window(tokens, jnp.asarray(batch), length)
 
 
-def _last_start(tokens: jax.Array, context: int) -> int:
-    if len(tokens) <= context:
-        raise DataError(f"a context must be shorter than the text of {len(tokens)} tokens, got --context {context}")
-    return len(tokens) - context - 1
+def _last_start(tokens: jax.Array, length: int) -> int:
+    if len(tokens) < length:
+        raise DataError(f"a context must be shorter than the text of {len(tokens)} tokens, got --context {length - 1}")
+    return len(tokens) - length
 
 
 @functools.partial(jax.jit, static_argnames="batch_size")
@@ -75,7 +68,6 @@ def _window(tokens: jax.Array, starts: jax.Array, length: int) -> jax.Array:
     return tokens[starts[:, None] + jnp.arange(length)].astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames="context")
-def _cut(tokens: jax.Array, starts: jax.Array, context: int) -> Batch:
-    window = _window(tokens, starts, context + 1)
+@jax.jit
+def _split(window: jax.Array) -> Batch:
     return {"context": window[:, :-1], "target": window[:, -1]}

@@ -17,6 +17,7 @@ import numpy as np
 
 from experiments.data import bpe, corpus
 from experiments.data.errors import DataError
+from experiments.data.source import data_folder
 
 Kind = Literal["auto", "bytes", "bpe", "pairs"]
 
@@ -122,7 +123,7 @@ def load(dataset: str, data_dir: Path | None, kind: Kind, vocabulary: int) -> Te
     Raises:
       DataError: the text or the files of GPT-2's encoding cannot be had, or are damaged.
     """
-    folder = corpus.folder(data_dir)
+    folder = data_folder(data_dir)
     files = bpe.find(folder) if kind in ("auto", "bpe") else None
     if kind == "bpe" and files is None:
         raise bpe.absent(folder)
