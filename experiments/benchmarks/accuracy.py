@@ -37,7 +37,7 @@ import jax
 import tyro
 
 from experiments import cli, compare, image_classification, language_modeling, masked_lm, memory, training
-from experiments.benchmarks import accuracy_report
+from experiments.benchmarks import accuracy_report, kept
 from experiments.comparison import BASELINE, init_params
 from experiments.environment import environment
 from experiments.experiment import Experiment
@@ -240,29 +240,6 @@ def finished(folder: Path) -> list[dict[str, Any]]:
     return sorted(records, key=place)
 
 
-def require_alike(runs: list[Run], records: list[dict[str, Any]], device: str, folder: Path) -> None:
-    """Checks that the runs to come can be held against those that are there.
-
-    Raises:
-      ValueError: they differ in more than policy and seed.
-    """
-    there = {record["task"]: record for record in records}
-    for run in runs:
-        if run.task not in there:
-            continue
-        earlier = {**there[run.task]["setting"], "device": there[run.task]["environment"]["device"]}
-        now = {**run.setting, "device": device}
-        different = [name for name in {**earlier, **now} if earlier.get(name) != now.get(name)]
-        if "smoke" in different:  # then everything else does, too
-            different = ["smoke"]
-        if different:
-            what = ", ".join(f"{name} is {earlier.get(name)} there and {now.get(name)} here" for name in different)
-            raise ValueError(
-                f"runs in one folder are held against each other and differ in policy and seed only, but of {run.task} "
-                f"in {folder} {what}; take the flags and the device of the runs there, or another --run-dir"
-            )
-
-
 def to_do(config: Config) -> list[Run]:
     """The runs that the folder does not have yet.
 
@@ -281,8 +258,10 @@ def to_do(config: Config) -> list[Run]:
     done = {(record["task"], record["policy"], record["loss_scale"], record["seed"]) for record in records}
     missing = [run for run in runs if (run.task, run.policy, run.loss_scale, run.seed) not in done]
     device = environment()["device"]
-    if missing and config.run_dir:
-        require_alike(missing, records, device, config.run_dir)
+    there = {record["task"]: {**record["setting"], "device": record["environment"]["device"]} for record in records}
+    for run in missing:
+        if config.run_dir and run.task in there:  # they may differ in policy and seed only
+            kept.require_alike(config.run_dir / run.task, {**run.setting, "device": device}, there[run.task])
     if missing and jax.default_backend() == "cpu" and not config.smoke:
         raise ValueError(
             f"this benchmark trains ResNet-50, GPT-2 and BERT in full size, which needs a GPU, and here is {device}; "

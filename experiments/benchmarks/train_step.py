@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,14 +34,14 @@ import rich.console
 import tyro
 
 from experiments import cli
-from experiments.benchmarks import ceiling, jax_steps, train_step_sweeps
+from experiments.benchmarks import ceiling, jax_steps, kept, train_step_sweeps
 from experiments.benchmarks import train_step_measure as measure
 from experiments.benchmarks import train_step_report as report
 from experiments.benchmarks.train_step_rows import ROWS, Pass, Prepared, Row, peers, rows_of
 from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.environment import environment
 from experiments.progress import Progress
-from experiments.runs import run_folder, strict_json, write_json
+from experiments.runs import run_folder, write_json
 
 READY_SECONDS = 10.0
 """What it takes to make a row ready for its turns that was compiled before."""
@@ -96,13 +95,15 @@ class Measurement:
     Args:
       config: its flags.
       folder: the run's.
+
+    Attributes:
+      clock: what it leaves to the next command.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
-        self._started = time.monotonic()
+        self.clock = kept.Clock(config.minutes)
         self.where = environment(peers())
-        self.unfinished = False
         self._flops: dict[str, int] = {}
         held = {name: self.where[name] for name in ("device", "versions")}
         self._place = {**held, "smoke": config.smoke}
@@ -131,10 +132,10 @@ class Measurement:
           ValueError: it has other sizes, another device, other versions or lengths.
         """
         if (file := self.folder / "ceiling.json").exists():
-            require_alike(file, self._place)
+            kept.require_alike(file, self._place)
         for case in (case_of(name, self.config) for name in self.config.models):
             for file in self.folder.glob(f"*-{case.name}-*.json"):
-                require_alike(file, self._setting(case))
+                kept.require_alike(file, self._setting(case))
 
     def _setting(self, case: Workload) -> dict[str, Any]:
         """What all figures of a model in one folder have in common."""
@@ -163,7 +164,7 @@ class Measurement:
         program = [sys.executable, "-m", "experiments.benchmarks.train_step", *flags]
         commands = {key: [*program, "--alone", key, "--passes", *passes[key]] for key in todo}
         for key, measured in measure.in_processes(commands):
-            if self._late(0):
+            if self.clock.late():
                 break
             progress.advance(0, f"{rows[key].label}, alone", case.name)
             known = self._known(case, key)
@@ -182,7 +183,7 @@ class Measurement:
             file = self.folder / f"together-{case.name}-{which}-{digest}.json"
             if not chosen or (file.exists() and not _to_try_again(file)):
                 continue
-            if self._late(seconds):
+            if self.clock.late(seconds):
                 return
             prepared, errors = measure.prepare_all(
                 case,
@@ -234,14 +235,14 @@ class Measurement:
         self._save(file, case, {"pass": which, "rows": found})
 
     def _save(self, file: Path, case: Workload, found: dict[str, Any]) -> None:
-        sizes = dataclasses.asdict(case.sizes)
-        about = {"model": case.name, "text": case.text, "sizes": sizes, "items": case.items, "unit": case.unit}
-        about["setting"] = self._setting(case)
         if case.name not in self._flops:
             self._flops[case.name] = jax_steps.model_flops(case)
-        about["model_flops"] = self._flops[case.name]
-        when = datetime.datetime.now().isoformat(timespec="seconds")
-        write_json(file, {**about, "measured": when, "environment": self.where, **found})
+        about = {
+            "sizes": dataclasses.asdict(case.sizes),
+            "model_flops": self._flops[case.name],
+            "measured": datetime.datetime.now().isoformat(timespec="seconds"),
+        }
+        kept.save(file, case, self._setting(case), self.where, {**about, **found})
 
     def _alone_file(self, case: Workload, key: str) -> Path:
         return self.folder / f"alone-{case.name}-{key}.json"
@@ -257,28 +258,6 @@ class Measurement:
         known = self._known(case, key)
         asked: list[Pass] = [which for which in self.config.passes if which == "train" or row.forward]
         return [which for which in asked if "error" in known.get(which, {"error": ""})]
-
-    def _late(self, seconds: float) -> bool:
-        """Whether something that takes so long must wait for the next command."""
-        elapsed = time.monotonic() - self._started + seconds
-        self.unfinished |= bool(self.config.minutes) and elapsed > 60 * self.config.minutes
-        return self.unfinished
-
-
-def require_alike(file: Path, setting: dict[str, Any]) -> None:
-    """Checks that what is to be measured can be held against what a file of the run folder has.
-
-    Raises:
-      ValueError: they differ in sizes, device, versions or lengths.
-    """
-    before, now = json.loads(file.read_text()).get("setting", {}), strict_json(setting)
-    different = [name for name in now if before.get(name) != now[name]]
-    if different:
-        what = ", ".join(f"{name} is {before.get(name)} there and {now[name]} here" for name in different)
-        raise ValueError(
-            f"what lies in one run folder is held against each other, but in {file} {what}; take the device, the "
-            "versions and the flags of that run, or another --run-dir"
-        )
 
 
 def _to_try_again(file: Path) -> bool:
@@ -333,7 +312,7 @@ def main(config: Config) -> dict[str, Any]:
             measurement.require_alike()
         with cache, Progress("train step", total) as progress:
             measurement.run(progress)
-        unfinished = measurement.unfinished
+        unfinished = measurement.clock.unfinished
     results = report.write(folder)
     console = rich.console.Console()
     report.show(results, console if console.is_terminal else rich.console.Console(width=240))
