@@ -17,6 +17,7 @@ def interleaved(
     rounds: int,
     block_ms: float = 100.0,
     after_round: Callable[[int], None] = lambda _: None,
+    failed: Callable[[K, Exception], None] | None = None,
 ) -> dict[K, list[float]]:
     """Milliseconds a call takes, one figure a round for each function.
 
@@ -28,26 +29,37 @@ def interleaved(
       rounds: how many rounds to time, after one to warm up and one to see how long a call takes.
       block_ms: how long a turn should take, in milliseconds.
       after_round: called with the number of each round.
+      failed: called with the name of a function that raised and with what it raised: it has no more turns, and the
+        others go on. None ends the timing with what was raised.
     """
     calls = dict.fromkeys(functions, 1)
     times: dict[K, list[float]] = {name: [] for name in functions}
-    names = list(functions)
-    if not names:  # none could be prepared
-        return times
     for round_ in range(-2, rounds):
-        shift = round_ % len(names)
+        names = list(times)
+        shift = round_ % max(1, len(names))
         for name in names[shift:] + names[:shift]:
-            started = time.perf_counter()
-            for _ in range(calls[name]):
-                result = functions[name]()
-            jax.block_until_ready(result)
-            milliseconds = 1000 * (time.perf_counter() - started) / calls[name]
+            try:
+                milliseconds = _turn(functions[name], calls[name])
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed(name, error)
+                del times[name]
+                continue
             if round_ == -1:
                 calls[name] = max(1, round(block_ms / max(milliseconds, 1e-3)))
             elif round_ >= 0:
                 times[name].append(milliseconds)
         after_round(round_)
     return times
+
+
+def _turn(function: Callable[[], Any], calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        result = function()
+    jax.block_until_ready(result)
+    return 1000 * (time.perf_counter() - started) / calls
 
 
 def quartiles(times: list[float]) -> tuple[float, float, float]:

@@ -179,6 +179,25 @@ def test_a_row_whose_turn_never_came_measures_nothing(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_row_that_fails_among_the_others_says_why_and_they_go_on(monkeypatch):
+    def fails():
+        raise OSError("libcudart.so: cannot open")
+
+    def prepare(case, row, which):
+        return fails() if row.library == "flax" else Prepared(lambda: None, lambda: 2.5, 1.0)
+
+    monkeypatch.setattr(measure, "prepare", prepare)
+    monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
+    rows = {key: ROWS[key] for key in ("jaxmp-bf16", "hand-bf16", "hand-fp32", "flax-fp16")}
+    prepared, errors = measure.prepare_all(workload("gpt2"), rows, "train", lambda _: None)
+    assert errors == {"flax-fp16": "OSError: libcudart.so: cannot open"}
+    prepared["hand-bf16"].turn = prepared["hand-fp32"].loss = fails
+    found = measure.together(prepared, rounds=2, block_ms=0.1, after_round=lambda _: None)
+    assert list(found) == ["jaxmp-bf16", "hand-bf16", "hand-fp32"]
+    assert len(found["jaxmp-bf16"]["milliseconds"]) == 2 and found["jaxmp-bf16"]["loss"] == 2.5
+    assert found["hand-bf16"] == found["hand-fp32"] == {"error": "OSError: libcudart.so: cannot open"}
+
+
 def test_a_row_without_room_says_the_largest_batch_that_fits(monkeypatch):
     def no_room(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 3 bytes")

@@ -195,6 +195,24 @@ def test_timing_takes_turns_in_an_order_that_rotates_and_drops_the_warm_up():
     assert {name: len(own) for name, own in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
+def test_a_function_that_fails_has_no_more_turns_and_the_others_go_on():
+    calls: list[str] = []
+    errors: dict[str, Exception] = {}
+
+    def fails():
+        calls.append("b")
+        if calls.count("b") == 4:
+            raise MemoryError("no room")
+
+    functions = {"a": lambda: calls.append("a"), "b": fails, "c": lambda: calls.append("c")}
+    times = timing.interleaved(functions, rounds=4, block_ms=0, failed=errors.__setitem__)
+    assert list(times) == ["a", "c"] and all(len(own) == 4 for own in times.values())
+    assert list(errors) == ["b"] and str(errors["b"]) == "no room" and calls.count("b") == 4
+    with pytest.raises(MemoryError, match="no room"):
+        calls.clear()
+        timing.interleaved(functions, rounds=4, block_ms=0)
+
+
 def test_nothing_to_time_takes_no_turns():
     assert timing.interleaved({}, rounds=3) == {}
 

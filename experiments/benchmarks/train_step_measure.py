@@ -209,12 +209,24 @@ def _end_after(parent: int) -> None:
 def together(
     prepared: Mapping[str, Prepared], rounds: int, block_ms: float, after_round: Callable[[int], None]
 ) -> dict[str, dict[str, Any]]:
-    """Milliseconds of each row, round for round and all in turn, and the loss that each ends with."""
-    times = timing.interleaved({name: each.turn for name, each in prepared.items()}, rounds, block_ms, after_round)
-    return {
-        name: {"milliseconds": times[name], **({"loss": each.loss()} if each.loss else {})}
-        for name, each in prepared.items()
-    }
+    """Milliseconds of each row, round for round and all in turn, and the loss that each ends with.
+
+    A row that fails meanwhile has an ``error`` instead, and the others go on.
+    """
+    found: dict[str, dict[str, Any]] = {}
+
+    def failed(name: str, error: Exception) -> None:
+        found[name] = {"error": reason(error)}
+
+    turns = {name: each.turn for name, each in prepared.items()}
+    for name, times in timing.interleaved(turns, rounds, block_ms, after_round, failed).items():
+        found[name] = {"milliseconds": times}
+        if loss := prepared[name].loss:
+            try:
+                found[name]["loss"] = loss()
+            except Exception as error:
+                failed(name, error)
+    return {name: found[name] for name in prepared}
 
 
 def prepare_all(
@@ -233,7 +245,7 @@ def prepare_all(
         try:
             prepared[name] = prepare(case, rows[name], which)
             jax.block_until_ready(prepared[name].turn())
-        except RuntimeError as error:
+        except Exception as error:  # whatever a library raises: the other rows go on
             prepared.pop(name, None)
             errors[name] = reason(error)
             gc.collect()
