@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; float32 is the black line.
 COLORS = ("#222222", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
-_GREY = "#6B6B6B"
+_GREY, _LIGHT = "#6B6B6B", "#E6E6E6"
 
 
 def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
@@ -25,8 +25,26 @@ def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#BBBBBB")
     axes.tick_params(labelsize=8, colors=_GREY)
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    axes.grid(axis="y", color=_LIGHT, linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def row_axis(axes: Any, labels: list[str], named: bool = True, above: float = 0.6, below: float = 0.6) -> None:
+    """A row a label, from the top down, with a light line for each mark of the x axis.
+
+    Args:
+      axes: styled, see :func:`style`.
+      labels: of the rows.
+      named: whether they are shown; a picture beside this one may have them.
+      above: room above the first row.
+      below: room below the last one.
+    """
+    axes.set_yticks(range(len(labels)), labels if named else [""] * len(labels))
+    axes.set_ylim(len(labels) - 1 + below, -above)
+    axes.tick_params(axis="y", length=0, labelcolor="#222222")
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=_LIGHT, linewidth=0.8)
 
 
 def curves(rows: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -60,12 +78,8 @@ def comparison(results: dict[str, list[Outcome]], metrics: dict[str, str], path:
         _held_out(middle, outcomes, metrics[task])
         _zeros(right, outcomes)
         for axes in (middle, right):
-            axes.set_yticks(range(len(outcomes)), [outcome.label for outcome in outcomes])
-            axes.set_ylim(len(outcomes) - 0.4, -0.6)
-            axes.tick_params(axis="y", length=0, labelsize=9, labelcolor="#222222")
-            axes.spines["left"].set_visible(False)
-            axes.grid(axis="y", visible=False)
-        right.set_yticklabels([])
+            row_axis(axes, [outcome.label for outcome in outcomes], named=axes is middle)
+            axes.tick_params(axis="y", labelsize=9)
     figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
     figure.savefig(path, dpi=110)
 
@@ -97,7 +111,6 @@ def _training(axes: Any, task: str, outcomes: list[Outcome]) -> None:
 def _held_out(axes: Any, outcomes: list[Outcome], metric: str) -> None:
     unit, scale, digits = (" in %", 100, 1) if metric == "accuracy" else ("", 1, 3)
     style(axes, f"held-out {metric}{unit}{', mean and seeds' if len(outcomes[0].test) > 1 else ''}")
-    axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
     means = [scale * np.mean([test[metric] for test in outcome.test]) for outcome in outcomes]
     axes.axvline(means[0], color=COLORS[0], linewidth=1, linestyle=(0, (4, 3)))
     for i, (outcome, mean) in enumerate(zip(outcomes, means, strict=True)):
@@ -115,7 +128,6 @@ def _held_out(axes: Any, outcomes: list[Outcome], metric: str) -> None:
 
 def _zeros(axes: Any, outcomes: list[Outcome]) -> None:
     style(axes, "activation gradients zeroed, %")
-    axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
     shares = [100 * outcome.zero_activations for outcome in outcomes]
     axes.barh(range(len(shares)), shares, color=[_color(i) for i in range(len(shares))], height=0.5)
     for i, share in enumerate(shares):
@@ -131,20 +143,15 @@ def ratios(results: list[dict[str, Any]], reference: str, path: Path, caption: s
     """A panel a model: what each variant adds to the reference's step, in percent, with the rounds' quartiles."""
     figure = Figure(figsize=(4.2 + 3.4 * len(results), 2.9), layout="constrained")
     for i, (axes, result) in enumerate(zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True)):
-        rows = {label: row for label, row in result["variants"].items() if label != reference}
+        variants = {label: row for label, row in result["variants"].items() if label != reference}
         style(axes, result["model"].split(", batch")[0], f"% added to {reference}")
         axes.axvline(0, color=_GREY, linewidth=1)
-        for y, row in enumerate(rows.values()):
+        for y, row in enumerate(variants.values()):
             low, middle, high = (100 * (ratio - 1) for ratio in row["ratio"])
             axes.plot([low, high], [y, y], color=_color(y), linewidth=3, alpha=0.4, solid_capstyle="round")
             axes.plot([middle], [y], "o", color=_color(y), markersize=8)
             axes.annotate(f"{middle:+.2f}", (middle, y), (0, 8), textcoords="offset points", ha="center", fontsize=9)
-        axes.set_yticks(range(len(rows)), list(rows) if i == 0 else [""] * len(rows))
-        axes.set_ylim(len(rows) - 0.5, -0.8)
-        axes.tick_params(axis="y", length=0, labelcolor="#222222")
-        axes.spines["left"].set_visible(False)
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+        row_axis(axes, list(variants), named=i == 0, above=0.8, below=0.5)
         axes.margins(x=0.1)
     figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
     figure.savefig(path, dpi=110)
@@ -199,7 +206,7 @@ def remat(groups: list[dict[str, Any]], path: Path, caption: str) -> None:
         own = [group for group in groups if group["model"] == model]
         timed = any("ratio" in row for group in own for row in group["rows"].values())
         style(axes, own[0]["text"], "memory ÷ none", "time ÷ none" if timed else "largest batch")
-        axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+        axes.grid(axis="x", color=_LIGHT, linewidth=0.8)
         for i, group in enumerate(own):
             points, none = [], group["rows"].get("none", {}).get("step_bytes")
             for kind, row in group["rows"].items():

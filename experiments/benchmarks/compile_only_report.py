@@ -10,7 +10,7 @@ import rich.console
 from matplotlib.figure import Figure
 
 from experiments.benchmarks.train_step_goals import GOALS, SCALING, TENSOR_FLOPS
-from experiments.plots import COLORS, style
+from experiments.plots import COLORS, row_axis, style
 from experiments.report import Table
 
 MIB = 2**20
@@ -186,12 +186,7 @@ def chart(results: list[dict[str, Any]], path: Path, caption: str) -> None:
             axes.axvline(torch, color=COLORS[1], linewidth=1.2, linestyle=(0, (4, 3)))
             axes.annotate(f"torch.compile, measured: {torch:.2f}", (torch, -0.8), (3, 0), textcoords="offset points",
                           fontsize=8, color=COLORS[1])  # fmt: skip
-        axes.set_yticks(range(len(labels)), labels if i == 0 else [""] * len(labels))
-        axes.set_ylim(len(labels) - 0.4, -1.2)
-        axes.tick_params(axis="y", length=0, labelcolor="#222222")
-        axes.spines["left"].set_visible(False)
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+        row_axis(axes, labels, named=i == 0, above=1.2)
         axes.margins(x=0.16)
     figure.supxlabel(caption, fontsize=7.5, color="#6B6B6B", x=0.995, ha="right")
     figure.savefig(path, dpi=110)

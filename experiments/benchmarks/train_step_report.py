@@ -249,10 +249,7 @@ def picture(results: dict[str, Results], path: Path) -> None:
                     axes.annotate(
                         f"{value:.3g}", (value, i), (3, 0), textcoords="offset points", va="center", fontsize=7
                     )
-            axes.set_yticks(range(len(keys)), [ROWS[key].label for key in keys])
-            axes.invert_yaxis()
-            axes.grid(axis="y", visible=False)
-            axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+            plots.row_axis(axes, [ROWS[key].label for key in keys])
             axes.margins(x=0.12)
     where = next(iter(results.values())).about["environment"]
     figure.supxlabel(f"{where['device']}, {where['date'][:10]}", fontsize=7.5, x=0.995, ha="right")
