@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 from autocast_tools import HALVES, compiled, cosine, dtypes_of, half, layer_norm, normal, operations, products
 
+import jaxmp
 from jaxmp._jaxpr.walk import equations
+from jaxmp.autocast.rules import Rules
 
 X, W, B = normal(0, 4, 8), normal(1, 8, 8), normal(2, 8)
 
@@ -235,3 +237,33 @@ def test_what_the_author_widened_is_read_in_half_where_half_is_wanted():
     both = (lambda w: fun(X, w)[1] + fun(X, w)[0].sum(), lambda w: half(fun)(X, w)[1] + half(fun)(X, w)[0].sum())
     expected, result = (jax.grad(each)(W) for each in both)
     assert cosine(result, expected) > 0.999
+
+
+DECIDED = {
+    "an epsilon under a logarithm": (lambda h: jnp.log(1 - h**2 + 1e-6) @ W + h @ W, None),
+    "an epsilon before an activation": (lambda h: jnp.cbrt(jnp.abs(h) + 1e-12) @ W, None),
+    "a product of log-probabilities": (lambda h: jax.nn.log_softmax(h) @ W, None),
+    "one that is asked for in half": (lambda h: jax.nn.log_softmax(h) @ W, {"primitive:dot_general": "half"}),
+    "a factorisation in half": (lambda h: jnp.linalg.cholesky(h @ h.T) @ W[:4], {"primitive:cholesky": "half"}),
+}
+
+
+@pytest.mark.parametrize("case", DECIDED)
+def test_what_the_plan_says_decides_nothing(case, monkeypatch):
+    between, overrides = DECIDED[case]
+
+    def found():
+        plan = jaxmp.cast_plan(lambda x: between(jnp.tanh(x @ W)), "mixed_float16", overrides)(X)
+        return [(row.primitive, row.operands, row.result) for row in plan.rows]
+
+    def reworded(method):
+        def ask(*args):
+            answer = method(*args)
+            return answer and (answer[0], "in other words", *answer[2:])
+
+        return ask
+
+    expected = found()
+    for name in ("kind_of", "asked_of"):
+        monkeypatch.setattr(Rules, name, reworded(getattr(Rules, name)))
+    assert found() == expected

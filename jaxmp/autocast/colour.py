@@ -25,7 +25,7 @@ from jaxmp.autocast import islands
 from jaxmp.autocast.classes import Class, primitives_of
 from jaxmp.autocast.cycles import on_a_cycle_with
 from jaxmp.autocast.graph import Graph, Node, Step
-from jaxmp.autocast.kinds import TINY, Kind, State
+from jaxmp.autocast.kinds import Asked, Kind, State
 from jaxmp.autocast.rules import MONOTONE, MOVES
 
 _FLOAT32 = np.dtype(np.float32)
@@ -155,7 +155,7 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
         for operand in node.inputs
         if operand.is_activation
         and not operand.has_half_copy
-        and not operand.reason.startswith(TINY)  # whose epsilon would be lost again
+        and operand.asked is not Asked.EPSILON  # which would be lost again
         and _is_elementwise(node, operand)
         and node.name not in _AFFINE
     ]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.autocast.kinds import Kind, is_real
+from jaxmp.autocast.kinds import Asked, Kind, is_real
 from jaxmp.autocast.rules import Rules
 from jaxmp.autocast.searches import is_search
 
@@ -24,7 +24,7 @@ class Node:
     """A floating value and the operation that makes it.
 
     Attributes:
-      kind: what it is by itself, for the ``reason``, a text for the plan.
+      kind: what it is by itself, and what ``asked`` for that; the ``reason`` is a text for the plan, no more.
       name: the primitive, or ``"source"``, ``"carry"``, ``"branches"``.
       written: the dtype that the author wrote; ``shape``: its shape.
       inputs, users: the nodes it reads and those that read it.
@@ -44,6 +44,7 @@ class Node:
 
     __slots__ = (
         "after_product",
+        "asked",
         "before_product",
         "colour",
         "const",
@@ -62,8 +63,10 @@ class Node:
         "written",
     )
 
-    def __init__(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "") -> None:
-        self.kind, self.name, self.reason = kind, name, reason
+    def __init__(
+        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: Asked = Asked.NOTHING
+    ) -> None:
+        self.kind, self.name, self.reason, self.asked = kind, name, reason, asked
         self.written: np.dtype = aval.dtype
         self.shape: tuple[int, ...] = aval.shape
         self.inputs: list[Node] = []
@@ -155,10 +158,12 @@ class _Builder:
         self.searches: list[slice] = []
         self.rules = rules
 
-    def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "") -> Node | None:
+    def node(
+        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: Asked = Asked.NOTHING
+    ) -> Node | None:
         if not is_real(aval):
             return None
-        node = Node(kind, name, aval, inputs, reason)
+        node = Node(kind, name, aval, inputs, reason, asked)
         self.nodes.append(node)
         return node
 
@@ -259,13 +264,13 @@ class _Builder:
 
     def leaf(self, step: Step) -> None:
         eqn = step.eqn
-        step.kind, step.reason = self.rules.kind_of(eqn, step.operands, step.names)
+        step.kind, step.reason, asked = self.rules.kind_of(eqn, step.operands, step.names)
         name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
         for position, var in enumerate(eqn.outvars):
             reads = inputs
             if step.kind is Kind.CLEAR and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort
                 one = step.operands[position]
                 reads = [] if one is None else [one]
-            step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason))
+            step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason, asked))
         if step.kind is Kind.CLEAR and len(inputs) == 1 and step.nodes[0] is not None:
             step.nodes[0].const = inputs[0].const

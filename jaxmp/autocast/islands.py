@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxmp.autocast.classes import Class, primitives_of
 from jaxmp.autocast.graph import Graph, Node
-from jaxmp.autocast.kinds import PRODUCT, TINY, Kind, State
+from jaxmp.autocast.kinds import Asked, Kind, State
 
 _LINALG = primitives_of(Class.LINALG)
 _PRODUCTS = primitives_of(Class.HALF)
@@ -39,7 +39,7 @@ def take_outer_products(nodes: Sequence[Node]) -> list[Node]:
     found = [node for node in nodes if node.kind is Kind.INFER and node.name == "dot_general"]
     found = [node for node in found if any(operand.after_product for operand in node.inputs)]
     for node in found:
-        node.kind, node.reason = Kind.HALF, PRODUCT
+        node.kind, node.reason = Kind.HALF, "product"
     return found
 
 
@@ -151,7 +151,7 @@ def _is_multiplied(node: Node) -> bool:
 
 
 def _is_product(node: Node) -> bool:
-    return node.kind is Kind.HALF and node.reason == PRODUCT
+    return node.kind is Kind.HALF and node.asked is Asked.NOTHING
 
 
 def _keep(node: Node, reason: str) -> None:
@@ -183,7 +183,7 @@ def extend(nodes: Sequence[Node]) -> None:
         readers = list(_readers(node))
         if _is_product(node) and readers and solved.issuperset(readers):
             _keep(node, f"feeds only {_names(readers)}")
-        if node.reason.startswith(TINY) and not logged.isdisjoint(readers):
+        if node.asked is Asked.EPSILON and not logged.isdisjoint(readers):
             logged.add(node)
         if node.kind is not Kind.INFER:
             continue

@@ -10,11 +10,6 @@ from jax.numpy import bfloat16
 
 REAL = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, bfloat16))
 
-PRODUCT = "product"
-"""The reason of a product that nobody asked anything of."""
-TINY = "a constant below"
-"""How the reason begins of what adds an epsilon that float16 does not have."""
-
 
 class Kind(enum.IntEnum):
     """What a node is before its neighbours have a say."""
@@ -35,6 +30,19 @@ class Kind(enum.IntEnum):
     """Several values become one: a loop's carry, a conditional's result."""
     KEPT = 7
     """Keeps the dtypes it was written with."""
+
+
+class Asked(enum.StrEnum):
+    """What asks for the kind of an operation in place of its class."""
+
+    NOTHING = ""
+    REGION = "region"
+    PATH = "path"
+    PRIMITIVE = "primitive"
+    CLASS = "class"
+    """An override of its class."""
+    EPSILON = "epsilon"
+    """A constant below the half dtype's smallest normal number, which would vanish."""
 
 
 class State(enum.IntEnum):

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import glob
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp.autocast.classes import Class, classify, primitives_named_by
-from jaxmp.autocast.kinds import PRODUCT, REAL, TINY, Kind, is_real
+from jaxmp.autocast.kinds import REAL, Asked, Kind, is_real
 from jaxmp.autocast.regions import DECIDED, checked_level, level_of, path_of
 from jaxmp.dtypes import nearest
 from jaxmp.patterns import matches
@@ -40,6 +40,14 @@ _NO_SCOPES = (
 _FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
+class Decision(NamedTuple):
+    """What an operation is before its neighbours have a say; ``reason`` is a text for the plan and decides nothing."""
+
+    kind: Kind
+    reason: str
+    asked: Asked = Asked.NOTHING
+
+
 @dataclasses.dataclass
 class Rules:
     """The half dtype and the overrides of one autocast; it notes which of them matched.
@@ -61,7 +69,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         self.paths: dict[str, str] = {}
-        self.operations: dict[str, dict[str, tuple[str, str]]] = {"primitive": {}, "class": {}}
+        self.operations: dict[Asked, dict[str, tuple[str, str]]] = {Asked.PRIMITIVE: {}, Asked.CLASS: {}}
         for key, level in self.overrides.items():
             if not isinstance(key, str):
                 raise TypeError(
@@ -70,14 +78,13 @@ class Rules:
                 )
             checked_level(level)
             if key.startswith(("primitive:", "class:")):
-                kind = key.partition(":")[0]
                 named = primitives_named_by(key)
                 if fixed := sorted(name for name in named if classify(name) in _FIXED):
                     raise ValueError(
                         f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
                         "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
                     )
-                self.operations[kind].update(dict.fromkeys(named, (key, level)))
+                self.operations[Asked(key.partition(":")[0])].update(dict.fromkeys(named, (key, level)))
             else:
                 self.paths[key] = level
         self.key = (self.half, tuple(self.overrides.items()))
@@ -107,96 +114,94 @@ class Rules:
                 "Operations of its derivative are seen in autocast(grad(f)) only"
             )
 
-    def kind_of(self, eqn: Any, operands: Sequence[Node | None], names: reading.Names) -> tuple[Kind, str]:
+    def kind_of(self, eqn: Any, operands: Sequence[Node | None], names: reading.Names) -> Decision:
         """What an equation without a body is before its neighbours have a say, and why."""
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
         self.primitives.add(name)
         if self.is_decided(names):
-            return Kind.KEPT, "decided by the autocast inside"
+            return Decision(Kind.KEPT, "decided by the autocast inside")
         path = path_of(names)
         self.visited.add(path)
         if any(_is_other_float(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
-            return Kind.KEPT, "float64, complex and fp8 are left alone"
+            return Decision(Kind.KEPT, "float64, complex and fp8 are left alone")
         if not any(is_real(var.aval) for var in eqn.outvars):
-            return Kind.KEPT, "no floating result"
+            return Decision(Kind.KEPT, "no floating result")
         if cls is None:
-            return Kind.KEPT, "an unknown primitive keeps its dtypes"
+            return Decision(Kind.KEPT, "an unknown primitive keeps its dtypes")
         if name == "convert_element_type":
             return self._kind_of_cast(eqn)
         if cls is Class.RECURSE:
-            return Kind.KEPT, "a body that autocast does not look into"
+            return Decision(Kind.KEPT, "a body that autocast does not look into")
         if cls is Class.OPAQUE or _names_a_dtype(eqn):
-            return Kind.KEPT, "opaque: its meaning depends on its dtypes"
-        asked = self.asked_of(name, names)
+            return Decision(Kind.KEPT, "opaque: its meaning depends on its dtypes")
+        request = self.asked_of(name, names)
         if cls is Class.CLEAR:
             fill = abs(eqn.params.get("fill_value") or 0)  # of a gather, for indices beyond the end
-            kind, reason = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [])
-            return (Kind.CLEAR, "moves data") if kind is Kind.INFER else (kind, reason)
-        if asked is not None:
-            level, reason = asked
+            decision = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [])
+            return Decision(Kind.CLEAR, "moves data") if decision.kind is Kind.INFER else decision
+        if request is not None:
+            level, reason, asked = request
             if level == "float32":
-                return Kind.FULL, reason
-            if cls is not Class.LINALG or reason.startswith("override 'primitive:"):
-                return Kind.HALF, reason
+                return Decision(Kind.FULL, reason, asked)
+            if cls is not Class.LINALG or asked is Asked.PRIMITIVE:
+                return Decision(Kind.HALF, reason, asked)
         if cls is Class.HALF:
             return self._kind_of_product(eqn)
         if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
-            return Kind.FULL, f"{cls.value} is float32"
+            return Decision(Kind.FULL, f"{cls.value} is float32")
         if reading.is_special(eqn):  # polynomials and series, whose parts are nothing that one would round
-            return Kind.FULL, "part of a special function"
+            return Decision(Kind.FULL, "part of a special function")
         constants = [node.const for node in operands if node is not None and node.const is not None]
         return self._kind_by_constants(name, constants)
 
-    def asked_of(self, name: str, names: reading.Names) -> tuple[str, str] | None:
-        """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
+    def asked_of(self, name: str, names: reading.Names) -> tuple[str, str, Asked] | None:
+        """The level that a region or an override asks of a primitive in these scopes, which one it is and its sort."""
         paths = self._path_rules(path_of(names))
         self.matched.update(paths)
-        operation = next((keys[name] for keys in self.operations.values() if name in keys), None)
-        for keys in self.operations.values():
-            if name in keys:
-                self.matched.add(keys[name][0])
+        operations = [(*keys[name], asked) for asked, keys in self.operations.items() if name in keys]
+        self.matched.update(key for key, _, _ in operations)
         region = level_of(names)
         if region is not None:
-            return region, f"region jaxmp.precision({region!r})"
+            return region, f"region jaxmp.precision({region!r})", Asked.REGION
         if paths:
-            return self.paths[paths[0]], f"override {paths[0]!r}"
-        return None if operation is None else (operation[1], f"override {operation[0]!r}")
+            return self.paths[paths[0]], f"override {paths[0]!r}", Asked.PATH
+        return next(((level, f"override {key!r}", asked) for key, level, asked in operations), None)
 
     def _find_path_rules(self, path: reading.Names) -> list[str]:
         prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
         return [key for key in self.paths if any(matches(key, prefix, None) for prefix in prefixes)]
 
-    def _kind_of_cast(self, eqn: Any) -> tuple[Kind, str]:
+    def _kind_of_cast(self, eqn: Any) -> Decision:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
         if old == new:
-            return Kind.CLEAR, "moves data"
+            return Decision(Kind.CLEAR, "moves data")
         if old in REAL and new.itemsize == 4:
-            return Kind.FULL, "the author casts to float32"
-        return Kind.KEPT, f"the author casts to {np.dtype(new).name}"
+            return Decision(Kind.FULL, "the author casts to float32")
+        return Decision(Kind.KEPT, f"the author casts to {np.dtype(new).name}")
 
-    def _kind_of_product(self, eqn: Any) -> tuple[Kind, str]:
+    def _kind_of_product(self, eqn: Any) -> Decision:
         operands = [atom.aval for atom in eqn.invars if not jax.numpy.issubdtype(atom.aval.dtype, np.integer)]
         if not all(is_real(aval) for aval in operands) or len(operands) < 2:
-            return Kind.KEPT, "a product with an operand that is no float"
+            return Decision(Kind.KEPT, "a product with an operand that is no float")
         if asks_for_highest(eqn.params.get("precision")):
-            return Kind.FULL, "the author asks for the highest precision"
+            return Decision(Kind.FULL, "the author asks for the highest precision")
         if all(aval.dtype.itemsize == 2 for aval in operands):
-            written = eqn.outvars[0].aval.dtype
-            return (Kind.HALF, PRODUCT) if written.itemsize == 2 else (Kind.KEPT, "the author's dtypes")
+            is_half = eqn.outvars[0].aval.dtype.itemsize == 2
+            return Decision(Kind.HALF, "product") if is_half else Decision(Kind.KEPT, "the author's dtypes")
         if eqn.primitive.name == "dot_general" and _is_outer(eqn):
-            return Kind.INFER, "an outer product"
+            return Decision(Kind.INFER, "an outer product")
         if eqn.primitive.name == "dot_general" and _is_inner(eqn):
-            return Kind.FULL, "a sum of products, not a matrix product"
-        return Kind.HALF, PRODUCT
+            return Decision(Kind.FULL, "a sum of products, not a matrix product")
+        return Decision(Kind.HALF, "product")
 
-    def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]]) -> tuple[Kind, str]:
+    def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]]) -> Decision:
         """What the smallest and the largest magnitudes of its constants ask of an operation."""
         # The infinity that a bound becomes bounds just as well.
         if name not in ("max", "min", "clamp") and any(largest > self.largest for _, largest in constants):
-            return Kind.STRICT, f"a constant beyond {self.half.name}'s largest number"
+            return Decision(Kind.STRICT, f"a constant beyond {self.half.name}'s largest number")
         if any(0 < smallest < self.smallest for smallest, _ in constants):
-            return Kind.FULL, f"{TINY} {self.half.name}'s smallest normal number"
-        return Kind.INFER, ""
+            return Decision(Kind.FULL, f"a constant below {self.half.name}'s smallest normal number", Asked.EPSILON)
+        return Decision(Kind.INFER, "")
 
 
 def asks_for_highest(precision: Any) -> bool:
