@@ -198,7 +198,7 @@ def largest(sources: Sources, model: str) -> str:
     for group in sources.remat.data["groups"] if sources.remat else []:
         if group["model"] == model and group["policy"] == "mixed_bfloat16":
             found = [group["rows"].get(kind, {}).get("largest", {}).get("batch") for kind in ("none", "attention")]
-            mark = COMPILED if "compiled" in group["setting"]["device"] else ""
+            mark = COMPILED if "target" in group["setting"] else ""
             return f"{found[0]} → {found[1]}{mark}" if all(found) else ""
     return ""
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import runpy
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +16,9 @@ import pytest
 from PIL import Image
 
 from experiments import plots
+from experiments.batch_size import NO_ROOM
 from experiments.benchmarks import jax_steps, remat, remat_report, targets
+from experiments.benchmarks.train_step_rows import Prepared
 from experiments.benchmarks.workloads import FULL, SMOKE
 from experiments.runs import write_json
 
@@ -35,6 +42,15 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(jax_steps, "train_step", train_step)
     return asked
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Steps that do nothing, of 1 kB a sequence: nothing is compiled."""
+    monkeypatch.setattr(plots, "remat", lambda *_: None)
+    monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
+    monkeypatch.setattr(remat.measure, "prepare", lambda *_: Prepared(lambda: None, None, 0.0, 2**20))
+    monkeypatch.setattr(remat, "step_bytes", lambda step, device, batch=0: 1000 * (batch or 2))
 
 
 def smoke(folder, **changes):
@@ -88,12 +104,132 @@ def test_the_same_command_goes_on_and_measures_nothing_twice(steps, tmp_path, mo
     assert whole["groups"][0]["rows"]["attention"]["ratio"]
 
 
-def test_a_folder_is_of_one_size(steps, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"batch_size": 4}, "sizes is {'batch_size': 2, .* there and {'batch_size': 4, "),
+        ({"memory_limit": "2GB"}, "memory_limit is the device's there and 2GB here"),
+        ({"rounds": 3}, "rounds is 20 there and 3 here"),
+        ({"block_ms": 1.0}, "block_ms is 200.0 there and 1.0 here"),
+        ({"policies": ("mixed_bfloat16",), "rounds": 3}, "rounds is 20 there and 3 here"),  # of the same model
+    ],
+)
+def test_a_folder_is_gone_on_with_in_the_same_setting_only(quick, tmp_path, capsys, changes, text):
     remat.main(smoke(tmp_path, remats=("none",)))
+    capsys.readouterr()
     with pytest.raises(SystemExit):
-        remat.main(smoke(tmp_path, batch_size=4))
+        remat.main(smoke(tmp_path, **changes))
     said = capsys.readouterr().err
-    assert "sizes is {'batch_size': 2" in said and "take another --run-dir" in said
+    assert re.search(rf"/gpt2-.*json {text}.*; take the device, .* or another --run-dir", said)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["device", "versions", "target"])
+def test_a_folder_is_of_one_device_or_target_and_of_the_same_versions(quick, tmp_path, monkeypatch, capsys, name):
+    remat.main(smoke(tmp_path, remats=("none",)))
+    environment = remat.environment
+    monkeypatch.setattr(remat, "environment", lambda: {**environment(), name: "another"})
+    with pytest.raises(SystemExit):
+        remat.main(smoke(tmp_path))
+    assert re.search(f"{name} is .* there and another here", capsys.readouterr().err)
+
+
+def test_what_failed_or_was_not_looked_for_is_measured_anew_and_what_is_new_goes_first(quick, tmp_path, monkeypatch):
+    measured, finds = [], {"none": {"error": "its process ended with code 1: no word on stderr"}}
+    alone = remat.measure_alone
+
+    def spy(step, device):
+        measured.append(step.remat)
+        return finds.get(step.remat) or alone(step, device)
+
+    monkeypatch.setattr(remat, "measure_alone", spy)
+    config = smoke(tmp_path, memory_limit="300KB", no_largest=True)
+    (group,) = remat.main(config)["groups"]
+    assert "ms" not in group["rows"]["none"] and group["rows"]["none"]["error"].endswith("no word on stderr")
+    assert "largest" not in group["rows"]["attention"] and measured == ["none", "attention"]
+    finds.clear()
+    (group,) = remat.main(dataclasses.replace(config, remats=("none", "attention", "dots")))["groups"]
+    assert measured[2:] == ["dots", "none"]
+    assert group["rows"]["none"]["ms"] and "error" not in group["rows"]["none"]
+    (group,) = remat.main(dataclasses.replace(config, no_largest=False))["groups"]
+    assert measured[4:] == ["none", "attention"] and group["rows"]["attention"]["largest"]["batch"] == 296
+    remat.main(dataclasses.replace(config, no_largest=False))
+    assert len(measured) == 6
+
+
+@pytest.mark.parametrize(("why", "again"), [("RuntimeError: no kernel", True), ("out of memory", False)])
+def test_steps_that_failed_in_turn_are_tried_again_unless_there_is_no_memory(quick, tmp_path, why, again):
+    remat.main(smoke(tmp_path, remats=("none",)))
+    (file,) = tmp_path.glob("*-times.json")
+    write_json(file, {**json.loads(file.read_text()), "times": {}, "errors": {"none": why}})
+    (group,) = remat.main(smoke(tmp_path, remats=("none",)))["groups"]
+    assert ("ms" in group["rows"]["none"]) == again and ("error" in group["rows"]["none"]) != again
+
+
+def test_a_step_that_fails_in_its_turn_says_why_beside_the_others(quick, tmp_path, monkeypatch):
+    together = remat.measure.together
+    monkeypatch.setattr(
+        remat.measure, "together", lambda *args: {**together(*args), "attention": {"error": "RuntimeError: no kernel"}}
+    )
+    (group,) = remat.main(smoke(tmp_path))["groups"]
+    assert group["rows"]["attention"]["error"] == "RuntimeError: no kernel" and group["rows"]["none"]["ms"]
+
+
+class Compiles:
+    """A step in place of a jitted one, whose compiler says ``needs(batch)`` bytes, or raises it; None says nothing."""
+
+    def __init__(self, needs):
+        self._needs = needs
+
+    def lower(self, state, batch):
+        self._found = self._needs(jax.tree.leaves(batch)[0].shape[0])
+        return self
+
+    def compile(self):
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self
+
+    def memory_analysis(self):
+        if self._found is None:
+            return None
+        sizes = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
+        return types.SimpleNamespace(**dict.fromkeys(sizes, 0) | {"temp_size_in_bytes": self._found})
+
+
+NO_MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+
+@pytest.fixture
+def compiler(steps, monkeypatch):
+    """Puts a compiler in place of XLA that needs so much for a batch."""
+    monkeypatch.setattr(remat.measure, "prepare", lambda *_: Prepared(lambda: None, None, 0.0, None))
+    return lambda needs: monkeypatch.setattr(remat.jax, "jit", lambda *_, **__: Compiles(needs))
+
+
+def test_a_batch_that_had_no_room_to_be_compiled_is_too_large_and_the_search_goes_on(compiler, tmp_path):
+    step = remat.Step("gpt2", "mixed_bfloat16", "none", smoke(tmp_path, memory_limit="9000"))
+    compiler(lambda batch: NO_MEMORY if batch > 480 else 10 * batch)
+    assert remat.step_bytes(step, None, 481) == NO_ROOM and remat.step_bytes(step, None, 480) == 4800
+    largest = remat.measure_alone(step, None)["largest"]
+    assert 240 < largest["batch"] <= 480 and largest["bytes"] == 10 * largest["batch"]
+
+
+def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothing(compiler, tmp_path):
+    step = remat.Step("gpt2", "mixed_bfloat16", "none", smoke(tmp_path, memory_limit="9000"))
+    for needed, text in (
+        (None, "the compiler must tell how much memory a step takes, but this device's says nothing; measure without"),
+        (jax.errors.JaxRuntimeError("INTERNAL: ptxas died"), "JaxRuntimeError: INTERNAL: ptxas died"),
+    ):
+        compiler(lambda batch, needed=needed: needed)
+        assert remat.measure_alone(step, None)["largest"]["error"].startswith(text)
+
+
+def test_a_step_that_had_no_room_to_be_compiled_for_a_target_is_no_number(quick, monkeypatch):
+    monkeypatch.setattr(remat, "step_bytes", lambda *_: NO_ROOM)
+    config = remat.Config(target="h200", no_largest=True)
+    found = remat.measure_alone(remat.Step("gpt2", "mixed_bfloat16", "none", config), None)
+    assert found["step_bytes"] is None and found["error"] == "out of memory"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +246,27 @@ def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, changes, text):
         remat.main(smoke(tmp_path, **changes))
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and said.count("\n") == 1 and text in said
+
+
+def test_what_is_compiled_names_its_target_wherever_it_was_compiled(quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(targets, "device_of", lambda _: types.SimpleNamespace(device_kind="NVIDIA H200"))
+    config = smoke(tmp_path, target="h200", smoke=False, no_largest=True, remats=("none",))
+    result = remat.main(config)
+    (group,) = result["groups"]
+    assert result["environment"]["target"] == group["setting"]["target"] == "NVIDIA H200"
+    assert "cpu" in result["environment"]["device"] and "device" not in group["setting"]
+    assert "- target: NVIDIA H200\n- device: " in (tmp_path / "remat.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "platforms"), [("remat", "before"), ("__main__", "cpu")])
+def test_only_the_command_itself_keeps_jax_off_the_gpu(monkeypatch, name, platforms):
+    monkeypatch.setenv("JAX_PLATFORMS", "before")
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.argv", ["remat.py", "--target=h200"])
+    monkeypatch.setattr("experiments.cli.main", lambda *_: None)
+    runpy.run_path(remat.__file__, run_name=name)
+    assert os.environ["JAX_PLATFORMS"] == platforms
 
 
 def test_compiling_for_a_gpu_without_its_packages_says_what_to_install(tmp_path, monkeypatch, capsys):

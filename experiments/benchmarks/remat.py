@@ -12,8 +12,9 @@ batch is found by compiling, in at most five tries, without running anything; ne
 again by itself, at its own cost. Goal: attention adds at most 8 % of time.
 
 --target compiles for a GPU that is not there: memory and the largest batch on any machine, no times. What was measured
-stays in the run folder; --minutes 8 starts nothing new after eight minutes, and the same command goes on from there.
---smoke runs little models on any device. The run folder holds remat.md, remat.json and remat.png.
+stays in the run folder; --minutes 8 starts nothing new after eight minutes, and the same command goes on from there,
+with the same device, versions, lengths and --memory-limit; what failed is tried again. --smoke runs little models on
+any device. The run folder holds remat.md, remat.json and remat.png.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import gc
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any, Literal
 
-if any(arg.split("=")[0] == "--target" for arg in sys.argv):  # or JAX would look for the GPU that is not there
+if __name__ == "__main__" and any(arg.split("=")[0] == "--target" for arg in sys.argv):
+    # Before JAX is imported: it would look for the GPU that is not there.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own notes
 if not __package__:  # started as a file: the folder two above this one has the packages
@@ -38,15 +39,15 @@ import jax
 import tyro
 
 from experiments import cli, memory
-from experiments.batch_size import SHARE, free_bytes, largest_batch, read_bytes
-from experiments.benchmarks import ceiling, jax_steps, remat_report, targets
+from experiments.batch_size import NO_ROOM, SHARE, free_bytes, largest_batch, read_bytes
+from experiments.benchmarks import ceiling, jax_steps, kept, remat_report, targets
 from experiments.benchmarks import train_step_measure as measure
 from experiments.benchmarks.train_step_rows import Row
 from experiments.benchmarks.workloads import FULL, SMOKE, Workload, workload
 from experiments.environment import environment
 from experiments.models import attention
 from experiments.progress import Progress
-from experiments.runs import run_folder, write_json
+from experiments.runs import run_folder
 
 Remat = Literal["none", "attention", "dots", "full"]
 Policy = Literal["mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"]
@@ -128,15 +129,38 @@ def steps_of(config: Config) -> list[Step]:
 
 
 def step_bytes(step: Step, device: Any, batch_size: int = 0) -> int:
-    """Bytes that a step needs by the compiler's account; ``device`` is a GPU that is not there, or None."""
+    """Bytes that a step needs by the compiler's account, or ``NO_ROOM`` if it had none.
+
+    Args:
+      step: the train step.
+      device: a GPU that is not there to compile for; None for the device that is.
+      batch_size: sequences a step; 0 for what the flags say.
+
+    Raises:
+      ValueError: the compiler does not tell.
+    """
     case = step.case(batch_size)
-    if device is None:
-        return jax_steps.compiled_bytes(case, step.row)
     init, fun = jax_steps.train_step(case, step.row)
-    with attention.implementation("cudnn"):
-        state, batch = (targets.on(device, tree) for tree in (jax.eval_shape(init), case.batch))
-        lowered = jax.jit(fun, donate_argnums=0).trace(state, batch).lower(lowering_platforms=("cuda",))
-    return memory.of_compiled(lowered.compile(compiler_options=targets.COMPILER_OPTIONS)) or sys.maxsize
+    jitted = jax.jit(fun, donate_argnums=0)
+    try:
+        if device is None:
+            compiled = jitted.lower(jax.eval_shape(init), case.batch).compile()
+        else:
+            with attention.implementation("cudnn"):
+                state, batch = (targets.on(device, tree) for tree in (jax.eval_shape(init), case.batch))
+                lowered = jitted.trace(state, batch).lower(lowering_platforms=("cuda",))
+            compiled = lowered.compile(compiler_options=targets.COMPILER_OPTIONS)
+    except jax.errors.JaxRuntimeError as error:
+        if measure.reason(error) != measure.OUT_OF_MEMORY:  # the compiler tries kernels, and those had no room
+            raise
+        return NO_ROOM
+    needed = memory.of_compiled(compiled)
+    if needed is None:
+        raise ValueError(
+            "the compiler must tell how much memory a step takes, but this device's says nothing; measure without the "
+            "largest batch (--no-largest)"
+        )
+    return needed
 
 
 def limit_of(config: Config) -> int:
@@ -152,13 +176,19 @@ def limit_of(config: Config) -> int:
     return free_bytes()
 
 
+def looks_for_largest(config: Config) -> bool:
+    """Whether the flags ask for the largest batch."""
+    return not config.no_largest and bool(config.memory_limit or not config.smoke)
+
+
 def measure_alone(step: Step, device: Any) -> dict[str, Any]:
     """Memory of a step, and the largest batch: ``step_bytes``, ``peak``, ``largest`` or why there is none."""
     config = step.config
     found: dict[str, Any] = {"step_bytes": None, "peak": None, "largest": None}
     try:
         if config.target:
-            found["step_bytes"] = step_bytes(step, device)
+            needed = step_bytes(step, device)
+            found |= {"error": measure.OUT_OF_MEMORY} if needed == NO_ROOM else {"step_bytes": needed}
         else:
             prepared = measure.prepare(step.case(), step.row, "train")
             found["step_bytes"] = prepared.compiled_bytes
@@ -169,12 +199,14 @@ def measure_alone(step: Step, device: Any) -> dict[str, Any]:
     except RuntimeError as error:  # XLA's: out of memory
         found["error"] = measure.reason(error)
     gc.collect()
-    if not config.no_largest and (config.memory_limit or not config.smoke):
+    if looks_for_largest(config):
         try:
             largest = largest_batch(lambda batch: step_bytes(step, device, batch), limit_of(config))
             found["largest"] = {"batch": largest.batch, "bytes": largest.bytes, "limit": largest.limit}
         except ValueError as error:
             found["largest"] = {"error": str(error)}
+        except RuntimeError as error:
+            found["largest"] = {"error": measure.reason(error)}
     return found
 
 
@@ -186,27 +218,40 @@ class Measurement:
       folder: the run's.
       device: the GPU to compile for, or None.
       where: what it is measured on.
+
+    Attributes:
+      clock: what it leaves to the next command.
     """
 
     def __init__(self, config: Config, folder: Path, device: Any, where: dict[str, str]) -> None:
         self.config, self.folder, self.device, self.where = config, folder, device, where
-        self.unfinished = False
-        self._started = time.monotonic()
+        self.clock = kept.Clock(config.minutes)
+        place = ("target" if "target" in where else "device", "versions")
+        self._setting = {name: where[name] for name in place} | {"memory_limit": config.memory_limit or "the device's"}
+        self._setting |= {name: getattr(config, name) for name in ("rounds", "block_ms", "smoke")}
 
-    def run(self, progress: Progress) -> None:
-        """Measures what the flags ask for and the folder lacks.
+    def require_alike(self) -> None:
+        """Checks that what the flags ask for can be held against what the folder has.
 
         Raises:
-          ValueError: the folder has something that was measured otherwise.
+          ValueError: it has other sizes, another device, other versions, lengths or another limit.
         """
+        for step in {step.model: step for step in steps_of(self.config)}.values():
+            for file in self.folder.glob(f"{step.model}-*.json"):
+                kept.require_alike(file, self._setting_of(step.case()))
+
+    def run(self, progress: Progress) -> None:
+        """Measures what the flags ask for and the folder lacks."""
         steps = steps_of(self.config)
-        todo = {step.name: step for step in steps if self._read(step) is None}
+        todo = [step for step in steps if not self._has(step)]
+        todo.sort(key=lambda step: bool(self._read(step)))  # new first
         progress.advance(len(steps) - len(todo), "measured before")
-        for name, found in self._alone(todo):
-            if self._late():
+        by_name = {step.name: step for step in todo}
+        for name, found in self._alone(by_name):
+            if self.clock.late():
                 return
             progress.advance(0, "memory and the largest batch", name)
-            self._write(todo[name], self._file(todo[name]), found())
+            self._write(by_name[name], self._file(by_name[name]), found())
             progress.advance(1, "memory and the largest batch", name)
         for model, policy in dict.fromkeys((step.model, step.policy) for step in steps):
             if not self.config.target:
@@ -224,16 +269,16 @@ class Measurement:
 
     def _in_turn(self, steps: list[Step], progress: Progress) -> None:
         first, config = steps[0], self.config
-        file = self.folder / f"{first.model}-{first.policy}-{'-'.join(step.remat for step in steps)}-times.json"
-        able = {step.remat: step.row for step in steps if "error" not in (self._read(step) or {})}
-        if file.exists() or not able or self._late():
+        able = {step.remat: step.row for step in steps if "error" not in self._read(step)}
+        file = self.folder / f"{first.model}-{first.policy}-{'-'.join(able)}-times.json"
+        if not able or (file.exists() and not _to_try_again(file)) or self.clock.late():
             return
         title = f"{first.model}, {first.policy}"
         prepared, errors = measure.prepare_all(
             first.case(), able, "train", lambda remat: progress.advance(0, f"{remat}: getting ready", title)
         )
         rounds, block_ms = (2, 1.0) if config.smoke else (config.rounds, config.block_ms)
-        times = measure.together(
+        found = measure.together(
             prepared,
             rounds,
             block_ms,
@@ -241,45 +286,36 @@ class Measurement:
         )
         prepared.clear()
         gc.collect()
+        errors |= {remat: each["error"] for remat, each in found.items() if "error" in each}
+        times = {remat: each for remat, each in found.items() if remat not in errors}
         self._write(first, file, {"times": times, "errors": errors})
 
     def _file(self, step: Step) -> Path:
         return self.folder / f"{step.name.replace('/', '-')}.json"
 
-    def _read(self, step: Step) -> dict[str, Any] | None:
+    def _read(self, step: Step) -> dict[str, Any]:
+        """What the folder has of a step alone, perhaps nothing."""
         file = self._file(step)
-        if not file.exists():
-            return None
-        found, now = json.loads(file.read_text()), self._setting(step)
-        if different := [name for name in now if found["setting"].get(name) != now[name]]:
-            what = ", ".join(f"{name} is {found['setting'].get(name)} there and {now[name]} here" for name in different)
-            raise ValueError(
-                f"a run folder is of one device and one size of each model, but in {file} {what}; take another "
-                "--run-dir"
-            )
-        return found
+        return json.loads(file.read_text()) if file.exists() else {}
 
-    def _setting(self, step: Step) -> dict[str, Any]:
-        sizes = dataclasses.asdict(step.case().sizes)
-        return {"device": self.where["device"], "sizes": sizes, "smoke": self.config.smoke}
+    def _has(self, step: Step) -> bool:
+        """Whether the folder has all that the flags ask for of a step alone; what failed is tried again."""
+        found = self._read(step)
+        largest = not looks_for_largest(self.config) or "batch" in (found.get("largest") or {})
+        return bool(found) and "error" not in found and largest
+
+    def _setting_of(self, case: Workload) -> dict[str, Any]:
+        """What all figures of a model in one folder have in common."""
+        return {"sizes": dataclasses.asdict(case.sizes), **self._setting}
 
     def _write(self, step: Step, file: Path, found: dict[str, Any]) -> None:
-        case = step.case()
-        about = {
-            "model": step.model,
-            "policy": step.policy,
-            "remat": step.remat,
-            "text": case.text,
-            "items": case.items,
-        }
-        write_json(
-            file, {**about, "unit": case.unit, "setting": self._setting(step), "environment": self.where, **found}
-        )
+        case, about = step.case(), {"policy": step.policy, "remat": step.remat}
+        kept.save(file, case, self._setting_of(case), self.where, {**about, **found})
 
-    def _late(self) -> bool:
-        """Whether what is not begun yet must wait for the next command."""
-        self.unfinished |= 0 < 60 * self.config.minutes < time.monotonic() - self._started
-        return self.unfinished
+
+def _to_try_again(file: Path) -> bool:
+    """Whether steps failed in turn, but for want of memory beside the others: nothing has changed about that."""
+    return any(why != measure.OUT_OF_MEMORY for why in json.loads(file.read_text())["errors"].values())
 
 
 def check(config: Config) -> Any:
@@ -315,14 +351,9 @@ def main(config: Config) -> dict[str, Any]:
                 measure.answer(lambda: measure_alone(Step(model, policy, remat, config), None))
             return {}
         folder = run_folder("remat", config.run_dir).absolute()
-        where = environment()
-        if config.target:
-            where = {
-                **where,
-                "device": f"{device.device_kind}, compiled for and not run on",
-                "compiled on": where["device"],
-            }
+        where = {**({"target": device.device_kind} if config.target else {}), **environment()}
         measurement = Measurement(config, folder, device, where)
+        measurement.require_alike()
         ready = targets.with_cudnn(targets.TARGETS[config.target].cudnn) if config.target else contextlib.nullcontext()
         cache = measure.caches_in(folder / "cache")  # what was measured alone is not compiled again to take its turn
         with ready, cache, Progress("remat", len(steps_of(config))) as progress:
@@ -330,7 +361,7 @@ def main(config: Config) -> dict[str, Any]:
     result = remat_report.write(folder) if any(folder.glob("*-*.json")) else {}
     if result:
         remat_report.show(result, folder)
-    if measurement.unfinished:
+    if measurement.clock.unfinished:
         print("not all is measured: the same command goes on from here")
     return result
 

@@ -10,6 +10,7 @@ from typing import Any
 import rich.console
 
 from experiments import plots
+from experiments.benchmarks import kept
 from experiments.benchmarks.compile_only_report import RECORDED
 from experiments.benchmarks.train_step_goals import GOALS, REMAT_TIME
 from experiments.benchmarks.workloads import FULL
@@ -45,20 +46,21 @@ def collect(folder: Path) -> Result:
             continue
         for remat, found in part["times"].items():
             row, none = group["rows"].setdefault(remat, {}), part["times"].get("none")
+            row.pop("error", None)
             own = found["milliseconds"]
             row["milliseconds"], row["ms"] = own, quartiles(own)
             if none:
                 ratios = [a / b for a, b in zip(own, none["milliseconds"], strict=True)]
                 row["ratio"] = quartiles(ratios)
         for remat, error in part["errors"].items():
-            group["rows"].setdefault(remat, {})["error"] = error
+            row = group["rows"].setdefault(remat, {})
+            if "ms" not in row:  # times count more than why there were none
+                row["error"] = error
     for group in groups.values():
         group["rows"] = {kind: group["rows"][kind] for kind in KINDS if kind in group["rows"]}
         group["goals"] = goals(group)
-    environments = {json.dumps(part["environment"]): part["environment"] for part in parts}
-    where = max(environments.values(), key=lambda each: each["date"])
-    commands = dict.fromkeys(each["command"] for each in environments.values())
-    return {"environment": where | {"command": "; ".join(commands)}, "groups": list(groups.values())}
+    where = kept.joined([part["environment"] for part in parts])
+    return {"environment": where, "groups": list(groups.values())}
 
 
 def goals(group: dict[str, Any]) -> list[str]:
@@ -109,9 +111,10 @@ def table(group: dict[str, Any]) -> Table:
         rows.append(tuple(cells))
     notes = [NOTE]
     if limits := {row["largest"]["limit"] for row in group["rows"].values() if "batch" in row.get("largest", {})}:
+        limit = " to ".join(f"{size / MIB:,.0f}" for size in sorted({min(limits), max(limits)}))
         notes.append(
-            f"Largest batch: whose step needs at most {min(limits) / MIB:,.0f} MiB, by compiling; near that limit XLA "
-            "computes some of a step again by itself."
+            f"Largest batch: whose step needs at most {limit} MiB, by compiling; near that limit XLA computes some of "
+            "a step again by itself."
         )
     notes += [row["largest"]["error"] for row in group["rows"].values() if "error" in row.get("largest", {})]
     smoke = "SMOKE TEST, no result: " if group["setting"]["smoke"] else ""
@@ -126,7 +129,8 @@ def write(folder: Path) -> Result:
     lines += ["![time against memory](remat.png)", "", *(table(group).markdown() for group in result["groups"])]
     (folder / "remat.md").write_text("\n".join(lines))
     write_json(folder / "remat.json", result)
-    plots.remat(result["groups"], folder / "remat.png", f"{where['device']}, {where['date'][:10]}")
+    about = f"compiled for {where['target']}" if "target" in where else where["device"]
+    plots.remat(result["groups"], folder / "remat.png", f"{about}, {where['date'][:10]}")
     return result
 
 
