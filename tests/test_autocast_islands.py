@@ -247,6 +247,21 @@ def test_squares_that_a_product_cancels_are_float32(fun, policy):
                                fun(x.astype(HALVES[policy]).astype(jnp.float32)), rtol=1e-5)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("rest", "dtype"),
+    [
+        (lambda squares, dots: squares - dots / 0.5, "float32"),
+        (lambda squares, dots: squares - 0.5 / dots, "bfloat16"),
+        (lambda squares, dots: 0.5 / squares - dots, "bfloat16"),
+    ],
+)
+def test_a_product_divided_by_a_constant_is_cancelled_but_no_quotient_of_a_constant(rest, dtype):
+    def fun(x, w):
+        return rest(jnp.sum(x**2, -1, keepdims=True), x @ w)
+
+    assert products(half(fun), normal(0, 4, 8), W) == [dtype]
+
+
 @pytest.mark.parametrize("policy", HALVES)
 def test_a_product_that_is_only_factorised_is_float32(policy):
     a = 3 * normal(0, 64, 8)

@@ -131,10 +131,9 @@ def _summed_with(node: Node) -> Iterator[Node]:
 
 
 def _is_scaling(node: Node) -> bool:
-    """Whether a value is multiplied by a constant."""
-    return node.name == "neg" or (
-        node.name in ("mul", "div") and len(node.inputs) == 2 and any(n.const is not None for n in node.inputs)
-    )
+    """Whether a value is multiplied or divided by a constant."""
+    factors = {"mul": node.inputs, "div": node.inputs[1:]}.get(node.name, [])
+    return node.name == "neg" or (len(node.inputs) == 2 and any(factor.const is not None for factor in factors))
 
 
 def _scaled(node: Node) -> Node:
