@@ -1,4 +1,4 @@
-"""Where a result comes from: device, versions, date and command."""
+"""Where a result comes from: device, versions, date and command; whether there is a GPU for it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ def environment(packages: tuple[str, ...] = ()) -> dict[str, str]:
         "date": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
         "command": command(),
     }
+
+
+def require_gpu(smoke: bool) -> None:
+    """Ends a benchmark of GPUs where there is none, unless it only has to run.
+
+    Raises:
+      ValueError: there is no GPU.
+    """
+    if not smoke and jax.default_backend() != "gpu":
+        raise ValueError(
+            f"this benchmark measures a GPU, but JAX finds only {jax.devices()[0].device_kind} "
+            f"({jax.default_backend()}); install jax[cuda13] where there is one, or see it run small here with --smoke"
+        )
 
 
 def version(package: str) -> str:

@@ -110,7 +110,7 @@ def rows_alone(quick, monkeypatch, tmp_path):
             yield key, measured
 
     monkeypatch.setattr(train_step.measure, "in_processes", in_processes)
-    monkeypatch.setattr(train_step.ceiling, "require_gpu", lambda _: None)
+    monkeypatch.setattr(train_step, "require_gpu", lambda _: None)
     monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
     monkeypatch.setattr(kept.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(report, "picture", lambda *_: None)

@@ -39,7 +39,7 @@ import tyro
 from experiments import cli, compare, image_classification, language_modeling, masked_lm, memory, training
 from experiments.benchmarks import accuracy_report, kept
 from experiments.comparison import BASELINE, init_params
-from experiments.environment import environment
+from experiments.environment import environment, require_gpu
 from experiments.experiment import Experiment
 from experiments.runs import checkpoints_folder, run_folder, strict_json, write_json
 
@@ -262,11 +262,8 @@ def to_do(config: Config) -> list[Run]:
     for run in missing:
         if config.run_dir and run.task in there:  # they may differ in policy and seed only
             kept.require_alike(config.run_dir / run.task, {**run.setting, "device": device}, there[run.task])
-    if missing and jax.default_backend() == "cpu" and not config.smoke:
-        raise ValueError(
-            f"this benchmark trains ResNet-50, GPT-2 and BERT in full size, which needs a GPU, and here is {device}; "
-            "--smoke trains little models on any device, to see that everything runs"
-        )
+    if missing:
+        require_gpu(config.smoke)
     return missing
 
 

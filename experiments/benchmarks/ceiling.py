@@ -30,7 +30,7 @@ import tyro
 
 import jaxmp
 from experiments import cli, timing
-from experiments.environment import environment
+from experiments.environment import environment, require_gpu
 from experiments.progress import Progress
 from experiments.report import Table
 from experiments.runs import run_folder, write_json
@@ -175,19 +175,6 @@ def table(result: dict[str, Any]) -> Table:
 
 def _cell(value: float | str) -> str:
     return "–" if isinstance(value, str) else f"{value:.3g}"
-
-
-def require_gpu(smoke: bool) -> None:
-    """Ends a benchmark of GPUs where there is none, unless it only has to run.
-
-    Raises:
-      ValueError: there is no GPU.
-    """
-    if not smoke and jax.default_backend() != "gpu":
-        raise ValueError(
-            f"this benchmark measures a GPU, but JAX finds only {jax.devices()[0].device_kind} "
-            f"({jax.default_backend()}); install jax[cuda13] where there is one, or see it run small here with --smoke"
-        )
 
 
 def main(config: Config) -> dict[str, Any]:

@@ -40,11 +40,11 @@ import tyro
 
 from experiments import cli, memory
 from experiments.batch_size import NO_ROOM, SHARE, free_bytes, largest_batch, read_bytes
-from experiments.benchmarks import ceiling, jax_steps, kept, remat_report, targets
+from experiments.benchmarks import jax_steps, kept, remat_report, targets
 from experiments.benchmarks import train_step_measure as measure
 from experiments.benchmarks.train_step_rows import Row
 from experiments.benchmarks.workloads import FULL, SMOKE, Workload, workload
-from experiments.environment import environment
+from experiments.environment import environment, require_gpu
 from experiments.models import attention
 from experiments.progress import Progress
 from experiments.runs import run_folder
@@ -336,7 +336,7 @@ def check(config: Config) -> Any:
             return targets.device_of(targets.TARGETS[config.target].text())
         except ModuleNotFoundError as error:
             raise ValueError(str(error)) from None
-    ceiling.require_gpu(config.smoke)
+    require_gpu(config.smoke)
     return None
 
 

@@ -39,7 +39,7 @@ from experiments.benchmarks import train_step_measure as measure
 from experiments.benchmarks import train_step_report as report
 from experiments.benchmarks.train_step_rows import ROWS, Pass, Prepared, Row, peers, rows_of
 from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
-from experiments.environment import environment
+from experiments.environment import environment, require_gpu
 from experiments.progress import Progress
 from experiments.runs import run_folder, write_json
 
@@ -297,7 +297,7 @@ def main(config: Config) -> dict[str, Any]:
             measure_alone(config)
             return {}
         if not config.report_only:
-            ceiling.require_gpu(config.smoke)
+            require_gpu(config.smoke)
         elif config.run_dir is None or not config.run_dir.is_dir():
             raise ValueError(f"--report-only reads what lies in --run-dir, an existing folder, got {config.run_dir}")
         folder = run_folder("train_step", config.run_dir).absolute()
