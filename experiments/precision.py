@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
+from jaxmp.autocast.rules import UnmatchedOverrideError
 from jaxmp.dtypes import nearest
 
 # The scale of each of Apex's opt levels; float16 params (O3) go without.
@@ -115,7 +116,7 @@ def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable
       functions: each loss function with its arguments, arrays or ShapeDtypeStructs; it is traced for each override.
 
     Raises:
-      ValueError: an override matches in none.
+      UnmatchedOverrideError: an override matches in none, a ValueError.
     """
     own: list[dict[str, str]] = [{} for _ in functions]
     for pattern, kind in autocast["overrides"].items():
@@ -123,7 +124,7 @@ def split_overrides(autocast: dict[str, Any], functions: Sequence[tuple[Callable
         for overrides, (function, args) in zip(own, functions, strict=True):
             try:
                 jax.eval_shape(jaxmp.autocast(function, autocast["policy"], overrides={pattern: kind}), *args)
-            except ValueError as error:
+            except UnmatchedOverrideError as error:
                 errors.append(error)
             else:
                 overrides[pattern] = kind

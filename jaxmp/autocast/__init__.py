@@ -91,8 +91,8 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
 
     Raises:
       ValueError: the policy has no half compute dtype; float16 on a TPU; an override asks for another level, names no
-        primitive or class that there is (``UnknownOperationError``), or (in the call) matched nothing; ``"float32"``
-        outside of any other autocast (in the call).
+        primitive or class that there is (``UnknownOperationError``), or (in the call) matched nothing
+        (``UnmatchedOverrideError``); ``"float32"`` outside of any other autocast (in the call).
       TypeError: the policy is a PolicyMap, a key of the overrides no string; an argument is a ShapeDtypeStruct, which
         :func:`jaxmp.cast_plan` takes (in the call).
 

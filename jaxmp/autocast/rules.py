@@ -40,6 +40,10 @@ _NO_SCOPES = (
 _FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
+class UnmatchedOverrideError(ValueError):
+    """An override that matches no operation of the function."""
+
+
 class Decision(NamedTuple):
     """What an operation is before its neighbours have a say; ``reason`` is a text for the plan and decides nothing."""
 
@@ -100,7 +104,7 @@ class Rules:
         return DECIDED in names
 
     def check(self) -> None:
-        """Raises a ValueError if an override matched nothing, with the nearest paths or primitives."""
+        """Raises an UnmatchedOverrideError if one matched nothing, with the nearest paths or primitives."""
         for key in self.overrides:
             if key in self.matched:
                 continue
@@ -109,7 +113,7 @@ class Rules:
                 what = f"paths: {nearest(key, known) or _NO_SCOPES}"
             else:
                 what = f"primitives: {nearest(key.partition(':')[2], sorted(self.primitives))}"
-            raise ValueError(
+            raise UnmatchedOverrideError(
                 f"every override must match an operation of the function, but {key!r} matched none; nearest {what}. "
                 "Operations of its derivative are seen in autocast(grad(f)) only"
             )

@@ -1,0 +1,41 @@
+"""What the flags of precision mean to several loss functions at once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.precision import split_overrides
+
+X = jax.ShapeDtypeStruct((4, 4), "float32")
+
+
+def in_scope(name):
+    def loss(x):
+        with jax.named_scope(name):
+            return jnp.sum(x @ x)
+
+    return loss, (X,)
+
+
+def told(*patterns):
+    return {"policy": "mixed_bfloat16", "overrides": dict.fromkeys(patterns, "float32")}
+
+
+def test_each_loss_function_is_told_the_overrides_that_match_in_it():
+    ours, theirs = split_overrides(told("train", "*", "test"), [in_scope("train"), in_scope("test")])
+    assert ours == told("train", "*") and theirs == told("*", "test")
+
+
+def test_an_override_that_matches_in_none_is_an_error():
+    with pytest.raises(ValueError, match="every override must match .* 'nope' matched none; nearest paths: 'train'"):
+        split_overrides(told("train", "nope"), [in_scope("train"), in_scope("test")])
+
+
+def test_another_error_of_a_loss_function_is_no_override_that_matches_nothing():
+    def loss(x):
+        raise ValueError("a batch has two axes")
+
+    with pytest.raises(ValueError, match="a batch has two axes"):
+        split_overrides(told("train"), [in_scope("train"), (loss, (X,))])
