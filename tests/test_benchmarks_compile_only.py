@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -186,13 +187,92 @@ def test_the_benchmark_writes_a_table_a_picture_and_json_and_resumes(tmp_path, c
     assert again["results"] == written["results"]
 
 
-def test_rows_of_another_gpu_or_other_versions_are_compiled_again(tmp_path):
-    where = {"target": "NVIDIA H200", "versions": "jax 0.11.2", "date": "today"}
-    earlier = {"environment": {**where, "date": "before"}, "results": [{"model": "GPT-2", "variants": {"a": ROW}}]}
-    assert compile_only.rows_there(tmp_path, where) == {}
-    (tmp_path / "compile_only.json").write_text(json.dumps(earlier))
-    assert compile_only.rows_there(tmp_path, where) == {"GPT-2": {"a": ROW}}
-    assert compile_only.rows_there(tmp_path, {**where, "versions": "jax 0.12"}) == {}
+@pytest.fixture
+def compiles(monkeypatch):
+    """Rows that nobody compiles, each with a peak of its own; returns those asked for, and what the environment is."""
+    asked, now = [], {}
+    environment = compile_only.environment
+
+    def measure(case, variant, device, top):
+        asked.append((case.name, variant.label))
+        return {**ROW, "label": variant.label, "peak": 2**31 + len(asked)}, "HLO"
+
+    monkeypatch.setattr(compile_only, "measure", measure)
+    monkeypatch.setattr(compile_only, "environment", lambda *args: {**environment(*args), **now})
+    monkeypatch.setattr(targets, "device_of", lambda _: types.SimpleNamespace(device_kind="NVIDIA H200"))
+    return asked, now
+
+
+def written(folder):
+    """What the files say: the results and date and command of the json, which the md must have, too."""
+    found, markdown = json.loads((folder / "compile_only.json").read_text()), (folder / "compile_only.md").read_text()
+    for name in ("date", "command"):
+        assert f"- {name}: {found['environment'][name]}\n" in markdown
+    for result in found["results"]:
+        assert result["model"] in markdown
+    rows = {result["name"]: list(result["variants"]) for result in found["results"]}
+    return found["results"], rows, found["environment"]
+
+
+def test_what_is_resumed_with_fewer_models_and_rows_keeps_the_others_with_the_commands_of_all(compiles, tmp_path):
+    asked, now = compiles
+    config = compile_only.Config(models=("gpt2", "bert"), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
+    now |= {"date": "2026-11-20 10:00", "command": "first"}
+    compile_only.main(config)
+    before, rows, _ = written(tmp_path)
+    assert rows == {"bert": ["jaxmp-bf16"], "gpt2": ["jaxmp-bf16"]} and len(asked) == 2
+    now |= {"date": "2026-11-20 11:00", "command": "second"}
+    less = dataclasses.replace(config, models=("gpt2",), variants=("hand-fp32",), resume=True)
+    picture = (tmp_path / "compile_only.png").read_bytes()
+    compile_only.main(less)
+    after, rows, where = written(tmp_path)
+    assert rows == {"bert": ["jaxmp-bf16"], "gpt2": ["hand-fp32", "jaxmp-bf16"]} and len(asked) == 3
+    assert after[0] == before[0] and after[1]["variants"]["jaxmp-bf16"] == before[1]["variants"]["jaxmp-bf16"]
+    assert (where["date"], where["command"]) == ("2026-11-20 11:00", "first; second")
+    assert (tmp_path / "compile_only.png").read_bytes() != picture
+
+    now |= {"date": "2026-11-20 12:00", "command": "third"}  # which has nothing to compile: what is there stays
+    (tmp_path / "compile_only.md").write_text("")
+    compile_only.main(dataclasses.replace(config, resume=True))
+    assert written(tmp_path) == (after, rows, where) and len(asked) == 3
+
+    compile_only.main(dataclasses.replace(less, layers=1))
+    results, rows, _ = written(tmp_path)
+    assert [result["name"] for result in results] == ["bert", "gpt2", "gpt2"] and results[:2] == after
+    assert len({result["model"] for result in results}) == 3
+
+
+def test_json_and_table_agree_also_after_a_run_that_was_cut(compiles, monkeypatch, tmp_path):
+    measure = compile_only.measure
+
+    def cut(case, *args):
+        if case.name == "bert":
+            raise KeyboardInterrupt
+        return measure(case, *args)
+
+    monkeypatch.setattr(compile_only, "measure", cut)
+    config = compile_only.Config(models=("gpt2", "bert"), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        compile_only.main(config)
+    _, rows, _ = written(tmp_path)
+    assert rows == {"bert": [], "gpt2": ["jaxmp-bf16"]}
+
+
+@pytest.mark.parametrize("fact", ["target", "versions"])
+def test_a_run_is_resumed_for_the_same_gpu_and_with_the_same_versions_only(compiles, tmp_path, capsys, fact):
+    asked, now = compiles
+    config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
+    compile_only.main(config)
+    before = (tmp_path / "compile_only.json").read_text()
+    capsys.readouterr()
+    now[fact] = "others"
+    with pytest.raises(SystemExit, match="2"):
+        compile_only.main(dataclasses.replace(config, resume=True))
+    said = capsys.readouterr().err
+    assert f"compile_only.json {fact} is " in said and "there and others here; take the device" in said
+    assert (tmp_path / "compile_only.json").read_text() == before and len(asked) == 1
+    compile_only.main(config)  # anew
+    assert len(asked) == 2
 
 
 def test_every_variant_is_a_row_and_remat_is_of_transformers_only():

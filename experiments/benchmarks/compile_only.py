@@ -34,7 +34,7 @@ import tyro
 
 import jaxmp
 from experiments import cli, flops, memory
-from experiments.benchmarks import by_hand, hlo, hlo_memory, jax_steps, scaled_steps, targets
+from experiments.benchmarks import by_hand, hlo, hlo_memory, jax_steps, kept, scaled_steps, targets
 from experiments.benchmarks import compile_only_report as report
 from experiments.benchmarks.train_step_rows import Row, rows_of
 from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Sizes, Workload, workload
@@ -91,7 +91,8 @@ class Config:
     hlo: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also write each compiled step's HLO."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Go on in --run-dir: what its compile_only.json has of the same models, GPU and versions is not compiled again."""
+    """Go on in --run-dir, for the same GPU and with the same versions: what its compile_only.json has is kept, and not
+    compiled again."""
     smoke: tyro.conf.FlagCreatePairsOff[bool] = False
     """Small sizes, to see it run; nothing is compared with torch."""
     run_dir: cli.Folder = None
@@ -148,13 +149,22 @@ def measure(case: Workload, variant: Variant, device: Any, top: int = 0) -> tupl
     return row, text
 
 
-def rows_there(folder: Path, where: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier run in ``folder``, by the model in words and their names."""
-    file = folder / "compile_only.json"
-    earlier: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"environment": where, "results": []}
-    if any(earlier["environment"][fact] != where[fact] for fact in ("target", "versions")):
-        return {}
-    return {result["model"]: result["variants"] for result in earlier["results"]}
+def earlier_run(file: Path, where: dict[str, str]) -> dict[str, Any]:
+    """The ``"environment"`` and the ``"results"`` that an earlier run wrote to ``file``.
+
+    Raises:
+      ValueError: it was for another GPU, or with other versions.
+    """
+    earlier = json.loads(file.read_text())
+    there, here = ({fact: each[fact] for fact in ("target", "versions")} for each in (earlier["environment"], where))
+    kept.require_alike(file, here, there)
+    return earlier
+
+
+def write(folder: Path, where: dict[str, str], results: list[dict[str, Any]]) -> None:
+    """compile_only.json, .md and .png, which always have the same rows, date and command."""
+    write_json(folder / "compile_only.json", {"environment": where, "results": results})
+    report.write(folder, where, results)
 
 
 def description_of(config: Config) -> tuple[str, tuple[int, int, int]]:
@@ -175,36 +185,36 @@ def main(config: Config) -> dict[str, Any]:
         except ModuleNotFoundError as error:
             cli.fail(str(error))
         folder = run_folder("compile_only", config.run_dir)
-    packages = [name for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if _installed(name)]
-    where = {"target": device.device_kind, **environment(tuple(packages))}
-    done = rows_there(folder, where) if config.resume else {}
+        packages = [name for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if _installed(name)]
+        where = {"target": device.device_kind, **environment(tuple(packages))}
+        earlier: dict[str, Any] = {"environment": where, "results": []}
+        if config.resume and (file := folder / "compile_only.json").exists():
+            earlier = earlier_run(file, where)
     cases = {name: workload(name, sizes_of(name, config)) for name in chosen}
-    results: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "model": case.text,
-            "full": case.sizes == FULL[name] and device.device_kind == targets.TARGETS["h200"].name,
-            "variants": done.get(case.text, {}),
-        }
-        for name, case in cases.items()
-    ]
+    by_model = {result["model"]: result for result in earlier["results"]}  # all of them, asked for or not
+    for name, case in cases.items():
+        full = case.sizes == FULL[name] and device.device_kind == targets.TARGETS["h200"].name
+        by_model.setdefault(case.text, {"name": name, "model": case.text, "full": full, "variants": {}})
+    results = sorted(by_model.values(), key=lambda result: NAMES.index(result["name"]))
     missing = [
-        (result, key, variant)
-        for result, variants in zip(results, chosen.values(), strict=True)
+        (by_model[cases[name].text], key, variant)
+        for name, variants in chosen.items()
         for key, variant in variants.items()
-        if key not in result["variants"]
+        if key not in by_model[cases[name].text]["variants"]
     ]
+    where = kept.joined([earlier["environment"], where]) if missing else earlier["environment"]
     with Progress("compile_only", len(missing)) as progress, targets.with_cudnn(cudnn):
         for result, key, variant in missing:
             name, rows = result["name"], result["variants"]
             progress.advance(0, f"compiling {key}", name)
             rows[key], text = measure(cases[name], variant, device, config.top)
             result["variants"] = {each: rows[each] for each in VARIANTS if each in rows}
-            write_json(folder / "compile_only.json", {"environment": where, "results": results})
+            write(folder, where, results)
             if config.hlo:
                 (folder / f"{name}-{key}.hlo.txt").write_text(text)
             progress.advance(1, f"{key}: {rows[key]['peak'] / 2**20:,.0f} MiB", name)
-    report.write(folder, where, results)
+    if not missing:
+        write(folder, where, results)
     console = rich.console.Console()
     report.show(console if console.is_terminal else rich.console.Console(width=200), where, results)
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
