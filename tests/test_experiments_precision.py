@@ -29,7 +29,7 @@ def test_each_loss_function_is_told_the_overrides_that_match_in_it():
 
 
 def test_an_override_that_matches_in_none_is_an_error():
-    with pytest.raises(ValueError, match="every override must match .* 'nope' matched none; nearest paths: 'train'"):
+    with pytest.raises(ValueError, match=r"every override must match .* 'nope' matched none; nearest paths: 'train'"):
         split_overrides(told("train", "nope"), [in_scope("train"), in_scope("test")])
 
 
