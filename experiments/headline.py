@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.benchmarks import accuracy_report
 from experiments.benchmarks.compile_only_report import RECORDED
-from experiments.benchmarks.train_step_goals import AUTOCAST, GOALS, REMAT_TIME, SCALING, TENSOR_FLOPS
+from experiments.benchmarks.train_step_goals import AUTOCAST, GOALS, REMAT_TIME, SCALING, TENSOR_FLOPS, half_share
 from experiments.benchmarks.train_step_report import Results
 from experiments.benchmarks.workloads import FULL, Name
 from experiments.report import Table
@@ -184,7 +184,7 @@ def tensor_cores(sources: Sources, model: str) -> str:
     """The share of a step's FLOPs that tensor cores do in half."""
     steps = sources.steps(model)
     ours = steps.fastest("train", "jaxmp-bf16", "jaxmp-fp16")
-    if ours and (share := steps.figures("train", ours).get("tensor_flops")) is not None:
+    if ours and (share := half_share(steps.figures("train", ours).get("flops"))) is not None:
         return judged(share, TENSOR_FLOPS, ".1%", least=True)
     if (share := sources.variant(model, "jaxmp-bf16").get("half")) is not None:
         return judged(share, TENSOR_FLOPS, ".1%", least=True, mark=COMPILED)
@@ -267,6 +267,17 @@ def lines(results: Path, root: Path) -> list[str]:
             f"here wrote: MiB of torch.compile AMP and of JAX's float32 by hand: {peaks}. A train step measured with "
             "the command below takes their place.",
         )
+        alike = (
+            (name, sources.variant(model, "hand-fp32"), sources.variant(model, "jaxmp-bf16"))
+            for model, name in MODELS.items()
+        )
+        shares = [
+            f"{name.split(',')[0]} {1 - own['peak'] / other['peak']:.0%}" for name, other, own in alike if other and own
+        ]
+        if shares:
+            notes.insert(
+                1, f"Saved against float32 that is compiled as well, without cuDNN's workspaces: {', '.join(shares)}."
+            )
     if any(COMPILED in cell for cell in shown):
         notes.insert(0, f"{COMPILED} compiled, not run.")
     empty = dict.fromkeys(row.script for row, own in cells.items() if "" in own)

@@ -63,7 +63,7 @@ def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses
     folder.mkdir(parents=True)
     rows = {key: row for key, row in rows.items() if not only or key in only}
     for key, (_, mib) in rows.items():
-        found = {"compile_seconds": 1.0, "peak": mib * MIB, "tensor_flops": 0.995}
+        found = {"compile_seconds": 1.0, "peak": mib * MIB, "flops": {"bfloat16": 995, "float32": 5}}
         write_json(folder / f"alone-gpt2-{key}.json", {**about, "row": key, "train": found})
     losses = losses or {}
     for i, keys in enumerate(together or (tuple(rows),)):
@@ -113,7 +113,7 @@ def remat(folder):
     """The largest batch of BERT, by compiling."""
     folder.mkdir(parents=True)
     rows = {"none": {"largest": {"batch": 700}}, "attention": {"largest": {"batch": 1200}}}
-    setting = {"smoke": False, "device": "an H200, compiled for and not run on"}
+    setting = {"smoke": False, "target": "an H200"}
     groups = [{"model": "bert", "policy": "mixed_bfloat16", "setting": setting, "rows": rows}]
     write_json(folder / "remat.json", {"environment": GPU, "groups": groups})
 
