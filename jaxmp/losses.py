@@ -199,8 +199,9 @@ def _projected_forward(
         x, labels = chunk
         logits = _logits(x, *layer)
         losses, denominators = _losses(logits, labels, options)
-        # Not divided by the number of labels yet: in float16 a wrong class would get 0 for a gradient.
-        gradient = _gradient(logits, labels, denominators, options)
+        # Not divided by the number of labels yet, and as large as float16 takes: there an unlikely class would get 0.
+        with precision("float32"):
+            gradient = _gradient(logits, labels, denominators, options) * _shift(x.dtype, options)
         by_bias = None if bias is None else by_bias + gradient.sum(0)
         gradient = gradient.astype(x.dtype)
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
@@ -219,8 +220,9 @@ def _projected_backward(
 ) -> tuple[Any, ...]:
     *gradients, count = residuals
     with precision("float32"):  # the cotangent may be a loss scale that float16 does not have
+        factor = cotangent / count / _shift(dtypes[0], options)
         scaled = [
-            None if dtype is None else (gradient * (cotangent / count)).astype(dtype)
+            None if dtype is None else (gradient * factor).astype(dtype)
             for gradient, dtype in zip(gradients, dtypes, strict=True)
         ]
     return (*scaled, None)
@@ -293,6 +295,17 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
             gradient -= jnp.where(columns < classes, smoothing / classes, 0)
         gradient *= jnp.where(labels < classes, 1, jnp.nan)
         return jnp.where(labels == _IGNORED, is_label, gradient)  # 0, whatever the logits are
+
+
+def _shift(dtype: Any, options: _Options) -> float:
+    """What float16 gradients of logits are multiplied by, so that they are no subnormals: a power of two, or 1.
+
+    No logit makes them overflow: each is 1 at most, and more by what the z-loss adds for the largest logit there is.
+    """
+    if dtype != jnp.float16:
+        return 1.0
+    largest = float(jnp.finfo(dtype).max)
+    return max(1.0, 2.0 ** math.floor(math.log2(largest / (1 + 2 * options.z_loss * largest))))
 
 
 def _limits(logits: jax.Array, classes: int) -> jax.Array:

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxmp
 from jaxmp import losses
 
 OPTIONS = ("ignore_index", "label_smoothing", "z_loss")
@@ -173,8 +174,9 @@ def test_rows_beyond_the_classes_have_no_part_in_the_loss():
     np.testing.assert_allclose(padded, short, rtol=1e-6)
 
 
-def test_the_gradient_of_an_unlikely_class_does_not_vanish_in_float16_however_many_tokens_there_are():
-    tokens, likely = 8192, 9.0  # the other class has a probability of 1.2e-4, over 8192 less than float16 has
+@pytest.mark.parametrize("likely", [9.0, 20.0])  # the other class has a probability of 1.2e-4 or 2.1e-9
+def test_the_gradient_of_an_unlikely_class_does_not_vanish_in_float16_however_many_tokens_there_are(likely):
+    tokens = 8192  # 1.2e-4 over that is less than float16 has
     x, weights, labels = jnp.ones((tokens, 1), jnp.float16), jnp.array([[likely], [0.0]]), jnp.zeros(tokens, jnp.int32)
 
     def loss(weights):
@@ -183,9 +185,27 @@ def test_the_gradient_of_an_unlikely_class_does_not_vanish_in_float16_however_ma
     def by_hand(weights):
         return cross_entropy(x @ weights.astype(jnp.float16).T, labels).mean()
 
+    def of_float32(weights):
+        return projected_cross_entropy(x.astype(jnp.float32), weights, labels)
+
     exact = 1 / (1 + np.exp(likely))
-    assert jax.jit(jax.grad(loss))(weights)[1, 0] == pytest.approx(exact, rel=1e-3)
+    for fun in (loss, jaxmp.autocast(of_float32, "mixed_float16")):
+        assert jax.jit(jax.grad(fun))(weights)[1, 0] == pytest.approx(exact, rel=1e-3)
     assert jax.jit(jax.grad(by_hand))(weights)[1, 0] == 0
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 1.0])
+def test_no_logits_make_float16_gradients_overflow(z_loss):
+    x, weights = jnp.full((2, 1), 240.0, jnp.float16), jnp.array([[250.0], [-250.0], [0.0]])  # logits of 60,000
+
+    def loss(weights, dtype):
+        return projected_cross_entropy(x.astype(dtype), weights, jnp.array([1, 2]), z_loss=z_loss)
+
+    half, exact = (jax.grad(loss)(weights, dtype) for dtype in (jnp.float16, jnp.float32))
+    if z_loss < 1:  # or the gradients of logits are 120,000 in float32
+        np.testing.assert_allclose(half, exact, rtol=2e-3)
+    else:
+        assert np.isinf(half[0]) and exact[0] > 65504
 
 
 def test_a_loss_scale_of_65536_neither_overflows_float16_nor_costs_precision():
