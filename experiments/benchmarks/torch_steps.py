@@ -39,7 +39,10 @@ class Result:
 
 def device() -> torch.device:
     """The GPU, or the CPU where torch has none."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    torch.set_num_threads(1)  # several would spin beside JAX's own: a hundred times slower where cores are few
+    return torch.device("cpu")
 
 
 def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
