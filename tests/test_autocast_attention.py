@@ -9,6 +9,7 @@ import pytest
 from autocast_tools import HALVES, half, normal, products
 
 import jaxmp
+from jaxmp._jaxpr.attention import with_cudnn
 
 QUERY = normal(0, 2, 6, 2, 8)
 
@@ -114,3 +115,15 @@ def test_it_works_in_half_on_a_cpu(policy):
     assert np.allclose(jax.jit(fun)(QUERY), attend(QUERY, is_causal=True), atol=0.05)
     gradient = jax.jit(jax.grad(lambda q: fun(q).sum()))(QUERY)
     assert bool(jnp.isfinite(gradient).all())
+
+
+def test_jax_traces_for_the_cudnn_that_it_is_told_and_then_asks_its_own_again():
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    original, query = fused.check_cudnn_version, QUERY.astype(jnp.bfloat16)
+    with pytest.raises(KeyError), with_cudnn((9, 19, 0)):
+        assert fused.check_cudnn_version() == 91900
+        # Without the library, as here, JAX would refuse this.
+        assert jax.eval_shape(lambda q: attend(q, implementation="cudnn"), query).shape == query.shape
+        raise KeyError
+    assert fused.check_cudnn_version is original

@@ -1,4 +1,4 @@
-"""The fused attention of cuDNN for functions written in float32.
+"""The fused attention of cuDNN: for functions written in float32, and where cuDNN is not installed.
 
 ``jax.nn.dot_product_attention`` chooses its implementation while a function is traced, by the dtypes it sees then, and
 cuDNN's takes half operands only: in the finished program it would be too late. So for as long as autocast traces a
@@ -52,6 +52,23 @@ def fused_attention(key: Any, dtype: Callable[[], np.dtype | None]) -> Iterator[
             if _depth == 0:
                 jax.nn.dot_product_attention = _originals.pop()
         _deciding.reset(token)
+
+
+@contextlib.contextmanager
+def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
+    """Within it JAX takes this version of cuDNN for the installed one.
+
+    JAX asks the library when it traces a fused attention, and the library is not needed to compile one.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused  # may move: only this needs it
+
+    original = fused.check_cudnn_version
+    major, minor, patch = version
+    fused.check_cudnn_version = lambda: 10_000 * major + 100 * minor + patch
+    try:
+        yield
+    finally:
+        fused.check_cudnn_version = original
 
 
 def _standing_in_for(original: Any) -> Any:
