@@ -24,7 +24,7 @@ from experiments.environment import program_line
 C = TypeVar("C")
 GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX may take in a script; it would leave a quarter unused by itself."""
-BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto")]
+BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
 
 

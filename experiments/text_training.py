@@ -64,7 +64,9 @@ class TextTraining(cli.Training):
     """Tokens of --tokens pairs; for others at least as many as they have, in place of just that many."""
     steps: Number = None
     """Steps to train."""
-    batch_size: Annotated[int | Literal["auto"] | None, _HINT, tyro.conf.arg(metavar="INT|auto")] = None
+    batch_size: Annotated[
+        int | Literal["auto"] | None, _HINT, tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))
+    ] = None
     """Sequences a step; auto for the most that fit in the device's memory."""
     test_batches: Number = None
     """Batches of sequences, spread over the held-out text, to evaluate on."""

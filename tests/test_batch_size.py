@@ -119,7 +119,8 @@ def test_the_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch):
 @pytest.mark.parametrize("script", [image_classification, language_modeling, masked_lm])
 def test_a_script_reads_a_number_or_auto(script, capsys):
     for text, value in (("auto", "auto"), ("24", 24)):
-        assert cli.parse(script.Config, "", ["--batch-size", text]).batch_size == value
+        for flag in ("--batch-size", "--batch"):
+            assert cli.parse(script.Config, "", [flag, text]).batch_size == value
     with pytest.raises(SystemExit):
         cli.parse(script.Config, "", ["--batch-size", "automatic"])
     assert "--batch-size" in capsys.readouterr().err
