@@ -53,10 +53,17 @@ class Row:
 
 
 def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) -> Source | None:
-    """The newest ``results/NAME*/NAME.json`` that is a result: no smoke test, nothing small."""
+    """The newest ``results/NAME*/NAME.json`` that is a result: no smoke test, nothing small.
+
+    Raises:
+      ValueError: one of them is damaged.
+    """
     found = []
     for path in results.glob(f"{name}*/{name}.json"):
-        data = json.loads(path.read_text())
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no result of a run ({error}); write it again, or remove it") from error
         where = data.get("environment") or next((m["environment"] for m in data.get("models", {}).values()), None)
         if where and holds(data):
             found.append(Source(path, data, where))

@@ -172,7 +172,7 @@ def learning(tasks: dict[str, dict[str, Any]], path: Path, caption: str) -> None
         others = [label for label in task["runs"] if label != "float32"]
         colors = {label: COLORS[1 + i % (len(COLORS) - 1)] for i, label in enumerate(others)} | {"float32": "#9A9A9A"}
         for axes, name in zip(row, ("loss", "accuracy"), strict=False):
-            style(axes, f"{title}: {name}" if name == "loss" else "accuracy; thin: training, thick: held out", "step")
+            style(axes, f"{title}: {name}" if name == "loss" else name, "step")
             for label, runs in task["runs"].items():
                 for split, width in (("train", 0.8), ("test", 2.2)):
                     wide = width * (3 if label == "float32" else 1)  # it lies beneath the others
@@ -183,7 +183,7 @@ def learning(tasks: dict[str, dict[str, Any]], path: Path, caption: str) -> None
         row[2].axhline(0, color=colors["float32"], linewidth=2)
         for label, found in task["differences"].items():
             _mean_line(row[2], found, "difference", color=colors[label], linewidth=2.2, alpha=0.8)
-        row[1].legend(frameon=False, fontsize=7.5)
+        row[1].legend(frameon=False, fontsize=7.5, title="thin: training, thick: held out", title_fontsize=7.5)
     figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
     figure.savefig(path, dpi=100)
 
@@ -217,6 +217,6 @@ def remat(groups: list[dict[str, Any]], path: Path, caption: str) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), "o", color=COLORS[2 + i], markersize=7, label=group["policy"])
         axes.margins(x=0.2, y=0.2)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(fontsize=8, framealpha=1, edgecolor="#BBBBBB")  # in a frame: its dots are no measurements
     figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
     figure.savefig(path, dpi=110)

@@ -210,11 +210,20 @@ def test_the_newest_result_counts_and_small_ones_do_not(tmp_path):
     assert source.path.parent.name == "train_step-24"
 
 
+def test_a_damaged_result_is_named(tmp_path):
+    (tmp_path / "accuracy-1").mkdir()
+    (tmp_path / "accuracy-1" / "accuracy.json").write_text('{"runs": [')
+    with pytest.raises(ValueError, match=r"accuracy-1/accuracy.json is no result of a run \(.*\); write it again, or"):
+        headline.Sources(tmp_path)
+
+
 def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
     results = tmp_path / "experiments" / "results"
     (results / "demo").mkdir(parents=True)
     (results / "other").mkdir()
     (results / "other" / "other.md").write_text("# Other\n")
+    (results / "tried").mkdir()
+    (results / "tried" / "tried.md").write_text("# Tried\n\n- command: python -m tried --smoke\n")
     facts = "".join(f"- {name}: {value}\n" for name, value in GPU.items())
     (results / "demo" / "compare.md").write_text(
         f"# Comparison\n\nAll is well.\n\n{facts}\n## pysource: result\n\n| a |\n"
