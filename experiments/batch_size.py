@@ -43,7 +43,7 @@ class Found(NamedTuple):
         more = min((size for size, need in self.tried.items() if need > self.limit), default=None)
         if more is None:
             return text
-        return f"{text} ({more} would need {'more' if self.tried[more] == NO_ROOM else in_words(self.tried[more])})"
+        return f"{text} ({more} would need {in_words(self.tried[more])})"
 
 
 def largest_batch(
@@ -169,6 +169,8 @@ def in_words(size: int) -> str:
     >>> in_words(1_930_000_000), in_words(512_000), in_words(1000)
     ('1.93 GB', '0.51 MB', '1.00 kB')
     """
+    if size >= NO_ROOM:
+        return "more than there is"
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e5 else (1e3, "kB")
     return f"{size / unit:.2f} {name}"
 

@@ -82,8 +82,10 @@ class Sources:
             results, "train_step", lambda data: any(self._full(*m) for m in data["models"].items())
         )
         self.compiled = newest(results, "compile_only", lambda data: any(r["full"] for r in data["results"]))
-        self.accuracy = newest(results, "accuracy", lambda data: not any(r["setting"]["smoke"] for r in data["runs"]))
-        self.remat = newest(results, "remat", lambda data: not any(g["setting"]["smoke"] for g in data["groups"]))
+        self.accuracy = newest(results, "accuracy", lambda data: all(run["setting"]["whole"] for run in data["runs"]))
+        self.remat = newest(
+            results, "remat", lambda data: all(self._full(each["model"], each["setting"]) for each in data["groups"])
+        )
 
     @staticmethod
     def _full(model: Name, found: dict[str, Any]) -> bool:

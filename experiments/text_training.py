@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,7 @@ from experiments import cli, data
 from experiments.data.tokens import Kind, Text
 from experiments.data.tokens import load as load_text
 from experiments.experiment import Batch, Closing, Experiment
+from experiments.models.transformer import Remat
 from experiments.precision import read_autocast, read_overrides, read_policy, split_overrides
 
 _ROOM_TO_EVALUATE = 4096  # tokens whose logits are there at once, whole
@@ -128,7 +129,7 @@ def load(config: Any) -> Text:
 
 def split_remat(remat: str) -> tuple[Any, str]:
     """What a transformer's blocks compute again, and what the step does: the flag is one or the other's."""
-    return (remat, "none") if remat in ("none", "attention", "dots", "full") else ("none", remat)
+    return (remat, "none") if remat in get_args(Remat) else ("none", remat)
 
 
 def adamw(config: Any) -> optax.GradientTransformation:

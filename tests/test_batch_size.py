@@ -69,7 +69,7 @@ def test_a_step_without_room_to_be_compiled_is_halved_and_not_taken_for_a_point_
     assert found.batch >= 0.85 * (room if room < 8 else room // 8 * 8) and found.bytes == needs(found.batch)
     assert len(compiled) == len(set(compiled)) <= 12
     too_large = min(batch for batch in compiled if batch > room)
-    assert str(found).endswith(f"({too_large} would need more)")
+    assert str(found).endswith(f"({too_large} would need more than there is)")
 
 
 def test_a_batch_is_no_larger_than_makes_sense_and_memory_that_does_not_grow_ends_the_search():

@@ -9,6 +9,7 @@ import json
 import re
 import types
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,21 @@ def test_the_flags_of_every_task_are_flags_of_its_script(smoke):
     per_task = 4 if smoke else 8 * 3
     assert [run.task for run in runs] == [task for task in accuracy.TASKS for _ in range(per_task)]
     assert len({run.place for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [
+        ({}, True),
+        ({"data_dir": Path("elsewhere")}, True),
+        ({"steps": 5}, False),
+        ({"flags": (("layers=2",),)}, False),
+        ({"smoke": True}, False),
+    ],
+)
+def test_a_run_says_whether_it_is_that_of_the_field(changes, whole):
+    run = accuracy.plan(accuracy.Config(tasks=("gpt2",), **changes))[0]
+    assert run.setting["whole"] is whole
 
 
 def test_a_model_that_returns_its_loss_trains_under_a_policy_that_returns_half(tmp_path):

@@ -125,6 +125,11 @@ def test_without_the_assembler_the_error_says_so(monkeypatch):
         ({"variants": ("jaxmp-bf17",)}, "--variants must be among hand-fp32, hand-bf16"),
         ({"layers": -1}, "--layers must be at least 0, got -1"),
         ({"top": -1}, "--top must be at least 0, got -1"),
+        ({"models": ()}, "the number of --models must be at least 1, got 0"),
+        (
+            {"models": ("resnet50",), "variants": ("jaxmp-bf16-remat",)},
+            "--variants jaxmp-bf16-remat are not of --models resnet50",
+        ),
     ],
 )
 def test_bad_flags_end_it_with_one_line(flags, text, capsys):

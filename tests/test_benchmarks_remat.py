@@ -239,6 +239,8 @@ def test_a_step_that_had_no_room_to_be_compiled_for_a_target_is_no_number(quick,
         ({"rounds": 0}, "--rounds must be at least 1, got 0"),
         ({"remats": ()}, "the number of --remats must be at least 1, got 0"),
         ({"memory_limit": "much"}, "--memory-limit is a number of bytes, got 'much'"),
+        ({"block_ms": 0.0}, "--block-ms must be at least 0.1, got 0"),
+        ({"alone": "gpt2"}, "--alone is one of gpt2/mixed_bfloat16/none, gpt2/mixed_bfloat16/attention, "),
     ],
 )
 def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, changes, text):

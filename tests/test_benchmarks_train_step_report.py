@@ -22,6 +22,7 @@ def results_of(**rows):
         "sizes": dataclasses.asdict(FULL["gpt2"]),
         "items": 1000,
         "unit": "tokens",
+        "setting": {"smoke": False},
     }
     rows = {name.replace("_", "-"): value for name, value in rows.items()}
     turns = {name: {"milliseconds": [ms, ms, ms]} for name, (ms, _) in rows.items()}
@@ -109,6 +110,7 @@ def test_the_report_has_the_device_versions_and_commands_of_all_that_lies_in_its
     monkeypatch.setattr(report, "picture", lambda *_: None)
     about = {
         "model": "gpt2", "text": "GPT-2", "sizes": {}, "items": 1, "unit": "tokens", "model_flops": 1,
+        "setting": {"smoke": True},
         "train": {"peak": 2**20, "compiled_bytes": 2**21},
     }  # fmt: skip
     for i, key in enumerate(("jaxmp-bf16", "hand-bf16")):
@@ -118,7 +120,8 @@ def test_the_report_has_the_device_versions_and_commands_of_all_that_lies_in_its
         )
     results = report.write(tmp_path)
     assert results["gpt2"].about["environment"] == {
-        "device": "H200", "versions": "jax 1; jax 0", "date": "2026-11-20", "command": "python 1; python 0",
+        "device": "H200", "versions": "jax 1; jax 0", "date": "2026-11-21", "command": "python 1; python 0",
     }  # fmt: skip
+    assert "SMOKE TEST, no result: GPT-2: the train step" in (tmp_path / "train_step.md").read_text()
     (row,) = [row for row in report.table(results["gpt2"], "train").rows if row[0] == "jaxmp, bf16"]
     assert (row[5], row[7]) == ("1.0", "2.0")  # peak and program

@@ -198,6 +198,26 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(rows_alone, tmp_path,
     assert re.search(text, said) and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [('{"row": ', r"is no result of a run \(Expecting"), ("{}", r"is no result of a run \(it has no setting")],
+)
+@pytest.mark.parametrize("report_only", [False, True])
+def test_a_damaged_file_in_the_folder_is_named(rows_alone, tmp_path, capsys, text, why, report_only):
+    file = tmp_path / "alone-gpt2-hand-bf16.json"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        train_step.main(dataclasses.replace(WHOLE, run_dir=tmp_path, report_only=report_only))
+    said = capsys.readouterr().err
+    assert re.search(f"error: {file} {why}", said) and said.endswith("remove it, and it is measured anew\n")
+
+
+def test_a_report_of_nothing_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train_step.main(train_step.Config(report_only=True, run_dir=tmp_path))
+    assert f"a report is of what was measured, but in {tmp_path} is nothing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["device", "versions"])
 def test_a_folder_is_gone_on_with_on_the_same_device_with_the_same_versions_only(
     rows_alone, monkeypatch, tmp_path, capsys, name
@@ -258,6 +278,17 @@ def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
         (train_step.Config(smoke=True, rounds=0), "--rounds must be at least 1, got 0"),
         (train_step.Config(smoke=True, energy_s=-1), "--energy-s must be at least 0, got -1"),
         (train_step.Config(report_only=True), "--report-only reads what lies in --run-dir"),
+        (train_step.Config(smoke=True, block_ms=float("nan")), "--block-ms must be at least 0.1, got nan"),
+        (train_step.Config(smoke=True, models=()), "the number of --models must be at least 1, got 0"),
+        (train_step.Config(alone="hand-bf16"), "--alone is of one model, got --models resnet50 bert gpt2"),
+        (
+            train_step.Config(smoke=True, sweep="depth", busy=True),
+            "--sweep and --busy are measured one after the other",
+        ),
+        (train_step.Config(smoke=True, busy=True, minutes=1), "--busy are measured in one go, got --minutes; leave it"),
+        (train_step.Config(sweep="width", report_only=True), "are measured in one go, got --report-only"),
+        (train_step.Config(smoke=True, sweep="width", models=("resnet50",)), "--sweep is of transformers, which have"),
+        (train_step.Config(smoke=True, busy=True, passes=("forward",)), "are of the train step, got --passes forward"),
     ],
 )
 def test_a_bad_flag_ends_the_benchmark_with_one_line(config, text, capsys):
@@ -300,14 +331,20 @@ def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
     assert notes(beside, alone) == (f"jaxmp, bf16: pays at width 128; {missing}",)
 
 
-def test_a_loss_that_is_not_finite_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(quick, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"milliseconds": [1.0, 1.0], "loss": float("nan")}, "not judged: its loss is nan"),
+        ({"error": "OSError: it is gone"}, "OSError: it is gone"),
+    ],
+)
+def test_what_is_broken_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(
+    quick, tmp_path, monkeypatch, broken, why
+):
     together = measure.together
 
     def breaks(prepared, *args):
-        return {
-            key: {**each, "loss": float("nan") if key == "jaxmp-fp16" else 1.0}
-            for key, each in together(prepared, *args).items()
-        }
+        return {key: broken if key == "jaxmp-fp16" else each for key, each in together(prepared, *args).items()}
 
     monkeypatch.setattr(measure, "together", breaks)
     monkeypatch.setattr(train_step_sweeps, "busy_cores", contextlib.nullcontext)
@@ -317,8 +354,8 @@ def test_a_loss_that_is_not_finite_is_told_in_place_of_a_gain_and_of_times_on_bu
     for name in ("width", "busy"):
         found = json.loads((tmp_path / f"train_step_{name}.json").read_text())["models"]["gpt2"]
         for point in found.get("points", [found]):
-            assert point["errors"] == {"jaxmp-fp16": "not judged: its loss is nan"}
-        assert "not judged: its loss is nan" in (tmp_path / f"train_step_{name}.md").read_text()
+            assert point["errors"] == {"jaxmp-fp16": why}
+        assert why in (tmp_path / f"train_step_{name}.md").read_text()
     assert set(found["idle"]) == set(found["busy"]) == {"jaxmp-tf32"}
 
 

@@ -52,7 +52,7 @@ def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses
     """A run of GPT-2's train step as the benchmark leaves it: torch.compile takes 30 ms and 8,000 MiB."""
     about = {
         "model": "gpt2", "text": "GPT-2", "sizes": dataclasses.asdict(sizes["gpt2"]), "items": 1, "unit": "tokens",
-        "model_flops": 1, "measured": "2026-11-21", "environment": environment,
+        "model_flops": 1, "measured": "2026-11-21", "environment": environment, "setting": {"smoke": False},
     }  # fmt: skip
     rows = {  # ms, MiB
         "jaxmp-bf16": (27.0, 6000), "jaxmp-fp16": (28.0, 6100), "jaxmp-fp16-unscaled": (28.0, 6100),
@@ -101,7 +101,7 @@ def accuracy(folder, smoke=False):
     }
     found |= {("gpt2", "float32", "none"): [0.5], ("gpt2", "mixed_bfloat16", "none"): ["nan"]}
     runs = [
-        {"task": task, "policy": policy, "loss_scale": scale, "seed": seed, "setting": {"smoke": smoke},
+        {"task": task, "policy": policy, "loss_scale": scale, "seed": seed, "setting": {"whole": not smoke},
          "failure": "it stopped" if value == "nan" else "", "final": {"accuracy": value, "loss": value}}
         for (task, policy, scale), values in found.items()
         for seed, value in enumerate(values)
@@ -109,11 +109,11 @@ def accuracy(folder, smoke=False):
     write_json(folder / "accuracy.json", {"environment": GPU, "runs": runs})
 
 
-def remat(folder):
+def remat(folder, sizes=FULL):
     """The largest batch of BERT, by compiling."""
     folder.mkdir(parents=True)
     rows = {"none": {"largest": {"batch": 700}}, "attention": {"largest": {"batch": 1200}}}
-    setting = {"smoke": False, "target": "an H200"}
+    setting = {"sizes": dataclasses.asdict(sizes["bert"]), "target": "an H200"}
     groups = [{"model": "bert", "policy": "mixed_bfloat16", "setting": setting, "rows": rows}]
     write_json(folder / "remat.json", {"environment": GPU, "groups": groups})
 
@@ -203,6 +203,7 @@ def test_the_newest_result_counts_and_small_ones_do_not(tmp_path):
     train_step(tmp_path / "train_step-small", SMOKE, {**GPU, "date": "2026-12-31 10:00 +0000"})
     accuracy(tmp_path / "accuracy-smoke", smoke=True)
     compiled(tmp_path / "compile_only-small", full=False)
+    remat(tmp_path / "remat-small", SMOKE)
     assert headline.Sources(tmp_path).all() == []
     for day in ("22", "24", "23"):
         train_step(tmp_path / f"train_step-{day}", environment={**GPU, "date": f"2026-11-{day} 10:00 +0000"})

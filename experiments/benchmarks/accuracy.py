@@ -149,8 +149,12 @@ class Run:
     @property
     def setting(self) -> dict[str, Any]:
         """What all runs of a task in one folder have in common."""
-        flags = strict_json(dataclasses.asdict(self.flags))
-        return {name: value for name, value in flags.items() if name not in _OWN} | {"smoke": self.smoke}
+        task = TASKS[self.task]
+        own, preset = (
+            {name: value for name, value in strict_json(dataclasses.asdict(flags)).items() if name not in _OWN}
+            for flags in (self.flags, task.script.Config(**task.full))
+        )
+        return own | {"smoke": self.smoke, "whole": own == preset}
 
     @property
     def place(self) -> Path:

@@ -266,6 +266,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     # Before JAX meets the GPU: else this process takes most of its memory, and those that measure peaks find none.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with cli.bad_values_end_it():
+        cli.require("--block-ms", config.block_ms, 0.1)
         for flag in ("rounds", "batch_size", "sequence", "layers", "width", "vocabulary", "image"):
             cli.require(f"--{flag.replace('_', '-')}", getattr(config, flag), 0)
         for name in config.models:

@@ -181,6 +181,7 @@ def main(config: Config) -> dict[str, Any]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with cli.bad_values_end_it():
         cli.require("--rounds", config.rounds, 1)
+        cli.require("--block-ms", config.block_ms, 0.1)
         require_gpu(config.smoke)
         folder = run_folder("ceiling", config.run_dir)
     shapes = SMOKE_SHAPES if config.smoke else SHAPES

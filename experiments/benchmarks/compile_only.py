@@ -153,9 +153,13 @@ def earlier_run(file: Path, where: dict[str, str]) -> dict[str, Any]:
     """The ``"environment"`` and the ``"results"`` that an earlier run wrote to ``file``.
 
     Raises:
-      ValueError: it was for another GPU, or with other versions.
+      ValueError: it was for another GPU, or with other versions, or the file is no result of a run.
     """
-    earlier = json.loads(file.read_text())
+    try:
+        earlier = json.loads(file.read_text())
+        earlier["results"], earlier["environment"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no result of a run ({error!r}); remove it, and all is compiled anew") from error
     there, here = ({fact: each[fact] for fact in ("target", "versions")} for each in (earlier["environment"], where))
     kept.require_alike(file, here, there)
     return earlier
@@ -178,7 +182,10 @@ def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         cli.require("--layers", config.layers, 0)
         cli.require("--top", config.top, 0)
+        cli.require("the number of --models", len(config.models), 1)
         chosen = {name: rows_of(name, config.variants, VARIANTS, "--variants") for name in config.models}
+        if not any(chosen.values()):
+            raise ValueError(f"--variants {' '.join(config.variants)} are not of --models {' '.join(config.models)}")
         description, cudnn = description_of(config)
         try:
             device = targets.device_of(description)

@@ -11,6 +11,22 @@ from experiments.benchmarks.workloads import Workload
 from experiments.runs import strict_json, write_json
 
 
+def read(file: Path) -> dict[str, Any]:
+    """What a run has left in a file.
+
+    Raises:
+      ValueError: it is damaged, or no run's.
+    """
+    try:
+        found = json.loads(file.read_text())
+        missing = [name for name in ("setting", "environment") if name not in found]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is no result of a run ({error}); remove it, and it is measured anew") from error
+    if missing:
+        raise ValueError(f"{file} is no result of a run (it has no {missing[0]}); remove it, and it is measured anew")
+    return found
+
+
 def require_alike(file: Path, now: dict[str, Any], before: dict[str, Any] | None = None) -> None:
     """Checks that what is to be measured can be held against what the run folder has.
 
@@ -20,9 +36,9 @@ def require_alike(file: Path, now: dict[str, Any], before: dict[str, Any] | None
       before: the setting there; None for the ``"setting"`` of the file.
 
     Raises:
-      ValueError: they differ.
+      ValueError: they differ, or the file is no result of a run.
     """
-    before = json.loads(file.read_text()).get("setting", {}) if before is None else before
+    before = read(file)["setting"] if before is None else before
     now = strict_json(now)
     different = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     if "smoke" in different:  # then everything else does, too

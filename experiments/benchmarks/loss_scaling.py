@@ -164,6 +164,7 @@ def table(result: dict[str, Any]) -> Table:
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         cli.require("--rounds", config.rounds, 2)
+        cli.require("--block-ms", config.block_ms, 0.1)
         for flag in ("batch_size", "sequence", "layers", "width", "vocabulary"):
             cli.require(f"--{flag.replace('_', '-')}", getattr(config, flag), 0)
         for name in config.models:

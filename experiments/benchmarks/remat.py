@@ -22,11 +22,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 if __name__ == "__main__" and any(arg.split("=")[0] == "--target" for arg in sys.argv):
     # Before JAX is imported: it would look for the GPU that is not there.
@@ -46,10 +45,10 @@ from experiments.benchmarks.train_step_rows import Row
 from experiments.benchmarks.workloads import FULL, SMOKE, Workload, workload
 from experiments.environment import environment, require_gpu
 from experiments.models import attention
+from experiments.models.transformer import Remat
 from experiments.progress import Progress
 from experiments.runs import run_folder
 
-Remat = Literal["none", "attention", "dots", "full"]
 Policy = Literal["mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"]
 _PRECISIONS = {policy: precision for precision, policy in jax_steps.POLICIES.items()}
 
@@ -62,7 +61,7 @@ class Config:
     """Models to measure."""
     policies: tuple[Policy, ...] = ("mixed_bfloat16", "mixed_float16")
     """Policies of the models; mixed_float16 has dynamic loss scaling."""
-    remats: tuple[Remat, ...] = ("none", "attention", "dots", "full")
+    remats: tuple[Remat, ...] = get_args(Remat)
     """What the blocks compute again."""
     rounds: int = 20
     """Rounds of timing."""
@@ -296,7 +295,7 @@ class Measurement:
     def _read(self, step: Step) -> dict[str, Any]:
         """What the folder has of a step alone, perhaps nothing."""
         file = self._file(step)
-        return json.loads(file.read_text()) if file.exists() else {}
+        return kept.read(file) if file.exists() else {}
 
     def _has(self, step: Step) -> bool:
         """Whether the folder has all that the flags ask for of a step alone; what failed is tried again."""
@@ -315,7 +314,7 @@ class Measurement:
 
 def _to_try_again(file: Path) -> bool:
     """Whether steps failed in turn, but for want of memory beside the others: nothing has changed about that."""
-    return any(why != measure.OUT_OF_MEMORY for why in json.loads(file.read_text())["errors"].values())
+    return any(why != measure.OUT_OF_MEMORY for why in kept.read(file)["errors"].values())
 
 
 def check(config: Config) -> Any:
@@ -325,6 +324,7 @@ def check(config: Config) -> Any:
       ValueError: one has a value that cannot be, or there is no GPU.
     """
     cli.require("--rounds", config.rounds, 1)
+    cli.require("--block-ms", config.block_ms, 0.1)
     for flag in ("batch_size", "layers", "minutes"):
         cli.require(f"--{flag.replace('_', '-')}", getattr(config, flag), 0)
     for what in ("models", "policies", "remats"):
@@ -346,9 +346,12 @@ def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         device = check(config)
         if config.alone:
-            model, policy, remat = config.alone.split("/")
+            every = {"models": Config.models, "policies": get_args(Policy), "remats": get_args(Remat)}
+            steps = {step.name: step for step in steps_of(dataclasses.replace(config, **every))}
+            if config.alone not in steps:
+                raise ValueError(f"--alone is one of {', '.join(steps)}; got {config.alone}")
             with measure.caches_in((config.run_dir or Path("runs")) / "cache"):
-                measure.answer(lambda: measure_alone(Step(model, policy, remat, config), None))
+                measure.answer(lambda: measure_alone(steps[config.alone], None))
             return {}
         folder = run_folder("remat", config.run_dir).absolute()
         where = {**({"target": device.device_kind} if config.target else {}), **environment()}

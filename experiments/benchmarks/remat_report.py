@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import rich.console
 
@@ -14,11 +13,12 @@ from experiments.benchmarks import kept
 from experiments.benchmarks.compile_only_report import RECORDED
 from experiments.benchmarks.train_step_goals import GOALS, REMAT_TIME
 from experiments.benchmarks.workloads import FULL
+from experiments.models.transformer import Remat
 from experiments.report import Table
 from experiments.runs import write_json
 from experiments.timing import quartiles
 
-KINDS = ("none", "attention", "dots", "full")
+KINDS = get_args(Remat)
 MIB = 2**20
 COLUMNS = ("remat", "ms", "quartiles", "time ÷ none", "step MiB", "memory ÷ none", "peak MiB", "largest batch")
 NOTE = (
@@ -33,7 +33,7 @@ Result = dict[str, Any]
 def collect(folder: Path) -> Result:
     """All that a run folder has, joined: a group for each model and policy, a row for each kind of remat."""
     groups: dict[tuple[str, str], dict[str, Any]] = {}
-    parts = [json.loads(file.read_text()) for file in sorted(folder.glob("*-*.json"))]
+    parts = [kept.read(file) for file in sorted(folder.glob("*-*.json"))]
     parts.sort(key=lambda part: part["environment"]["date"])  # of what was measured twice the last counts
     for part in sorted(parts, key=lambda part: "times" in part):  # memory first
         group = groups.setdefault(

@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -206,7 +205,7 @@ class Measurement:
                     try:
                         prepared[key] = measure.prepare(case, row, which)
                         alone[key][which] = measure.describe(case, row, which, prepared[key], seconds=0.1)
-                    except RuntimeError as error:
+                    except Exception as error:  # whatever a library raises: the other rows go on
                         prepared.pop(key, None)
                         alone[key][which] = {"error": measure.reason(error)}
                 progress.advance(int(which == self.config.passes[-1]), f"{row.label}, {which}", case.name)
@@ -250,7 +249,7 @@ class Measurement:
     def _known(self, case: Workload, key: str) -> dict[str, Any]:
         """What was measured of a row alone: by pass its figures, or an error of all."""
         file = self._alone_file(case, key)
-        found = json.loads(file.read_text()) if file.exists() else {}
+        found = kept.read(file) if file.exists() else {}
         return {name: found[name] for name in ("train", "forward", "error") if name in found}
 
     def _not_yet(self, case: Workload, key: str, row: Row) -> list[Pass]:
@@ -262,7 +261,7 @@ class Measurement:
 
 def _to_try_again(file: Path) -> bool:
     """Whether rows failed in turn, but for want of memory beside the others: nothing has changed about that."""
-    rows = json.loads(file.read_text())["rows"].values()
+    rows = kept.read(file)["rows"].values()
     return any("error" in row and not row["error"].startswith(measure.OUT_OF_MEMORY) for row in rows)
 
 
@@ -292,10 +291,17 @@ def main(config: Config) -> dict[str, Any]:
         cli.require("--batch-size", config.batch_size, 0)
         cli.require("--minutes", config.minutes, 0)
         cli.require("--energy-s", config.energy_s, 0)
+        cli.require("--block-ms", config.block_ms, 0.1)
+        cli.require("the number of --models", len(config.models), 1)
+        cli.require("the number of --passes", len(config.passes), 1)
         rows_of("gpt2", (*config.rows, *([config.alone] if config.alone else [])))
         if config.alone:
+            if len(config.models) != 1:
+                raise ValueError(f"--alone is of one model, got --models {' '.join(config.models)}; name one of them")
             measure_alone(config)
             return {}
+        if config.sweep or config.busy:
+            train_step_sweeps.check(config)
         if not config.report_only:
             require_gpu(config.smoke)
         elif config.run_dir is None or not config.run_dir.is_dir():
@@ -313,7 +319,8 @@ def main(config: Config) -> dict[str, Any]:
         with cache, Progress("train step", total) as progress:
             measurement.run(progress)
         unfinished = measurement.clock.unfinished
-    results = report.write(folder)
+    with cli.bad_values_end_it():
+        results = report.write(folder)
     console = rich.console.Console()
     report.show(results, console if console.is_terminal else rich.console.Console(width=240))
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import rich.console
 from matplotlib.figure import Figure
 
 from experiments import plots, timing
-from experiments.benchmarks import train_step_goals
+from experiments.benchmarks import kept, train_step_goals
 from experiments.benchmarks.train_step_rows import FLOPS_DTYPES, ROWS, Pass, broken, rows_of
 from experiments.benchmarks.workloads import NAMES
 from experiments.report import Table
@@ -118,25 +117,18 @@ class Results:
 
 def read(folder: Path) -> dict[str, Results]:
     """By model, all that lies in a run folder."""
-    ceiling = json.loads(file.read_text()) if (file := folder / "ceiling.json").exists() else {}
+    ceiling = kept.read(file) if (file := folder / "ceiling.json").exists() else {}
     results: dict[str, Results] = {}
     for name in NAMES:
-        alone = [json.loads(file.read_text()) for file in folder.glob(f"alone-{name}-*.json")]
-        turns = [json.loads(file.read_text()) for file in folder.glob(f"together-{name}-*.json")]
+        alone = [kept.read(file) for file in folder.glob(f"alone-{name}-*.json")]
+        turns = [kept.read(file) for file in folder.glob(f"together-{name}-*.json")]
         if found := sorted(alone + turns, key=lambda each: each["measured"]):
             by_pass: dict[Pass, list[Any]] = {}
             for each in sorted(turns, key=lambda each: each["measured"]):
                 by_pass.setdefault(each["pass"], []).append(each["rows"])
-            about = {**found[-1], "environment": _where(found)}
+            about = {**found[-1], "environment": kept.joined([each["environment"] for each in found])}
             results[name] = Results(about, {each["row"]: each for each in alone}, by_pass, ceiling)
     return results
-
-
-def _where(found: list[dict[str, Any]]) -> dict[str, str]:
-    """Device, versions and commands of all that was measured, what differs side by side, and the newest date."""
-    environments = [each["environment"] for each in found]
-    where = {name: "; ".join(dict.fromkeys(each[name] for each in environments)) for name in environments[-1]}
-    return {**where, "date": environments[-1]["date"]}
 
 
 def table(results: Results, which: Pass) -> Table:
@@ -154,7 +146,8 @@ def table(results: Results, which: Pass) -> Table:
         cells = [row.label, found["error"]] if "error" in found else [row.label, *_cells(results, which, key)]
         rows.append(tuple(cells + [""] * (len(columns) - len(cells))))
     notes = train_step_goals.goals(results) if which == "train" else []
-    return Table(f"{results.about['text']}: {TITLES[which]}", columns, rows, notes=tuple(notes))
+    smoke = "SMOKE TEST, no result: " if results.about["setting"]["smoke"] else ""
+    return Table(f"{smoke}{results.about['text']}: {TITLES[which]}", columns, rows, notes=tuple(notes))
 
 
 def _cells(results: Results, which: Pass, key: str) -> list[str]:
@@ -204,8 +197,14 @@ def show(results: dict[str, Results], console: rich.console.Console) -> None:
 
 
 def write(folder: Path) -> dict[str, Results]:
-    """Writes train_step.md, .json and .png of what lies in a run folder, and returns it."""
+    """Writes train_step.md, .json and .png of what lies in a run folder, and returns it.
+
+    Raises:
+      ValueError: there is nothing, or a file that is no result of a run.
+    """
     results = read(folder)
+    if not results:
+        raise ValueError(f"a report is of what was measured, but in {folder} is nothing")
     lines = ["# A train step in mixed precision", ""]
     for each in list(results.values())[:1]:
         lines += [*_facts(each.about), "", EXPLANATION, "", ceiling_note(each.ceiling), ""]

@@ -37,10 +37,27 @@ BUSY_BLOCKS = 4
 BUSY_ROWS = ("jaxmp-bf16", "jaxmp-fp16", "hand-bf16", "torch-bf16", "compile-bf16")
 
 
+def check(config: Config) -> None:
+    """Checks the flags that sweeps and a busy host have to do with.
+
+    Raises:
+      ValueError: there is nothing to measure, or a flag that would be ignored.
+    """
+    if config.sweep and config.busy:
+        raise ValueError("--sweep and --busy are measured one after the other; give one of them")
+    for flag in ("report_only", "minutes"):
+        if getattr(config, flag):
+            raise ValueError(f"--sweep and --busy are measured in one go, got --{flag.replace('_', '-')}; leave it out")
+    if "train" not in config.passes:
+        raise ValueError("--sweep and --busy are of the train step, got --passes forward")
+    if config.sweep and not _models(config):
+        raise ValueError("--sweep is of transformers, which have a width and a depth, got --models resnet50")
+
+
 def run(config: Config, folder: Path) -> dict[str, Any]:
     """Measures what the flags ask for, and writes and shows its tables."""
     name = config.sweep or "busy"
-    models = [model for model in config.models if model != "resnet50" or not config.sweep]
+    models = _models(config)
     where = environment(peers())
     with measure.caches_in(folder / "cache"), Progress(name, len(models) * _steps(config)) as progress:
         results: dict[str, Any] = {
@@ -92,8 +109,8 @@ def busy(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
         with busy_cores() if label == "busy" else contextlib.nullcontext():
             times = measure.together(prepared, -(-rounds // blocks), block_ms, lambda _: None)
         for key, each in times.items():
-            found[label][key] += each["milliseconds"]
-            errors |= {key: why} if (why := broken(each)) else {}
+            found[label][key] += each.get("milliseconds", [])
+            errors |= {key: why} if (why := each.get("error") or broken(each)) else {}
     found = {label: {key: own for key, own in rows.items() if key not in errors} for label, rows in found.items()}
     progress.advance(2, "timed", name)
     return {"text": case.text, "cores": os.cpu_count(), "errors": errors, **found}
@@ -153,6 +170,10 @@ def _rows(name: Name, config: Config, names: tuple[str, ...]) -> dict[str, Row]:
     return rows_of(name, config.rows or names)
 
 
+def _models(config: Config) -> list[Name]:
+    return [model for model in config.models if model != "resnet50" or not config.sweep]
+
+
 def _steps(config: Config) -> int:
     return len((SMOKE_SWEEPS if config.smoke else SWEEPS)[config.sweep]) if config.sweep else 2
 
@@ -181,7 +202,7 @@ def _time(
     times = measure.together(prepared, *_length(config), lambda _: None) if prepared else {}
     prepared.clear()
     gc.collect()
-    errors |= {key: why for key, each in times.items() if (why := broken(each))}
+    errors |= {key: why for key, each in times.items() if (why := each.get("error") or broken(each))}
     return {key: each["milliseconds"] for key, each in times.items() if key not in errors}, errors
 
 
