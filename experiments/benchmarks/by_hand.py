@@ -8,7 +8,7 @@ the same model in float32.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,18 +17,17 @@ import optax
 
 import jaxmp
 from experiments.benchmarks.workloads import LossFn, Workload
-
-Implementation = Literal["cudnn", "xla"] | None
-"""Of attention. None: cuDNN for half inputs on a GPU; name it to compile for a GPU that is not there."""
+from experiments.models import attention
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, implementation: Implementation) -> jax.Array:
-    """Attention over (batch, tokens, heads, head width)."""
-    gpu = jax.default_backend() == "gpu"
-    if implementation is None and q.dtype == jnp.float16 and not gpu:  # XLA's CPU compiler lacks these products
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+    """Attention over (batch, tokens, heads, head width): cuDNN's for half inputs, on a GPU or where it is asked for."""
+    asked = attention.asked()
+    gpu = asked == "cudnn" if asked else jax.default_backend() == "gpu"
+    if asked is None and q.dtype == jnp.float16 and not gpu:  # XLA's CPU compiler lacks these products
         q, k, v = (each.astype(jnp.float32) for each in (q, k, v))
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal).astype(jnp.float16)
-    implementation = implementation or ("cudnn" if gpu and q.dtype.itemsize == 2 else "xla")
+    implementation = "cudnn" if gpu and q.dtype.itemsize == 2 else "xla"
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
 
 
@@ -38,14 +37,13 @@ class Attention(nn.Module):
     heads: int
     causal: bool
     dtype: Any
-    implementation: Implementation
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, tokens, width = x.shape
         qkv = nn.Dense(3 * width, dtype=self.dtype, name="qkv")(x)
         q, k, v = jnp.moveaxis(qkv.reshape(batch, tokens, 3, self.heads, width // self.heads), 2, 0)
-        y = attend(q, k, v, self.causal, self.implementation).reshape(x.shape)
+        y = attend(q, k, v, self.causal).reshape(x.shape)
         return nn.Dense(width, dtype=self.dtype, name="out")(y)
 
 
@@ -58,7 +56,6 @@ class Transformer(nn.Module):
     heads: int
     width: int
     dtype: Any = None
-    implementation: Implementation = None
 
 
 class GPT2(Transformer):
@@ -70,8 +67,8 @@ class GPT2(Transformer):
         norm = functools.partial(nn.LayerNorm, epsilon=1e-5, dtype=self.dtype)
         x = embed(tokens) + _embed(self, self.sequence, "positions")(jnp.arange(tokens.shape[1]))
         for i in range(self.layers):
-            attention = Attention(self.heads, True, self.dtype, self.implementation, name=f"attention{i}")
-            x = x + attention(norm(name=f"norm1_{i}")(x))
+            y = norm(name=f"norm1_{i}")(x)
+            x = x + Attention(self.heads, True, self.dtype, name=f"attention{i}")(y)
             y = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype, name=f"up{i}")(norm(name=f"norm2_{i}")(x)))
             x = x + nn.Dense(self.width, dtype=self.dtype, name=f"down{i}")(y)
         return embed.attend(norm(name="norm")(x))
@@ -89,8 +86,8 @@ class BERT(Transformer):
         x = embed(tokens) + positions(jnp.arange(tokens.shape[1])) + types(jnp.zeros_like(tokens))
         x = norm(name="norm")(x)
         for i in range(self.layers):
-            attention = Attention(self.heads, False, self.dtype, self.implementation, name=f"attention{i}")
-            x = norm(name=f"norm1_{i}")(x + attention(x))
+            y = Attention(self.heads, False, self.dtype, name=f"attention{i}")(x)
+            x = norm(name=f"norm1_{i}")(x + y)
             y = gelu(nn.Dense(4 * self.width, dtype=self.dtype, name=f"up{i}")(x))
             x = norm(name=f"norm2_{i}")(x + nn.Dense(self.width, dtype=self.dtype, name=f"down{i}")(y))
         x = norm(name="head_norm")(gelu(nn.Dense(self.width, dtype=self.dtype, name="head")(x)))
@@ -127,7 +124,7 @@ class ResNet(nn.Module):
         return nn.Dense(self.classes, dtype=self.dtype, name="dense")(x.mean((1, 2)))
 
 
-def build(case: Workload, dtype: Any = None, implementation: Implementation = None) -> nn.Module:
+def build(case: Workload, dtype: Any = None) -> nn.Module:
     """A workload's model by hand.
 
     The vocabulary is padded to a multiple of 64, as those who want speed do: the padding are tokens like any other.
@@ -137,7 +134,7 @@ def build(case: Workload, dtype: Any = None, implementation: Implementation = No
         return ResNet(sizes.stages, sizes.vocabulary, sizes.width, dtype)
     vocabulary = jaxmp.hardware.align_dim(sizes.vocabulary, 64)
     shape = (vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width)
-    return (GPT2 if case.name == "gpt2" else BERT)(*shape, dtype, implementation)
+    return (GPT2 if case.name == "gpt2" else BERT)(*shape, dtype)
 
 
 def init(case: Workload, model: nn.Module, key: jax.Array) -> tuple[Any, Any]:

@@ -34,8 +34,8 @@ import tyro
 
 import jaxmp
 from experiments import cli, flops, memory
-from experiments.benchmarks import by_hand, hlo, hlo_memory, jax_steps, kept, scaled_steps, targets
 from experiments.benchmarks import compile_only_report as report
+from experiments.benchmarks import hlo, hlo_memory, jax_steps, kept, scaled_steps, targets
 from experiments.benchmarks.train_step_rows import Row, rows_of
 from experiments.benchmarks.workloads import FULL, NAMES, SMOKE, Name, Sizes, Workload, workload
 from experiments.environment import environment
@@ -108,8 +108,7 @@ def sizes_of(name: Name, config: Config) -> Sizes:
 def step_of(case: Workload, variant: Variant) -> tuple[Any, Any]:
     """``start() -> state`` and ``step(state, batch)``, not yet jitted; the state is to be donated."""
     if not variant.checks:
-        implementation: by_hand.Implementation = "cudnn" if variant.precision in jax_steps.HALF else "xla"
-        return jax_steps.train_step(case, variant, implementation)
+        return jax_steps.train_step(case, variant)
     model = jaxmp.linen.apply_policy(case.model, jax_steps.POLICIES[variant.precision])
     loss_fn = case.loss_fn(model)
     return scaled_steps.with_jaxmp(loss_fn, jax_steps.optimizer(), case.init, variant.checks == "updates")

@@ -37,13 +37,12 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY))
 
 
-def train_step(case: Workload, row: Row, implementation: by_hand.Implementation = None) -> tuple[Start, Step]:
+def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
     """``start() -> state`` and ``step(state, batch) -> (state, loss)``, not yet jitted; the state may be donated.
 
     Args:
       case: the model.
       row: how to train it.
-      implementation: of the attention by hand; None for the device's.
     """
     tx = optimizer()
     if row.library in ("jaxmp", "autocast"):
@@ -55,7 +54,7 @@ def train_step(case: Workload, row: Row, implementation: by_hand.Implementation 
         if row.scaled:
             tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
         return _with_jaxmp(loss_fn, tx, case.init, None if explicit else POLICIES[row.precision])
-    model = by_hand.build(case, HALF.get(row.precision), implementation)
+    model = by_hand.build(case, HALF.get(row.precision))
     loss_fn = by_hand.loss_fn_of(model)
     if row.precision == "fp32":
         loss_fn = jax.default_matmul_precision("highest")(loss_fn)
@@ -64,9 +63,7 @@ def train_step(case: Workload, row: Row, implementation: by_hand.Implementation 
     return steps[row.library](loss_fn, tx, init)
 
 
-def forward(
-    case: Workload, row: Row, implementation: by_hand.Implementation = None
-) -> tuple[Start, Callable[..., jax.Array]]:
+def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
     """``start() -> variables`` and ``forward(variables, inputs) -> logits``, which have the dtype of the products.
 
     The logits have the padding of the vocabulary, as those by hand and torch's do: to cut it off is to copy them.
@@ -82,7 +79,7 @@ def forward(
         own = case.forward_fn(model)
         fun: Any = own if explicit else jaxmp.autocast(own, policy)
         return functools.partial(case.init, jax.random.key(0)), lambda variables, inputs: fun(*variables, inputs)
-    model = by_hand.build(case, HALF.get(row.precision), implementation)
+    model = by_hand.build(case, HALF.get(row.precision))
 
     def apply(variables: Any, inputs: jax.Array) -> jax.Array:
         with jax.default_matmul_precision("highest" if row.precision == "fp32" else "default"):
@@ -129,7 +126,7 @@ def compiled_bytes(case: Workload, row: Row) -> int:
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:
     """FLOPs of a train step's products by dtype, attention's too: counted on the form that hides none in a kernel."""
-    init, step = train_step(case, row, "xla")
+    init, step = train_step(case, row)
     with attention.implementation("portable"):
         return flops.count(step, jax.eval_shape(init), case.batch)
 
@@ -140,7 +137,7 @@ def model_flops(case: Workload) -> int:
     Attention counts whole, its masked half too, as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B);
     padding of the vocabulary counts like the rest, what remat computes again does not.
     """
-    model = by_hand.build(case, None, "xla")
+    model = by_hand.build(case)
     params, model_state = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
     counted = flops.count(model.apply, {"params": params, **model_state}, case.batch["inputs"])
     return 3 * sum(counted.values())

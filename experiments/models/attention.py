@@ -21,7 +21,8 @@ _implementation: ContextVar[Implementation | None] = ContextVar("attention_imple
 def implementation(name: Implementation | None) -> Iterator[None]:
     """Within it :func:`attention` is traced for that implementation, whatever the default backend is.
 
-    Who compiles for a GPU that is not there asks for ``"cudnn"``; None goes by the default backend again.
+    Who compiles for a GPU that is not there asks for ``"cudnn"``; None goes by the default backend again. A jitted
+    function that was traced before keeps what it was traced for.
 
     Args:
       name: ``"cudnn"``, ``"portable"`` or None.
@@ -40,6 +41,11 @@ def implementation(name: Implementation | None) -> Iterator[None]:
         yield
     finally:
         _implementation.reset(token)
+
+
+def asked() -> Implementation | None:
+    """What :func:`implementation` asks for here."""
+    return _implementation.get()
 
 
 def attention(
@@ -76,14 +82,13 @@ def attention(
         )
     if mask is not None:  # cuDNN wants a row for each query
         mask = jnp.broadcast_to(mask.astype(bool)[:, None, None, :], (q.shape[0], 1, q.shape[1], k.shape[1]))
-    asked = _implementation.get()
-    chosen = asked or ("cudnn" if jax.default_backend() == "gpu" else "portable")
+    chosen = asked() or ("cudnn" if jax.default_backend() == "gpu" else "portable")
     half = jaxmp.autocast_dtype() if q.dtype == jnp.float32 else q.dtype
     if chosen == "cudnn" and half in (jnp.float16, jnp.bfloat16):
         try:  # by this name and with float32 inputs too: it is where autocast steps in
             return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="cudnn")
         except RuntimeError as error:  # NotImplementedError is one
-            if asked or isinstance(error, jax.errors.JaxRuntimeError):  # the latter: it ran, out of memory say
+            if asked() or isinstance(error, jax.errors.JaxRuntimeError):  # the latter: it ran, out of memory say
                 raise
             warnings.warn(f"attention runs without cuDNN, slower and in more memory: {error}", stacklevel=2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
