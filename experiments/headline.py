@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks import accuracy_report
-from experiments.benchmarks.compile_only_report import RECORDED
-from experiments.benchmarks.train_step_goals import AUTOCAST, GOALS, REMAT_TIME, SCALING, TENSOR_FLOPS, half_share
+from experiments.benchmarks import accuracy_report, compile_only_report, train_step_goals
+from experiments.benchmarks.train_step_goals import RECORDED, Goal
 from experiments.benchmarks.train_step_report import Results
 from experiments.benchmarks.workloads import FULL, Name
 from experiments.report import Table
@@ -23,7 +22,6 @@ from experiments.report import Table
 MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", "gpt2": "GPT-2 124M, 16×1024"}
 TASKS = {"resnet50": "images", "bert": "bert", "gpt2": "gpt2"}
 COMPILED, TYPED = "ᶜ", "ʳ"
-_MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,102 +100,28 @@ class Sources:
         alone = {key: {"train": row} for key, row in found.get("train", {}).items()}
         return Results({"model": model}, alone, found.get("turns", {}), {})
 
-    def variant(self, model: str, key: str) -> dict[str, Any]:
-        """What compiling told of a row of a model, perhaps nothing."""
+    def goals(self, model: str) -> dict[str, tuple[Goal, str]]:
+        """By key, a model's goals and their marks: as measured, or else as compiled."""
+        steps = self.steps(model)
+        found = {goal.key: (goal, "") for goal in train_step_goals.goals(steps)}
+        torch, float32 = (steps.memory("train", key) for key in (steps.reference("train") or "", "hand-fp32"))
+        typed = {key for key, peak in (("memory", torch), ("remat_memory", torch), ("saved", float32)) if not peak}
         for result in self.compiled.data["results"] if self.compiled else []:
             if result["name"] == model and result["full"]:
-                return result["variants"].get(key, {})
-        return {}
+                for goal in compile_only_report.goals(result, torch, float32):
+                    if goal.key not in found or found[goal.key][0].value is None:
+                        found[goal.key] = goal, COMPILED + (TYPED if goal.key in typed else "")
+        return found
 
 
-def judged(value: float, limit: float, form: str, least: bool = False, mark: str = "") -> str:
-    """A figure with its goal, and whether it reaches it."""
-    met = value >= limit if least else value <= limit
-    return (
-        f"{'✓' if met else '✗'} {value:{form}}{mark} ({'≥' if least else '≤'} {limit:{'.0%' if '%' in form else 'g'}})"
-    )
-
-
-def step_time(sources: Sources, model: str) -> str:
-    """Of the faster half dtype, over the fastest of torch.compile AMP's rows in half."""
-    steps = sources.steps(model)
-    ours, torch = steps.fastest("train", "jaxmp-bf16", "jaxmp-fp16"), steps.reference("train")
-    ratio = steps.ratio("train", ours, torch) if ours and torch else None
-    return judged(ratio[1], GOALS[model].time, ".3f") if ratio else ""
-
-
-def _memory(sources: Sources, model: str, row: str, compiled: str, limit: float) -> str:
-    steps = sources.steps(model)
-    torch = steps.reference("train")
-    own, other = (steps.memory("train", key) if key else None for key in (row, torch))
-    if own and other:
-        return judged(own / other, limit, ".3f")
-    if peak := sources.variant(model, compiled).get("peak"):
-        mark = COMPILED if other else COMPILED + TYPED
-        return judged(peak / (other or RECORDED[model].torch * _MIB), limit, ".3f", mark=mark)
-    return ""
-
-
-def peak_memory(sources: Sources, model: str) -> str:
-    """Of the row whose time is shown, over that row's of torch."""
-    ours = sources.steps(model).fastest("train", "jaxmp-bf16", "jaxmp-fp16") or "jaxmp-bf16"
-    return _memory(sources, model, ours, "jaxmp-bf16", GOALS[model].memory)
-
-
-def remat_memory(sources: Sources, model: str) -> str:
-    """The same with everything but attention computed again."""
-    limit = GOALS[model].remat_memory
-    return "–" if limit is None else _memory(sources, model, "jaxmp-bf16-remat", "jaxmp-bf16-remat", limit)
-
-
-def ratio_of(row: str, other: str, limit: float) -> Callable[[Sources, str], str]:
-    """The time of a row over another's."""
+def goal(key: str, form: str = "") -> Callable[[Sources, str], str]:
+    """The figure of a goal; a dash for a model that has no such goal."""
 
     def cell(sources: Sources, model: str) -> str:
-        if "remat" in row and GOALS[model].remat_memory is None:
-            return "–"
-        found = sources.steps(model).ratio("train", row, other)
-        return judged(found[1], limit, ".3f") if found else ""
+        found, mark = sources.goals(model).get(key, (None, ""))
+        return found.cell(form, mark) if found else "–"
 
     return cell
-
-
-def speed_up(precision: str) -> Callable[[Sources, str], str]:
-    """Of the faster half dtype over the same step in float32 or TF32."""
-
-    def cell(sources: Sources, model: str) -> str:
-        steps, goal = sources.steps(model), GOALS[model]
-        ours = steps.fastest("train", "jaxmp-bf16", "jaxmp-fp16")
-        found = steps.ratio("train", f"jaxmp-{precision}", ours) if ours else None
-        limit = goal.over_fp32 if precision == "fp32" else goal.over_tf32
-        return judged(found[1], limit, ".2f", least=True) if found else ""
-
-    return cell
-
-
-def saved(sources: Sources, model: str) -> str:
-    """Memory against float32 placed by hand."""
-    steps = sources.steps(model)
-    ours = steps.fastest("train", "jaxmp-bf16", "jaxmp-fp16")
-    own, other = steps.memory("train", ours) if ours else None, steps.memory("train", "hand-fp32")
-    if own and other:
-        return judged(1 - own / other, GOALS[model].saved, ".0%", least=True)
-    if peak := sources.variant(model, "jaxmp-bf16").get("peak"):
-        mark = COMPILED if other else COMPILED + TYPED
-        share = peak / (other or RECORDED[model].float32 * _MIB)
-        return judged(1 - share, GOALS[model].saved, ".0%", least=True, mark=mark)
-    return ""
-
-
-def tensor_cores(sources: Sources, model: str) -> str:
-    """The share of a step's FLOPs that tensor cores do in half."""
-    steps = sources.steps(model)
-    ours = steps.fastest("train", "jaxmp-bf16", "jaxmp-fp16")
-    if ours and (share := half_share(steps.figures("train", ours).get("flops"))) is not None:
-        return judged(share, TENSOR_FLOPS, ".1%", least=True)
-    if (share := sources.variant(model, "jaxmp-bf16").get("half")) is not None:
-        return judged(share, TENSOR_FLOPS, ".1%", least=True, mark=COMPILED)
-    return ""
 
 
 def largest(sources: Sources, model: str) -> str:
@@ -235,18 +159,16 @@ def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
 
 
 ROWS = (
-    Row("step time / torch.compile AMP", "train_step", step_time),
-    Row("peak memory / torch.compile AMP", "train_step", peak_memory),
-    Row("peak memory with remat / torch.compile AMP", "train_step", remat_memory),
-    Row("step time with remat / without", "train_step", ratio_of("jaxmp-bf16-remat", "jaxmp-bf16", REMAT_TIME)),
-    Row("speed-up over float32 without tensor cores", "train_step", speed_up("fp32")),
-    Row("speed-up over TF32", "train_step", speed_up("tf32")),
-    Row("memory saved against float32", "train_step", saved),
-    Row("fp16 with dynamic scaling / without", "train_step", ratio_of("jaxmp-fp16", "jaxmp-fp16-unscaled", SCALING)),
-    Row(
-        "autocast of the float32 model / with a policy", "train_step", ratio_of("autocast-bf16", "jaxmp-bf16", AUTOCAST)
-    ),
-    Row("FLOPs on tensor cores in half", "train_step", tensor_cores),
+    Row("step time / torch.compile AMP", "train_step", goal("time")),
+    Row("peak memory / torch.compile AMP", "train_step", goal("memory")),
+    Row("peak memory with remat / torch.compile AMP", "train_step", goal("remat_memory")),
+    Row("step time with remat / without", "train_step", goal("remat_time")),
+    Row("speed-up over float32 without tensor cores", "train_step", goal("over_fp32")),
+    Row("speed-up over TF32", "train_step", goal("over_tf32")),
+    Row("memory saved against float32", "train_step", goal("saved", ".0%")),
+    Row("fp16 with dynamic scaling / without", "train_step", goal("scaling")),
+    Row("autocast of the float32 model / with a policy", "train_step", goal("autocast")),
+    Row("FLOPs on tensor cores in half", "train_step", goal("half", ".1%")),
     Row("largest batch, with remat", "remat", largest),
     Row("mixed_float16 against float32", "accuracy", accuracy("mixed_float16", "dynamic")),
     Row("mixed_bfloat16 against float32", "accuracy", accuracy("mixed_bfloat16", "none")),
@@ -276,13 +198,8 @@ def lines(results: Path, root: Path) -> list[str]:
             f"here wrote: MiB of torch.compile AMP and of JAX's float32 by hand: {peaks}. A train step measured with "
             "the command below takes their place.",
         )
-        alike = (
-            (name, sources.variant(model, "hand-fp32"), sources.variant(model, "jaxmp-bf16"))
-            for model, name in MODELS.items()
-        )
-        shares = [
-            f"{name.split(',')[0]} {1 - own['peak'] / other['peak']:.0%}" for name, other, own in alike if other and own
-        ]
+        alike = {name: sources.goals(model).get("saved_compiled") for model, name in MODELS.items()}
+        shares = [f"{name.split(',')[0]} {found[0].value:.0%}" for name, found in alike.items() if found]
         if shares:
             notes.insert(
                 1, f"Saved against float32 that is compiled as well, without cuDNN's workspaces: {', '.join(shares)}."

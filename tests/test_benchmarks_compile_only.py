@@ -40,7 +40,7 @@ def test_goals_compare_peaks_with_torch_and_with_float32_and_say_the_figures():
     found = result_of(
         hand_fp32={"peak": 40_000 * mib}, jaxmp_bf16={"peak": 7_000 * mib}, jaxmp_bf16_remat={"peak": 5_500 * mib}
     )
-    assert report.goals(found) == [
+    assert report.notes(found) == [
         "met: peak memory / torch.compile's is 0.809, the goal at most 0.82",
         "NOT MET: peak memory with remat / torch.compile's is 0.636, the goal at most 0.62",
         "met: memory saved against float32 by hand as measured is 81.48%, the goal at least 75%",
@@ -55,7 +55,7 @@ def test_goals_of_autocast_say_which_products_differ():
         jaxmp_bf16={"half": 0.98},
         autocast_bf16={"peak": 1.03 * 2**31, "launches": 1210, "products": {"dot bf16×bf16": 1, "dot f32×f32": 1}},
     )
-    assert report.goals(found) == [
+    assert report.notes(found) == [
         "NOT MET: jaxmp_bf16: share of FLOPs on tensor cores in half is 98.00%, the goal at least 99%",
         "met: autocast_bf16: share of FLOPs on tensor cores in half is 100.00%, the goal at least 99%",
         "NOT MET: peak memory under autocast / with a policy is 1.030, the goal at most 1.02",
@@ -66,10 +66,10 @@ def test_goals_of_autocast_say_which_products_differ():
 
 def test_what_scaling_adds_is_said_in_kernels_bytes_and_at_full_size_in_time():
     rows = {"jaxmp_fp16_unscaled": {}, "jaxmp_fp16_gradients": {"launches": 1300, "traffic": 2.43e9}}
-    assert report.goals(result_of(full=False, **rows)) == [
+    assert report.notes(result_of(full=False, **rows)) == [
         "jaxmp_fp16_gradients, against none: +100 kernels, +0.43 GB, +0 MiB"
     ]
-    (line,) = report.goals(result_of(**rows))
+    (line,) = report.notes(result_of(**rows))
     assert line.startswith("jaxmp_fp16_gradients, against none: +100 kernels, +0.43 GB, +0 MiB; at 4.3 TB/s the bytes")
     assert "take 0.10 ms, 0.3% of torch.compile's 33.4 ms" in line
 

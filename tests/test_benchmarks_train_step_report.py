@@ -37,7 +37,7 @@ def test_goals_are_met_or_not_with_their_figures_against_the_faster_dtype_of_the
         autocast_bf16=(30.5, 71), hand_bf16=(30.4, 100), compile_bf16=(33, 100), compile_fp16=(32, 80),
         jaxmp_fp32=(270, 300), hand_fp32=(330, 400), jaxmp_tf32=(96, 300),
     )  # fmt: skip
-    assert train_step_goals.goals(results) == [
+    assert train_step_goals.sentences(results) == [
         "NOT MET: step time of jaxmp, bf16 / torch.compile AMP, fp16, GradScaler is 0.938, the goal at most 0.93",
         "NOT MET: peak memory of jaxmp, bf16 / torch.compile AMP, fp16, GradScaler is 0.875, the goal at most 0.82",
         "NOT MET: peak memory with remat / torch.compile AMP is 0.625, the goal at most 0.62",
@@ -51,7 +51,7 @@ def test_goals_are_met_or_not_with_their_figures_against_the_faster_dtype_of_the
         "NOT MET: autocast of the float32 model, bf16 / the same model with a policy is 1.017, the goal at most 1.01",
         "NOT MET: share of FLOPs on tensor cores in half is 0.985, the goal at least 0.99",
     ]
-    missing = train_step_goals.goals(results_of(jaxmp_bf16=(30, 70)))
+    missing = train_step_goals.sentences(results_of(jaxmp_bf16=(30, 70)))
     assert missing[0] == "not measured: step time of jaxmp, bf16 / torch.compile AMP, the goal at most 0.93"
     assert sum(line.startswith("not measured") for line in missing) == 10
 
@@ -80,7 +80,7 @@ def test_a_row_that_failed_says_why_in_the_table_and_counts_nowhere():
 def test_torch_is_the_fastest_of_its_rows_in_half_whatever_its_mode():
     results = results_of(jaxmp_bf16=(30, 70), compile_bf16=(33, 100), compile_bf16_tuned=(31, 90), compile_tf32=(9, 9))
     assert results.reference("train") == "compile-bf16-tuned"
-    assert "torch.compile AMP, bf16, max-autotune is 0.968" in train_step_goals.goals(results)[0]
+    assert "torch.compile AMP, bf16, max-autotune is 0.968" in train_step_goals.sentences(results)[0]
 
 
 def test_a_row_that_failed_beside_others_has_the_figures_of_the_rounds_in_which_it_did_not():

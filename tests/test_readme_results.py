@@ -79,7 +79,7 @@ def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses
 def compiled(folder, name="bert", full=True):
     """A model compiled for an H200 that is not there; ResNet-50 in a small size."""
     variants = {
-        "jaxmp-bf16": {"peak": 11_000 * MIB, "half": 0.998},
+        "jaxmp-bf16": {"label": "jaxmp, bf16", "peak": 11_000 * MIB, "half": 0.998},
         "jaxmp-bf16-remat": {"peak": 9_000 * MIB, "half": 1.0},
     }
     folder.mkdir(parents=True)
@@ -171,6 +171,18 @@ def test_what_was_compiled_is_held_against_peaks_that_were_measured_where_there_
     assert found["peak memory with remat / torch.compile AMP"]["gpt2"] == "✗ 1.125ᶜ (≤ 0.62)"
     assert found["memory saved against float32"]["gpt2"] == "✗ 72%ᶜ (≥ 75%)"  # of 40,000 MiB
     assert "ᶜ compiled, not run" in text and "recorded peaks" not in text
+
+
+def test_what_was_measured_counts_before_what_was_compiled_and_a_peak_needs_no_time_of_its_row(tmp_path):
+    compiled(tmp_path / "compile_only", "gpt2")
+    train_step(tmp_path / "train_step", together=(("compile-bf16",),))
+    found, _ = cells(tmp_path)
+    assert {name: row["gpt2"] for name, row in found.items() if row["gpt2"]} == {
+        "peak memory / torch.compile AMP": "✓ 0.750 (≤ 0.82)",
+        "peak memory with remat / torch.compile AMP": "✗ 0.625 (≤ 0.62)",
+        "memory saved against float32": "✓ 85% (≥ 75%)",
+        "FLOPs on tensor cores in half": "✓ 99.5% (≥ 99%)",
+    }
 
 
 def test_times_of_rows_that_did_not_take_turns_together_give_no_ratio(tmp_path):

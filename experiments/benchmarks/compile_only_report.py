@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import rich.console
 from matplotlib.figure import Figure
 
-from experiments.benchmarks.train_step_goals import GOALS, SCALING, TENSOR_FLOPS
+from experiments.benchmarks.train_step_goals import LIMITS, RECORDED, SCALING, TENSOR_FLOPS, Goal, saved, share
 from experiments.plots import COLORS, row_axis, style
 from experiments.report import Table
 
@@ -18,28 +17,6 @@ COLUMNS = (
     "step", "temporaries MiB", "peak MiB", "/ torch.compile", "saved of fp32", "half FLOPs", "kernels", "GB moved",
     "layout GB", "products",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """What was measured once, in one run on one NVIDIA H200.
-
-    Attributes:
-      torch: peak of torch.compile under AMP in bfloat16, its fastest dtype, in MiB.
-      torch_ms: its step.
-      float32: peak of the model by hand in float32 under JAX, in MiB.
-    """
-
-    torch: int
-    torch_ms: float
-    float32: int
-
-
-RECORDED = {
-    "resnet50": Recorded(10_908, 36.4, 23_559),
-    "bert": Recorded(13_938, 55.3, 51_175),
-    "gpt2": Recorded(8_648, 33.4, 37_793),
-}
 COPY_RATE = 4.3e12  # bytes a second that a copy on that H200 moved, read plus written
 AUTOCAST_MEMORY = 1.02
 ABOUT = (
@@ -68,38 +45,37 @@ def table(result: dict[str, Any]) -> Table:
             f"{row['half']:.2%}", f"{row['launches']:,}", f"{row['traffic'] / 1e9:.1f}", f"{row['layout'] / 1e9:.1f}",
             products,
         ))  # fmt: skip
-    return Table(result["model"], COLUMNS, rows, notes=tuple(goals(result)))
+    return Table(result["model"], COLUMNS, rows, notes=tuple(notes(result)))
 
 
-def goals(result: dict[str, Any]) -> list[str]:
-    """A sentence a goal: met or not; what has no goal but belongs to one, as a figure."""
-    rows, recorded, goal = result["variants"], RECORDED[result["name"]], GOALS[result["name"]]
-    lines = []
+def goals(result: dict[str, Any], torch: float | None = None, float32: float | None = None) -> list[Goal]:
+    """Those that compiling tells something of, held against the recorded peaks or, in bytes, those given."""
+    rows, recorded, limits = result["variants"], RECORDED[result["name"]], LIMITS[result["name"]]
+    peaks = {key: row["peak"] for key, row in rows.items()}
+    half, remat, by_hand = (peaks.get(key) for key in ("jaxmp-bf16", "jaxmp-bf16-remat", "hand-fp32"))
+    if result["full"]:  # no other size was measured
+        torch, float32 = torch or recorded.torch * MIB, float32 or recorded.float32 * MIB
+    against = "memory saved against float32 by hand as"
+    found = [
+        Goal("memory", "peak memory / torch.compile's", share(half, torch), limits.memory),
+        Goal("remat_memory", "peak memory with remat / torch.compile's", share(remat, torch), limits.remat_memory),
+        Goal("saved", f"{against} measured", saved(share(half, float32)), limits.saved, least=True, form=".2%"),
+        # without a limit: as compiled, neither has the workspaces that cuDNN asks a GPU for
+        Goal("saved_compiled", f"{against} compiled here", saved(share(half, by_hand)), None, least=True, form=".2%"),
+    ]
+    for key, row in {"half": "jaxmp-bf16", "half_fp16": "jaxmp-fp16", "half_autocast": "autocast-bf16"}.items():
+        if row in rows:
+            name = f"{rows[row]['label']}: share of FLOPs on tensor cores in half"
+            found.append(Goal(key, name, rows[row]["half"], TENSOR_FLOPS, least=True, form=".2%"))
+    ratio = share(peaks.get("autocast-bf16"), half)
+    found.append(Goal("autocast_memory", "peak memory under autocast / with a policy", ratio, AUTOCAST_MEMORY))
+    return [goal for goal in found if goal.value is not None]
 
-    def judge(what: str, value: float, limit: float, least: bool = False) -> None:
-        met = value >= limit if least else value <= limit
-        form = ".2%" if least else ".3f"
-        lines.append(
-            f"{'met' if met else 'NOT MET'}: {what} is {value:{form}}, the goal at {'least' if least else 'most'} "
-            f"{limit:{'.0%' if least else 'g'}}"
-        )
 
-    half, remat, float32 = rows.get("jaxmp-bf16"), rows.get("jaxmp-bf16-remat"), rows.get("hand-fp32")
-    if half and result["full"]:
-        judge("peak memory / torch.compile's", half["peak"] / MIB / recorded.torch, goal.memory)
-    if remat and goal.remat_memory is not None and result["full"]:
-        judge("peak memory with remat / torch.compile's", remat["peak"] / MIB / recorded.torch, goal.remat_memory)
-    if half and result["full"]:
-        judge("memory saved against float32 by hand as measured", 1 - half["peak"] / MIB / recorded.float32,
-              goal.saved, least=True)  # fmt: skip
-    if half and float32:  # without a goal: as compiled, neither has the workspaces that cuDNN asks a GPU for
-        saved = 1 - half["peak"] / float32["peak"]
-        lines.append(f"memory saved against float32 by hand as compiled here is {saved:.2%}")
-    for key in ("jaxmp-bf16", "jaxmp-fp16", "autocast-bf16"):
-        if row := rows.get(key):
-            judge(f"{row['label']}: share of FLOPs on tensor cores in half", row["half"], TENSOR_FLOPS, least=True)
-    if half and (auto := rows.get("autocast-bf16")):
-        judge("peak memory under autocast / with a policy", auto["peak"] / half["peak"], AUTOCAST_MEMORY)
+def notes(result: dict[str, Any]) -> list[str]:
+    """A sentence a goal; what has none but belongs to one, as figures."""
+    rows, lines = result["variants"], [goal.sentence() for goal in goals(result)]
+    if (half := rows.get("jaxmp-bf16")) and (auto := rows.get("autocast-bf16")):
         same = auto["products"] == half["products"]
         lines.append(f"{'met' if same else 'NOT MET'}: autocast has the products of the policy" + (
             "" if same else f", but {difference(auto['products'], half['products'])}"))  # fmt: skip
@@ -108,23 +84,23 @@ def goals(result: dict[str, Any]) -> list[str]:
     if plain := rows.get("jaxmp-fp16-unscaled"):
         for key in ("jaxmp-fp16-gradients", "jaxmp-fp16-updates", "jaxmp-fp16"):
             if row := rows.get(key):
-                lines.append(scaling(row, plain, recorded if result["full"] else None))
+                lines.append(scaling(row, plain, RECORDED[result["name"]].torch_ms if result["full"] else None))
     return lines
 
 
-def scaling(row: dict[str, Any], plain: dict[str, Any], recorded: Recorded | None) -> str:
+def scaling(row: dict[str, Any], plain: dict[str, Any], torch_ms: float | None) -> str:
     """What a row with loss scaling has more than the one without."""
     kernels, moved = row["launches"] - plain["launches"], row["traffic"] - plain["traffic"]
     text = (
         f"{row['label']}, against none: {kernels:+,} kernels, {moved / 1e9:+.2f} GB, "
         f"{(row['peak'] - plain['peak']) / MIB:+,.0f} MiB"
     )
-    if recorded is None:
+    if torch_ms is None:
         return text
     milliseconds = moved / COPY_RATE * 1e3
     return (
         f"{text}; at {COPY_RATE / 1e12:g} TB/s the bytes take {milliseconds:.2f} ms, "
-        f"{milliseconds / recorded.torch_ms:.1%} of torch.compile's {recorded.torch_ms} ms (the goal for the time that "
+        f"{milliseconds / torch_ms:.1%} of torch.compile's {torch_ms} ms (the goal for the time that "
         f"scaling adds, which a GPU must confirm: {SCALING - 1:.1%})"
     )
 

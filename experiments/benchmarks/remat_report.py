@@ -10,8 +10,7 @@ import rich.console
 
 from experiments import plots
 from experiments.benchmarks import kept
-from experiments.benchmarks.compile_only_report import RECORDED
-from experiments.benchmarks.train_step_goals import GOALS, REMAT_TIME
+from experiments.benchmarks.train_step_goals import LIMITS, RECORDED, REMAT_TIME, Goal
 from experiments.benchmarks.workloads import FULL
 from experiments.models.transformer import Remat
 from experiments.report import Table
@@ -58,35 +57,28 @@ def collect(folder: Path) -> Result:
                 row["error"] = error
     for group in groups.values():
         group["rows"] = {kind: group["rows"][kind] for kind in KINDS if kind in group["rows"]}
-        group["goals"] = goals(group)
+        group["goals"] = [goal.sentence() for goal in goals(group)]
     where = kept.joined([part["environment"] for part in parts])
     return {"environment": where, "groups": list(groups.values())}
 
 
-def goals(group: dict[str, Any]) -> list[str]:
-    """A sentence for each goal that can be judged: met or not. A smoke test has none."""
+def goals(group: dict[str, Any]) -> list[Goal]:
+    """Those that can be judged. A smoke test has none."""
     found, attention = [], group["rows"].get("attention", {})
     if group["setting"]["smoke"]:
         return []
     if "ratio" in attention:
-        ratio = attention["ratio"][1]
-        found.append(
-            f"{_met(ratio <= REMAT_TIME)}: with remat of all but attention a step takes {ratio:.3f} of the time "
-            f"without remat, the goal at most {REMAT_TIME}"
-        )
+        name = "step time with remat of all but attention / without"
+        found.append(Goal("remat_time", name, attention["ratio"][1], REMAT_TIME))
     full = group["setting"]["sizes"] == dataclasses.asdict(FULL[group["model"]])
     if full and group["policy"] == "mixed_bfloat16" and (need := attention.get("peak") or attention.get("step_bytes")):
-        recorded = RECORDED[group["model"]]
-        share, most = need / MIB / recorded.torch, GOALS[group["model"]].remat_memory
-        found.append(
-            f"{_met(share <= most)}: with remat of all but attention {need / MIB:,.0f} MiB are {share:.2f} of the "
-            f"{recorded.torch:,} MiB that torch.compile AMP took on one H200, the goal at most {most}"
+        torch, limit = RECORDED[group["model"]].torch, LIMITS[group["model"]].remat_memory
+        name = (
+            f"peak memory with remat of all but attention, {need / MIB:,.0f} MiB, / the {torch:,} MiB that "
+            "torch.compile AMP took on one H200"
         )
+        found.append(Goal("remat_memory", name, need / MIB / torch, limit))
     return found
-
-
-def _met(met: bool) -> str:
-    return "met" if met else "NOT MET"
 
 
 def table(group: dict[str, Any]) -> Table:

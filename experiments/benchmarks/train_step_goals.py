@@ -1,9 +1,9 @@
-"""The goals of the train step against torch.compile, by hand and float32: met or not, with the figures."""
+"""What a train step is to reach beside torch.compile, by hand and float32: each goal with the figure found for it."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from experiments.benchmarks.train_step_rows import ROWS
 from experiments.benchmarks.workloads import FULL
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Goals:
+class Limits:
     """What a model is to reach; ratios of time and memory at most, speed-ups and savings at least.
 
     Attributes:
@@ -33,70 +33,134 @@ class Goals:
     saved: float
 
 
-GOALS = {
-    "resnet50": Goals(0.93, 0.97, None, 6.5, 1.9, 0.50),
-    "bert": Goals(0.94, 0.82, 0.62, 10, 2.6, 0.70),
-    "gpt2": Goals(0.93, 0.82, 0.62, 10, 3.2, 0.75),
+LIMITS = {
+    "resnet50": Limits(0.93, 0.97, None, 6.5, 1.9, 0.50),
+    "bert": Limits(0.94, 0.82, 0.62, 10, 2.6, 0.70),
+    "gpt2": Limits(0.93, 0.82, 0.62, 10, 3.2, 0.75),
 }
 REMAT_TIME, SCALING, AUTOCAST, TENSOR_FLOPS = 1.08, 1.005, 1.01, 0.99
 """Of every model: the time that remat may cost, that loss scaling may, that autocast may; the share in half."""
 
 
-def goals(results: Results) -> list[str]:
-    """A sentence a goal: met, NOT MET, or not measured; goals are for the sizes of the field, on a GPU."""
-    if results.about["sizes"] != dataclasses.asdict(FULL[results.about["model"]]):
-        return ["The goals are for the sizes of the field: not judged here."]
-    goal, lines = GOALS[results.about["model"]], []
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What was measured once, in one run on one NVIDIA H200.
 
-    def at_most(what: str, value: float | None, limit: float) -> None:
-        lines.append(_line(what, value, None if value is None else value <= limit, f"at most {limit:g}"))
+    Attributes:
+      torch: peak of torch.compile under AMP in bfloat16, its fastest dtype, in MiB.
+      torch_ms: its step.
+      float32: peak of the model by hand in float32 under JAX, in MiB.
+    """
 
-    def at_least(what: str, value: float | None, limit: float, form: str = ".2f") -> None:
-        lines.append(_line(what, value, None if value is None else value >= limit, f"at least {limit:g}", form))
+    torch: int
+    torch_ms: float
+    float32: int
 
-    def time(row: str | None, other: str | None) -> float | None:
-        ratio = results.ratio("train", row, other) if row and other else None
-        return None if ratio is None else ratio[1]
 
-    def memory(row: str | None, other: str | None) -> float | None:
-        a, b = (results.memory("train", name) if name else None for name in (row, other))
-        return a / b if a and b else None
+RECORDED = {
+    "resnet50": Recorded(10_908, 36.4, 23_559),
+    "bert": Recorded(13_938, 55.3, 51_175),
+    "gpt2": Recorded(8_648, 33.4, 37_793),
+}
 
-    ours, torch = results.fastest("train", "jaxmp-bf16", "jaxmp-fp16"), results.reference("train")
-    own, peer = (ROWS[name].label if name else "" for name in (ours, torch))
-    at_most(f"step time of {own or 'jaxmp'} / {peer or 'torch.compile AMP'}", time(ours, torch), goal.time)
-    at_most(f"peak memory of {own or 'jaxmp'} / {peer or 'torch.compile AMP'}", memory(ours, torch), goal.memory)
-    if goal.remat_memory is not None:
-        remat = "jaxmp-bf16-remat"
-        at_most("peak memory with remat / torch.compile AMP", memory(remat, torch), goal.remat_memory)
-        at_most("step time with remat / without", time(remat, "jaxmp-bf16"), REMAT_TIME)
-    for precision, name, limit in (
-        ("fp32", "fp32 without tensor cores", goal.over_fp32),
-        ("tf32", "TF32", goal.over_tf32),
-    ):
-        slower = time(f"jaxmp-{precision}", ours)
+
+class Goal(NamedTuple):
+    """A figure and what it is to reach.
+
+    Attributes:
+      key: what is judged, whether it was run or only compiled.
+      name: the same in words.
+      value: the figure; None if it was not measured.
+      limit: None for a figure that only belongs to a goal.
+      least: whether it is to be at least the limit; otherwise at most.
+      form: the figure's format.
+    """
+
+    key: str
+    name: str
+    value: float | None
+    limit: float | None
+    least: bool = False
+    form: str = ".3f"
+
+    @property
+    def met(self) -> bool:
+        """Whether the figure reaches the limit; both must be there."""
+        return self.value >= self.limit if self.least else self.value <= self.limit
+
+    def sentence(self) -> str:
+        """Met, NOT MET or not measured, with the figure and the limit."""
+        figure = self.name if self.value is None else f"{self.name} is {self.value:{self.form}}"
+        if self.limit is None:
+            return figure
+        verdict = "not measured" if self.value is None else "met" if self.met else "NOT MET"
+        return f"{verdict}: {figure}, the goal at {'least' if self.least else 'most'} {self._limit(self.form)}"
+
+    def cell(self, form: str = "", mark: str = "") -> str:
+        """The same in a table; empty if it was not measured."""
+        if self.value is None:
+            return ""
+        form = form or self.form
+        bound = f"{'≥' if self.least else '≤'} {self._limit(form)}"
+        return f"{'✓' if self.met else '✗'} {self.value:{form}}{mark} ({bound})"
+
+    def _limit(self, form: str) -> str:
+        return f"{self.limit:{'.0%' if '%' in form else 'g'}}"
+
+
+def goals(results: Results) -> list[Goal]:
+    """Those of the model, whatever of it was measured; they are for the sizes of the field, on a GPU."""
+    limits = LIMITS[results.about["model"]]
+    ours = results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") or "jaxmp-bf16"
+    torch = results.reference("train") or ""  # which is no row: it has no figures
+    own, peer = ROWS[ours].label, ROWS[torch].label if torch else "torch.compile AMP"
+
+    def time(row: str, other: str) -> float | None:
+        ratio = results.ratio("train", row, other)
+        return ratio[1] if ratio else None
+
+    def memory(row: str, other: str) -> float | None:
+        return share(results.memory("train", row), results.memory("train", other))
+
+    def over(precision: str, name: str, limit: float) -> Goal:
         by_hand = time(f"hand-{precision}", ours)
         beside = f" ({by_hand:.2f} over {ROWS[f'hand-{precision}'].label})" if by_hand else ""
-        at_least(f"speed-up over the same step in {name}{beside}", slower, limit)
-    ratio = memory(ours, "hand-fp32")
-    at_least("memory saved against float32 by hand", None if ratio is None else 1 - ratio, goal.saved)
-    at_most("fp16 with dynamic scaling / without", time("jaxmp-fp16", "jaxmp-fp16-unscaled"), SCALING)
+        name = f"speed-up over the same step in {name}{beside}"
+        return Goal(f"over_{precision}", name, time(f"jaxmp-{precision}", ours), limit, least=True, form=".2f")
+
+    remat, auto = "jaxmp-bf16-remat", "autocast-bf16"
     autocast = "autocast of the float32 model, bf16 /"
-    at_most(f"{autocast} by hand, another GELU and loss", time("autocast-bf16", "hand-bf16"), AUTOCAST)
-    at_most(f"{autocast} the same model with a policy", time("autocast-bf16", "jaxmp-bf16"), AUTOCAST)
-    share = half_share(results.figures("train", ours).get("flops")) if ours else None
-    at_least("share of FLOPs on tensor cores in half", share, TENSOR_FLOPS, ".3f")
-    return lines
+    less = saved(memory(ours, "hand-fp32"))
+    flops = results.figures("train", ours).get("flops") or {}
+    half = share(flops.get("bfloat16", 0) + flops.get("float16", 0), sum(flops.values()))  # TF32 is not half
+    found = [
+        Goal("time", f"step time of {own} / {peer}", time(ours, torch), limits.time),
+        Goal("memory", f"peak memory of {own} / {peer}", memory(ours, torch), limits.memory),
+        Goal("remat_memory", "peak memory with remat / torch.compile AMP", memory(remat, torch), limits.remat_memory),
+        Goal("remat_time", "step time with remat / without", time(remat, "jaxmp-bf16"), REMAT_TIME),
+        over("fp32", "fp32 without tensor cores", limits.over_fp32),
+        over("tf32", "TF32", limits.over_tf32),
+        Goal("saved", "memory saved against float32 by hand", less, limits.saved, least=True, form=".2f"),
+        Goal("scaling", "fp16 with dynamic scaling / without", time("jaxmp-fp16", "jaxmp-fp16-unscaled"), SCALING),
+        Goal("autocast_by_hand", f"{autocast} by hand, another GELU and loss", time(auto, "hand-bf16"), AUTOCAST),
+        Goal("autocast", f"{autocast} the same model with a policy", time(auto, "jaxmp-bf16"), AUTOCAST),
+        Goal("half", "share of FLOPs on tensor cores in half", half, TENSOR_FLOPS, least=True),
+    ]
+    return [goal for goal in found if limits.remat_memory is not None or "remat" not in goal.key]
 
 
-def half_share(flops: dict[str, int] | None) -> float | None:
-    """The share of a step's FLOPs, by dtype, that tensor cores do in half: TF32 is not."""
-    if not flops:
-        return None
-    return (flops.get("bfloat16", 0) + flops.get("float16", 0)) / sum(flops.values())
+def sentences(results: Results) -> list[str]:
+    """One a goal; for the sizes of the field only."""
+    if results.about["sizes"] != dataclasses.asdict(FULL[results.about["model"]]):
+        return ["The goals are for the sizes of the field: not judged here."]
+    return [goal.sentence() for goal in goals(results)]
 
 
-def _line(what: str, value: float | None, met: bool | None, goal: str, form: str = ".3f") -> str:
-    if value is None:
-        return f"not measured: {what}, the goal {goal}"
-    return f"{'met' if met else 'NOT MET'}: {what} is {value:{form}}, the goal {goal}"
+def share(part: float | None, whole: float | None) -> float | None:
+    """The one over the other, if both are known."""
+    return None if part is None or not whole else part / whole
+
+
+def saved(needed: float | None) -> float | None:
+    """What is saved of a whole, of which this share is needed."""
+    return None if needed is None else 1 - needed

@@ -145,7 +145,7 @@ def table(results: Results, which: Pass) -> Table:
             found = {"error": f"not installed: {row.missing}"}
         cells = [row.label, found["error"]] if "error" in found else [row.label, *_cells(results, which, key)]
         rows.append(tuple(cells + [""] * (len(columns) - len(cells))))
-    notes = train_step_goals.goals(results) if which == "train" else []
+    notes = train_step_goals.sentences(results) if which == "train" else []
     smoke = "SMOKE TEST, no result: " if results.about["setting"]["smoke"] else ""
     return Table(f"{smoke}{results.about['text']}: {TITLES[which]}", columns, rows, notes=tuple(notes))
 
@@ -216,7 +216,7 @@ def write(folder: Path) -> dict[str, Results]:
         lines += [f"Measured {each.about['measured']} by `{each.about['environment']['command']}`.", ""]
         rows = {which: {key: each.figures(which, key) for key in rows_of(name)} for which in passes}
         summary[name] = {key: each.about[key] for key in ("text", "sizes", "items", "unit", "model_flops")}
-        summary[name] |= {"environment": each.about["environment"], "goals": train_step_goals.goals(each)}
+        summary[name] |= {"environment": each.about["environment"], "goals": train_step_goals.sentences(each)}
         summary[name].update(rows)
         summary[name]["turns"] = each.turns
     (folder / "train_step.md").write_text("\n".join(lines))
