@@ -200,10 +200,10 @@ def _projected_forward(
         logits = _logits(x, *layer)
         losses, denominators = _losses(logits, labels, options)
         # Not divided by the number of labels yet, and as large as float16 takes: there an unlikely class would get 0.
-        with precision("float32"):
-            gradient = _gradient(logits, labels, denominators, options) * _shift(x.dtype, options)
+        gradient = _gradient(logits, labels, denominators, options)
         by_bias = None if bias is None else by_bias + gradient.sum(0)
-        gradient = gradient.astype(x.dtype)
+        with precision("float32"):
+            gradient = (gradient * _shift(x.dtype, options)).astype(x.dtype)
         by_weights += jnp.dot(gradient.T, x, preferred_element_type=wide)
         return (total + losses.sum(), by_weights, by_bias), jnp.dot(gradient, layer[0], preferred_element_type=wide)
 
@@ -220,10 +220,11 @@ def _projected_backward(
 ) -> tuple[Any, ...]:
     *gradients, count = residuals
     with precision("float32"):  # the cotangent may be a loss scale that float16 does not have
-        factor = cotangent / count / _shift(dtypes[0], options)
+        factor = cotangent / count
+        shifted = factor / _shift(dtypes[0], options)
         scaled = [
             None if dtype is None else (gradient * factor).astype(dtype)
-            for gradient, dtype in zip(gradients, dtypes, strict=True)
+            for gradient, factor, dtype in zip(gradients, (shifted, shifted, factor), dtypes, strict=True)
         ]
     return (*scaled, None)
 
