@@ -240,8 +240,8 @@ def picture(results: dict[str, Results], path: Path) -> None:
         keys = [key for key in rows_of(name) if "ms" in each.figures("train", key) or each.memory("train", key)]
         times = [statistics.median(each.figures("train", key).get("milliseconds") or [0]) for key in keys]
         sizes = [(each.memory("train", key) or 0) / 2**30 for key in keys]
-        for axes, values, title in ((top, times, "ms"), (bottom, sizes, "peak memory, GiB")):
-            plots.style(axes, f"{each.about['text']}: {title}")
+        for axes, values, title in ((top, times, f"{each.about['text']}: ms"), (bottom, sizes, "peak memory, GiB")):
+            plots.style(axes, title)
             axes.barh(range(len(keys)), values, color=[_color(key) for key in keys], height=0.7)
             for i, value in enumerate(values):
                 if value:
@@ -249,7 +249,8 @@ def picture(results: dict[str, Results], path: Path) -> None:
                         f"{value:.3g}", (value, i), (3, 0), textcoords="offset points", va="center", fontsize=7
                     )
             plots.row_axis(axes, [ROWS[key].label for key in keys])
-            axes.margins(x=0.12)
+            axes.locator_params(axis="x", nbins=4)
+            axes.margins(x=0.16)
     where = next(iter(results.values())).about["environment"]
     figure.supxlabel(f"{where['device']}, {where['date'][:10]}", fontsize=7.5, x=0.995, ha="right")
     figure.savefig(path, dpi=110)
