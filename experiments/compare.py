@@ -28,7 +28,7 @@ import rich.console
 import tyro
 
 from experiments import cli, comparison_report, image_classification, language_modeling, masked_lm, plots
-from experiments.comparison import BASELINE, Outcome, compare
+from experiments.comparison import AUTOCAST, BASELINE, RESERVED, Outcome, Task, compare
 from experiments.environment import environment
 from experiments.experiment import Experiment
 from experiments.precision import compute_dtype, read_policy
@@ -36,15 +36,13 @@ from experiments.progress import Progress
 from experiments.runs import run_folder, write_json
 
 IMAGES = ("digits", "mnist", "fashion_mnist", "cifar10")
-TEXT = {"pysource": language_modeling, "gpt2": language_modeling, "bert": masked_lm}
-TASKS = {**dict.fromkeys(IMAGES, image_classification), **TEXT}
-METRICS = {**dict.fromkeys(IMAGES, "accuracy"), **dict.fromkeys(TEXT, "loss")}  # what picture and sentence show of each
-# What of a task's flags --flags may name no value of: the comparison has its own, or no use for it.
-_NOT_FLAGS = (
-    "policy", "loss_scale", "opt_level", "autocast", "override", "remat", "seed", "steps", "batch_size", "dataset",
-    "data_dir", "run_dir", "evaluate_every", "checkpoint_every", "keep", "resume",
-)  # fmt: skip
-_AUTOCAST = "autocast:"  # before a policy: the loss function runs under autocast, and the model has no policy
+TASKS = {
+    **{name: Task(image_classification, {"dataset": name}) for name in IMAGES},
+    "pysource": Task(language_modeling, {"dataset": "pysource"}),
+    "gpt2": Task(language_modeling, {"model": "gpt2"}),
+    "bert": Task(masked_lm, {}),
+}
+METRICS = {name: "accuracy" if name in IMAGES else "loss" for name in TASKS}  # what picture and sentence show of each
 _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16", "float16@none")
 
 
@@ -93,10 +91,10 @@ def variants(policies: tuple[str, ...], loss_scales: tuple[str, ...]) -> list[tu
     found = [BASELINE]
     for text in policies:
         policy, at, own = text.partition("@")
-        half = compute_dtype(read_policy(policy.removeprefix(_AUTOCAST), own or "none")[0]) == jnp.float16
+        half = compute_dtype(read_policy(policy.removeprefix(AUTOCAST), own or "none")[0]) == jnp.float16
         found += [(policy, scale) for scale in ([own] if at else loss_scales if half else ["none"])]
     for policy, scale in found:
-        read_policy(policy.removeprefix(_AUTOCAST), scale)
+        read_policy(policy.removeprefix(AUTOCAST), scale)
     return list(dict.fromkeys(found))
 
 
@@ -128,45 +126,24 @@ def prepare(config: Config) -> dict[tuple[str, str], Experiment]:
     cli.require("the number of --seeds", len(config.seeds), 1)
     for seed in config.seeds:
         cli.require("--seeds", seed, 0, 2**31)
-    task: Any = TASKS[config.task]
-    base = task_flags(config)
-    given = {name: value for name in ("steps", "batch_size") if (value := getattr(config, name))}
+    flags = task_flags(config)
     experiments = {}
-    for policy, loss_scale in variants(config.policies, config.loss_scales):
-        override = () if (policy, loss_scale) == BASELINE else config.override
-        flags = dataclasses.replace(
-            base,
-            policy=policy.removeprefix(_AUTOCAST),
-            autocast=policy.startswith(_AUTOCAST),
-            loss_scale=loss_scale,
-            override=override,
-            remat=config.remat,
-            data_dir=config.data_dir,
-            **given,
-        )
-        experiments[policy, loss_scale] = task.prepare(flags)
+    for variant in variants(config.policies, config.loss_scales):
+        own = dataclasses.replace(flags, override=() if variant == BASELINE else config.override)
+        experiments[variant] = TASKS[config.task].prepare(own, *variant)
     return experiments
 
 
 def task_flags(config: Config) -> Any:
-    """The flags that the task's script would have with ``--flags``.
+    """The flags that all variants have in common.
 
     Raises:
-      ValueError: they say what the comparison says.
+      ValueError: ``--flags`` say what the comparison says.
     """
-    task: Any = TASKS[config.task]
-    flags = tyro.cli(
-        task.Config,
-        prog=f"python -m {task.__name__}",  # whose --help an error points to
-        args=[f"--{flag.lstrip('-')}" for given in config.flags for flag in given],
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    for field in dataclasses.fields(flags):
-        given = getattr(flags, field.name) != field.default
-        if given and field.name in _NOT_FLAGS and (field.name != "dataset" or config.task not in ("gpt2", "bert")):
-            raise ValueError(f"--flags are the task's, but --{field.name.replace('_', '-')} is up to the comparison")
-    own = {"dataset": config.task} if config.task in IMAGES else {"model": "gpt2"} if config.task == "gpt2" else {}
-    return dataclasses.replace(flags, **own)
+    task, own = TASKS[config.task], {field.name for field in dataclasses.fields(config)}
+    flags = task.flags(config.flags, RESERVED | own | task.preset.keys() | {"evaluate_every"}, "comparison")
+    given = {name: value for name in ("steps", "batch_size") if (value := getattr(config, name))}
+    return dataclasses.replace(flags, remat=config.remat, data_dir=config.data_dir, **given)
 
 
 def main(config: Config) -> dict[str, list[Outcome]]:

@@ -7,21 +7,65 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import tyro
 
 import jaxmp
-from experiments import flops, memory, timing
+from experiments import flops, memory, timing, training
 from experiments.experiment import Experiment
 from experiments.gradients import gradients, zero_share
 from experiments.metrics import Late
 from experiments.progress import Progress
 
 BASELINE = ("float32", "none")
+AUTOCAST = "autocast:"  # before a policy: the loss function runs under autocast, and the model has no policy
+RESERVED = training.OF_A_RUN | {"seed"}
+"""Flags of a training script that every comparison sets itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained: a training script, and a preset of its flags."""
+
+    script: ModuleType
+    preset: dict[str, Any]
+
+    def flags(self, given: Iterable[Iterable[str]], reserved: Set[str], owner: str) -> Any:
+        """The preset with the flags that are ``given``, as in ``model=resnet18``.
+
+        Raises:
+          ValueError: one is ``reserved``, which the error says is up to the ``owner``.
+        """
+        preset = self.script.Config(**self.preset)
+        flags = tyro.cli(
+            self.script.Config,
+            prog=f"python -m {self.script.__name__}",  # whose --help an error points to
+            args=[f"--{flag.lstrip('-')}" for texts in given for flag in texts],
+            default=preset,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+        for field in dataclasses.fields(flags):
+            if field.name in reserved and getattr(flags, field.name) != getattr(preset, field.name):
+                raise ValueError(f"--flags are the task's, but --{field.name.replace('_', '-')} is up to the {owner}")
+        return flags
+
+    def prepare(self, flags: Any, policy: str, loss_scale: str) -> Experiment:
+        """The task under a policy, or under autocast.
+
+        Raises:
+          ValueError: a flag has a value that cannot be.
+          DataError: the data cannot be had.
+        """
+        autocast = policy.startswith(AUTOCAST)
+        return self.script.prepare(
+            dataclasses.replace(flags, policy=policy.removeprefix(AUTOCAST), autocast=autocast, loss_scale=loss_scale)
+        )
 
 
 @dataclasses.dataclass

@@ -22,6 +22,7 @@ from PIL import Image
 import jaxmp
 from experiments import cli, plots
 from experiments.benchmarks import accuracy, accuracy_report
+from experiments.comparison import Task
 from experiments.environment import environment
 from experiments.experiment import Experiment
 from experiments.precision import compute_dtype, read_policy
@@ -89,8 +90,8 @@ def line(monkeypatch):
         return prepare_line(config)
 
     script = types.SimpleNamespace(__name__="line", Config=LineConfig, prepare=prepare)
-    task = accuracy.Task(script, full={"steps": 50}, smoke={"evaluate_every": 2})
-    monkeypatch.setattr(accuracy, "TASKS", {**accuracy.TASKS, "images": task})
+    for tasks, preset in ((accuracy.TASKS, {"steps": 50}), (accuracy.SMOKE_TASKS, {"evaluate_every": 2})):
+        monkeypatch.setitem(tasks, "images", Task(script, preset))
     return prepared
 
 
@@ -227,7 +228,7 @@ def test_a_model_that_returns_its_loss_trains_under_a_policy_that_returns_half(t
     flags = ((f"dataset={tmp_path / 'text.txt'}",),)
     run = next(run for run in accuracy.plan(accuracy.Config(tasks=("bert",), flags=flags, smoke=True)))
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
-        experiment = accuracy.prepare(run, "O3", "none")
+        experiment = accuracy.TASKS["bert"].prepare(run.flags, "O3", "none")
         state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*no loss scale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import math
@@ -13,8 +14,16 @@ import rich.console
 from PIL import Image
 
 import jaxmp
-from experiments import compare, comparison_report, plots
-from experiments.comparison import Outcome, train
+from experiments import (
+    compare,
+    comparison_report,
+    image_classification,
+    language_modeling,
+    masked_lm,
+    plots,
+    training,
+)
+from experiments.comparison import RESERVED, Outcome, train
 from experiments.experiment import Experiment
 from experiments.progress import Progress
 
@@ -175,6 +184,40 @@ def test_the_demo_is_one_seed_of_text_and_three_of_digits_under_five_variants():
             ("mixed_bfloat16", "none"),
             ("float16", "none"),
         ]
+
+
+@pytest.mark.parametrize("task", ["gpt2", "bert"])
+def test_a_transformer_trains_on_the_text_that_the_flags_name(task):
+    found = compare.task_flags(compare.Config(task=task, flags=(("dataset=some.txt",),), steps=7, remat="attention"))
+    assert (found.dataset, found.steps, found.remat) == ("some.txt", 7, "attention")
+    assert getattr(found, "model", "bert") == task
+
+
+@pytest.mark.parametrize(
+    ("task", "flag"),
+    [
+        ("cifar10", "dataset=mnist"),
+        ("cifar10", "dataset=digits"),  # the script's own default
+        ("pysource", "dataset=some.txt"),
+        ("gpt2", "model=next_token"),
+        ("bert", "override=head=float32"),
+        ("digits", "remat=full"),
+        ("digits", "steps=3"),
+        ("digits", "batch-size=3"),
+        ("digits", "evaluate-every=3"),
+        ("digits", "keep=1"),
+    ],
+)
+def test_what_the_comparison_or_the_name_of_its_task_says_is_no_flag_of_the_task(task, flag):
+    name = flag.partition("=")[0]
+    with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
+        compare.task_flags(compare.Config(task=task, flags=((flag,),)))
+
+
+def test_flags_with_a_rule_of_their_own_are_flags():
+    scripts = (image_classification, language_modeling, masked_lm)
+    flags = {field.name for script in scripts for field in dataclasses.fields(script.Config)}
+    assert flags >= training.MAY_CHANGE and flags >= RESERVED
 
 
 def test_training_that_stops_counts_as_not_a_number_and_the_comparison_goes_on():

@@ -27,7 +27,6 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal
 
 if not __package__:  # started as a file: the folder two above this one has the packages
@@ -38,36 +37,16 @@ import tyro
 
 from experiments import cli, compare, image_classification, language_modeling, masked_lm, memory, training
 from experiments.benchmarks import accuracy_report, kept
-from experiments.comparison import BASELINE, init_params
+from experiments.comparison import BASELINE, RESERVED, Task, init_params
 from experiments.environment import environment, require_gpu
 from experiments.experiment import Experiment
 from experiments.runs import checkpoints_folder, run_folder, strict_json, write_json
-
-_AUTOCAST = "autocast:"  # before a policy: the loss function runs under autocast, and the model has no policy
-# What tells one run of a task from another, or does not touch what is trained.
-_OWN = frozenset(
-    ("policy", "loss_scale", "opt_level", "autocast", "seed", "checkpoint_every", "keep", "resume", "data_dir",
-     "run_dir")
-)  # fmt: skip
-
 
 POLICIES = (
     "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2", "O3@none",
     "bfloat16",
 )  # fmt: skip
 SMOKE_POLICIES = ("float32", "mixed_float16", "autocast:mixed_bfloat16", "O3@none")
-SEEDS, SMOKE_SEEDS = (0, 1, 2), (0,)
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What is trained: a training script, and the flags for the benchmark and for --smoke."""
-
-    script: ModuleType
-    full: dict[str, Any]
-    smoke: dict[str, Any]
-
-
 _SMALL = {
     "layers": 1, "heads": 2, "width": 32, "context": 32, "batch_size": 16, "steps": 20, "learning_rate": 1e-2,
     "test_batches": 2, "evaluate_every": 10,
@@ -76,27 +55,31 @@ _BASE = {"layers": 12, "heads": 12, "width": 768, "test_batches": 16, "evaluate_
 TASKS = {
     "images": Task(
         image_classification,
-        full={
+        {
             "dataset": "cifar10", "model": "resnet50", "image_size": 224, "batch_size": 256, "epochs": 10,
             "optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "flip": True,
             "shift": 4, "evaluate_every": 195,
         },
-        smoke={"steps": 30, "evaluate_every": 10},
     ),
     "gpt2": Task(
         language_modeling,
-        full={**_BASE, "model": "gpt2", "context": 1024, "batch_size": 16, "steps": 1000, "learning_rate": 6e-4,
-              "vocabulary": 50257, "sample_tokens": 0},
-        smoke={**_SMALL, "model": "gpt2", "sample_tokens": 0},
+        {
+            **_BASE, "model": "gpt2", "context": 1024, "batch_size": 16, "steps": 1000, "learning_rate": 6e-4,
+            "vocabulary": 50257, "sample_tokens": 0,
+        },
     ),
     "bert": Task(
         masked_lm,
-        full={**_BASE, "context": 512, "batch_size": 64, "steps": 750, "learning_rate": 3e-4, "vocabulary": 50258},
-        smoke=_SMALL,
+        {**_BASE, "context": 512, "batch_size": 64, "steps": 750, "learning_rate": 3e-4, "vocabulary": 50258},
     ),
 }  # fmt: skip
 """1,950 steps, 10 epochs of images; 16.4 million tokens; 24.6 million tokens. The vocabularies have room for GPT-2's
 byte pairs (and [MASK]), so that the models have their size whatever the tokens are."""
+SMOKE_TASKS = {
+    "images": Task(image_classification, {"steps": 30, "evaluate_every": 10}),
+    "gpt2": Task(language_modeling, {**_SMALL, "model": "gpt2", "sample_tokens": 0}),
+    "bert": Task(masked_lm, _SMALL),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,8 +134,8 @@ class Run:
         """What all runs of a task in one folder have in common."""
         task = TASKS[self.task]
         own, preset = (
-            {name: value for name, value in strict_json(dataclasses.asdict(flags)).items() if name not in _OWN}
-            for flags in (self.flags, task.script.Config(**task.full))
+            {name: value for name, value in strict_json(dataclasses.asdict(flags)).items() if name not in RESERVED}
+            for flags in (self.flags, task.script.Config(**task.preset))
         )
         return own | {"smoke": self.smoke, "whole": own == preset}
 
@@ -178,20 +161,10 @@ def task_flags(config: Config, name: str) -> Any:
     Raises:
       ValueError: ``--flags`` are for several tasks, or name what the benchmark sets.
     """
-    task = TASKS[name]
-    preset = task.script.Config(**(task.smoke if config.smoke else task.full))
     if config.flags and len(config.tasks) > 1:
         raise ValueError(f"--flags are those of one script, got --tasks {' '.join(config.tasks)}; name one of them")
-    flags = tyro.cli(
-        task.script.Config,
-        prog=f"python -m {task.script.__name__}",  # whose --help an error points to
-        args=[f"--{flag.lstrip('-')}" for given in config.flags for flag in given],
-        default=preset,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    for field in dataclasses.fields(flags):
-        if field.name in _OWN and getattr(flags, field.name) != getattr(preset, field.name):
-            raise ValueError(f"--flags are the task's, but --{field.name.replace('_', '-')} is up to the benchmark")
+    task = (SMOKE_TASKS if config.smoke else TASKS)[name]
+    flags = task.flags(config.flags, RESERVED, "benchmark")
     given = {"steps": config.steps} if config.steps else {}
     return dataclasses.replace(
         flags, data_dir=config.data_dir, checkpoint_every=config.checkpoint_every, keep=1, **given
@@ -210,7 +183,7 @@ def plan(config: Config) -> list[Run]:
     for seed in config.seeds:
         cli.require("--seeds", seed, 0, 2**31)
     policies = config.policies or (SMOKE_POLICIES if config.smoke else POLICIES)
-    seeds = config.seeds or (SMOKE_SEEDS if config.smoke else SEEDS)
+    seeds = config.seeds or range(1 if config.smoke else accuracy_report.SEEDS)
     return [
         Run(task, policy, loss_scale, seed, flags, config.smoke)
         for task in dict.fromkeys(config.tasks)
@@ -271,22 +244,6 @@ def to_do(config: Config) -> list[Run]:
     return missing
 
 
-def prepare(run: Run, policy: str, loss_scale: str) -> Experiment:
-    """The task of a run under a policy.
-
-    Raises:
-      ValueError: a flag has a value that cannot be.
-      DataError: the data cannot be had.
-    """
-    flags = dataclasses.replace(
-        run.flags,
-        policy=policy.removeprefix(_AUTOCAST),
-        autocast=policy.startswith(_AUTOCAST),
-        loss_scale=loss_scale,
-    )
-    return TASKS[run.task].script.prepare(flags)
-
-
 def train(run: Run, experiment: Experiment, baseline: Experiment, folder: Path) -> dict[str, Any]:
     """Trains once, from the baseline's params, and returns the record of it."""
     resumable = any(checkpoints_folder(folder).glob("*"))
@@ -316,7 +273,8 @@ def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         missing = to_do(config)
         # First, so that data that cannot be had are an error before anything is trained.
-        baselines = {run.task: prepare(run, *BASELINE) for run in {run.task: run for run in missing}.values()}
+        flags = {run.task: run.flags for run in missing}
+        baselines = {task: TASKS[task].prepare(flags[task], *BASELINE) for task in flags}
         folder = run_folder("accuracy", config.run_dir)
     variant, experiment = None, None
     try:
@@ -326,7 +284,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # what O3 is for
                 if variant != (run.task, run.policy, run.loss_scale):
                     variant = (run.task, run.policy, run.loss_scale)
-                    experiment = prepare(run, run.policy, run.loss_scale)
+                    experiment = TASKS[run.task].prepare(run.flags, run.policy, run.loss_scale)
                 record = train(run, experiment, baselines[run.task], folder / run.place)
             write_json(folder / run.place / "result.json", record)
             shutil.rmtree(checkpoints_folder(folder / run.place), ignore_errors=True)

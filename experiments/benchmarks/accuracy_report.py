@@ -13,10 +13,10 @@ import numpy as np
 import rich.console
 
 from experiments import plots
+from experiments.comparison import BASELINE
 from experiments.report import Table
 from experiments.runs import write_json
 
-BASELINE = ("float32", "none")
 METRICS = {"images": "accuracy", "gpt2": "loss", "bert": "loss"}
 UNITS = {"accuracy": "points of accuracy", "loss": "% of the loss"}
 POINTS_LOST, POINTS_AIM, LOSS_PERCENT, SEEDS = 0.5, 0.1, 0.5, 3
