@@ -104,7 +104,7 @@ def test_help_has_every_flag_with_a_text_and_a_default(script, capsys, monkeypat
     shown = capsys.readouterr().out
     for field in dataclasses.fields(script.Config):
         flag = "--" + field.name.replace("_", "-")
-        entry = re.search(rf"^[│ ] {flag}\b(.*?)(?=^[│ ] --|\Z)", shown, re.DOTALL | re.MULTILINE)
+        entry = re.search(rf"^[│ ] (?:--\S+ \S+, )*{flag}\b(.*?)(?=^[│ ] --|\Z)", shown, re.DOTALL | re.MULTILINE)
         assert entry, f"{flag} is missing"
         words = entry[1].replace("│", " ").split()
         assert len(words) > 3, f"{flag} has no text"
