@@ -20,12 +20,12 @@ import jax
 
 from experiments import memory
 from experiments.experiment import Experiment
+from experiments.memory import NO_ROOM
 from experiments.training import folder_to_resume
 
 C = TypeVar("C")
 
 SHARE = 0.9  # of the free memory that a step may take: evaluation and what lies between two arrays need some, too
-NO_ROOM = sys.maxsize  # what a step needs that could not even be compiled: nobody knows how much
 _COMPILATIONS = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -112,14 +112,7 @@ def step_bytes(experiment: Experiment, batch_size: int) -> int:
     batch = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype), next(experiment.train_batches(0))
     )
-    try:
-        needed = memory.of_compiled(experiment.step.jitted.lower(state, batch).compile())
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
-            raise
-        return NO_ROOM
-    if needed is None:
-        raise ValueError("--batch-size auto needs a compiler that tells how much memory a step takes; name a number")
+    needed = memory.of_lowered(experiment.step.jitted.lower(state, batch))
     return needed + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
 
 

@@ -68,6 +68,14 @@ def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) ->
     return max(found, key=lambda source: (source.where["date"], str(source.path)), default=None)
 
 
+def _full(model: Name, found: dict[str, Any]) -> bool:
+    return found["sizes"] == dataclasses.asdict(FULL[model])
+
+
+def _whole(run: dict[str, Any]) -> bool:
+    return run["setting"].get("whole", False)
+
+
 class Sources:
     """The newest results of each kind.
 
@@ -76,18 +84,12 @@ class Sources:
     """
 
     def __init__(self, results: Path) -> None:
-        self.train_step = newest(
-            results, "train_step", lambda data: any(self._full(*m) for m in data["models"].items())
-        )
+        self.train_step = newest(results, "train_step", lambda data: any(_full(*m) for m in data["models"].items()))
         self.compiled = newest(results, "compile_only", lambda data: any(r["full"] for r in data["results"]))
-        self.accuracy = newest(results, "accuracy", lambda data: all(run["setting"]["whole"] for run in data["runs"]))
+        self.accuracy = newest(results, "accuracy", lambda data: any(_whole(run) for run in data["runs"]))
         self.remat = newest(
-            results, "remat", lambda data: all(self._full(each["model"], each["setting"]) for each in data["groups"])
+            results, "remat", lambda data: any(_full(each["model"], each["setting"]) for each in data["groups"])
         )
-
-    @staticmethod
-    def _full(model: Name, found: dict[str, Any]) -> bool:
-        return found["sizes"] == dataclasses.asdict(FULL[model])
 
     def all(self) -> list[Source]:
         """Those there are."""
@@ -96,7 +98,7 @@ class Sources:
     def steps(self, model: str) -> Results:
         """What was measured of a model's train step, perhaps nothing."""
         found = self.train_step.data["models"].get(model) if self.train_step else None
-        found = found if found and self._full(model, found) else {}
+        found = found if found and _full(model, found) else {}
         alone = {key: {"train": row} for key, row in found.get("train", {}).items()}
         return Results({"model": model}, alone, found.get("turns", {}), {})
 
@@ -129,7 +131,7 @@ def largest(sources: Sources, model: str) -> str:
     if model == "resnet50":
         return "–"
     for group in sources.remat.data["groups"] if sources.remat else []:
-        if group["model"] == model and group["policy"] == "mixed_bfloat16":
+        if (group["model"], group["policy"]) == (model, "mixed_bfloat16") and _full(model, group["setting"]):
             found = [group["rows"].get(kind, {}).get("largest", {}).get("batch") for kind in ("none", "attention")]
             mark = COMPILED if "target" in group["setting"] else ""
             return f"{found[0]} → {found[1]}{mark}" if all(found) else ""
@@ -141,7 +143,7 @@ def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
 
     def cell(sources: Sources, model: str) -> str:
         runs = sources.accuracy.data["runs"] if sources.accuracy else []
-        runs = [{**run, "final": {k: float(v) for k, v in run["final"].items()}} for run in runs]
+        runs = [{**run, "final": {k: float(v) for k, v in run["final"].items()}} for run in runs if _whole(run)]
         variants = accuracy_report.by_variant(runs).get(TASKS[model], {})
         own, baseline = (variants.get(key, []) for key in ((policy, loss_scale), accuracy_report.BASELINE))
         found = accuracy_report.differences(TASKS[model], own, baseline)

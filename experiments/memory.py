@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
+
+NO_ROOM = sys.maxsize
+"""What a step needs that could not even be compiled: nobody knows how much."""
+
+
+def of_lowered(lowered: Any, compiler_options: dict[str, Any] | None = None) -> int:
+    """Bytes that a lowered function needs at most, ``NO_ROOM`` if its compiler had none; compiles it.
+
+    Raises:
+      ValueError: the compiler does not tell.
+    """
+    try:
+        needed = of_compiled(lowered.compile(compiler_options))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
+            raise
+        return NO_ROOM
+    if needed is None:
+        raise ValueError(
+            "the compiler must tell how much memory a step takes, but this device's says nothing; name a batch size, "
+            "and look for no largest one"
+        )
+    return needed
 
 
 def of_compiled(compiled: Any) -> int | None:

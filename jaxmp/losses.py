@@ -301,7 +301,7 @@ def _gradient(logits: jax.Array, labels: jax.Array, denominators: _Denominators,
 def _shift(dtype: Any, options: _Options) -> float:
     """What float16 gradients of logits are multiplied by, so that they are no subnormals: a power of two, or 1.
 
-    No logit makes them overflow: each is 1 at most, and more by what the z-loss adds for the largest logit there is.
+    That makes none overflow: each is 1 at most, and more by what the z-loss adds for the largest logit there is.
     """
     if dtype != jnp.float16:
         return 1.0

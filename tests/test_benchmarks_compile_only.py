@@ -280,6 +280,22 @@ def test_a_run_is_resumed_for_the_same_gpu_and_with_the_same_versions_only(compi
     assert len(asked) == 2
 
 
+def test_rows_of_a_smoke_run_and_of_the_field_are_not_mixed_and_a_damaged_file_is_named(compiles, tmp_path, capsys):
+    config = compile_only.Config(models=("gpt2",), variants=("jaxmp-bf16",), smoke=True, run_dir=tmp_path)
+    compile_only.main(config)
+    file = tmp_path / "compile_only.json"
+    for text, said in (
+        (file.read_text(), "compile_only.json smoke is True there and False here"),
+        ('{"results": [], "environment": {}}', "compile_only.json is no result of a run (KeyError('target'))"),
+        ("{", "compile_only.json is no result of a run (JSONDecodeError("),
+    ):
+        file.write_text(text)
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="2"):
+            compile_only.main(dataclasses.replace(config, smoke=False, resume=True))
+        assert said in capsys.readouterr().err
+
+
 def test_every_variant_is_a_row_and_remat_is_of_transformers_only():
     rows = rows_of("resnet50", (), compile_only.VARIANTS)
     assert set(compile_only.VARIANTS) - set(rows) == {

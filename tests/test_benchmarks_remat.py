@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from experiments import plots
-from experiments.batch_size import NO_ROOM
 from experiments.benchmarks import jax_steps, remat, remat_report, targets
 from experiments.benchmarks.train_step_rows import Prepared
 from experiments.benchmarks.workloads import FULL, SMOKE
+from experiments.memory import NO_ROOM
 from experiments.runs import write_json
 
 
@@ -157,6 +157,22 @@ def test_what_failed_or_was_not_looked_for_is_measured_anew_and_what_is_new_goes
     assert len(measured) == 6
 
 
+LARGEST = {"batch": 296, "bytes": 9, "limit": 10}
+
+
+def test_what_is_measured_anew_keeps_what_the_folder_had_of_it(quick, tmp_path, monkeypatch):
+    finds = [
+        {"step_bytes": None, "peak": None, "largest": LARGEST, "error": "out of memory"},
+        {"step_bytes": 5, "peak": None, "largest": None},
+    ]
+    monkeypatch.setattr(remat, "measure_alone", lambda *_: finds.pop(0))
+    config = smoke(tmp_path, remats=("none",))
+    remat.main(config)
+    remat.main(dataclasses.replace(config, no_largest=True))
+    found = json.loads((tmp_path / "gpt2-mixed_float16-none.json").read_text())
+    assert (found["step_bytes"], found["largest"]) == (5, LARGEST) and "error" not in found
+
+
 @pytest.mark.parametrize(("why", "again"), [("RuntimeError: no kernel", True), ("out of memory", False)])
 def test_steps_that_failed_in_turn_are_tried_again_unless_there_is_no_memory(quick, tmp_path, why, again):
     remat.main(smoke(tmp_path, remats=("none",)))
@@ -185,7 +201,7 @@ class Compiles:
         self._found = self._needs(jax.tree.leaves(batch)[0].shape[0])
         return self
 
-    def compile(self):
+    def compile(self, options=None):
         if isinstance(self._found, Exception):
             raise self._found
         return self
@@ -218,7 +234,7 @@ def test_a_batch_that_had_no_room_to_be_compiled_is_too_large_and_the_search_goe
 def test_a_compiler_that_breaks_or_says_nothing_is_told_in_words_and_ends_nothing(compiler, tmp_path):
     step = remat.Step("gpt2", "mixed_bfloat16", "none", smoke(tmp_path, memory_limit="9000"))
     for needed, text in (
-        (None, "the compiler must tell how much memory a step takes, but this device's says nothing; measure without"),
+        (None, "the compiler must tell how much memory a step takes, but this device's says nothing; name a batch"),
         (jax.errors.JaxRuntimeError("INTERNAL: ptxas died"), "JaxRuntimeError: INTERNAL: ptxas died"),
     ):
         compiler(lambda batch, needed=needed: needed)

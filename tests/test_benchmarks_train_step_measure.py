@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -146,7 +147,7 @@ def test_each_row_is_measured_in_a_process_of_its_own_in_order(tmp_path):
 
 
 def test_a_process_answers_with_its_findings_once_it_may(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(readline=lambda: "go\n"))
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(readline=lambda: f"{os.getppid()}\n"))
     measure.answer(lambda: {"loss": float("nan"), "peak": None})
     assert json.loads(capsys.readouterr().out) == {"loss": "nan", "peak": None}
 
@@ -154,28 +155,35 @@ def test_a_process_answers_with_its_findings_once_it_may(monkeypatch, capsys):
 _ROW = """
 import time
 from experiments.benchmarks import train_step_measure as measure
+print("ready", flush=True)
+time.sleep({imports})
 measure.answer(lambda: print("measuring", flush=True) or time.sleep(100))
 """
-_RUN = f"""
-import subprocess, sys
-row = subprocess.Popen([sys.executable, "-c", {_ROW!r}], stdin=subprocess.PIPE, text=True)
-print("go", file=row.stdin, flush=True)
+_RUN = """
+import os, subprocess, sys
+row = subprocess.Popen([sys.executable, "-c", {row!r}], stdin=subprocess.PIPE, text=True)
+print(os.getpid(), file=row.stdin, flush=True)
 row.wait()
 """
 
 
-def test_a_row_does_not_outlive_the_run_that_was_killed():
-    with subprocess.Popen([sys.executable, "-c", _RUN], stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout.readline() == "measuring\n"
+@pytest.mark.parametrize("imports", [0, 1])
+def test_a_row_does_not_outlive_the_run_that_was_killed(imports):
+    program = _RUN.format(row=_ROW.format(imports=imports))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "ready\n"
+        assert imports or run.stdout.readline() == "measuring\n"
         run.kill()
         started = time.monotonic()
-        assert run.stdout.read() == ""  # whose other end the row has, too
+        rest = run.stdout.read()  # to its end, and the row has the other one, too
+        assert rest in ("", "measuring\n")
     assert time.monotonic() - started < 50
 
 
 def test_a_row_whose_turn_never_came_measures_nothing(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    measure.answer(lambda: {"ms": 1})
+    with pytest.raises(ValueError, match="--alone is what a run starts for each row: it waits for the run's process"):
+        measure.answer(lambda: {"ms": 1})
     assert capsys.readouterr().out == ""
 
 

@@ -40,7 +40,8 @@ def quick(monkeypatch):
 
 def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
     rows = ("jaxmp-bf16", "flax-fp16", "hand-fp32")
-    train_step.main(train_step.Config(smoke=True, models=("gpt2",), rows=rows, run_dir=tmp_path))
+    with pytest.raises(SystemExit, match="1"):  # a row failed
+        train_step.main(train_step.Config(smoke=True, models=("gpt2",), rows=rows, run_dir=tmp_path))
     written = json.loads((tmp_path / "train_step.json").read_text())
     model = written["models"]["gpt2"]
     assert len(model["train"]["jaxmp-bf16"]["milliseconds"]) == 2 and model["train"]["jaxmp-bf16"]["loss"] == 2.5
@@ -49,7 +50,9 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
     assert "loss" not in model["forward"]["jaxmp-bf16"]
     assert model["goals"] == ["The goals are for the sizes of the field: not judged here."]
     assert set(written["ceiling"]["best"]) == {"float32", "bfloat16", "float16"}
-    markdown, printed = (tmp_path / "train_step.md").read_text(), capsys.readouterr().out
+    markdown, (printed, said) = (tmp_path / "train_step.md").read_text(), capsys.readouterr()
+    assert "RuntimeError: no such kernel\n" in said and "in prepare" in said  # where it was raised
+    assert said.endswith("error: a smoke test is to see that everything runs, but flax-fp16 did not; see above\n")
     for text in (
         "the train step",
         "the forward pass alone",
@@ -87,7 +90,8 @@ def test_a_run_without_a_row_to_time_ends_with_its_report(quick, monkeypatch, tm
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
     config = train_step.Config(smoke=True, models=(model,), rows=(row,), passes=(which,), run_dir=tmp_path)
-    train_step.main(config)
+    with pytest.raises(SystemExit) if row == "flax-fp16" else contextlib.nullcontext():
+        train_step.main(config)
     assert text in (tmp_path / "train_step.md").read_text() and (tmp_path / "train_step.png").exists()
 
 
@@ -210,6 +214,25 @@ def test_a_damaged_file_in_the_folder_is_named(rows_alone, tmp_path, capsys, tex
         train_step.main(dataclasses.replace(WHOLE, run_dir=tmp_path, report_only=report_only))
     said = capsys.readouterr().err
     assert re.search(f"error: {file} {why}", said) and said.endswith("remove it, and it is measured anew\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rows": ("compile-bf16",)}, "nothing to measure: torch.compile AMP, bf16 (not installed: torch); see --list"),
+        (
+            {"rows": ("jmp-fp16",), "passes": ("forward",)},
+            "--rows jmp-fp16 of --models gpt2 in --passes forward:",
+        ),
+        ({"models": ("resnet50",), "rows": ("jaxmp-bf16-remat",)}, "of --models resnet50 in --passes train: there is"),
+    ],
+)
+def test_nothing_to_measure_is_an_error_that_says_why(rows_alone, monkeypatch, tmp_path, capsys, changes, text):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torch" else find_spec(name))
+    with pytest.raises(SystemExit, match="2"):
+        train_step.main(dataclasses.replace(WHOLE, run_dir=tmp_path, **changes))
+    assert text in capsys.readouterr().err
 
 
 def test_a_report_of_nothing_is_an_error(tmp_path, capsys):

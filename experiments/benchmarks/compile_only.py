@@ -116,10 +116,10 @@ def step_of(case: Workload, variant: Variant) -> tuple[Any, Any]:
 
 def measure(case: Workload, variant: Variant, device: Any, top: int = 0) -> tuple[dict[str, Any], str]:
     """What is to be known of a variant's step on ``device``, and its program."""
-    init, step = step_of(case, variant)
+    start, step = step_of(case, variant)
     started = time.perf_counter()
     with attention.implementation("cudnn"):
-        state = targets.on(device, jax.eval_shape(init))
+        state = targets.on(device, jax.eval_shape(start))
         batch = targets.on(device, case.batch)
         counted = flops.count(step, state, batch)
         lowered = jax.jit(step, donate_argnums=0).trace(state, batch).lower(lowering_platforms=("cuda",))
@@ -148,19 +148,19 @@ def measure(case: Workload, variant: Variant, device: Any, top: int = 0) -> tupl
     return row, text
 
 
-def earlier_run(file: Path, where: dict[str, str]) -> dict[str, Any]:
+def earlier_run(file: Path, setting: dict[str, Any]) -> dict[str, Any]:
     """The ``"environment"`` and the ``"results"`` that an earlier run wrote to ``file``.
 
     Raises:
-      ValueError: it was for another GPU, or with other versions, or the file is no result of a run.
+      ValueError: it was for another GPU, with other versions or of other sizes, or the file is no result of a run.
     """
     try:
         earlier = json.loads(file.read_text())
-        earlier["results"], earlier["environment"]
+        there = {**earlier["environment"], "smoke": any(result.get("smoke") for result in earlier["results"])}
+        there = {name: there[name] for name in setting}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no result of a run ({error!r}); remove it, and all is compiled anew") from error
-    there, here = ({fact: each[fact] for fact in ("target", "versions")} for each in (earlier["environment"], where))
-    kept.require_alike(file, here, there)
+    kept.require_alike(file, setting, there)
     return earlier
 
 
@@ -195,12 +195,16 @@ def main(config: Config) -> dict[str, Any]:
         where = {"target": device.device_kind, **environment(tuple(packages))}
         earlier: dict[str, Any] = {"environment": where, "results": []}
         if config.resume and (file := folder / "compile_only.json").exists():
-            earlier = earlier_run(file, where)
+            earlier = earlier_run(
+                file, {"target": where["target"], "versions": where["versions"], "smoke": config.smoke}
+            )
     cases = {name: workload(name, sizes_of(name, config)) for name in chosen}
     by_model = {result["model"]: result for result in earlier["results"]}  # all of them, asked for or not
     for name, case in cases.items():
         full = case.sizes == FULL[name] and device.device_kind == targets.TARGETS["h200"].name
-        by_model.setdefault(case.text, {"name": name, "model": case.text, "full": full, "variants": {}})
+        by_model.setdefault(
+            case.text, {"name": name, "model": case.text, "smoke": config.smoke, "full": full, "variants": {}}
+        )
     results = sorted(by_model.values(), key=lambda result: NAMES.index(result["name"]))
     missing = [
         (by_model[cases[name].text], key, variant)

@@ -20,7 +20,6 @@ import optax
 
 import jaxmp
 from experiments import flops, memory, timing
-from experiments.batch_size import NO_ROOM
 from experiments.benchmarks import by_hand, scaled_steps
 from experiments.benchmarks.scaled_steps import Init, Start, Step
 from experiments.benchmarks.train_step_rows import Pass, Prepared, Row
@@ -53,7 +52,7 @@ def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
             return scaled_steps.no_scaling(loss_fn, tx, case.init)
         if row.scaled:
             tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
-        return _with_jaxmp(loss_fn, tx, case.init, None if explicit else POLICIES[row.precision])
+        return _made(loss_fn, tx, case.init, None if explicit else POLICIES[row.precision])
     model = by_hand.build(case, HALF.get(row.precision))
     loss_fn = by_hand.loss_fn_of(model)
     if row.precision == "fp32":
@@ -94,16 +93,16 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
     A turn of a train step is the call that a user makes, with what it does in Python.
     """
     if which == "train":
-        init, step = train_step(case, row)
-        state = init()
+        start, step = train_step(case, row)
+        state = start()
         call, jitted = (step, step.jitted) if isinstance(step, Made) else (jax.jit(step, donate_argnums=0),) * 2
         started = time.perf_counter()
         compiled = jitted.lower(state, batch).compile()  # the call finds it: nothing is compiled again
         seconds = time.perf_counter() - started
         turn = timing.turn(call, state, batch)
         return Prepared(turn, lambda: float(turn()[1]), seconds, memory.of_compiled(compiled))
-    init, fun = forward(case, row)
-    variables = jax.jit(init)()
+    start, fun = forward(case, row)
+    variables = jax.jit(start)()
     started = time.perf_counter()
     compiled = jax.jit(fun).lower(variables, batch["inputs"]).compile()
     seconds = time.perf_counter() - started
@@ -113,22 +112,20 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
 
 
 def compiled_bytes(case: Workload, row: Row) -> int:
-    """Bytes that a train step needs, its batch too, by the compiler's account; ``NO_ROOM`` if it could not say."""
-    init, step = train_step(case, row)
-    try:
-        compiled = jax.jit(step, donate_argnums=0).lower(jax.eval_shape(init), case.batch).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
-            raise
-        return NO_ROOM
-    return memory.of_compiled(compiled) or NO_ROOM
+    """Bytes that a train step needs, its batch too, by the compiler's account, or ``NO_ROOM`` if that had none.
+
+    Raises:
+      ValueError: the compiler does not tell.
+    """
+    start, step = train_step(case, row)
+    return memory.of_lowered(jax.jit(step, donate_argnums=0).lower(jax.eval_shape(start), case.batch))
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:
     """FLOPs of a train step's products by dtype, attention's too: counted on the form that hides none in a kernel."""
-    init, step = train_step(case, row)
+    start, step = train_step(case, row)
     with attention.implementation("portable"):
-        return flops.count(step, jax.eval_shape(init), case.batch)
+        return flops.count(step, jax.eval_shape(start), case.batch)
 
 
 def model_flops(case: Workload) -> int:
@@ -158,9 +155,7 @@ class Made:
         return state, metrics["loss"]
 
 
-def _with_jaxmp(
-    loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, policy: str | None
-) -> tuple[Start, Step]:
+def _made(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, policy: str | None) -> tuple[Start, Step]:
     # A loss that is not finite ends a row in the report, not the whole run.
     train = jaxmp.make_train_step(loss_fn, policy=policy, max_consecutive_skips=sys.maxsize)
 

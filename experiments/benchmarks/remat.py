@@ -8,8 +8,8 @@ GPT-2 (16×1024) and BERT-Base (64×512), the whole train step (forward, backwar
 state donated), once for each kind of remat: none; attention, which computes everything but attention again; dots, which
 keeps matrix products; full. Memory is what the compiled step needs and, on a GPU, the device's peak, each in a process
 of its own; then all kinds take turns, and a ratio is one round's time over the same round's without remat. The largest
-batch is found by compiling, in at most five tries, without running anything; near the limit XLA computes some of a step
-again by itself, at its own cost. Goal: attention adds at most 8 % of time.
+batch is found by compiling, in at most five tries and those that had no room, without running anything; near the limit
+XLA computes some of a step again by itself, at its own cost. Goal: attention adds at most 8 % of time.
 
 --target compiles for a GPU that is not there: memory and the largest batch on any machine, no times. What was measured
 stays in the run folder; --minutes 8 starts nothing new after eight minutes, and the same command goes on from there,
@@ -38,7 +38,7 @@ import jax
 import tyro
 
 from experiments import cli, memory
-from experiments.batch_size import NO_ROOM, SHARE, free_bytes, largest_batch, read_bytes
+from experiments.batch_size import SHARE, free_bytes, largest_batch, read_bytes
 from experiments.benchmarks import jax_steps, kept, remat_report, targets
 from experiments.benchmarks import train_step_measure as measure
 from experiments.benchmarks.train_step_rows import Row
@@ -139,27 +139,13 @@ def step_bytes(step: Step, device: Any, batch_size: int = 0) -> int:
       ValueError: the compiler does not tell.
     """
     case = step.case(batch_size)
-    init, fun = jax_steps.train_step(case, step.row)
-    jitted = jax.jit(fun, donate_argnums=0)
-    try:
-        if device is None:
-            compiled = jitted.lower(jax.eval_shape(init), case.batch).compile()
-        else:
-            with attention.implementation("cudnn"):
-                state, batch = (targets.on(device, tree) for tree in (jax.eval_shape(init), case.batch))
-                lowered = jitted.trace(state, batch).lower(lowering_platforms=("cuda",))
-            compiled = lowered.compile(compiler_options=targets.COMPILER_OPTIONS)
-    except jax.errors.JaxRuntimeError as error:
-        if measure.reason(error) != measure.OUT_OF_MEMORY:  # the compiler tries kernels, and those had no room
-            raise
-        return NO_ROOM
-    needed = memory.of_compiled(compiled)
-    if needed is None:
-        raise ValueError(
-            "the compiler must tell how much memory a step takes, but this device's says nothing; measure without the "
-            "largest batch (--no-largest)"
-        )
-    return needed
+    if device is None:
+        return jax_steps.compiled_bytes(case, step.row)
+    start, fun = jax_steps.train_step(case, step.row)
+    with attention.implementation("cudnn"):
+        state, batch = (targets.on(device, tree) for tree in (jax.eval_shape(start), case.batch))
+        lowered = jax.jit(fun, donate_argnums=0).trace(state, batch).lower(lowering_platforms=("cuda",))
+    return memory.of_lowered(lowered, targets.COMPILER_OPTIONS)
 
 
 def limit_of(config: Config) -> int:
@@ -187,7 +173,7 @@ def measure_alone(step: Step, device: Any) -> dict[str, Any]:
     try:
         if config.target:
             needed = step_bytes(step, device)
-            found |= {"error": measure.OUT_OF_MEMORY} if needed == NO_ROOM else {"step_bytes": needed}
+            found |= {"error": measure.OUT_OF_MEMORY} if needed == memory.NO_ROOM else {"step_bytes": needed}
         else:
             prepared = measure.prepare(step.case(), step.row, "train")
             found["step_bytes"] = prepared.compiled_bytes
@@ -250,7 +236,9 @@ class Measurement:
             if self.clock.late():
                 return
             progress.advance(0, "memory and the largest batch", name)
-            self._write(by_name[name], self._file(by_name[name]), found())
+            known = {key: value for key, value in self._read(by_name[name]).items() if key in remat_report.FIGURES}
+            new = {key: value for key, value in found().items() if value is not None}
+            self._write(by_name[name], self._file(by_name[name]), {**known, **new})
             progress.advance(1, "memory and the largest batch", name)
         for model, policy in dict.fromkeys((step.model, step.policy) for step in steps):
             if not self.config.target:
@@ -361,7 +349,7 @@ def main(config: Config) -> dict[str, Any]:
         cache = measure.caches_in(folder / "cache")  # what was measured alone is not compiled again to take its turn
         with ready, cache, Progress("remat", len(steps_of(config))) as progress:
             measurement.run(progress)
-    result = remat_report.write(folder) if any(folder.glob("*-*.json")) else {}
+        result = remat_report.write(folder) if any(folder.glob("*-*.json")) else {}
     if result:
         remat_report.show(result, folder)
     if measurement.clock.unfinished:

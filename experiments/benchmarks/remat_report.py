@@ -18,6 +18,8 @@ from experiments.runs import write_json
 from experiments.timing import quartiles
 
 KINDS = get_args(Remat)
+FIGURES = ("step_bytes", "peak", "largest")
+"""What is found of a step alone."""
 MIB = 2**20
 COLUMNS = ("remat", "ms", "quartiles", "time ÷ none", "step MiB", "memory ÷ none", "peak MiB", "largest batch")
 NOTE = (
@@ -40,7 +42,7 @@ def collect(folder: Path) -> Result:
             {**{name: part[name] for name in ("model", "policy", "text", "items", "unit", "setting")}, "rows": {}},
         )
         if "times" not in part:
-            names = ("step_bytes", "peak", "largest", "error")
+            names = (*FIGURES, "error")
             group["rows"][part["remat"]] = {name: part[name] for name in names if part.get(name) is not None}
             continue
         for remat, found in part["times"].items():

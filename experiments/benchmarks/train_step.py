@@ -207,7 +207,7 @@ class Measurement:
                         alone[key][which] = measure.describe(case, row, which, prepared[key], seconds=0.1)
                     except Exception as error:  # whatever a library raises: the other rows go on
                         prepared.pop(key, None)
-                        alone[key][which] = {"error": measure.reason(error)}
+                        alone[key][which] = {"error": measure.failed(error)}
                 progress.advance(int(which == self.config.passes[-1]), f"{row.label}, {which}", case.name)
             self._time(case, which, prepared, {}, self.folder / f"together-{case.name}-{which}-smoke.json", progress)
         for key, found in alone.items():
@@ -321,12 +321,28 @@ def main(config: Config) -> dict[str, Any]:
         unfinished = measurement.clock.unfinished
     with cli.bad_values_end_it():
         results = report.write(folder)
+        if not results and not unfinished:
+            raise ValueError(_why_nothing(config, folder))
     console = rich.console.Console()
     report.show(results, console if console.is_terminal else rich.console.Console(width=240))
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
     if unfinished:
         console.print("not all is measured: the same command goes on from here", markup=False)
+    wrong = [row for each in results.values() for row in each.failed()] if config.smoke else []
+    if wrong:
+        cli.fail(f"a smoke test is to see that everything runs, but {', '.join(wrong)} did not; see above", 1)
     return results
+
+
+def _why_nothing(config: Config, folder: Path) -> str:
+    if config.report_only:
+        return f"a report is of what was measured, but in {folder} is nothing"
+    rows = [row for name in config.models for row in rows_of(name, config.rows).values()]
+    missing = dict.fromkeys(f"{row.label} (not installed: {row.missing})" for row in rows if row.missing)
+    asked = (
+        f"--rows {' '.join(config.rows)} of --models {' '.join(config.models)} in --passes {' '.join(config.passes)}"
+    )
+    return f"{asked}: there is nothing to measure{': ' + ', '.join(missing) if missing else ''}; see --list"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def reason(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
         return OUT_OF_MEMORY
     return f"{type(error).__name__}: {' '.join((text.splitlines() or [''])[0].split())[:160]}"
+
+
+def failed(error: BaseException) -> str:
+    """The same, and where it was raised on stderr: a row that fails does not end the run."""
+    text = reason(error)
+    if text != OUT_OF_MEMORY:
+        traceback.print_exception(error)
+    return text
 
 
 def prepare(case: Workload, row: Row, which: Pass) -> Prepared:
@@ -155,8 +164,8 @@ def largest_that_fits(case: Workload, row: Row) -> str:
 def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Measures each row in a process of its own, one after the other: a name, and the function that does it.
 
-    While one measures, the next one's imports run. A process waits for a line on stdin before it touches the device,
-    and writes what it found to stdout's last line, JSON (see :func:`answer`).
+    While one measures, the next one's imports run. A process waits on stdin for the number of this process before it
+    touches the device, and writes what it found to stdout's last line, JSON (see :func:`answer`).
 
     Args:
       commands: name to command line.
@@ -183,7 +192,7 @@ def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Calla
 
 
 def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate("go\n")
+    out, err = process.communicate(f"{os.getpid()}\n")
     if process.returncode:
         last = next(iter(err.strip().splitlines()[::-1]), "no word on stderr")
         return {"error": f"its process ended with code {process.returncode}: {last[:160]}"}
@@ -194,10 +203,15 @@ def answer(measure: Callable[[], dict[str, Any]]) -> None:
     """What a process of :func:`in_processes` does: waits for its turn, measures, and prints what it found.
 
     It ends with the process that started it: it would measure beside the next run's rows.
+
+    Raises:
+      ValueError: there is no number on stdin.
     """
-    threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
-    if sys.stdin.readline():
-        print(json.dumps(strict_json(measure())), flush=True)
+    line = sys.stdin.readline()
+    if not line.strip().isdigit():
+        raise ValueError("--alone is what a run starts for each row: it waits for the run's process number on stdin")
+    threading.Thread(target=_end_after, args=(int(line),), daemon=True).start()
+    print(json.dumps(strict_json(measure())), flush=True)
 
 
 def _end_after(parent: int) -> None:
@@ -207,26 +221,28 @@ def _end_after(parent: int) -> None:
 
 
 def together(
-    prepared: Mapping[str, Prepared], rounds: int, block_ms: float, after_round: Callable[[int], None]
+    prepared: dict[str, Prepared], rounds: int, block_ms: float, after_round: Callable[[int], None]
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds of each row, round for round and all in turn, and the loss that each ends with.
 
-    A row that fails meanwhile has an ``error`` instead, and the others go on.
+    A row that fails meanwhile has an ``error`` instead and is taken out of ``prepared``; the others go on.
     """
+    names = list(prepared)
+    turns = {name: each.turn for name, each in prepared.items()}
     found: dict[str, dict[str, Any]] = {}
 
-    def failed(name: str, error: Exception) -> None:
-        found[name] = {"error": reason(error)}
+    def fails(name: str, error: Exception) -> None:
+        found[name] = {"error": failed(error)}
+        del turns[name], prepared[name]  # the others may have its memory
 
-    turns = {name: each.turn for name, each in prepared.items()}
-    for name, times in timing.interleaved(turns, rounds, block_ms, after_round, failed).items():
+    for name, times in timing.interleaved(turns, rounds, block_ms, after_round, fails).items():
         found[name] = {"milliseconds": times}
         if loss := prepared[name].loss:
             try:
                 found[name]["loss"] = loss()
             except Exception as error:
-                failed(name, error)
-    return {name: found[name] for name in prepared}
+                fails(name, error)
+    return {name: found[name] for name in names}
 
 
 def prepare_all(
@@ -247,7 +263,7 @@ def prepare_all(
             jax.block_until_ready(prepared[name].turn())
         except Exception as error:  # whatever a library raises: the other rows go on
             prepared.pop(name, None)
-            errors[name] = reason(error)
+            errors[name] = failed(error)
             gc.collect()
     return {name: prepared[name] for name in rows if name in prepared}, errors
 

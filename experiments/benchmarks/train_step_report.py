@@ -80,6 +80,10 @@ class Results:
             found["ms"] = timing.quartiles(found["milliseconds"])
         return found
 
+    def failed(self) -> list[str]:
+        """The rows that have an error in place of figures."""
+        return [row for row in self.alone if any("error" in self.figures(which, row) for which in self.passes())]
+
     def memory(self, which: Pass, row: str) -> int | None:
         """A row's peak in bytes, or what its program needs where the device does not count; None of a broken step."""
         found = self.figures(which, row)
@@ -197,14 +201,14 @@ def show(results: dict[str, Results], console: rich.console.Console) -> None:
 
 
 def write(folder: Path) -> dict[str, Results]:
-    """Writes train_step.md, .json and .png of what lies in a run folder, and returns it.
+    """Writes train_step.md, .json and .png of what lies in a run folder, if there is anything, and returns it.
 
     Raises:
-      ValueError: there is nothing, or a file that is no result of a run.
+      ValueError: a file is no result of a run.
     """
     results = read(folder)
     if not results:
-        raise ValueError(f"a report is of what was measured, but in {folder} is nothing")
+        return results
     lines = ["# A train step in mixed precision", ""]
     for each in list(results.values())[:1]:
         lines += [*_facts(each.about), "", EXPLANATION, "", ceiling_note(each.ceiling), ""]
@@ -222,8 +226,7 @@ def write(folder: Path) -> dict[str, Results]:
     (folder / "train_step.md").write_text("\n".join(lines))
     ceiling = next((each.ceiling for each in results.values()), {})
     write_json(folder / "train_step.json", {"ceiling": ceiling, "models": summary})
-    if results:
-        picture(results, folder / "train_step.png")
+    picture(results, folder / "train_step.png")
     return results
 
 
