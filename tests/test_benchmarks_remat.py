@@ -182,6 +182,19 @@ def test_steps_that_failed_in_turn_are_tried_again_unless_there_is_no_memory(qui
     assert ("ms" in group["rows"]["none"]) == again and ("error" in group["rows"]["none"]) != again
 
 
+def test_a_second_try_loses_no_times_of_the_first(quick, tmp_path, monkeypatch):
+    fails, together = ["attention"], remat.measure.together
+    monkeypatch.setattr(
+        remat.measure,
+        "together",
+        lambda *args: {k: {"error": "OSError: gone"} if k in fails else row for k, row in together(*args).items()},
+    )
+    remat.main(smoke(tmp_path))
+    fails[:] = ["none"]
+    (group,) = remat.main(smoke(tmp_path))["groups"]
+    assert group["rows"]["none"]["ms"] and group["rows"]["attention"]["ms"]
+
+
 def test_a_step_that_fails_in_its_turn_says_why_beside_the_others(quick, tmp_path, monkeypatch):
     together = remat.measure.together
     monkeypatch.setattr(

@@ -178,8 +178,34 @@ def test_rows_that_failed_are_tried_again_those_without_figures_first(rows_alone
         there = json.loads(file.read_text())
         there["rows"]["hand-bf16"] = {"error": f"{why} beside the other rows"}
         file.write_text(json.dumps(there))
-        train_step.main(config)
-        assert ("error" not in json.loads(file.read_text())["rows"]["hand-bf16"]) == again
+        found = train_step.main(config)["gpt2"].figures("train", "hand-bf16")
+        assert ("ms" in found) == again and ("error" in found) != again
+        for second in tmp_path.glob("together-*-again.json"):
+            second.unlink()
+
+
+def test_a_second_try_comes_after_what_has_no_times_and_loses_none(rows_alone, monkeypatch, tmp_path):
+    order, fails, together, prepare_all = [], ["hand-bf16"], measure.together, measure.prepare_all
+
+    def spy(case, *args):
+        order.append(case.name)
+        return prepare_all(case, *args)
+
+    def breaks(prepared, *args):
+        return {
+            key: {"error": "OSError: gone"} if key in fails else row for key, row in together(prepared, *args).items()
+        }
+
+    monkeypatch.setattr(measure, "prepare_all", spy)
+    monkeypatch.setattr(measure, "together", breaks)
+    config = dataclasses.replace(WHOLE, run_dir=tmp_path)
+    train_step.main(dataclasses.replace(config, models=("bert",)))
+    fails[:] = ["jaxmp-bf16"]
+    results = train_step.main(dataclasses.replace(config, models=("bert", "gpt2")))
+    assert order == ["bert", "gpt2", "bert"]
+    assert all("ms" in results["bert"].figures("train", row) for row in ("jaxmp-bf16", "hand-bf16"))
+    train_step.main(dataclasses.replace(config, models=("bert",)))
+    assert order == ["bert", "gpt2", "bert"]  # each has times now
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def main(config: Config) -> dict[str, Any]:
             earlier = earlier_run(
                 file, {"target": where["target"], "versions": where["versions"], "smoke": config.smoke}
             )
-    cases = {name: workload(name, sizes_of(name, config)) for name in chosen}
+    cases = {name: workload(name, sizes_of(name, config)) for name, variants in chosen.items() if variants}
     by_model = {result["model"]: result for result in earlier["results"]}  # all of them, asked for or not
     for name, case in cases.items():
         full = case.sizes == FULL[name] and device.device_kind == targets.TARGETS["h200"].name
@@ -208,8 +208,8 @@ def main(config: Config) -> dict[str, Any]:
     results = sorted(by_model.values(), key=lambda result: NAMES.index(result["name"]))
     missing = [
         (by_model[cases[name].text], key, variant)
-        for name, variants in chosen.items()
-        for key, variant in variants.items()
+        for name in cases
+        for key, variant in chosen[name].items()
         if key not in by_model[cases[name].text]["variants"]
     ]
     where = kept.joined([earlier["environment"], where]) if missing else earlier["environment"]

@@ -57,6 +57,11 @@ def save(file: Path, case: Workload, setting: dict[str, Any], where: dict[str, s
     write_json(file, {**about, "setting": setting, "environment": where, **found})
 
 
+def again(file: Path) -> Path:
+    """Where a second try goes, beside the first: each may have times that the other has not."""
+    return file.with_stem(f"{file.stem}-again") if file.exists() else file
+
+
 def joined(environments: list[dict[str, str]]) -> dict[str, str]:
     """Device, versions and commands of all that was measured, what differs side by side, and the newest date."""
     texts = {

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -240,9 +241,10 @@ class Measurement:
             new = {key: value for key, value in found().items() if value is not None}
             self._write(by_name[name], self._file(by_name[name]), {**known, **new})
             progress.advance(1, "memory and the largest batch", name)
-        for model, policy in dict.fromkeys((step.model, step.policy) for step in steps):
+        groups = [list(own) for _, own in itertools.groupby(steps, lambda step: (step.model, step.policy))]
+        for group in sorted(groups, key=lambda group: self._turns(group)[1].exists()):  # second tries last
             if not self.config.target:
-                self._in_turn([step for step in steps if (step.model, step.policy) == (model, policy)], progress)
+                self._in_turn(group, progress)
 
     def _alone(self, steps: dict[str, Step]) -> Any:
         """Each step's name and the function that measures it, on a GPU in a process of its own."""
@@ -254,10 +256,14 @@ class Measurement:
         program = [sys.executable, "-m", "experiments.benchmarks.remat", "--run-dir", str(self.folder), *flags]
         return measure.in_processes({name: [*program, "--alone", name] for name in steps})
 
+    def _turns(self, steps: list[Step]) -> tuple[dict[str, Row], Path]:
+        """The steps that can take turns, and the file of their times."""
+        able = {step.remat: step.row for step in steps if "error" not in self._read(step)}
+        return able, self.folder / f"{steps[0].model}-{steps[0].policy}-{'-'.join(able)}-times.json"
+
     def _in_turn(self, steps: list[Step], progress: Progress) -> None:
         first, config = steps[0], self.config
-        able = {step.remat: step.row for step in steps if "error" not in self._read(step)}
-        file = self.folder / f"{first.model}-{first.policy}-{'-'.join(able)}-times.json"
+        able, file = self._turns(steps)
         if not able or (file.exists() and not _to_try_again(file)) or self.clock.late():
             return
         title = f"{first.model}, {first.policy}"
@@ -275,7 +281,7 @@ class Measurement:
         gc.collect()
         errors |= {remat: each["error"] for remat, each in found.items() if "error" in each}
         times = {remat: each for remat, each in found.items() if remat not in errors}
-        self._write(first, file, {"times": times, "errors": errors})
+        self._write(first, kept.again(file), {"times": times, "errors": errors})
 
     def _file(self, step: Step) -> Path:
         return self.folder / f"{step.name.replace('/', '-')}.json"
@@ -302,7 +308,10 @@ class Measurement:
 
 def _to_try_again(file: Path) -> bool:
     """Whether steps failed in turn, but for want of memory beside the others: nothing has changed about that."""
-    return any(why != measure.OUT_OF_MEMORY for why in kept.read(file)["errors"].values())
+    tries = [kept.read(each) for each in (file, kept.again(file)) if each.exists()]
+    timed = {remat for each in tries for remat in each["times"]}
+    failed = {remat: why for remat, why in tries[-1]["errors"].items() if remat not in timed}
+    return any(why != measure.OUT_OF_MEMORY for why in failed.values())
 
 
 def check(config: Config) -> Any:

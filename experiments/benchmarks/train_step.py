@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -119,10 +120,12 @@ class Measurement:
             case.name: {key: row for key, row in rows_of(case.name, self.config.rows).items() if row.missing is None}
             for case in cases
         }
-        steps = (self._in_one_process,) if self.config.smoke else (self._alone, self._together)
-        for step in steps:
-            for case in cases:
-                step(case, rows[case.name], progress)
+        for case in cases:
+            (self._in_one_process if self.config.smoke else self._alone)(case, rows[case.name], progress)
+        turns = [] if self.config.smoke else list(itertools.product(cases, self.config.passes))
+        turns.sort(key=lambda turn: self._turns(*turn, rows[turn[0].name])[1].exists())  # second tries last
+        for case, which in turns:
+            self._together(case, which, rows[case.name], progress)
 
     def require_alike(self) -> None:
         """Checks that what the flags ask for can be held against what the folder has.
@@ -172,27 +175,29 @@ class Measurement:
             self._save(self._alone_file(case, key), case, {"row": key, **found})
             progress.advance(1, f"{rows[key].label}, alone", case.name)
 
-    def _together(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
-        for which in self.config.passes:
-            chosen = {
-                key: row for key, row in rows.items() if "error" not in self._known(case, key).get(which, {"error": ""})
-            }
-            seconds = len(chosen) * (READY_SECONDS + self.config.rounds * self.config.block_ms / 1000)
-            digest = hashlib.sha1(" ".join(chosen).encode()).hexdigest()[:8]  # the same rows are not timed again
-            file = self.folder / f"together-{case.name}-{which}-{digest}.json"
-            if not chosen or (file.exists() and not _to_try_again(file)):
-                continue
-            if self.clock.late(seconds):
-                return
-            prepared, errors = measure.prepare_all(
-                case,
-                chosen,
-                which,
-                lambda key: progress.advance(0, f"{ROWS[key].label}: getting ready", case.name),
-            )
-            self._time(case, which, prepared, errors, file, progress)
-            prepared.clear()
-            measure.start_anew(chosen.values())
+    def _turns(self, case: Workload, which: Pass, rows: dict[str, Row]) -> tuple[dict[str, Row], Path]:
+        """The rows that can take turns, and the file of their times."""
+        chosen = {
+            key: row for key, row in rows.items() if "error" not in self._known(case, key).get(which, {"error": ""})
+        }
+        digest = hashlib.sha1(" ".join(chosen).encode()).hexdigest()[:8]  # the same rows are not timed again
+        return chosen, self.folder / f"together-{case.name}-{which}-{digest}.json"
+
+    def _together(self, case: Workload, which: Pass, rows: dict[str, Row], progress: Progress) -> None:
+        chosen, file = self._turns(case, which, rows)
+        if not chosen or (file.exists() and not _to_try_again(file)):
+            return
+        if self.clock.late(len(chosen) * (READY_SECONDS + self.config.rounds * self.config.block_ms / 1000)):
+            return
+        prepared, errors = measure.prepare_all(
+            case,
+            chosen,
+            which,
+            lambda key: progress.advance(0, f"{ROWS[key].label}: getting ready", case.name),
+        )
+        self._time(case, which, prepared, errors, kept.again(file), progress)
+        prepared.clear()
+        measure.start_anew(chosen.values())
 
     def _in_one_process(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
         alone: dict[str, dict[str, Any]] = {key: {"row": key} for key in rows}
@@ -261,8 +266,10 @@ class Measurement:
 
 def _to_try_again(file: Path) -> bool:
     """Whether rows failed in turn, but for want of memory beside the others: nothing has changed about that."""
-    rows = kept.read(file)["rows"].values()
-    return any("error" in row and not row["error"].startswith(measure.OUT_OF_MEMORY) for row in rows)
+    tries = [kept.read(each)["rows"] for each in (file, kept.again(file)) if each.exists()]
+    timed = {key for rows in tries for key, row in rows.items() if "milliseconds" in row}
+    failed = {key: row["error"] for key, row in tries[-1].items() if "error" in row and key not in timed}
+    return any(not why.startswith(measure.OUT_OF_MEMORY) for why in failed.values())
 
 
 def measure_alone(config: Config) -> None:
