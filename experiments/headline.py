@@ -169,6 +169,7 @@ ROWS = (
     Row("speed-up over TF32", "train_step", goal("over_tf32")),
     Row("memory saved against float32", "train_step", goal("saved", ".0%")),
     Row("fp16 with dynamic scaling / without", "train_step", goal("scaling")),
+    Row("autocast of the float32 model / by hand", "train_step", goal("autocast_by_hand")),
     Row("autocast of the float32 model / with a policy", "train_step", goal("autocast")),
     Row("FLOPs on tensor cores in half", "train_step", goal("half", ".1%")),
     Row("largest batch, with remat", "remat", largest),
