@@ -1,4 +1,4 @@
-"""The rows of the benchmark of train steps are the same models, each in the precision that it names."""
+"""The rows of the benchmark of train steps are the same models, each in the precision that it names; its flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmark_tools import SMALL, drawn, once
 
 import jaxmp
 from experiments import flops
-from experiments.benchmarks import by_hand, jax_steps
+from experiments.benchmarks import by_hand, jax_steps, train_step
 from experiments.benchmarks.train_step_rows import ROWS, Row, rows_of
 from experiments.benchmarks.workloads import NAMES, workload
 
@@ -215,3 +215,31 @@ def test_every_row_of_torch_knows_what_it_needs(monkeypatch):
         key for key in ROWS if key.startswith(("torch", "compile", "jmp"))
     }
     assert Row("x", "jaxmp", "bf16").missing is None
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (train_step.Config(), "this benchmark measures a GPU, but JAX finds only cpu"),
+        (train_step.Config(smoke=True, rows=("apex",)), "--rows must be among"),
+        (train_step.Config(smoke=True, rounds=0), "--rounds must be at least 1, got 0"),
+        (train_step.Config(smoke=True, energy_s=-1), "--energy-s must be at least 0, got -1"),
+        (train_step.Config(report_only=True), "--report-only reads what lies in --run-dir"),
+        (train_step.Config(smoke=True, block_ms=float("nan")), "--block-ms must be at least 0.1, got nan"),
+        (train_step.Config(smoke=True, models=()), "the number of --models must be at least 1, got 0"),
+        (train_step.Config(alone="hand-bf16"), "--alone is of one model, got --models resnet50 bert gpt2"),
+        (
+            train_step.Config(smoke=True, sweep="depth", busy=True),
+            "--sweep and --busy are measured one after the other",
+        ),
+        (train_step.Config(smoke=True, busy=True, minutes=1), "--busy are measured in one go, got --minutes; leave it"),
+        (train_step.Config(sweep="width", report_only=True), "are measured in one go, got --report-only"),
+        (train_step.Config(smoke=True, sweep="width", models=("resnet50",)), "--sweep is of transformers, which have"),
+        (train_step.Config(smoke=True, busy=True, passes=("forward",)), "are of the train step, got --passes forward"),
+    ],
+)
+def test_a_bad_flag_ends_the_benchmark_with_one_line(config, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train_step.main(config)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and text in said and said.count("\n") == 1

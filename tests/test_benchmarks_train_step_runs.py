@@ -283,32 +283,6 @@ def test_a_folder_is_gone_on_with_on_the_same_device_with_the_same_versions_only
         (tmp_path / file).unlink()
 
 
-def test_the_time_that_is_left_decides_whether_something_starts(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(kept.time, "monotonic", lambda: now[0])
-    clock, endless = kept.Clock(minutes=8), kept.Clock(minutes=0)
-    now[0] = 7 * 60.0
-    assert not clock.late() and not clock.late(59) and not clock.unfinished
-    assert clock.late(61) and clock.unfinished and clock.late()  # what is left is left, in order
-    assert not endless.late(1e9) and not endless.unfinished
-
-
-def test_a_setting_that_only_one_side_has_differs_and_smoke_explains_the_rest(tmp_path):
-    there = {"device": "one", "energy_s": 2.0, "sizes": [1, 2]}
-    kept.require_alike(tmp_path, {**there, "sizes": (1, 2)}, there)  # as JSON has it
-    with pytest.raises(ValueError, match=f"but in {tmp_path} energy_s is 2.0 there and None here; take the device"):
-        kept.require_alike(tmp_path, {"device": "one", "sizes": (1, 2)}, there)
-    with pytest.raises(ValueError, match=f"but in {tmp_path} smoke is False there and True here; take"):
-        kept.require_alike(tmp_path, {"smoke": True, "device": "another"}, {**there, "smoke": False})
-
-
-def test_environments_are_joined_side_by_side_and_each_text_once():
-    first = {"device": "one", "command": "a; b", "date": "2026-11-20"}
-    again = {"device": "one", "command": "a", "date": "2026-11-21"}
-    assert kept.joined([first, again]) == {"device": "one", "command": "a; b", "date": "2026-11-21"}
-    assert kept.joined([again, {**first, "device": "two"}])["device"] == "one; two"
-
-
 def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "picture", lambda *_: None)
     monkeypatch.setattr(train_step, "SMOKE", SMALL)
@@ -317,34 +291,6 @@ def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
     config = train_step.Config(smoke=True, models=("gpt2",), rows=rows, passes=("forward",), run_dir=tmp_path)
     figures = train_step.main(config)["gpt2"].figures("forward", "hand-fp32")
     assert figures["compiled_bytes"] > 1e5 and figures["compile_seconds"] > 0 and len(figures["milliseconds"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        (train_step.Config(), "this benchmark measures a GPU, but JAX finds only cpu"),
-        (train_step.Config(smoke=True, rows=("apex",)), "--rows must be among"),
-        (train_step.Config(smoke=True, rounds=0), "--rounds must be at least 1, got 0"),
-        (train_step.Config(smoke=True, energy_s=-1), "--energy-s must be at least 0, got -1"),
-        (train_step.Config(report_only=True), "--report-only reads what lies in --run-dir"),
-        (train_step.Config(smoke=True, block_ms=float("nan")), "--block-ms must be at least 0.1, got nan"),
-        (train_step.Config(smoke=True, models=()), "the number of --models must be at least 1, got 0"),
-        (train_step.Config(alone="hand-bf16"), "--alone is of one model, got --models resnet50 bert gpt2"),
-        (
-            train_step.Config(smoke=True, sweep="depth", busy=True),
-            "--sweep and --busy are measured one after the other",
-        ),
-        (train_step.Config(smoke=True, busy=True, minutes=1), "--busy are measured in one go, got --minutes; leave it"),
-        (train_step.Config(sweep="width", report_only=True), "are measured in one go, got --report-only"),
-        (train_step.Config(smoke=True, sweep="width", models=("resnet50",)), "--sweep is of transformers, which have"),
-        (train_step.Config(smoke=True, busy=True, passes=("forward",)), "are of the train step, got --passes forward"),
-    ],
-)
-def test_a_bad_flag_ends_the_benchmark_with_one_line(config, text, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train_step.main(config)
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and text in said and said.count("\n") == 1
 
 
 def test_the_sweeps_say_where_half_precision_pays(quick, tmp_path, capsys, monkeypatch):
