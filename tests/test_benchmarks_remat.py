@@ -28,7 +28,7 @@ def steps(monkeypatch):
     asked = []
     monkeypatch.setattr(plots, "remat", lambda *_: None)
 
-    def train_step(case, row, implementation=None):
+    def train_step(case, row):
         asked.append((case.name, row.precision, row.remat, row.scaled, case.sizes.batch_size))
 
         def step(state, batch):
