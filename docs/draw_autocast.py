@@ -25,9 +25,9 @@ from matplotlib.patches import FancyBboxPatch
 
 from experiments.models.gpt2 import Block
 from jaxmp._jaxpr import reading
-from jaxmp.autocast import colour, graph
-from jaxmp.autocast.kinds import Kind
-from jaxmp.autocast.rules import Rules
+from jaxmp.engine import decide, graph
+from jaxmp.engine.kinds import Kind
+from jaxmp.engine.rules import Rules
 
 FOLDER = Path(__file__).parent
 HALF, FULL, OPEN, CAST = "#F2A65A", "#8DB7E2", "#FFFFFF", "#B3123F"
@@ -64,7 +64,7 @@ def coloured_block() -> list[Box]:
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
     whole = graph.build(*reading.opened(closed), Rules(half, {}))
     boxes = [Box(node, step.names, node.kind) for step in _steps(whole.body) if (node := step.node) is not None]
-    colour.colour(whole, half)
+    decide.decide(whole, half)
     return boxes
 
 
@@ -118,7 +118,7 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
             _arrow(axes, (x, y), box, casts and _is_cast(node, box))
             axes.text(x, y - 0.05, origins[node], ha="center", va="bottom", fontsize=8, color=LINE, style="italic")
     for box in boxes:
-        _box(axes, box, fills[box], casts and box.node.colour == colour.Colour.ROUND)
+        _box(axes, box, fills[box], casts and box.node.colour == decide.Colour.ROUND)
     low, high = min(box.x for box in boxes), max(box.x for box in boxes)
     middle, reach = (low + high) / 2, max(2.1, (high - low) / 2 + 0.8)
     axes.set_xlim(middle - reach, middle + reach)
@@ -129,7 +129,7 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
 
 def _is_cast(above: graph.Node, box: Box) -> bool:
     """Whether a value changes its dtype on the way into an operation."""
-    return box.node.colour != colour.Colour.KEEP and above.dtype != colour.computed_in(box.node)
+    return box.node.colour != decide.Colour.KEEP and above.dtype != decide.computed_in(box.node)
 
 
 def _arrow(axes: Any, start: tuple[float, float], box: Box, cast: bool) -> None:

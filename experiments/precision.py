@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp.autocast.rules import UnmatchedOverrideError
 from jaxmp.dtypes import nearest
+from jaxmp.engine.rules import UnmatchedOverrideError
 
 # The scale of each of Apex's opt levels; float16 params (O3) go without.
 OPT_LEVELS = {"O0": "none", "O1": "dynamic", "O2": "dynamic", "O3": "none"}

@@ -8,9 +8,6 @@ dtype('float16')
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# A function in the package of its name: whichever of the two is bound last is what `jaxmp.autocast` is.
-from jaxmp.autocast import autocast as autocast
-
 if TYPE_CHECKING:
     from jaxmp import dtypes as dtypes
     from jaxmp import formats as formats
@@ -24,10 +21,13 @@ if TYPE_CHECKING:
     from jaxmp import policy as policy
     from jaxmp import training as training
     from jaxmp import tree as tree
-    from jaxmp.autocast.plan import CastPlan as CastPlan
-    from jaxmp.autocast.plan import cast_plan as cast_plan
-    from jaxmp.autocast.regions import precision as precision
-    from jaxmp.autocast.scope import autocast_dtype as autocast_dtype
+    from jaxmp.engine.autocast import autocast as autocast
+    from jaxmp.engine.classes import UnknownOperationError as UnknownOperationError
+    from jaxmp.engine.marks import precision as precision
+    from jaxmp.engine.plan import CastPlan as CastPlan
+    from jaxmp.engine.plan import cast_plan as cast_plan
+    from jaxmp.engine.rules import UnmatchedOverrideError as UnmatchedOverrideError
+    from jaxmp.engine.trace import autocast_dtype as autocast_dtype
     from jaxmp.loss_scale import DynamicLossScale as DynamicLossScale
     from jaxmp.loss_scale import HeadroomLossScale as HeadroomLossScale
     from jaxmp.loss_scale import LossScale as LossScale
@@ -55,9 +55,12 @@ __version__ = "0.1.0"
 _EXPORTS = {
     **dict.fromkeys(("dtypes", "formats", "hardware", "jmp", "linen", "loss_scale", "losses", "nnx"), ""),
     **dict.fromkeys(("optimizer", "policy", "training", "tree"), ""),
-    **dict.fromkeys(("CastPlan", "cast_plan"), "autocast.plan"),
-    "precision": "autocast.regions",
-    "autocast_dtype": "autocast.scope",
+    "autocast": "engine.autocast",
+    "UnknownOperationError": "engine.classes",
+    **dict.fromkeys(("CastPlan", "cast_plan"), "engine.plan"),
+    "precision": "engine.marks",
+    "UnmatchedOverrideError": "engine.rules",
+    "autocast_dtype": "engine.trace",
     **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "LossScale"), "loss_scale"),
     **dict.fromkeys(("NoOpLossScale", "StaticLossScale"), "loss_scale"),
     **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),

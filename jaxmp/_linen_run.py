@@ -39,8 +39,8 @@ from jaxmp._linen_variables import (
     shapes,
 )
 from jaxmp._opt_level import level_of
-from jaxmp.autocast.regions import precision
 from jaxmp.dtypes import is_half
+from jaxmp.engine.marks import precision
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 

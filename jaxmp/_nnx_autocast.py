@@ -17,8 +17,8 @@ from flax.errors import TraceContextError
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmp._opt_level import O1
-from jaxmp.autocast import autocast
-from jaxmp.autocast.regions import precision
+from jaxmp.engine.autocast import autocast
+from jaxmp.engine.marks import precision
 from jaxmp.patterns import Path
 
 

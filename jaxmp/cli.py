@@ -112,7 +112,7 @@ def plan(options: argparse.Namespace) -> int:
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
     """
-    from jaxmp.autocast import cli
+    from jaxmp.engine import cli
 
     try:
         result = cli.plan(options.function, options.policy, options.arg, options.args, options.override)

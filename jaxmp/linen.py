@@ -27,7 +27,7 @@ from jaxmp._linen_fields import given_fields
 from jaxmp._linen_run import Root, is_running, running
 from jaxmp._linen_variables import Variables
 from jaxmp._opt_level import O1, is_o1, o1_map
-from jaxmp.autocast import autocast
+from jaxmp.engine.autocast import autocast
 from jaxmp.policy import get_policy_map
 
 M = TypeVar("M", bound=nn.Module)

@@ -37,8 +37,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.autocast.regions import precision
-from jaxmp.autocast.scope import autocast_dtype
+from jaxmp.engine.marks import precision
+from jaxmp.engine.trace import autocast_dtype
 
 _IGNORED = -1
 

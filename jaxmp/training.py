@@ -17,9 +17,9 @@ from jaxmp import tree as _tree
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._train_state import TrainState as TrainState
 from jaxmp._train_state import require_same_structure
-from jaxmp.autocast import autocast
-from jaxmp.autocast.transform import checked_policy as one_policy_of
 from jaxmp.dtypes import nearest
+from jaxmp.engine.autocast import autocast
+from jaxmp.engine.autocast import checked_policy as one_policy_of
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import get_loss_scale, scaled_value_and_grad, unscale
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxmp
-from jaxmp.autocast.plan import CastPlan, Row
+from jaxmp.engine.plan import CastPlan, Row
 
 HERE = Path(__file__).parent
 

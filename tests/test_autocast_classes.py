@@ -20,9 +20,9 @@ from jaxmp._jaxpr import primitives
 from jaxmp._jaxpr.primitives import installed_primitives
 from jaxmp._jaxpr.reading import is_special
 from jaxmp._jaxpr.walk import equations
-from jaxmp.autocast import classes
-from jaxmp.autocast.classes import Class, UnknownOperationError, classify, primitives_named_by, primitives_of
-from jaxmp.autocast.rules import MONOTONE, MOVES
+from jaxmp.engine import classes
+from jaxmp.engine.classes import Class, UnknownOperationError, classify, primitives_named_by, primitives_of
+from jaxmp.engine.rules import MONOTONE, MOVES
 
 ALL = frozenset().union(*map(primitives_of, Class))
 X = jax.ShapeDtypeStruct((4, 4), "float32")
@@ -46,7 +46,7 @@ def primitives_in(fun, *args):
 
 def test_every_primitive_of_the_installed_jax_has_a_class():
     unknown = {name: module for name, module in installed_primitives().items() if classify(name) is None}
-    assert not unknown, f"JAX {jax.__version__} has primitives without a class in jaxmp/autocast/classes.py: {unknown}"
+    assert not unknown, f"JAX {jax.__version__} has primitives without a class in jaxmp/engine/classes.py: {unknown}"
 
 
 def test_no_primitive_is_named_twice():

@@ -1,4 +1,4 @@
-"""Which values are half: the rules of jaxmp.autocast.colour, each on the smallest program that shows it."""
+"""Which values are half: the rules of jaxmp.engine.decide, each on the smallest program that shows it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autocast_tools import HALVES, compiled, cosine, dtypes_of, half, layer_norm
 
 import jaxmp
 from jaxmp._jaxpr.walk import equations
-from jaxmp.autocast.rules import Rules
+from jaxmp.engine.rules import Rules
 
 X, W, B = normal(0, 4, 8), normal(1, 8, 8), normal(2, 8)
 

@@ -8,7 +8,7 @@ import pytest
 from autocast_tools import dtypes_of, half, normal, products
 
 import jaxmp
-from jaxmp.autocast.classes import UnknownOperationError
+from jaxmp.engine.classes import UnknownOperationError
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 

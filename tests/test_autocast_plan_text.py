@@ -19,7 +19,7 @@ from plan_tools import HERE, MLP, custom, looped, mlp, plan, shape
 from rich.console import Console
 
 import jaxmp
-from jaxmp.autocast.plan import Row
+from jaxmp.engine.plan import Row
 
 
 def test_the_text_of_a_transformer_block_is_the_one_kept():

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.autocast.classes import Class, classify, primitives_named_by
-from jaxmp.autocast.kinds import REAL, Asked, Kind, is_real
-from jaxmp.autocast.regions import DECIDED, checked_level, level_of, path_of
 from jaxmp.dtypes import nearest
+from jaxmp.engine.classes import Class, classify, primitives_named_by
+from jaxmp.engine.kinds import REAL, Asked, Kind, is_real
+from jaxmp.engine.marks import DECIDED, checked_level, level_of, path_of
 from jaxmp.patterns import matches
 
 if TYPE_CHECKING:
-    from jaxmp.autocast.graph import Node
+    from jaxmp.engine.graph import Node
 
 # To cast before or after is the same: each element has one origin and one destination, or the largest is picked, and
 # rounding keeps the order. (Not so where the gradient is a sum: after a gather, a broadcast.)

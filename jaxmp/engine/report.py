@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxmp.autocast.plan import CastPlan, Row
+    from jaxmp.engine.plan import CastPlan, Row
 
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")
 

@@ -1,7 +1,7 @@
 """The names of the islands: which softmax, normalisation or loss the float32 operations of a graph belong to.
 
 Names explain a decision and make none: what is float32 follows from the classes and from
-:mod:`jaxmp.autocast.islands` alone, so that a spelling unknown here is computed just as well.
+:mod:`jaxmp.engine.islands` alone, so that a spelling unknown here is computed just as well.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jaxmp.autocast.graph import Node
-from jaxmp.autocast.kinds import Kind
+from jaxmp.engine.graph import Node
+from jaxmp.engine.kinds import Kind
 
 _SCALES = frozenset({"add", "sub", "mul", "div", "max", "select_n", "clamp"})
 

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.autocast.kinds import Asked, Kind, is_real
-from jaxmp.autocast.rules import Rules
-from jaxmp.autocast.searches import is_search
+from jaxmp.engine.kinds import Asked, Kind, is_real
+from jaxmp.engine.rules import Rules
+from jaxmp.engine.searches import is_search
 
 
 class Node:
@@ -38,8 +38,8 @@ class Node:
       is_activation: it has an element for each element of a product, and so is no statistic of many.
       heads_to_product: each of its elements goes into a product by way of operations on single elements.
       has_half_copy: it may be computed in float32, but a product or an activation reads it in half.
-      state: a :class:`jaxmp.autocast.kinds.State`, what it brings along to those who read it.
-      colour: a :class:`jaxmp.autocast.colour.Colour`, how it is computed; ``dtype``: what that gives.
+      state: a :class:`jaxmp.engine.kinds.State`, what it brings along to those who read it.
+      colour: a :class:`jaxmp.engine.decide.Colour`, how it is computed; ``dtype``: what that gives.
     """
 
     __slots__ = (

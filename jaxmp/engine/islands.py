@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jaxmp.autocast.classes import Class, primitives_of
-from jaxmp.autocast.graph import Graph, Node
-from jaxmp.autocast.kinds import Asked, Kind, State
+from jaxmp.engine.classes import Class, primitives_of
+from jaxmp.engine.graph import Graph, Node
+from jaxmp.engine.kinds import Asked, Kind, State
 
 _LINALG = primitives_of(Class.LINALG)
 _PRODUCTS = primitives_of(Class.HALF)

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.autocast.classes import Class, classify
+from jaxmp.engine.classes import Class, classify
 
 _FREE = frozenset({"select_n", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter", "ragged_all_to_all"})
 _OF_UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmp.autocast.plan import CastPlan, cast_plan
 from jaxmp.dtypes import canonical_dtype, nearest
+from jaxmp.engine.plan import CastPlan, cast_plan
 
 
 class UsageError(ValueError):

@@ -15,15 +15,15 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in
-from jaxmp.autocast.classes import Class, classify
-from jaxmp.autocast.colour import Colour, colour, computed_in, is_shared, is_widening, operand_dtypes
-from jaxmp.autocast.flops import flops_of
-from jaxmp.autocast.graph import Body, Node, Step, build
-from jaxmp.autocast.patterns import islands_of
-from jaxmp.autocast.readers import read_in
-from jaxmp.autocast.regions import path_of
-from jaxmp.autocast.rules import Rules
-from jaxmp.autocast.why import Reasons, trips_of
+from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.decide import Colour, computed_in, decide, is_shared, is_widening, operand_dtypes
+from jaxmp.engine.emit import read_in
+from jaxmp.engine.flops import flops_of
+from jaxmp.engine.graph import Body, Node, Step, build
+from jaxmp.engine.marks import path_of
+from jaxmp.engine.patterns import islands_of
+from jaxmp.engine.rules import Rules
+from jaxmp.engine.why import Reasons, trips_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
       why: the rule, the neighbour or the island that decided.
       source: the user's file and line, ``"package/module.py:12"``; empty where JAX knows none. A file in no package is
         told by its name alone, so that a plan is the same wherever the project lies.
-      flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.autocast.flops`).
+      flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
       casts: casts that autocast adds for it; a cast that several equations share stands at the first.
       cast_bytes: what these casts write, in bytes, over all trips of the loops around it.
       depth: the number of equations that it is a part of.
@@ -103,13 +103,13 @@ class Summary:
 
 
 class Writer:
-    """Goes through the program as :func:`jaxmp.autocast.emit.coloured` does, and notes instead of computing."""
+    """Goes through the program as :func:`jaxmp.engine.emit.coloured` does, and notes instead of computing."""
 
     def __init__(self, jaxpr: tuple[Any, list[Any]], rules: Rules, dtypes: Sequence[Any]) -> None:
         graph = build(*jaxpr, rules)
         results = list(zip(graph.body.results, graph.body.jaxpr.outvars, dtypes, strict=True))
         wanted = [node for node, _, dtype in results if node is not None and dtype is not None and dtype.itemsize == 2]
-        changed = colour(graph, rules.half, wanted)
+        changed = decide(graph, rules.half, wanted)
         floats = [node for node in graph.nodes if node.colour in (Colour.FULL, Colour.ROUND)]
         self.islands = [i for i in islands_of(graph.nodes) if i.nodes[0] in set(floats)] if changed else []
         self.reasons = Reasons(graph, changed, wanted, self.islands)

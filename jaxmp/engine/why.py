@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxmp.autocast.classes import Class, classify
-from jaxmp.autocast.colour import Colour
-from jaxmp.autocast.graph import Body, Graph, Node, Step
-from jaxmp.autocast.kinds import Kind, State
-from jaxmp.autocast.patterns import Island
+from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.decide import Colour
+from jaxmp.engine.graph import Body, Graph, Node, Step
+from jaxmp.engine.kinds import Kind, State
+from jaxmp.engine.patterns import Island
 
 _FULL = (Kind.FULL, Kind.STRICT)
 
@@ -19,7 +19,7 @@ class Reasons:
 
     Args:
       graph: the graph after colouring.
-      changed: what :func:`jaxmp.autocast.colour.colour` returned.
+      changed: what :func:`jaxmp.engine.decide.colour` returned.
       wanted: nodes of results that are wanted in half.
       islands: the islands that have names.
     """

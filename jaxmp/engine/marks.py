@@ -32,7 +32,7 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
     ...     with precision("float32"):
     ...         return x @ w
     >>> import jax.numpy as jnp
-    >>> from jaxmp.autocast import autocast
+    >>> from jaxmp.engine.autocast import autocast
     >>> autocast(fun, "mixed_bfloat16")(jnp.full((1, 1), 1 / 3), jnp.ones((1, 1)))[0, 0]  # bfloat16 gives 0.33398438
     Array(0.33333334, dtype=float32)
     """

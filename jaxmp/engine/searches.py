@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import equations
-from jaxmp.autocast.classes import Class, primitives_of
+from jaxmp.engine.classes import Class, primitives_of
 
 _PRODUCTS = primitives_of(Class.HALF)
 

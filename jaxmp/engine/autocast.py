@@ -29,7 +29,7 @@ inside has written. Results keep their dtypes (a pure policy such as ``"bfloat16
 
 **Who decides otherwise**, the most specific first: ``with jaxmp.precision("float32"):`` around code; an override by
 path of modules or scopes, the first that matches; by primitive; by class of primitives
-(:mod:`jaxmp.autocast.classes`). ``"half"`` is meant literally, for islands too; only factorisations stay float32.
+(:mod:`jaxmp.engine.classes`). ``"half"`` is meant literally, for islands too; only factorisations stay float32.
 
 **Attention.** While a function is traced, a float32 call of ``jax.nn.dot_product_attention`` casts to half and runs
 on cuDNN's fused kernel, on a GPU that has one for it; ``implementation="xla"``, float32 regions and overrides are
@@ -61,8 +61,20 @@ Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740. docs/autocast
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+
+from jaxmp._jaxpr import reading
+from jaxmp.engine.emit import coloured
+from jaxmp.engine.kinds import REAL
+from jaxmp.engine.marks import DECIDED, precision
+from jaxmp.engine.rules import Rules
+from jaxmp.engine.trace import Traced, is_inside
+from jaxmp.policy import Policy, PolicyMap, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -103,6 +115,70 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
     >>> half(w, w).dtype, jax.grad(half)(w, w).dtype
     (dtype('float32'), dtype('float32'))
     """
-    from jaxmp.autocast.transform import transformed  # here, so that `import jaxmp` stays light
+    one_policy = checked_policy(policy)
+    overrides = dict(overrides or {})
+    Rules(one_policy.compute_dtype, overrides)  # what is wrong with them is said here, not in the call
+    programs: dict[Any, Any] = {}
 
-    return transformed(fun, policy, overrides)
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if one_policy.compute_dtype == np.float32:
+            if policy == "auto":  # this device has no fast half precision
+                return fun(*args, **kwargs)
+            return _in_float32(fun, one_policy, args, kwargs)
+        check_backend(one_policy)
+        refuse_shapes(args, kwargs)
+        rules = Rules(one_policy.compute_dtype, overrides, {} if reading.is_tracing() else programs)
+        traced = Traced(fun, args, kwargs, rules)
+        dtypes = traced.result_dtypes(one_policy)
+        with jax.named_scope(DECIDED):
+            results = coloured(traced.jaxpr, rules, (), traced.operands, dtypes)
+        rules.check()
+        return traced.unflatten(results)
+
+    return cast(F, wrapped)
+
+
+def checked_policy(policy: Any) -> Policy:
+    """The one policy of an autocast."""
+    result = get_policy("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
+    if isinstance(result, PolicyMap):
+        raise TypeError(
+            f"autocast takes one policy for a function, got the PolicyMap {result}; pass its default and name the "
+            "exceptions by overrides={'**/head': 'float32'}"
+        )
+    if result.compute_dtype not in REAL:
+        raise ValueError(
+            f"autocast computes in float16 or bfloat16, got the compute dtype {result.compute_dtype.name}; use "
+            "'mixed_bfloat16' or 'mixed_float16'"
+        )
+    return result
+
+
+def check_backend(policy: Policy) -> None:
+    """Raises where the default backend has no products in the policy's compute dtype."""
+    if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":
+        raise ValueError(
+            "autocast needs a backend that multiplies in the policy's compute dtype, got float16 on a TPU, whose "
+            "matrix unit has bfloat16 only; use 'mixed_bfloat16'"
+        )
+
+
+def refuse_shapes(args: Any, kwargs: Any) -> None:
+    """Raises a TypeError if an argument has a shape and no value."""
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"a function under autocast takes arrays, got {leaf}; use jaxmp.cast_plan(fun, policy) to see the "
+                "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
+            )
+
+
+def _in_float32(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
+    if not is_inside():
+        raise ValueError(
+            "autocast needs a policy with a half compute dtype, got float32 outside of any other autocast, where it "
+            "has nothing to change; use 'mixed_bfloat16' or 'mixed_float16', or call the function itself"
+        )
+    with precision("float32"), policy.precision():
+        return fun(*args, **kwargs)

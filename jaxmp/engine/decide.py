@@ -3,7 +3,7 @@
 The passes, in order (the model is TensorFlow's ``auto_mixed_precision`` pass; where this one differs it says so):
 
 1. Products are half. Without one nothing changes.
-2. :mod:`jaxmp.autocast.islands` makes float32 what feeds only float32 operations, from its first operation on.
+2. :mod:`jaxmp.engine.islands` makes float32 what feeds only float32 operations, from its first operation on.
 3. Forwards, float32 drags along what reads it (the scale and bias after a normalisation), until a product or an
    activation on the way to one reads it: from there on it exists in half. It does not drag along the residual stream:
    a sum of a float32 value and a half one is half, or one normalisation would make everything after it float32.
@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxmp.autocast import islands
-from jaxmp.autocast.classes import Class, primitives_of
-from jaxmp.autocast.cycles import on_a_cycle_with
-from jaxmp.autocast.graph import Graph, Node, Step
-from jaxmp.autocast.kinds import Asked, Kind, State
-from jaxmp.autocast.rules import MONOTONE, MOVES
+from jaxmp.engine import islands
+from jaxmp.engine.classes import Class, primitives_of
+from jaxmp.engine.graph import Graph, Node, Step
+from jaxmp.engine.kinds import Asked, Kind, State
+from jaxmp.engine.rules import MONOTONE, MOVES
 
 _FLOAT32 = np.dtype(np.float32)
 _PRODUCTS = primitives_of(Class.HALF)
@@ -46,7 +45,7 @@ class Colour(enum.IntEnum):
     """In float32, its result rounded to half."""
 
 
-def colour(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bool = False) -> bool:
+def decide(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bool = False) -> bool:
     """Gives every node its ``colour`` and the ``dtype`` that it will have.
 
     Args:
@@ -133,7 +132,7 @@ def _spread(start: Iterable[Node], flag: str, along: str) -> None:
 def _hold_sums(nodes: Sequence[Node]) -> None:
     """Makes float32 each carry that adds up: arithmetic on its way round, but no product."""
     carries = [node for node in nodes if node.kind is Kind.JOIN and node.name == "carry"]
-    for cycle in on_a_cycle_with(carries):
+    for cycle in _on_a_cycle_with(carries):
         kinds = {node.kind for node in cycle}
         adds_up = any(node.kind is Kind.FULL or (node.kind is Kind.INFER and node.name not in MOVES) for node in cycle)
         if Kind.HALF not in kinds and adds_up:
@@ -282,3 +281,40 @@ def _move_casts(nodes: Sequence[Node]) -> None:
         wanted = {user.dtype for user in node.users}
         if movable and node.dtype == _FLOAT32 and len(wanted) == 1 and all(map(_is_half, node.users)):
             node.colour, node.dtype = Colour.HALF, wanted.pop()
+
+
+def _on_a_cycle_with(starts: Iterable[Node]) -> Iterator[list[Node]]:
+    """The strongly connected components of more than one node that the ``starts`` lie in, each once.
+
+    Tarjan, "Depth-first search and linear graph algorithms" (1972), without recursion.
+    """
+    index: dict[Node, int] = {}
+    low: dict[Node, int] = {}
+    path: list[Node] = []
+    on_path: set[Node] = set()
+    for start in starts:
+        if start in index:
+            continue
+        work = [(start, iter(start.users))]
+        while work:
+            node, users = work[-1]
+            if node not in index:
+                index[node] = low[node] = len(index)
+                path.append(node)
+                on_path.add(node)
+            for user in users:
+                if user not in index:
+                    work.append((user, iter(user.users)))
+                    break
+                if user in on_path:
+                    low[node] = min(low[node], index[user])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    cut = path.index(node) if path[-1] is not node else len(path) - 1
+                    component, path[cut:] = path[cut:], []
+                    on_path.difference_update(component)
+                    if len(component) > 1:
+                        yield component

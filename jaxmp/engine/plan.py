@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp.autocast import report
-from jaxmp.autocast.rows import Row as Row
-from jaxmp.autocast.rows import Summary as Summary
-from jaxmp.autocast.rows import Writer
-from jaxmp.autocast.rules import Rules
-from jaxmp.autocast.transform import Traced, check_backend, checked_policy
+from jaxmp.engine import report
+from jaxmp.engine.autocast import check_backend, checked_policy
+from jaxmp.engine.rows import Row as Row
+from jaxmp.engine.rows import Summary as Summary
+from jaxmp.engine.rows import Writer
+from jaxmp.engine.rules import Rules
+from jaxmp.engine.trace import Traced
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,13 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.rebuild import Rule, rebuilt
-from jaxmp.autocast.classes import Class, primitives_of
-from jaxmp.autocast.colour import Colour, colour, computed_in, is_shared, is_widening, operand_dtypes
-from jaxmp.autocast.graph import Body, Node, Step, build
-from jaxmp.autocast.kinds import Kind, is_real
-from jaxmp.autocast.readers import read_in
-from jaxmp.autocast.regions import regions_in
-from jaxmp.autocast.rules import Rules, asks_for_highest
-from jaxmp.autocast.scope import tracing
+from jaxmp.engine.classes import Class, primitives_of
+from jaxmp.engine.decide import Colour, computed_in, decide, is_shared, is_widening, operand_dtypes
+from jaxmp.engine.graph import Body, Node, Step, build
+from jaxmp.engine.kinds import Kind, is_real
+from jaxmp.engine.marks import regions_in
+from jaxmp.engine.rules import Rules, asks_for_highest
+from jaxmp.engine.trace import tracing
 
 _PRODUCTS = primitives_of(Class.HALF)
 # Without jit, loops are compiled as one, and found compiled by the next call.
@@ -174,7 +173,7 @@ def coloured(
         for node, dtype in zip(graph.body.results, dtypes, strict=True)
         if node is not None and dtype is not None and np.dtype(dtype).itemsize == 2
     ]
-    changed = colour(graph, rules.half, wanted, force)
+    changed = decide(graph, rules.half, wanted, force)
     results = evaluate(graph.body, rules, args) if changed else reading.evaluate(*jaxpr, args)
     return [
         value if dtype is None or not is_real(jax.typeof(value)) else cast(value, dtype)
@@ -204,3 +203,27 @@ def _is_hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def read_in(body: Body, position: int) -> np.dtype | None:
+    """The half dtype that all who read an operand of a call want: then the call saves no float32 copy of it."""
+    var = body.jaxpr.invars[position]
+    if body.readers is None:
+        body.readers = {}
+        for step in body.steps:
+            for n, atom in enumerate(step.eqn.invars):
+                if not reading.is_literal(atom):
+                    body.readers.setdefault(atom, []).append((step, n))
+    dtypes = {_wanted_by(step, n) for step, n in body.readers.get(var, [])}
+    dtype = dtypes.pop() if len(dtypes) == 1 and var not in body.jaxpr.outvars else None
+    return dtype if dtype is not None and dtype.itemsize == 2 else None
+
+
+def _wanted_by(step: Step, position: int) -> np.dtype | None:
+    if step.bodies is None:
+        return operand_dtypes(step)[position]
+    if step.bodies.kind == "call":
+        return read_in(step.inner[0], position)
+    carried = position - step.bodies.consts - step.bodies.body_consts
+    join = step.joins[carried] if step.bodies.carry > carried >= 0 else None
+    return None if join is None else join.dtype

@@ -1,0 +1,109 @@
+"""The program of one call, as its author wrote it, and what holds while that is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.attention import fused_attention
+from jaxmp.engine.kinds import is_real
+from jaxmp.engine.rules import Rules
+from jaxmp.policy import Policy
+
+_tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_autocast_tracing", default=None)
+
+
+@contextlib.contextmanager
+def tracing(key: tuple[np.dtype, tuple[tuple[str, str], ...]]) -> Iterator[None]:
+    """Traces the author's code for an autocast with this half dtype and these overrides."""
+    half, overrides = key
+
+    def dtype_here() -> np.dtype | None:
+        asked = Rules(half, dict(overrides)).asked_of("dot_general", reading.current_names())
+        return None if asked is not None and asked[0] == "float32" else half
+
+    token = _tracing.set(dtype_here)
+    try:
+        # Without the default precision, so that what is left in a product is what its author wrote there.
+        with fused_attention(key, dtype_here), jax.default_matmul_precision(None):
+            yield
+    finally:
+        _tracing.reset(token)
+
+
+def is_inside() -> bool:
+    """Whether an autocast is tracing the code that asks."""
+    return _tracing.get() is not None
+
+
+def autocast_dtype() -> np.dtype | None:
+    """The half dtype in which autocast will compute a float32 product that is written here.
+
+    For the code of operations that have derivative rules or kernels of their own, and decide what they keep by the
+    dtype of what they are given: autocast traces them on the dtypes that are written, float32.
+
+    Returns:
+      None outside of autocast, and where a region or an override asks for float32.
+
+    >>> half = jaxmp.autocast(lambda x: x.astype(jaxmp.autocast_dtype() or x.dtype), "mixed_bfloat16")
+    >>> half(jnp.ones(2)).dtype, jaxmp.autocast_dtype()
+    (dtype(bfloat16), None)
+    """
+    ask = _tracing.get()
+    return None if ask is None else ask()
+
+
+class Traced:
+    """The program of one call, on the dtypes that the author wrote.
+
+    Attributes:
+      jaxpr: an open jaxpr and its constants.
+      operands: the arrays of the call, in the order of the jaxpr's arguments.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rules: Rules) -> None:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        self.operands = [leaf for leaf in leaves if is_array(leaf)]
+
+        def flat(*operands: Any) -> list[Any]:
+            rest = iter(operands)
+            filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(tree, filled)
+            results = fun(*args, **kwargs)
+            leaves_out, self._tree = jax.tree.flatten(results)
+            self._results = [_ARRAY if is_array(leaf) else leaf for leaf in leaves_out]  # tracers die with the trace
+            return [leaf for leaf in leaves_out if is_array(leaf)]
+
+        with tracing(rules.key):
+            closed = jax.make_jaxpr(flat)(*self.operands)
+        self.jaxpr = reading.opened(closed)
+
+    def result_dtypes(self, policy: Policy) -> list[Any]:
+        """The dtypes that the results have: their own, or in a policy without float32 results its output dtype."""
+        avals = [atom.aval for atom in self.jaxpr[0].outvars]
+        half = policy.output_dtype if policy.output_dtype.itemsize == 2 else None
+        return [half or aval.dtype if is_real(aval) else None for aval in avals]
+
+    def unflatten(self, results: Sequence[Any]) -> Any:
+        """What ``fun`` returns, with ``results`` for its arrays."""
+        rest = iter(results)
+        return jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._results])
+
+
+_ARRAY = object()
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether an argument or a result is traced; what is not stays the Python value that it is."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in _NOT_NUMBERS
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+_NOT_NUMBERS = "OSUTMm"  # objects, texts, times
