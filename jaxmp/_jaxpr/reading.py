@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,21 +99,6 @@ def source_of(eqn: Any) -> tuple[str, int] | None:
         if not frame.file_name.startswith(_OURS):
             return frame.file_name, frame.start_line
     return None
-
-
-def is_special(eqn: Any) -> bool:
-    """Whether an equation is a part of one of the functions of ``jax.scipy.special`` or ``jax.scipy.stats``."""
-    traceback = eqn.source_info.traceback
-    return traceback is not None and any(map(_is_special_code, traceback.raw_frames()[0][:_DEPTH]))
-
-
-_DEPTH = 24  # innermost first; JAX puts up to 23 frames between a function of its own and what its derivative binds
-
-
-@functools.cache
-def _is_special_code(code: Any) -> bool:
-    path = code.co_filename.replace("\\", "/")
-    return "/jax/_src/scipy/special" in path or "/jax/_src/scipy/stats/" in path
 
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
