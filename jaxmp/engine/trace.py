@@ -89,10 +89,10 @@ class Traced:
             closed = jax.make_jaxpr(flat)(*self.operands)
         self.jaxpr = reading.opened(closed)
 
-    def result_dtypes(self, policy: Policy) -> list[Any]:
+    def result_dtypes(self, policy: Policy | None = None) -> list[Any]:
         """The dtypes that the results have: their own, or in a policy without float32 results its output dtype."""
         avals = [atom.aval for atom in self.jaxpr[0].outvars]
-        half = policy.output_dtype if policy.output_dtype.itemsize == 2 else None
+        half = policy.output_dtype if policy is not None and policy.output_dtype.itemsize == 2 else None
         return [half or aval.dtype if is_real(aval) else None for aval in avals]
 
     def unflatten(self, results: Sequence[Any]) -> Any:
