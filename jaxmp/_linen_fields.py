@@ -22,6 +22,11 @@ def given_fields(module: nn.Module) -> dict[str, Any]:
     return vars(module).get(_GIVEN, {})
 
 
+def has_dtype(module: Any) -> bool:
+    """Whether ``module`` has a ``dtype`` field, and so says itself what it computes in."""
+    return any(field.name == "dtype" for field in dataclasses.fields(module)) and is_floating(module.dtype)
+
+
 def fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool) -> tuple[np.dtype | None, np.dtype]:
     """Fills the ``dtype`` and ``param_dtype`` fields of ``module`` that have their defaults.
 

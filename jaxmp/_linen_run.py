@@ -25,7 +25,7 @@ from flax.core import Scope
 from jaxmp._borders import as_carry, carried_by, narrow, widen
 from jaxmp._dtype_fields import nothing_in_half
 from jaxmp._jaxpr.reading import traces_around
-from jaxmp._linen_fields import fill_dtypes, widen_params
+from jaxmp._linen_fields import fill_dtypes, has_dtype, widen_params
 from jaxmp._linen_variables import (
     PARAMS,
     Variables,
@@ -236,12 +236,14 @@ class Run:
         # A container's None is left alone: what lies below follows its own path. A cell is one computation.
         container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
         computes, param_dtype = fill_dtypes(module, policy, pattern is not None, container)
-        if computes is not None:
-            reason = f"override {pattern_text(pattern)!r}" if pattern else f"its own dtype={computes.name}"
-            return _Decision(policy, key, param_dtype, None if is_half(computes) else reason, is_written=True)
+        computes = computes or policy.compute_dtype
+        is_own = pattern is None and computes != policy.compute_dtype
+        reason = f"its own dtype={computes.name}" if is_own else f"override {pattern_text(pattern or '**')!r}"
+        kept = None if is_half(computes) else reason
+        if has_dtype(module):
+            return _Decision(policy, key, param_dtype, kept, is_written=True)
         if owns_params:
             widen_params(module)
-        kept = None if is_half(policy.compute_dtype) else f"override {pattern_text(pattern or '**')!r}"
         return _Decision(policy, key, param_dtype, kept, is_float32=owns_params)
 
     # --- what is done for a call ---
