@@ -64,7 +64,7 @@ def coloured_block() -> list[Box]:
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
     whole = graph.build(*reading.opened(closed), Rules(half, {}))
     boxes = [Box(node, step.names, node.kind) for step in _steps(whole.body) if (node := step.node) is not None]
-    decide.decide(whole, half)
+    decide.decide(whole)
     return boxes
 
 

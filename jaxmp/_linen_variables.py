@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import tree as _tree
-from jaxmp._jaxpr.loops import same_structure
-from jaxmp._jaxpr.weak import strengthen
+from jaxmp._borders import same_structure
 from jaxmp.patterns import Path
 
 Variables = Mapping[str, Any]
@@ -73,36 +72,25 @@ def keep_statistics(module: nn.Module, before: Variables) -> None:
         for key, value in list(module.variables[name].items()):
             if isinstance(value, Mapping) and not isinstance(module._state.children.get(key), str):
                 continue  # a submodule's
-            kept = strengthen(value)  # a weak type that gets out makes the next step compile again
-            if name not in _ACTIVATIONS:
-                kept = like(kept, before.get(name, {}).get(key))
+            kept = value if name in _ACTIVATIONS else like(value, before.get(name, {}).get(key))
             if any(a is not b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(value), strict=True)):
                 module.put_variable(name, key, kept)
 
 
-def restore_params(
-    module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
-) -> None:
-    """Replaces new params that were stored rounded, as ``nn.map_variables`` does, by those of the bare module.
+def store_params(module: Any, wanted: Callable[[Path], np.dtype | None]) -> None:
+    """Puts the params that were made in or below ``module`` into their param dtypes.
 
     Args:
-      module: whose params, and those below it, are looked at.
+      module: whose collection of params is changed.
       wanted: the param dtype of the module that owns the param at a path, None where it is not known.
-      foreseen: the shapes of the bare module's variables.
-      make_bare: makes the bare module's variables.
     """
-    if not module.is_mutable_collection(PARAMS):
-        return
-    params = module.scope._mutable_collection(PARAMS)
-    bare_dtypes = {path: leaf.dtype for path, leaf in leaves(foreseen.get(PARAMS, {})) if hasattr(leaf, "dtype")}
-    rounded: dict[Path, np.dtype] = {}
-    for path, leaf in leaves(params):
-        dtype = wanted(path)
-        if dtype is None or not _tree.is_float_array(leaf) or not isinstance(descend(params, path[:-1]), dict):
-            continue
-        if leaf.dtype.itemsize < dtype.itemsize and bare_dtypes.get(path) != leaf.dtype:
-            rounded[path] = dtype
-    if rounded:
-        exact = dict(leaves(make_bare()[PARAMS]))
-        for path, dtype in rounded.items():
-            descend(params, path[:-1])[path[-1]] = _tree.cast(exact[path], dtype)
+
+    def store(collection: Any, path: Path) -> None:
+        for name, value in collection.items():
+            if isinstance(value, dict):
+                store(value, (*path, name))
+            elif (dtype := wanted(path)) is not None:
+                collection[name] = _tree.cast(value, dtype)
+
+    if module.is_mutable_collection(PARAMS):
+        store(module.scope._mutable_collection(PARAMS), ())

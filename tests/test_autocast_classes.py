@@ -10,19 +10,21 @@ from functools import partial
 import jax
 import jax.extend.core.primitives
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.ode import odeint
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._jaxpr import primitives
+from jaxmp._jaxpr import primitives, reading
 from jaxmp._jaxpr.primitives import installed_primitives
-from jaxmp._jaxpr.reading import is_special
-from jaxmp._jaxpr.walk import equations
+from jaxmp._jaxpr.walk import equations, jaxprs_in
 from jaxmp.engine import classes
 from jaxmp.engine.classes import Class, UnknownOperationError, classify, primitives_named_by, primitives_of
-from jaxmp.engine.rules import MONOTONE, MOVES
+from jaxmp.engine.marks import SPECIAL
+from jaxmp.engine.rules import MONOTONE, MOVES, Rules
+from jaxmp.engine.trace import tracing
 
 ALL = frozenset().union(*map(primitives_of, Class))
 X = jax.ShapeDtypeStruct((4, 4), "float32")
@@ -344,13 +346,38 @@ def test_sets_of_primitives_lie_in_the_classes_they_speak_of():
     assert primitives_of(Class.WIDEST) >= MOVES
 
 
-@pytest.mark.parametrize("name", ["log_ndtr", "betaln", "gammainc", "ndtr"])
-def test_a_special_function_is_known_for_one(name):
-    fun = getattr(jax.scipy.special, name)
-    count = 1 if name.endswith("ndtr") else 2
-    found = list(equations(jax.make_jaxpr(fun)(*[jnp.float32(0.5)] * count)))
-    assert sum(map(is_special, found)) >= 0.8 * len(found)
+def scopes(fun, *args):
+    """The scopes of each equation of a function, traced as the engine traces it."""
+    with tracing(Rules(np.dtype("float16"))):
+        closed = jax.make_jaxpr(fun)(*args)
+
+    def below(jaxpr, around):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            yield (names := (*around, *reading.names_of(eqn)))
+            for inner in jaxprs_in(eqn):
+                yield from below(inner, names)
+
+    return list(below(closed, ()))
 
 
-def test_a_function_of_the_users_is_no_special_one():
-    assert not any(map(is_special, equations(jax.make_jaxpr(lambda x: jnp.tanh(x) * 2 + x)(jnp.float32(1)))))
+@pytest.mark.parametrize("name", ["log_ndtr", "betaln", "gammainc", "ndtr", "ndtri", "i0"])
+def test_a_special_function_is_traced_in_a_scope(name):
+    count = 2 if name in ("betaln", "gammainc") else 1
+
+    def fun(*args):
+        return getattr(jax.scipy.special, name)(*args)  # looked up while it is traced
+
+    found = scopes(fun, *[jnp.float32(0.5)] * count)
+    assert found and all(SPECIAL in names for names in found)
+    inside = scopes(jax.grad(fun), *[jnp.float32(0.5)] * count)
+    assert sum(SPECIAL in names for names in inside) >= 0.8 * len(inside)
+
+
+def test_a_density_is_traced_in_a_scope():
+    assert all(SPECIAL in names for names in scopes(lambda x: jax.scipy.stats.norm.logpdf(x), jnp.float32(1)))
+
+
+def test_a_function_of_the_users_is_no_special_one_and_none_is_outside_of_a_trace():
+    assert not any(SPECIAL in names for names in scopes(lambda x: jnp.tanh(x) * 2 + x, jnp.float32(1)))
+    jaxpr = jax.make_jaxpr(lambda x: jax.scipy.special.ndtr(x))(jnp.float32(1))
+    assert not any(SPECIAL in reading.names_of(eqn) for eqn in jaxpr.eqns)

@@ -27,9 +27,11 @@ def found(model: Any, *args: Any) -> list[tuple[str, str]]:
     graphdef, state = nnx.split(model)
     jaxpr = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(*args))(state)
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS)
-    scopes = ("jaxmp.autocast", "jaxmp.precision(float32)")
     return [
-        ("/".join(name for name in reading.names_of(eqn) if name not in scopes), eqn.invars[0].aval.dtype.name)
+        (
+            "/".join(name for name in reading.names_of(eqn) if not name.startswith("jaxmp.")),
+            eqn.invars[0].aval.dtype.name,
+        )
         for eqn in products
     ]
 

@@ -17,7 +17,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from jaxmp._jaxpr.attention import with_cudnn as with_cudnn
+from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
 
 INSTALL = "pip install -e '.[experiments,compile-only]'"
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,21 +101,6 @@ def source_of(eqn: Any) -> tuple[str, int] | None:
     return None
 
 
-def is_special(eqn: Any) -> bool:
-    """Whether an equation is a part of one of the functions of ``jax.scipy.special`` or ``jax.scipy.stats``."""
-    traceback = eqn.source_info.traceback
-    return traceback is not None and any(map(_is_special_code, traceback.raw_frames()[0][:_DEPTH]))
-
-
-_DEPTH = 24  # innermost first; JAX puts up to 23 frames between a function of its own and what its derivative binds
-
-
-@functools.cache
-def _is_special_code(code: Any) -> bool:
-    path = code.co_filename.replace("\\", "/")
-    return "/jax/_src/scipy/special" in path or "/jax/_src/scipy/stats/" in path
-
-
 _OURS = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -145,3 +129,35 @@ def in_place_of(eqn: Any) -> Iterator[None]:
 def is_tracing() -> bool:
     """Whether what is bound now becomes part of a larger program that is compiled later."""
     return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())
+
+
+def traces_around() -> list[Any]:
+    """The traces that the code which runs is a part of, the innermost first."""
+    trace, found = core.trace_ctx.trace, []
+    while trace is not None:
+        found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+_TURNS = ("scan", "fori_loop", "while_body")
+
+
+def loop_of(values: list[Any]) -> Any | None:
+    """The trace of the loop whose body is traced now, if ``values`` are inputs of it; None if there is no such loop.
+
+    A body under ``jax.checkpoint`` is the loop's. Bodies are told by what JAX notes of a trace: what it is made for.
+    """
+    inner, *around = traces_around()
+    tracers = [value for value in values if isinstance(value, core.Tracer)]
+    if not tracers or any(
+        tracer._trace is not inner or getattr(tracer, "parent", None) is not None for tracer in tracers
+    ):
+        return None
+    for trace in (inner, *around):
+        purpose = getattr(getattr(getattr(trace, "frame", None), "debug_info", None), "traced_for", "")
+        if purpose in _TURNS:
+            return trace
+        if purpose != "checkpoint / remat":
+            return None
+    return None

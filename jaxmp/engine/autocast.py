@@ -129,15 +129,27 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
             return _in_float32(fun, one_policy, args, kwargs)
         check_backend(one_policy)
         rules = Rules(one_policy.compute_dtype, overrides, {} if reading.is_tracing() else programs)
-        traced = Traced(fun, args, kwargs, rules)
-        refuse_shapes(traced.operands)
-        dtypes = traced.result_dtypes(one_policy)
-        with jax.named_scope(DECIDED):
-            results = coloured(traced.jaxpr, rules, (), traced.operands, dtypes)
-        rules.check()
-        return traced.unflatten(results)
+        return computed(fun, rules, args, kwargs, one_policy)
 
     return cast(F, wrapped)
+
+
+def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, policy: Policy | None = None) -> Any:
+    """The results of one call of ``fun``, as the engine decides by ``rules``.
+
+    Args:
+      fun: a function; the code of modules in it is marked (see :mod:`jaxmp.engine.marks`).
+      rules: what is asked of its operations.
+      args, kwargs: its arguments.
+      policy: that of an autocast of the whole function; without one all is decided, whether it has products or not.
+    """
+    traced = Traced(fun, args, kwargs, rules)
+    refuse_shapes(traced.operands)
+    dtypes = traced.result_dtypes(policy)
+    with jax.named_scope(DECIDED):
+        results = coloured(traced.jaxpr, rules, (), traced.operands, dtypes, force=policy is None)
+    rules.check()
+    return traced.unflatten(results)
 
 
 def checked_policy(policy: Any) -> Policy:

@@ -25,7 +25,7 @@ from jaxmp.engine import islands
 from jaxmp.engine.classes import Class, primitives_of
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.kinds import Asked, Kind, State
-from jaxmp.engine.rules import MONOTONE, MOVES
+from jaxmp.engine.rules import BROADCAST, MONOTONE, MOVES, PICKS
 
 _FLOAT32 = np.dtype(np.float32)
 _PRODUCTS = primitives_of(Class.HALF)
@@ -45,12 +45,11 @@ class Colour(enum.IntEnum):
     """In float32, its result rounded to half."""
 
 
-def decide(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bool = False) -> bool:
+def decide(graph: Graph, results: Sequence[Node] = (), force: bool = False) -> bool:
     """Gives every node its ``colour`` and the ``dtype`` that it will have.
 
     Args:
       graph: its sources may have another ``dtype`` than they were written with.
-      half: the compute dtype.
       results: nodes whose value is wanted in half; they count as read by a product.
       force: colour although there is no product: the body of a rule belongs to a larger program.
 
@@ -65,20 +64,22 @@ def decide(graph: Graph, half: np.dtype, results: Sequence[Node] = (), force: bo
     if not force and not products and not any(node.kind is Kind.FULL and node.name in _PRODUCTS for node in nodes):
         return False
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
-    _spread([*products, *halves], "after_product", "users")
+    written = [node for node in nodes if node.kind is Kind.KEPT and node.name in _PRODUCTS and _takes_half(node)]
+    _spread([*products, *written, *halves], "after_product", "users")
     products += islands.take_outer_products(nodes)
     _spread([node for node in nodes if node.is_looked_up], "is_looked_up", "users")
-    _spread([*products, *results], "before_product", "inputs")
+    _spread([*products, *written, *results], "before_product", "inputs")
+    narrowed = _put_casts_off(nodes)
     islands.find_activations(nodes)
     islands.extend(nodes)
     _hold_sums(nodes)
     products = [node for node in products if node.kind is Kind.HALF]
-    _find_readers([*(operand for node in products for operand in node.inputs), *results], nodes)
+    _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
     islands.extend_again(nodes)
     for node in nodes:
-        node.colour, node.dtype = _paint(node, half)
-    _round_softmaxes(graph, half)
+        node.colour, node.dtype = _paint(node)
+    _round_softmaxes(graph)
     for node in nodes:
         if node.colour == Colour.KEEP and node.inputs:
             node.dtype = node.inputs[0].dtype
@@ -101,16 +102,16 @@ def is_widening(step: Step) -> bool:
     if step.eqn.primitive.name != "convert_element_type":
         return False
     node, operand = step.node, step.operands[0]
-    return node is not None and operand is not None and operand.dtype.itemsize < node.dtype.itemsize
+    return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
 
 
 def operand_dtypes(step: Step) -> list[np.dtype | None]:
     """The dtypes that the operands of an equation without bodies are cast to; None where they are left alone."""
     node = step.node
     if node is not None and node.colour == Colour.KEEP:
-        return [None] * len(step.operands)
+        return [None if operand is None or node.late else operand.late for operand in step.operands]
     if node is None and step.eqn.primitive.name in _COMPARISONS:
-        compared = {operand.dtype for operand in step.operands if operand is not None and operand.const != (0.0, 0.0)}
+        compared = {operand.value_dtype for operand in step.operands if operand and operand.const != (0.0, 0.0)}
         if len(compared) == 1 and compared != {_FLOAT32}:
             return [None if operand is None else next(iter(compared)) for operand in step.operands]
     if node is None or node.colour == Colour.WRITTEN:
@@ -217,6 +218,8 @@ def _state(node: Node) -> State:
         return State.STRICT
     if node.kind in (Kind.SOURCE, Kind.KEPT):
         return State.HALF if node.dtype.itemsize == 2 else State.NEUTRAL
+    if node.late is not None:
+        return State.HALF
     if node.kind is Kind.CLEAR:
         return State(max((operand.state for operand in node.inputs), default=State.NEUTRAL))
     seen = [_seen(operand) for operand in node.inputs]
@@ -243,8 +246,8 @@ def _continues_stream(add: Node) -> bool:
     return all(operand.is_activation or not operand.after_product for operand in add.inputs)
 
 
-def _paint(node: Node, half: np.dtype) -> tuple[Colour, np.dtype]:
-    own_half = node.written if node.written.itemsize == 2 else half
+def _paint(node: Node) -> tuple[Colour, np.dtype]:
+    own_half = _half_of(node)
     if node.kind is Kind.SOURCE:
         return Colour.KEEP, node.dtype
     if node.kind is Kind.KEPT:
@@ -262,25 +265,66 @@ def _paint(node: Node, half: np.dtype) -> tuple[Colour, np.dtype]:
     return Colour.WRITTEN, node.written
 
 
-def _round_softmaxes(graph: Graph, half: np.dtype) -> None:
+def _half_of(node: Node) -> np.dtype:
+    return node.written if node.written.itemsize == 2 or node.half is None else node.half
+
+
+def _round_softmaxes(graph: Graph) -> None:
     """Rounds the softmaxes that products read, so that no float32 copy is saved for the derivative."""
     results = set(graph.body.results)
     for node in islands.softmaxes(graph.nodes):
         if node.colour == Colour.FULL and node.has_half_copy and node not in results:
-            node.colour, node.dtype = Colour.ROUND, node.written if node.written.itemsize == 2 else half
+            node.colour, node.dtype = Colour.ROUND, _half_of(node)
 
 
-def _is_half(node: Node) -> bool:
-    return node.colour == Colour.HALF
+def _takes_half(product: Node) -> bool:
+    return all(operand.written.itemsize == 2 for operand in product.inputs)
+
+
+def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
+    """Leaves to each reader the author's casts of weights to half, through all that only moves them.
+
+    The cotangents of a weight's elements, of its rows that many examples read, and of its uses are then summed in
+    float32: a cast before them would have them summed in half.
+
+    Returns:
+      What the author casts to half, weights or not.
+    """
+    cast = []
+    for node in nodes:
+        if node.name == "convert_element_type" and node.kind is Kind.KEPT and node.written.itemsize == 2:
+            cast += node.inputs
+            if any(operand.written == _FLOAT32 and not operand.is_cast_once for operand in node.inputs):
+                node.kind, node.late = Kind.CLEAR, node.written
+        elif node.kind is Kind.CLEAR and node.name in PICKS and len(node.inputs) == 1:
+            node.late = node.inputs[0].late
+    return cast
 
 
 def _move_casts(nodes: Sequence[Node]) -> None:
-    """Casts before a move that all readers want in half: so a transposed weight is still transposed by the product."""
+    """Casts before a move that its one reader wants in half: so a transposed weight is transposed by the product.
+
+    A weight stays float32 up to what repeats it: several readers, the turns of a loop, a broadcast.
+    """
     for node in reversed(nodes):
-        movable = node.kind is Kind.CLEAR and node.name in MONOTONE and len(node.inputs) == 1
-        wanted = {user.dtype for user in node.users}
-        if movable and node.dtype == _FLOAT32 and len(wanted) == 1 and all(map(_is_half, node.users)):
-            node.colour, node.dtype = Colour.HALF, wanted.pop()
+        if node.kind is not Kind.CLEAR or node.name not in MONOTONE or len(node.inputs) != 1 or node.dtype != _FLOAT32:
+            continue
+        wanted = {_read_in(user, node) for user in node.users}
+        dtype = wanted.pop() if len(wanted) == 1 else None
+        repeated = not node.is_cast_once and (len(node.users) > 1 or any(_repeats(user, node) for user in node.users))
+        if dtype is not None and dtype.itemsize == 2 and node.late in (None, dtype) and not repeated:
+            node.colour, node.dtype, node.late = Colour.HALF, dtype, None
+
+
+def _read_in(user: Node, operand: Node) -> np.dtype | None:
+    """The dtype that a node is computed with where it reads an operand; None where that is not known by the node."""
+    if user.colour == Colour.HALF:
+        return user.dtype
+    return operand.late if user.colour == Colour.WRITTEN and user.kind is not Kind.JOIN else None
+
+
+def _repeats(user: Node, operand: Node) -> bool:
+    return user.loop != operand.loop or (user.name in BROADCAST and user.shape != operand.shape)
 
 
 def _on_a_cycle_with(starts: Iterable[Node]) -> Iterator[list[Node]]:

@@ -1,4 +1,4 @@
-"""Writing the coloured program again: every equation bound once more, in its dtypes."""
+"""Writing the decided program again: every equation bound once more, in its dtypes."""
 
 from __future__ import annotations
 
@@ -13,146 +13,17 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.rebuild import Rule, rebuilt
 from jaxmp.engine.classes import Class, primitives_of
 from jaxmp.engine.decide import Colour, computed_in, decide, is_shared, is_widening, operand_dtypes
-from jaxmp.engine.graph import Body, Node, Step, build
+from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.kinds import Kind, is_real
-from jaxmp.engine.marks import regions_in
-from jaxmp.engine.rules import Rules, asks_for_highest
+from jaxmp.engine.marks import OF_POLICY, marks_in
+from jaxmp.engine.rules import BROADCAST, Rules, asks_for_highest
 from jaxmp.engine.trace import tracing
 
 _PRODUCTS = primitives_of(Class.HALF)
 # Without jit, loops are compiled as one, and found compiled by the next call.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
+_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _MAX_PROGRAMS = 256
-
-
-def evaluate(body: Body, rules: Rules, args: Sequence[Any]) -> list[Any]:
-    """The results of a coloured body, each in the dtype of its node."""
-    env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
-    env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
-    shared: dict[Any, Any] = {}
-    narrow: dict[Any, Any] = {}  # of what the author widened, the half value: who wants half reads that
-
-    def read(atom: Any) -> Any:
-        return atom.val if reading.is_literal(atom) else env[atom]
-
-    def read_as(atom: Any, node: Node | None, dtype: np.dtype) -> Any:
-        value = read(atom)
-        if not reading.is_literal(atom) and atom in narrow and narrow[atom].dtype == dtype:
-            return narrow[atom]
-        # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
-        # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
-        if reading.is_literal(atom) or not (isinstance(value, np.ndarray) or is_shared(node, value.dtype, dtype)):
-            return cast(value, dtype)
-        if (atom, dtype) not in shared:
-            shared[atom, dtype] = cast(value, dtype)
-        return shared[atom, dtype]
-
-    for step in body.steps:
-        with reading.in_place_of(step.eqn):
-            results = _results(step, rules, read, read_as)
-        env.update(zip(step.eqn.outvars, results, strict=True))
-        if is_widening(step):
-            narrow[step.eqn.outvars[0]] = read(step.eqn.invars[0])
-    return [read(atom) for atom in body.jaxpr.outvars]
-
-
-def cast(value: Any, dtype: np.dtype) -> Any:
-    """``value`` in ``dtype``; itself if it has it."""
-    if isinstance(value, jax.Array):
-        return value if value.dtype == dtype else jax.lax.convert_element_type(value, dtype)
-    return np.asarray(value).astype(dtype)
-
-
-def _results(step: Step, rules: Rules, read: Any, read_as: Any) -> Sequence[Any]:
-    eqn = step.eqn
-    if step.bodies is not None:
-        return _with_bodies(step, rules, [read(atom) for atom in eqn.invars], read_as)
-    operands = [
-        read(atom) if dtype is None else read_as(atom, operand, dtype)
-        for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
-    ]
-    node = step.node
-    if eqn.primitive.name == "convert_element_type" and node is not None:
-        if step.kind is not Kind.KEPT:
-            return operands[:1]
-        operands = [read(eqn.invars[0])]  # the author's cast, from whatever dtype the value has
-    params = eqn.params if node is None or node.colour <= Colour.WRITTEN else _in_dtype(eqn, computed_in(node))
-    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
-    results = list(out) if eqn.primitive.multiple_results else [out]
-    return [cast(results[0], node.dtype)] if node is not None and node.colour == Colour.ROUND else results
-
-
-def _in_dtype(eqn: Any, dtype: np.dtype) -> dict[str, Any]:
-    params = dict(eqn.params)
-    if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = dtype
-    if params.get("update_jaxpr") is not None:
-        params["update_jaxpr"] = reading.in_dtype_of_scatter(params["update_jaxpr"], dtype)
-    if eqn.primitive.name in _PRODUCTS:
-        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes that it was chosen for.
-        if dtype != np.float32:
-            params["precision"] = None
-        elif not asks_for_highest(params["precision"]):
-            params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
-    return params
-
-
-def _with_bodies(step: Step, rules: Rules, operands: list[Any], read_as: Any) -> Sequence[Any]:
-    eqn, bodies = step.eqn, step.bodies
-    assert bodies is not None
-    if bodies.kind in ("scan", "while"):
-        start = bodies.consts + bodies.body_consts
-        for position, join in enumerate(step.joins, start):
-            if join is not None:
-                operands[position] = cast(operands[position], join.dtype)
-    if bodies.kind == "call":
-        for position, (atom, operand) in enumerate(zip(eqn.invars, step.operands, strict=True)):
-            dtype = read_in(step.inner[0], position) if operand is not None and operand.is_cast_once else None
-            if dtype is not None:
-                operands[position] = read_as(atom, operand, dtype)
-    functions = [functools.partial(_run, body, rules, _joins_of(step, n)) for n, body in enumerate(step.inner)]
-    rule = Rule(functools.partial(_evaluate_rule, rules, step.names), functools.partial(tracing, rules.key))
-
-    def program() -> Callable[..., list[Any]]:
-        return rebuilt(eqn, bodies, functions, rule)
-
-    name = eqn.primitive.name
-    if name == "jit":  # layers that share a jitted body share its program
-        return _shared(step, rules, program)(*operands)
-    if name in _LOOPS and not reading.is_tracing():
-        return _shared(step, rules, lambda: jax.jit(program()))(*operands)
-    return program()(*operands)
-
-
-def _shared(step: Step, rules: Rules, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """What was made of an equal step before, else what ``make`` makes."""
-    key = _signature(step, rules)
-    made = rules.programs.get(key) or make()
-    if len(rules.programs) >= _MAX_PROGRAMS:  # each holds the constants of its program
-        rules.programs.clear()
-    rules.programs[key] = made
-    return made
-
-
-def _joins_of(step: Step, position: int) -> list[Node | None]:
-    """The joins that the first results of a body go into."""
-    is_condition = step.bodies is not None and step.bodies.kind == "while" and position == 0
-    return [] if is_condition else step.joins
-
-
-def _run(body: Body, rules: Rules, joins: Sequence[Node | None], *args: Any) -> list[Any]:
-    results = evaluate(body, rules, args)
-    for position, join in enumerate(joins):
-        if join is not None:
-            results[position] = cast(results[position], join.dtype)
-    return results
-
-
-def _evaluate_rule(
-    rules: Rules, names: reading.Names, jaxpr: tuple[Any, list[Any]], args: Sequence[Any], dtypes: Sequence[Any]
-) -> list[Any]:
-    """A derivative rule under autocast; its operands come, and its results go, in the dtypes of the function's."""
-    return coloured(jaxpr, rules, names, args, dtypes, force=True)
 
 
 def coloured(
@@ -163,22 +34,216 @@ def coloured(
     dtypes: Sequence[Any],
     force: bool = False,
 ) -> list[Any]:
-    """Evaluates an open jaxpr with its constants under autocast, its results in ``dtypes`` (None: as they come)."""
+    """Evaluates an open jaxpr with its constants as the engine decides.
+
+    Args:
+      jaxpr: the program as its author wrote it.
+      rules: what is asked of its operations.
+      names: the scopes around it.
+      args: its arguments, which may have other dtypes than those it was traced with.
+      dtypes: those that its results shall have; None for as they come.
+      force: decide although it has no product.
+    """
     graph = build(*jaxpr, rules, names)
     for node, value in zip(graph.sources, args, strict=True):
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
-    wanted = [
-        node
-        for node, dtype in zip(graph.body.results, dtypes, strict=True)
-        if node is not None and dtype is not None and np.dtype(dtype).itemsize == 2
-    ]
-    changed = decide(graph, rules.half, wanted, force)
-    results = evaluate(graph.body, rules, args) if changed else reading.evaluate(*jaxpr, args)
+    changed = decide(graph, wanted_in_half(graph, dtypes), force)
+    results = _Emission(rules).evaluate(graph.body, args) if changed else reading.evaluate(*jaxpr, args)
     return [
-        value if dtype is None or not is_real(jax.typeof(value)) else cast(value, dtype)
-        for value, dtype in zip(results, dtypes, strict=True)
+        value if dtype is None or not is_real(jax.typeof(value)) else cast(_rounded(value, node), dtype)
+        for value, node, dtype in zip(results, graph.body.results, dtypes, strict=True)
     ]
+
+
+def wanted_in_half(graph: Graph, dtypes: Sequence[Any]) -> list[Node]:
+    """The results of a graph whose ``dtypes`` are half."""
+    results = zip(graph.body.results, dtypes, strict=True)
+    return [n for n, dtype in results if n is not None and dtype is not None and np.dtype(dtype).itemsize == 2]
+
+
+def cast(value: Any, dtype: np.dtype) -> Any:
+    """``value`` in ``dtype``; itself if it has it."""
+    if isinstance(value, jax.Array):
+        return value if value.dtype == dtype else jax.lax.convert_element_type(value, dtype)
+    return np.asarray(value).astype(dtype)
+
+
+def _rounded(value: Any, node: Node | None) -> Any:
+    """``value`` with the cast of its author that was put off."""
+    return value if node is None or node.late is None else cast(value, node.late)
+
+
+class _Values:
+    """The values of one body while it is evaluated, and the casts of them that there are."""
+
+    def __init__(self, body: Body, args: Sequence[Any]) -> None:
+        self.env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
+        self.env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
+        self.shared: dict[Any, Any] = {}
+        self.narrow: dict[Any, Any] = {}  # of what the author widened, the half value: who wants half reads that
+
+    def read(self, atom: Any) -> Any:
+        """The value as it is."""
+        return atom.val if reading.is_literal(atom) else self.env[atom]
+
+    def read_as(self, atom: Any, node: Node, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> Any:
+        """The value in ``dtype``; of a weight that an operation repeats up to ``shape``, a cast of the repeated one."""
+        value = self.read(atom)
+        if reading.is_literal(atom):
+            return cast(value, dtype)
+        if atom in self.narrow and self.narrow[atom].dtype == dtype:
+            return self.narrow[atom]
+        # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
+        # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
+        if isinstance(value, np.ndarray) or is_shared(node, node.value_dtype, dtype):
+            if (atom, dtype) not in self.shared:
+                self.shared[atom, dtype] = cast(_rounded(value, node), dtype)
+            return self.shared[atom, dtype]
+        if shape is not None and value.shape != shape and dtype.itemsize < value.dtype.itemsize:
+            axes = range(len(shape) - value.ndim, len(shape))
+            value = jax.lax.broadcast_in_dim(value, shape, tuple(axes))
+        return cast(_rounded(value, node), dtype)
+
+
+class _Emission:
+    """The writing of one program."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+
+    def evaluate(self, body: Body, args: Sequence[Any]) -> list[Any]:
+        """The results of a body, each in the dtype of its node."""
+        values = _Values(body, args)
+        for step in body.steps:
+            with reading.in_place_of(step.eqn):
+                results = self.results(step, values)
+            values.env.update(zip(step.eqn.outvars, results, strict=True))
+            if is_widening(step):
+                values.narrow[step.eqn.outvars[0]] = _rounded(values.read(step.eqn.invars[0]), step.operands[0])
+        return [values.read(atom) for atom in body.jaxpr.outvars]
+
+    def results(self, step: Step, values: _Values) -> Sequence[Any]:
+        eqn, node = step.eqn, step.node
+        if _stands(step):
+            return _bound(eqn, [values.read(atom) for atom in eqn.invars], eqn.params)
+        if step.bodies is not None:
+            return self.with_bodies(step, values)
+        shape = eqn.outvars[0].aval.shape if eqn.primitive.name in BROADCAST else None
+        operands = [
+            values.read(atom) if dtype is None or operand is None else values.read_as(atom, operand, dtype, shape)
+            for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
+        ]
+        if eqn.primitive.name == "convert_element_type" and node is not None:
+            if node.kind is not Kind.KEPT:
+                return operands
+            # The author's cast, from whatever dtype the value has.
+            operands = [_rounded(values.read(eqn.invars[0]), step.operands[0])]
+        params = eqn.params if node is None or node.colour <= Colour.WRITTEN else _in_dtype(step, computed_in(node))
+        results = _bound(eqn, operands, params)
+        return [cast(results[0], node.dtype)] if node is not None and node.colour == Colour.ROUND else results
+
+    def with_bodies(self, step: Step, values: _Values) -> Sequence[Any]:
+        eqn, bodies = step.eqn, step.bodies
+        assert bodies is not None
+        operands = [values.read(atom) for atom in eqn.invars]
+        name = eqn.primitive.name
+        if bodies.kind in ("scan", "while"):
+            start = bodies.consts + bodies.body_consts
+            for position, join in enumerate(step.joins, start):
+                if join is not None:
+                    operands[position] = cast(_rounded(operands[position], step.operands[position]), join.dtype)
+        elif bodies.kind == "call":
+            for position, (atom, operand) in enumerate(zip(eqn.invars, step.operands, strict=True)):
+                if name in _WITH_RULES:  # which are traced on the dtypes that the author wrote
+                    operands[position] = _rounded(operands[position], operand)
+                if operand is None or not operand.is_cast_once:
+                    continue
+                dtype = read_in(step.inner[0], position)
+                if dtype is not None:
+                    operands[position] = values.read_as(atom, operand, dtype)
+        functions = [functools.partial(self.run, body, step, position) for position, body in enumerate(step.inner)]
+        rule = Rule(functools.partial(self.rule, step.names), functools.partial(tracing, self.rules))
+
+        def program() -> Callable[..., list[Any]]:
+            return rebuilt(eqn, bodies, functions, rule)
+
+        if name == "jit":  # layers that share a jitted body share its program
+            return self.shared(step, program)(*operands)
+        if name in _LOOPS and not reading.is_tracing():
+            return self.shared(step, lambda: jax.jit(program()))(*operands)
+        return program()(*operands)
+
+    def shared(self, step: Step, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """What was made of an equal step before, else what ``make`` makes."""
+        programs, key = self.rules.programs, _signature(step, self.rules)
+        made = programs.get(key) or make()
+        if len(programs) >= _MAX_PROGRAMS:  # each holds the constants of its program
+            programs.clear()
+        programs[key] = made
+        return made
+
+    def run(self, body: Body, step: Step, position: int, *args: Any) -> list[Any]:
+        """The results of a body of ``step``; those that go into joins in the dtypes of these."""
+        results = self.evaluate(body, args)
+        assert step.bodies is not None
+        kind = step.bodies.kind
+        if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
+            results = [_rounded(value, node) for value, node in zip(results, body.results, strict=True)]
+        if kind == "while" and position == 0:  # the condition
+            return results
+        for number, join in enumerate(step.joins):
+            if join is not None:
+                results[number] = cast(results[number], join.dtype)
+        return results
+
+    def rule(self, names: reading.Names, jaxpr: Any, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+        """A derivative rule; its operands come, and its results go, in the dtypes of the function's."""
+        return coloured(jaxpr, self.rules, names, args, dtypes, force=True)
+
+
+def _bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _stands(step: Step) -> bool:
+    """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
+    if step.stands is None:
+        step.stands = _is_unchanged(step)
+    return step.stands
+
+
+def _is_unchanged(step: Step) -> bool:
+    name, node = step.eqn.primitive.name, step.node
+    known = [operand for operand in (*step.operands, *step.nodes, *step.joins) if operand is not None]
+    if any(operand.late is not None or operand.dtype != operand.written for operand in known):
+        return False
+    if step.bodies is not None:
+        if name in _WITH_RULES and step.region.level != "written":
+            return False  # its rules are decided when they run
+        return all(map(_stands, (inner for body in step.inner for inner in body.steps)))
+    if node is None or node.colour <= Colour.WRITTEN:
+        return all(
+            dtype is None or operand is None or dtype == operand.dtype
+            for operand, dtype in zip(step.operands, operand_dtypes(step), strict=True)
+        )
+    return False
+
+
+def _in_dtype(step: Step, dtype: np.dtype) -> dict[str, Any]:
+    params = dict(step.eqn.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
+    if params.get("update_jaxpr") is not None:
+        params["update_jaxpr"] = reading.in_dtype_of_scatter(params["update_jaxpr"], dtype)
+    if step.eqn.primitive.name in _PRODUCTS:
+        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes that it was chosen for.
+        if dtype != np.float32:
+            params["precision"] = None
+        elif step.region.asked_by != OF_POLICY and not asks_for_highest(params["precision"]):
+            params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    return params
 
 
 def _signature(step: Step, rules: Rules) -> Any:
@@ -186,13 +251,13 @@ def _signature(step: Step, rules: Rules) -> Any:
     assert step.bodies is not None
     params = tuple((name, value if _is_hashable(value) else id(value)) for name, value in step.eqn.params.items())
     # Derivative rules are decided later, where these scopes have a say.
-    names = step.names if rules.paths else regions_in(step.names)
+    names = step.names if rules.paths else marks_in(step.names)
     return (step.eqn.primitive.name, params, step.bodies.jaxprs, names, _decisions(step))
 
 
 def _decisions(step: Step) -> Any:
-    own = tuple((node.colour, node.dtype) for node in (*step.nodes, *step.joins) if node is not None)
-    shared = tuple(operand is not None and operand.is_cast_once for operand in step.operands)
+    own = tuple((node.colour, node.dtype, node.late) for node in (*step.nodes, *step.joins) if node is not None)
+    shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
     casts = None if step.inner else tuple(operand_dtypes(step))  # of comparisons they depend on constants too
     return (own, shared, casts, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
 

@@ -7,8 +7,9 @@ and what the body returns) and the result of a conditional (what each branch ret
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp.engine.kinds import Asked, Kind, is_real
-from jaxmp.engine.rules import Rules
+from jaxmp.engine.marks import Region, region_of
+from jaxmp.engine.rules import Rules, range_of
 from jaxmp.engine.searches import is_search
 
 
@@ -29,6 +31,8 @@ class Node:
       written: the dtype that the author wrote; ``shape``: its shape.
       inputs, users: the nodes it reads and those that read it.
       const: of a constant the smallest magnitude but 0, and the largest.
+      half: the half dtype of the code that it stands in.
+      loop: a number for the innermost loop body that it is computed in, 0 outside of any.
 
     What colouring finds out:
 
@@ -40,6 +44,7 @@ class Node:
       has_half_copy: it may be computed in float32, but a product or an activation reads it in half.
       state: a :class:`jaxmp.engine.kinds.State`, what it brings along to those who read it.
       colour: a :class:`jaxmp.engine.decide.Colour`, how it is computed; ``dtype``: what that gives.
+      late: the half dtype that the author cast it to, where each reader makes that cast and the value is float32.
     """
 
     __slots__ = (
@@ -49,12 +54,15 @@ class Node:
         "colour",
         "const",
         "dtype",
+        "half",
         "has_half_copy",
         "heads_to_product",
         "inputs",
         "is_activation",
         "is_looked_up",
         "kind",
+        "late",
+        "loop",
         "name",
         "reason",
         "shape",
@@ -72,6 +80,9 @@ class Node:
         self.inputs: list[Node] = []
         self.users: list[Node] = []
         self.const: tuple[float, float] | None = None
+        self.half: np.dtype | None = None
+        self.late: np.dtype | None = None
+        self.loop = 0
         for node in inputs:
             self.read(node)
         self.after_product = self.before_product = self.has_half_copy = False
@@ -86,10 +97,18 @@ class Node:
         """Whether all who want it in half share one cast. A weight is cast at each use: its cotangents are many."""
         return self.after_product or self.is_looked_up
 
+    @property
+    def value_dtype(self) -> np.dtype:
+        """The dtype that its readers see."""
+        return self.late or self.dtype
+
     def read(self, node: Node) -> None:
         """Adds an input."""
         self.inputs.append(node)
         node.users.append(self)
+
+
+_UNMARKED = Region()
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,9 +121,11 @@ class Step:
     nodes: list[Node | None]
     kind: Kind = Kind.KEPT
     reason: str = ""
+    region: Region = _UNMARKED
     bodies: reading.Bodies | None = None
     inner: list[Body] = dataclasses.field(default_factory=list)
     joins: list[Node | None] = dataclasses.field(default_factory=list)
+    stands: bool | None = None
 
     @property
     def node(self) -> Node | None:
@@ -157,6 +178,9 @@ class _Builder:
         self.nodes: list[Node] = []
         self.searches: list[slice] = []
         self.rules = rules
+        self.region = Region()
+        self.loops = [0]
+        self.loop_count = 0
 
     def node(
         self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: Asked = Asked.NOTHING
@@ -164,17 +188,13 @@ class _Builder:
         if not is_real(aval):
             return None
         node = Node(kind, name, aval, inputs, reason, asked)
+        node.half, node.loop = self.region.half or self.rules.half, self.loops[-1]
         self.nodes.append(node)
         return node
 
     def source(self, aval: Any, value: Any = None) -> Node | None:
         node = self.node(Kind.SOURCE, "source", aval, ())
-        if (
-            node is not None
-            and value is not None
-            and not isinstance(value, jax.core.Tracer)
-            and np.size(value) <= _READ
-        ):
+        if node is not None and value is not None and _is_at_hand(value):
             magnitudes = np.abs(np.asarray(value, np.float32))
             finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
             node.const = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
@@ -198,7 +218,8 @@ class _Builder:
 
     def step(self, eqn: Any, operands: list[Node | None], names: reading.Names) -> Step:
         bodies = None if self.rules.is_decided(names) else reading.bodies_of(eqn)
-        step = Step(eqn, names, operands, [], bodies=bodies)
+        self.region = region_of(names)
+        step = Step(eqn, names, operands, [], region=self.region, bodies=bodies)
         if bodies is None:
             self.leaf(step)
         else:
@@ -210,21 +231,31 @@ class _Builder:
     def inner(self, step: Step, jaxpr: Any, inputs: Sequence[Node | None]) -> list[Node | None]:
         opened, consts = reading.opened(jaxpr)
         step.inner.append(self.body(opened, consts, inputs, step.names))
+        self.region = step.region
         return step.inner[-1].results
+
+    @contextlib.contextmanager
+    def loop(self) -> Iterator[None]:
+        """What is built here runs once a turn."""
+        self.loop_count += 1
+        self.loops.append(self.loop_count)
+        yield
+        self.loops.pop()
 
     def enter_call(self, step: Step, bodies: reading.Bodies) -> None:
         step.nodes = self.inner(step, bodies.jaxprs[0], step.operands)
 
     def join(self, name: str, aval: Any, inputs: Sequence[Node | None]) -> Node | None:
-        join = self.node(Kind.JOIN, name, aval, [node for node in inputs if node is not None])
+        kind = Kind.KEPT if self.region.level == "written" else Kind.JOIN
+        join = self.node(kind, name, aval, [node for node in inputs if node is not None])
         self.check_range(join)
         return join
 
     def check_range(self, join: Node | None) -> None:
         """A join of a value that does not exist in half, the mask's ``finfo.min``, is float32."""
         largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
-        if join is not None and largest > self.rules.largest:
-            join.kind, join.reason = Kind.STRICT, f"a constant beyond {self.rules.half.name}'s largest number"
+        if join is not None and join.kind is Kind.JOIN and join.half and largest > range_of(join.half)[1]:
+            join.kind, join.reason = Kind.STRICT, f"a constant beyond {join.half.name}'s largest number"
 
     def carry(self, step: Step, start: int, count: int) -> list[Node | None]:
         step.joins = [
@@ -237,7 +268,8 @@ class _Builder:
         stop = bodies.consts + bodies.carry
         carry = self.carry(step, bodies.consts, bodies.carry)
         inputs = [*step.operands[: bodies.consts], *carry, *step.operands[stop:]]
-        results = self.inner(step, bodies.jaxprs[0], inputs)
+        with self.loop():
+            results = self.inner(step, bodies.jaxprs[0], inputs)
         self.close(carry, results)
         step.nodes = [*carry, *results[bodies.carry :]]
 
@@ -245,8 +277,9 @@ class _Builder:
         start = bodies.consts + bodies.body_consts
         carry = self.carry(step, start, bodies.carry)
         inside = len(self.nodes)
-        self.inner(step, bodies.jaxprs[0], [*step.operands[: bodies.consts], *carry])
-        self.close(carry, self.inner(step, bodies.jaxprs[1], [*step.operands[bodies.consts : start], *carry]))
+        with self.loop():
+            self.inner(step, bodies.jaxprs[0], [*step.operands[: bodies.consts], *carry])
+            self.close(carry, self.inner(step, bodies.jaxprs[1], [*step.operands[bodies.consts : start], *carry]))
         if is_search(bodies):
             self.searches.append(slice(inside, len(self.nodes)))
         step.nodes = carry

@@ -1,18 +1,42 @@
-"""Marks on JAX's name stack: the regions of the author, and what an autocast has written."""
+"""Marks on JAX's name stack: what code, or an adapter, asks of the operations that are traced within.
+
+A mark is a scope, so that it holds in gradients, loops and jitted functions alike, and costs nothing in the program.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxmp._jaxpr.reading import Names
 
-DECIDED = "jaxmp.autocast"
-"""The scope around everything that autocast has written: another autocast leaves it as it is."""
-_REGION = re.compile(r"jaxmp\.precision\((float32|half)\)")
+DECIDED = "jaxmp.decided"
+"""The scope around everything that the engine has written: an engine around it leaves it as it is."""
+_WIDENED = "jaxmp.widened"
+SPECIAL = "jaxmp.special"
+"""The scope around a special function, whose parts are polynomials and series that nobody would round."""
+OF_POLICY = "the policy of its module"
+_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+)\)")
+
+
+class Region(NamedTuple):
+    """What the marks around an operation ask of it.
+
+    Attributes:
+      level: ``"float32"`` or ``"half"``; ``"written"`` to leave it as it is; None leaves it to the engine.
+      half: the half dtype of the module around it; None for that of the whole program.
+      asked_by: who asked for the level, in words.
+    """
+
+    level: str | None = None
+    half: np.dtype | None = None
+    asked_by: str = ""
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
@@ -39,6 +63,22 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
     return jax.named_scope(f"jaxmp.precision({checked_level(level)})")
 
 
+def computing(dtype: np.dtype | None) -> contextlib.AbstractContextManager[None]:
+    """Marks the code of a module: decided on the graph in the compute dtype of its policy; None: left as written."""
+    return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name})")
+
+
+def widened(value: jax.Array) -> jax.Array:
+    """A half ``value`` for code that is traced in float32: the engine sees through this cast to the half value."""
+    with jax.named_scope(_WIDENED):
+        return value.astype(jnp.float32)
+
+
+def is_widened(names: Names) -> bool:
+    """Whether an operation in these scopes is the cast of :func:`widened`."""
+    return bool(names) and names[-1] == _WIDENED
+
+
 def checked_level(level: Any) -> str:
     """``level`` itself if it is one."""
     if level in ("float32", "half"):
@@ -48,16 +88,30 @@ def checked_level(level: Any) -> str:
     )
 
 
-def level_of(names: Names) -> str | None:
-    """The level of the innermost region around what stands in these scopes."""
-    return next((region[1] for part in reversed(names) if (region := _REGION.fullmatch(part))), None)
+@functools.lru_cache(maxsize=4096)
+def region_of(names: Names) -> Region:
+    """What the marks among some scopes ask for: the module's word first, then the innermost of the author's."""
+    region = Region()
+    for kind, text in reversed(_marks(names)):
+        if kind == "precision" and region.level is None:
+            region = region._replace(level=text, asked_by=f"region jaxmp.precision({text!r})")
+        elif kind == "compute" and region.half is None:
+            if text in ("written", "float32"):
+                return region if region.level else Region(text, asked_by=OF_POLICY)
+            region = region._replace(half=np.dtype(jnp.dtype(text)))
+    return region
 
 
-def regions_in(names: Names) -> Names:
+def _marks(names: Names) -> list[tuple[str, str]]:
+    return [(mark[1], mark[2]) for part in names if (mark := _MARK.fullmatch(part))]
+
+
+def marks_in(names: Names) -> Names:
     """The marks among some scopes."""
-    return tuple(part for part in names if _REGION.fullmatch(part))
+    return tuple(part for part in names if _MARK.fullmatch(part))
 
 
+@functools.lru_cache(maxsize=4096)
 def path_of(names: Names) -> Names:
     """The scopes without the marks: modules and the author's own."""
-    return tuple(part for part in names if not _REGION.fullmatch(part))
+    return tuple(part for part in names if not _MARK.fullmatch(part) and part not in (_WIDENED, SPECIAL))

@@ -109,7 +109,7 @@ class Writer:
         graph = build(*jaxpr, rules)
         results = list(zip(graph.body.results, graph.body.jaxpr.outvars, dtypes, strict=True))
         wanted = [node for node, _, dtype in results if node is not None and dtype is not None and dtype.itemsize == 2]
-        changed = decide(graph, rules.half, wanted)
+        changed = decide(graph, wanted)
         floats = [node for node in graph.nodes if node.colour in (Colour.FULL, Colour.ROUND)]
         self.islands = [i for i in islands_of(graph.nodes) if i.nodes[0] in set(floats)] if changed else []
         self.reasons = Reasons(graph, changed, wanted, self.islands)
@@ -261,7 +261,7 @@ class Writer:
 
 
 def _dtype(node: Node | None, atom: Any) -> Any:
-    return node.dtype if node is not None else getattr(atom.aval, "dtype", None)
+    return node.value_dtype if node is not None else getattr(atom.aval, "dtype", None)
 
 
 def _name(node: Node | None, atom: Any) -> str:

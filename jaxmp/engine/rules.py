@@ -15,7 +15,7 @@ from jaxmp._jaxpr import reading
 from jaxmp.dtypes import nearest
 from jaxmp.engine.classes import Class, classify, primitives_named_by
 from jaxmp.engine.kinds import REAL, Asked, Kind, is_real
-from jaxmp.engine.marks import DECIDED, checked_level, level_of, path_of
+from jaxmp.engine.marks import DECIDED, SPECIAL, checked_level, is_widened, path_of, region_of
 from jaxmp.patterns import matches
 
 if TYPE_CHECKING:
@@ -27,6 +27,13 @@ MONOTONE = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "convert_element_type"}
     | {"reduce_window_max", "reduce_window_min"}
 )
+# Each element of the result is an element of the operand: to cast before or after gives the same bits.
+PICKS = frozenset(
+    {"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "dynamic_slice", "gather"}
+    | {"split", "unstack", "optimization_barrier", "sharding_constraint"}
+)
+# JAX broadcasts their operands by itself, along axes of size 1 and from scalars.
+BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2"})
 MOVES = frozenset(
     {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}
     | {"scatter", "scatter-min", "scatter-max"}
@@ -57,7 +64,7 @@ class Rules:
     """The half dtype and the overrides of one autocast; it notes which of them matched.
 
     Args:
-      half: the compute dtype.
+      half: the compute dtype of code in no marked module; None if all of it is marked.
       overrides: ``"**/head"`` (a path of modules or scopes), ``"primitive:exp"`` or ``"class:accumulation"`` to
         ``"float32"`` or ``"half"``; of several paths the first that matches wins, as in a PolicyMap.
       programs: what was made of parts of the program before, to be used again.
@@ -67,7 +74,7 @@ class Rules:
       ValueError: an override asks for neither ``"float32"`` nor ``"half"``, or names what computes in no dtype.
     """
 
-    half: np.dtype
+    half: np.dtype | None
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -95,8 +102,6 @@ class Rules:
         self.matched: set[str] = set()
         self.visited: set[reading.Names] = set()
         self.primitives: set[str] = set()
-        info = jax.numpy.finfo(self.half)
-        self.largest, self.smallest = float(info.max), float(info.smallest_normal)
         self._path_rules = functools.lru_cache(maxsize=None)(self._find_path_rules)
 
     def is_decided(self, names: reading.Names) -> bool:
@@ -124,7 +129,7 @@ class Rules:
         self.primitives.add(name)
         if self.is_decided(names):
             return Decision(Kind.KEPT, "decided by the autocast inside")
-        path = path_of(names)
+        path, region = path_of(names), region_of(names)
         self.visited.add(path)
         if any(_is_other_float(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
             return Decision(Kind.KEPT, "float64, complex and fp8 are left alone")
@@ -133,7 +138,11 @@ class Rules:
         if cls is None:
             return Decision(Kind.KEPT, "an unknown primitive keeps its dtypes")
         if name == "convert_element_type":
-            return self._kind_of_cast(eqn)
+            return self._kind_of_cast(eqn, names)
+        half = region.half or self.half
+        if region.level == "written" or (half is None and region.level is None):
+            moves = name in PICKS
+            return Decision(Kind.CLEAR, "moves data") if moves else Decision(Kind.KEPT, "as its module is written")
         if cls is Class.RECURSE:
             return Decision(Kind.KEPT, "a body that autocast does not look into")
         if cls is Class.OPAQUE or _names_a_dtype(eqn):
@@ -141,7 +150,7 @@ class Rules:
         request = self.asked_of(name, names)
         if cls is Class.CLEAR:
             fill = abs(eqn.params.get("fill_value") or 0)  # of a gather, for indices beyond the end
-            decision = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [])
+            decision = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
             return Decision(Kind.CLEAR, "moves data") if decision.kind is Kind.INFER else decision
         if request is not None:
             level, reason, asked = request
@@ -153,10 +162,10 @@ class Rules:
             return self._kind_of_product(eqn)
         if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
             return Decision(Kind.FULL, f"{cls.value} is float32")
-        if reading.is_special(eqn):  # polynomials and series, whose parts are nothing that one would round
+        if SPECIAL in names:
             return Decision(Kind.FULL, "part of a special function")
         constants = [node.const for node in operands if node is not None and node.const is not None]
-        return self._kind_by_constants(name, constants)
+        return self._kind_by_constants(name, constants, half)
 
     def asked_of(self, name: str, names: reading.Names) -> tuple[str, str, Asked] | None:
         """The level that a region or an override asks of a primitive in these scopes, which one it is and its sort."""
@@ -164,9 +173,9 @@ class Rules:
         self.matched.update(paths)
         operations = [(*keys[name], asked) for asked, keys in self.operations.items() if name in keys]
         self.matched.update(key for key, _, _ in operations)
-        region = level_of(names)
-        if region is not None:
-            return region, f"region jaxmp.precision({region!r})", Asked.REGION
+        region = region_of(names)
+        if region.level is not None:
+            return region.level, region.asked_by, Asked.REGION
         if paths:
             return self.paths[paths[0]], f"override {paths[0]!r}", Asked.PATH
         return next(((level, f"override {key!r}", asked) for key, level, asked in operations), None)
@@ -175,11 +184,11 @@ class Rules:
         prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
         return [key for key in self.paths if any(matches(key, prefix, None) for prefix in prefixes)]
 
-    def _kind_of_cast(self, eqn: Any) -> Decision:
+    def _kind_of_cast(self, eqn: Any, names: reading.Names) -> Decision:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-        if old == new:
+        if old == new or is_widened(names):
             return Decision(Kind.CLEAR, "moves data")
-        if old in REAL and new.itemsize == 4:
+        if old in REAL and new.itemsize == 4 and region_of(names).level != "written":
             return Decision(Kind.FULL, "the author casts to float32")
         return Decision(Kind.KEPT, f"the author casts to {np.dtype(new).name}")
 
@@ -198,14 +207,24 @@ class Rules:
             return Decision(Kind.FULL, "a sum of products, not a matrix product")
         return Decision(Kind.HALF, "product")
 
-    def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]]) -> Decision:
+    def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]], half: Any) -> Decision:
         """What the smallest and the largest magnitudes of its constants ask of an operation."""
+        if half is None or not constants:
+            return Decision(Kind.INFER, "")
+        tiny, huge = range_of(half)
         # The infinity that a bound becomes bounds just as well.
-        if name not in ("max", "min", "clamp") and any(largest > self.largest for _, largest in constants):
-            return Decision(Kind.STRICT, f"a constant beyond {self.half.name}'s largest number")
-        if any(0 < smallest < self.smallest for smallest, _ in constants):
-            return Decision(Kind.FULL, f"a constant below {self.half.name}'s smallest normal number", Asked.EPSILON)
+        if name not in ("max", "min", "clamp") and any(largest > huge for _, largest in constants):
+            return Decision(Kind.STRICT, f"a constant beyond {half.name}'s largest number")
+        if any(0 < smallest < tiny for smallest, _ in constants):
+            return Decision(Kind.FULL, f"a constant below {half.name}'s smallest normal number", Asked.EPSILON)
         return Decision(Kind.INFER, "")
+
+
+@functools.cache
+def range_of(half: np.dtype) -> tuple[float, float]:
+    """The smallest normal number of a half dtype, and the largest."""
+    info = jax.numpy.finfo(half)
+    return float(info.smallest_normal), float(info.max)
 
 
 def asks_for_highest(precision: Any) -> bool:

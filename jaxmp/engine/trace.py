@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -12,8 +13,9 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.attention import fused_attention
+from jaxmp._jaxpr.stand_ins import stand_ins
 from jaxmp.engine.kinds import is_real
+from jaxmp.engine.marks import SPECIAL, region_of
 from jaxmp.engine.rules import Rules
 from jaxmp.policy import Policy
 
@@ -21,21 +23,24 @@ _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_a
 
 
 @contextlib.contextmanager
-def tracing(key: tuple[np.dtype, tuple[tuple[str, str], ...]]) -> Iterator[None]:
-    """Traces the author's code for an autocast with this half dtype and these overrides."""
-    half, overrides = key
-
-    def dtype_here() -> np.dtype | None:
-        asked = Rules(half, dict(overrides)).asked_of("dot_general", reading.current_names())
-        return None if asked is not None and asked[0] == "float32" else half
-
-    token = _tracing.set(dtype_here)
+def tracing(rules: Rules) -> Iterator[None]:
+    """Traces the author's code for an engine with these rules."""
+    ask = functools.partial(_half_at, Rules(rules.half, rules.overrides))  # whose questions are no matches of overrides
+    token = _tracing.set(ask)
+    # Without the default precision, so that what is left in a product is what its author wrote there. The adapters set
+    # that of each module's policy.
+    precision = contextlib.nullcontext() if rules.half is None else jax.default_matmul_precision(None)
     try:
-        # Without the default precision, so that what is left in a product is what its author wrote there.
-        with fused_attention(key, dtype_here), jax.default_matmul_precision(None):
+        with stand_ins(rules.key, ask, SPECIAL), precision:
             yield
     finally:
         _tracing.reset(token)
+
+
+def _half_at(rules: Rules) -> np.dtype | None:
+    names = reading.current_names()
+    asked = rules.asked_of("dot_general", names)
+    return None if asked is not None and asked[0] != "half" else region_of(names).half or rules.half
 
 
 def is_inside() -> bool:
@@ -82,18 +87,18 @@ class Traced:
             self._results = [_ARRAY if is_array(leaf) else leaf for leaf in leaves_out]  # tracers die with the trace
             return [leaf for leaf in leaves_out if is_array(leaf)]
 
-        with tracing(rules.key):
+        with tracing(rules):
             closed = jax.make_jaxpr(flat)(*self.operands)
         self.jaxpr = reading.opened(closed)
 
-    def result_dtypes(self, policy: Policy) -> list[Any]:
+    def result_dtypes(self, policy: Policy | None = None) -> list[Any]:
         """The dtypes that the results have: their own, or in a policy without float32 results its output dtype.
 
         What the function writes to its arguments keeps its dtype.
         """
         avals = [atom.aval for atom in self.jaxpr[0].outvars]
         dtypes = [aval.dtype if is_real(aval) else None for aval in avals]
-        if policy.output_dtype.itemsize == 2:
+        if policy is not None and policy.output_dtype.itemsize == 2:
             returned = len(dtypes) - self._written
             dtypes[:returned] = [dtype and policy.output_dtype for dtype in dtypes[:returned]]
         return dtypes

@@ -1,8 +1,9 @@
-"""The fused attention of cuDNN: for functions written in float32, and where cuDNN is not installed.
+"""What stands in for functions of JAX while the engine traces: attention on cuDNN, and scopes on special functions.
 
 ``jax.nn.dot_product_attention`` chooses its implementation while a function is traced, by the dtypes it sees then, and
-cuDNN's takes half operands only: in the finished program it would be too late. So for as long as autocast traces a
-function, the name ``jax.nn.dot_product_attention`` stands for a function that casts first.
+cuDNN's takes half operands only: in the finished program it would be too late. And of a function of
+``jax.scipy.special`` or ``jax.scipy.stats`` only its polynomials and series are left there. So for as long as the
+engine traces a function, these names stand for functions that cast first, and that put a scope around theirs.
 """
 
 from __future__ import annotations
@@ -10,38 +11,45 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.special
+import jax.scipy.stats
 import numpy as np
 
-# A part of the keys of JAX's own caches: what was jitted and traced without autocast is traced again in it.
+# A part of the keys of JAX's own caches: what was jitted and traced without the engine is traced again in it.
 _key: Any = jax.make_user_context(default_value=None)
-_deciding: ContextVar[Callable[[], np.dtype | None]] = ContextVar("jaxmp_attention_dtype")
+_deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
 _lock = threading.Lock()
-_originals: list[Any] = []
+_originals: list[tuple[Any, str, Any]] = []
 _depth = 0
 
 
 @contextlib.contextmanager
-def fused_attention(key: Any, dtype: Callable[[], np.dtype | None]) -> Iterator[None]:
+def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Iterator[None]:
     """Within it float32 calls of ``jax.nn.dot_product_attention`` run in half, on cuDNN where it can.
 
-    A call with ``implementation="xla"`` stays as it is. Other threads see the function that they know.
+    A call with ``implementation="xla"`` stays as it is. Special functions run in a scope. Other threads see the
+    functions that they know.
 
     Args:
       key: what ``dtype`` depends on, hashable.
-      dtype: asked by each call for the dtype to cast to; None leaves the call as it is.
+      dtype: asked by each call of the attention for the dtype to cast to; None leaves the call as it is.
+      scope: the name of the scope around special functions.
     """
     global _depth
-    token = _deciding.set(dtype)
+    token = _deciding.set((dtype, scope))
     with _lock:
         if _depth == 0:
-            _originals.append(jax.nn.dot_product_attention)
-            jax.nn.dot_product_attention = _standing_in_for(_originals[-1])
+            _originals[:] = [(module, name, getattr(module, name)) for module, name in _replaced()]
+            for module, name, original in _originals:
+                stand_in = _attention if module is jax.nn else _special
+                setattr(module, name, stand_in(original))
         _depth += 1
     try:
         with _key(key):
@@ -50,8 +58,33 @@ def fused_attention(key: Any, dtype: Callable[[], np.dtype | None]) -> Iterator[
         with _lock:
             _depth -= 1
             if _depth == 0:
-                jax.nn.dot_product_attention = _originals.pop()
+                for module, name, original in _originals:
+                    setattr(module, name, original)
         _deciding.reset(token)
+
+
+@functools.cache
+def _replaced() -> tuple[tuple[Any, str], ...]:
+    """The functions that stand-ins stand for: the modules that have them, and their names."""
+    stats = (value for value in vars(jax.scipy.stats).values() if isinstance(value, types.ModuleType))
+    special = [
+        (module, name)
+        for module in (jax.scipy.special, *stats)
+        for name, value in vars(module).items()
+        if callable(value) and not isinstance(value, type) and not name.startswith("_")
+    ]
+    return ((jax.nn, "dot_product_attention"), *special)
+
+
+@functools.cache
+def _special(original: Any) -> Any:
+    @functools.wraps(original)
+    def special(*args: Any, **kwargs: Any) -> Any:
+        deciding = _deciding.get()
+        with jax.named_scope(deciding[1]) if deciding else contextlib.nullcontext():
+            return original(*args, **kwargs)
+
+    return special
 
 
 @contextlib.contextmanager
@@ -71,13 +104,15 @@ def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
         fused.check_cudnn_version = original
 
 
-def _standing_in_for(original: Any) -> Any:
+@functools.cache
+def _attention(original: Any) -> Any:
     @functools.wraps(original)
     def dot_product_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         implementation, operands = kwargs.get("implementation"), (query, key, value)
         written = {np.dtype(getattr(operand, "dtype", None)) for operand in operands}
         wants = implementation == "cudnn" or (implementation is None and jax.default_backend() == "gpu")
-        half = _deciding.get(lambda: None)() if wants and written == {np.dtype(np.float32)} else None
+        deciding = _deciding.get() if wants and written == {np.dtype(np.float32)} else None
+        half = deciding[0]() if deciding else None
         if half is None:
             return original(*operands, *args, **kwargs)
         arrays = [operand.astype(half) for operand in operands]  # whose derivative needs nothing of what was cast
