@@ -269,7 +269,8 @@ class Run:
         if decision.is_float32 and not inside:
             args, kwargs = jax.tree.map(widen, (args, kwargs))
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
-        frame = _Frame(self, module, module.path, policy, decision.is_float32, traces_around())
+        traces = caller.traces if caller is not None and inside else traces_around()
+        frame = _Frame(self, module, module.path, policy, decision.is_float32, traces)
         _running.frames.append(frame)
         try:
             with computing(None if decision.is_written else policy.compute_dtype), self._precision(policy, caller):
@@ -317,7 +318,7 @@ class Run:
 
     def finish(self) -> None:
         if self.make_variables is not None:
-            store_params(self.module, self._param_dtype)
+            store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
                 return  # a part of the variables was made, and what matches the others is not known
         if not self.prefix and self.method != "setup":

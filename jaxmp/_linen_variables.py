@@ -32,7 +32,12 @@ def shapes(tree: Any) -> Any:
 def leaves(collection: Any) -> Iterator[tuple[Path, Any]]:
     """Every leaf of ``collection`` and its path, as strings."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(collection):
-        yield tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path), leaf
+        yield tuple(map(key_name, path)), leaf
+
+
+def key_name(key: Any) -> str:
+    """The name of one step of a path of JAX."""
+    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
 def descend(collection: Any, path: Path) -> Any:
@@ -77,20 +82,41 @@ def keep_statistics(module: nn.Module, before: Variables) -> None:
                 module.put_variable(name, key, kept)
 
 
-def store_params(module: Any, wanted: Callable[[Path], np.dtype | None]) -> None:
+def store_params(
+    module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
+) -> None:
     """Puts the params that were made in or below ``module`` into their param dtypes.
+
+    Those that were stored rounded, as ``nn.map_variables`` does, are made again without policies.
 
     Args:
       module: whose collection of params is changed.
       wanted: the param dtype of the module that owns the param at a path, None where it is not known.
+      foreseen: the shapes of the bare module's variables.
+      make_bare: makes the bare module's variables.
     """
+    if not module.is_mutable_collection(PARAMS):
+        return
+    params = module.scope._mutable_collection(PARAMS)
+    bare_dtypes = {path: leaf.dtype for path, leaf in leaves(foreseen.get(PARAMS, {})) if hasattr(leaf, "dtype")}
+    exact: dict[Path, Any] = {}
+
+    def stored(path: Path, leaf: Any) -> Any:
+        dtype = wanted(path)
+        if dtype is None or not _tree.is_float_array(leaf):
+            return leaf
+        if leaf.dtype.itemsize < dtype.itemsize and bare_dtypes.get(path) != leaf.dtype:
+            exact.update(() if exact else leaves(make_bare()[PARAMS]))
+            leaf = exact[path]
+        return _tree.cast(leaf, dtype)
 
     def store(collection: Any, path: Path) -> None:
         for name, value in collection.items():
             if isinstance(value, dict):
                 store(value, (*path, name))
-            elif (dtype := wanted(path)) is not None:
-                collection[name] = _tree.cast(value, dtype)
+            else:
+                flat, structure = jax.tree_util.tree_flatten_with_path(value)
+                changed = [stored((*path, name, *map(key_name, keys)), leaf) for keys, leaf in flat]
+                collection[name] = jax.tree.unflatten(structure, changed)
 
-    if module.is_mutable_collection(PARAMS):
-        store(module.scope._mutable_collection(PARAMS), ())
+    store(params, ())
