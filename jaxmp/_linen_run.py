@@ -122,12 +122,15 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def is_running(module: nn.Module | None = None) -> bool:
-    """Whether a run of ``module`` as the root is under way; without an argument, whether any run is."""
-    if module is None:
-        return bool(_running.runs)
+def is_running() -> bool:
+    """Whether any run is under way."""
+    return bool(_running.runs)
+
+
+def run_with_root(module: nn.Module) -> Run | None:
+    """The run of ``module`` as the root, if it is under way."""
     run = _running.run_of(module)
-    return run is not None and run.path == module.path
+    return run if run is not None and run.path == module.path else None
 
 
 @contextlib.contextmanager
@@ -163,8 +166,9 @@ def running(
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     run = _running.run_of(context.module)
-    if run is None:
-        return next_fun(*args, **kwargs)
+    if run is None:  # a model that is applied on its own inside another
+        with computing(None):
+            return next_fun(*args, **kwargs)
     return run.call(context.module, context.method_name, next_fun, args, kwargs)
 
 
@@ -175,6 +179,7 @@ class Run:
         self, module: Any, root: Root, make_variables: Callable[[], Variables] | None, method: str | None
     ) -> None:
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
+        self.copy: Any = lambda: None  # a reference to that of the module in the engine's trace, which ends before
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
         self.autocast = root.autocast
         self.variables = self._foresee() if make_variables else shapes(module.variables)
@@ -244,7 +249,8 @@ class Run:
             return _Decision(policy, key, param_dtype, kept, is_written=True)
         if owns_params:
             widen_params(module)
-        return _Decision(policy, key, param_dtype, kept, is_float32=owns_params)
+        is_float32 = owns_params or (pattern is not None and not is_parent)
+        return _Decision(policy, key, param_dtype, kept, is_float32=is_float32)
 
     # --- what is done for a call ---
 
@@ -277,21 +283,24 @@ class Run:
                 result = next_fun(*args, **kwargs)
         finally:
             _running.frames.pop()
-        keep_statistics(module, self._at(path) or {})
+        keep_statistics(module, self._at(path) or {}, policy.compute_dtype if decision.is_float32 else None)
         if not inside:
-            result = self._handed_out(result, decision, caller, given)
+            result = self._handed_out(result, module, decision, caller, given)
         return result if carry is None else as_carry(result, carry)
 
-    def _handed_out(self, result: Any, decision: _Decision, caller: _Frame | None, given: set[int]) -> Any:
+    def _handed_out(
+        self, result: Any, module: nn.Module, decision: _Decision, caller: _Frame | None, given: set[int]
+    ) -> Any:
         """What a method returns, as the code that called it wants it."""
-        if caller is not None and caller.run is self and caller.is_float32:
-            return jax.tree.map(widen, result)
-        if decision.is_float32:  # what only passes through keeps its digits
-            dtype = decision.policy.compute_dtype
-            result = jax.tree.map(lambda leaf: leaf if id(leaf) in given else narrow(leaf, dtype), result)
-        is_outermost = caller is None or caller.run is not self
-        # Before Linen captures it as an intermediate.
-        return self.cast_output(result) if self.method is not None and is_outermost else result
+        if caller is not None and caller.run is self:
+            if caller.is_float32:
+                return jax.tree.map(widen, result)
+            if decision.is_float32:  # what only passes through keeps its digits
+                dtype = decision.policy.compute_dtype
+                return jax.tree.map(lambda leaf: leaf if id(leaf) in given else narrow(leaf, dtype), result)
+        elif self.method is not None and (module is self.module or module is self.copy()):
+            return self.cast_output(result)  # before Linen captures it as an intermediate
+        return result
 
     def _precision(self, policy: Policy, caller: _Frame | None) -> contextlib.AbstractContextManager[Any]:
         # Only where it changes: a module may have set a precision of its own around a submodule.
@@ -303,8 +312,12 @@ class Run:
         return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
 
     def _decide_children(self, module: nn.Module) -> None:
-        # Before they are called: a parent may read their dtypes, or call a method that Linen does not wrap.
-        for child in module._state.children.values():
+        # Before they are called: a parent may read their dtypes, or call a method that Linen does not wrap. In the
+        # engine's trace the parent is a copy, whose attributes are bound and not registered.
+        names = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
+        attributes = [vars(module).get(name) for name in names]
+        found = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
+        for child in (*module._state.children.values(), *found):
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import tree as _tree
-from jaxmp._borders import same_structure
+from jaxmp._borders import narrow, same_structure
 from jaxmp.patterns import Path
 
 Variables = Mapping[str, Any]
 PARAMS = "params"
 # Collections of what modules computed, in the dtype they computed it in. All others keep the dtypes of the bare module.
-_ACTIVATIONS = ("cache", "intermediates", "perturbations")
+_COMPUTED = ("cache", "intermediates")
+_ACTIVATIONS = (*_COMPUTED, "perturbations")
 
 
 def shapes(tree: Any) -> Any:
@@ -69,15 +71,25 @@ def like(new: Any, old: Any) -> Any:
     return jax.tree.map(leaf_like, new, old)
 
 
-def keep_statistics(module: nn.Module, before: Variables) -> None:
-    """Puts what ``module`` itself wrote to its collections into the dtypes there were, or that it has when bare."""
+def keep_statistics(module: nn.Module, before: Variables, computed: np.dtype | None) -> None:
+    """Puts what ``module`` itself wrote to its collections into the dtypes there were, or that it has when bare.
+
+    Args:
+      module: a method of it has just run.
+      before: its collections before.
+      computed: the compute dtype of a module that is traced in float32, for what it computed.
+    """
     for name in list(module.variables):
         if name == PARAMS or not module.is_mutable_collection(name):
             continue
         for key, value in list(module.variables[name].items()):
             if isinstance(value, Mapping) and not isinstance(module._state.children.get(key), str):
                 continue  # a submodule's
-            kept = value if name in _ACTIVATIONS else like(value, before.get(name, {}).get(key))
+            kept = value
+            if name not in _ACTIVATIONS:
+                kept = like(value, before.get(name, {}).get(key))
+            elif computed is not None and name in _COMPUTED:
+                kept = jax.tree.map(functools.partial(narrow, dtype=computed), value)
             if any(a is not b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(value), strict=True)):
                 module.put_variable(name, key, kept)
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from flax.linen import module as _linen_module
 from flax.linen.transforms import decorator_lift_transform
 
 from jaxmp._linen_fields import given_fields
-from jaxmp._linen_run import Root, is_running, running
+from jaxmp._linen_run import Root, is_running, run_with_root, running
 from jaxmp._linen_variables import Variables
 from jaxmp._opt_level import autocast_map, is_o1
 from jaxmp.engine.autocast import computed
@@ -123,7 +124,11 @@ class _Policied(_Object):
     def _run(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        if self.scope is None or _is_checked(self) or is_running(self):
+        if self.scope is None or _is_checked(self):
+            return call()
+        if (run := run_with_root(self)) is not None:
+            run.copy = weakref.ref(self)
+            run.decide(self)  # before its submodules get scopes
             return call()
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
         bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None

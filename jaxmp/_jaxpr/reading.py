@@ -146,18 +146,28 @@ _TURNS = ("scan", "fori_loop", "while_body")
 def loop_of(values: list[Any]) -> Any | None:
     """The trace of the loop whose body is traced now, if ``values`` are inputs of it; None if there is no such loop.
 
-    A body under ``jax.checkpoint`` is the loop's. Bodies are told by what JAX notes of a trace: what it is made for.
+    A body under ``jax.checkpoint`` or ``jax.vmap`` is the loop's. Bodies are told by what JAX notes of a trace: what it
+    is made for.
     """
-    inner, *around = traces_around()
-    tracers = [value for value in values if isinstance(value, core.Tracer)]
-    if not tracers or any(
-        tracer._trace is not inner or getattr(tracer, "parent", None) is not None for tracer in tracers
-    ):
+    traces = [trace for trace in traces_around() if hasattr(trace, "frame")]
+    inputs = [_in_program(value) for value in values if isinstance(value, core.Tracer)]
+    if not traces or not inputs or any(value._trace is not traces[0] or value.parent is not None for value in inputs):
         return None
-    for trace in (inner, *around):
-        purpose = getattr(getattr(getattr(trace, "frame", None), "debug_info", None), "traced_for", "")
+    for trace in traces:
+        purpose = getattr(trace.frame.debug_info, "traced_for", "")
         if purpose in _TURNS:
             return trace
         if purpose != "checkpoint / remat":
             return None
     return None
+
+
+def _in_program(value: Any) -> Any:
+    """What stands for a value in the program that is traced, below batches and tangents of it."""
+    while not hasattr(value._trace, "frame") and isinstance(inner := _below(value), core.Tracer):
+        value = inner
+    return value
+
+
+def _below(value: Any) -> Any:
+    return getattr(value, "primal", getattr(value, "val", None))
