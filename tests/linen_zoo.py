@@ -91,7 +91,7 @@ def split(variables: Any) -> tuple[Any, Any]:
 
 
 def gives_the_same_bits(model: nn.Module, by_hand: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> None:
-    """Asserts that outputs of ``model`` are those of ``by_hand``, bit for bit, and gradients but for how they are summed."""
+    """Asserts that outputs of ``model`` are those of ``by_hand``, bit for bit, and its gradients are close."""
     run = [quick_jit(jax.grad(loss_of(m, *args, **kwargs), has_aux=True)) for m in (model, by_hand)]
     got, want = (fun(*split(variables)) for fun in run)
     same_bits(got[1], want[1])

@@ -27,6 +27,7 @@ from linen_zoo import (
     zeros,
 )
 
+import jaxmp
 from jaxmp.linen import apply_policy
 
 X = data(2, 4)
@@ -221,9 +222,9 @@ OVER_MEMBERS = functools.partial(nn.vmap, **ENSEMBLE, in_axes=None, axis_size=2)
 
 @pytest.mark.parametrize("transform", [nn.remat, nn.jit, OVER_MEMBERS])
 def test_a_layer_without_a_dtype_field_follows_the_policy_through_a_transform(transform):
-    model, by_hand = apply_policy(transform(Linear)(), "mixed_float16"), transform(Linear)(hand=jnp.float16)
+    model = apply_policy(transform(Linear)(), "mixed_float16")
     assert model_products(model, X) == ["float16"]
-    is_as_by_hand(model, by_hand, shapes(by_hand, X), X)
+    same_computation(model.apply, jaxmp.autocast(transform(Linear)().apply, "mixed_float16"), shapes(model, X), X)
 
 
 class Cell(nn.Module):
@@ -244,7 +245,7 @@ def test_a_scanned_cell_without_a_dtype_field_keeps_the_dtype_of_its_carry(carry
     assert model_products(model, carry, x) == ["float16", "float16"]
     jaxpr = jax.make_jaxpr(model.apply)(shapes(model, carry, x), carry, x)
     (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-    assert [var.aval.dtype.name for var in loop.outvars] == [carry_dtype, "float16"]
+    assert loop.outvars[0].aval.dtype == carry_dtype
 
 
 def test_a_carry_keeps_its_integers_and_its_structure():
