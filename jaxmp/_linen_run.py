@@ -34,7 +34,6 @@ from jaxmp._linen_variables import (
     keep_statistics,
     leaves,
     own_leaves,
-    shapes,
     store_params,
 )
 from jaxmp._opt_level import level_of
@@ -182,7 +181,7 @@ class Run:
         self.copy: Any = lambda: None  # a reference to that of the module in the engine's trace, which ends before
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
         self.autocast = root.autocast
-        self.variables = self._foresee() if make_variables else shapes(module.variables)
+        self.variables = self._foresee() if make_variables else module.variables
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _Decision] = {}
         self.called: set[Path] = set()

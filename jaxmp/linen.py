@@ -15,7 +15,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,7 @@ from jaxmp._linen_fields import given_fields
 from jaxmp._linen_run import Root, is_running, run_with_root, running
 from jaxmp._linen_variables import Variables
 from jaxmp._opt_level import autocast_map, is_o1
-from jaxmp.engine.autocast import computed
+from jaxmp.engine.autocast import computed, remembered
 from jaxmp.engine.rules import Rules
 from jaxmp.policy import get_policy_map
 
@@ -130,9 +130,10 @@ class _Policied(_Object):
             run.copy = weakref.ref(self)
             run.decide(self)  # before its submodules get scopes
             return call()
+        in_engine = _in_engine.take()
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
         bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
-        if not creates and name != "setup":
+        if not (creates or in_engine or name == "setup"):
             lifted = functools.partial(_through_engine, self.jaxmp_root.half)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
         with running(self, self.jaxmp_root, bare_variables, name) as run:
@@ -144,8 +145,19 @@ class _Policied(_Object):
         super()._register_submodules(name, value)
 
     @functools.wraps(nn.Module.apply)
-    def apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        return super().apply(*args, method=_as_one_run(method), **kwargs)
+    def apply(self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
+        bare = functools.partial(super().apply, method=_as_one_run(method))
+        if not variables.get("params"):  # they are made, if it has some
+            return bare(variables, *args, rngs=rngs, **kwargs)
+
+        def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
+            with _in_engine.on():
+                return bare(variables, *args, rngs=rngs, **kwargs)
+
+        call, rules = (variables, args, rngs, kwargs), Rules(self.jaxmp_root.half)
+        if is_watched():
+            return computed(pure, rules, call, {})
+        return remembered(type(self).jaxmp_programs, (self, method), pure, rules, call)
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -208,6 +220,7 @@ def _policied_class(base: Any, root: Root) -> Any:
     # The root is no field of the module: lifted transforms hand the fields of one class to the constructor of another.
     class Policied(_Policied, base):
         jaxmp_root = root
+        jaxmp_programs: ClassVar[dict[Any, Any]] = {}
         __hash__ = base.__hash__
 
     # Linen names submodules after their class: the name must not change.
@@ -256,6 +269,32 @@ def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: 
         return scope.variables()
 
     return make
+
+
+class _InEngine(threading.local):
+    """Whether the next run of a root begins in the engine's trace already."""
+
+    is_on = False
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+    def take(self) -> bool:
+        was, self.is_on = self.is_on, False
+        return was
+
+
+_in_engine = _InEngine()
+
+
+def is_watched() -> bool:
+    """Whether someone wants to see each call of a method: a table, an interceptor of the user's."""
+    return bool(_linen_module._context.call_info_stack) or bool(_linen_module._global_interceptor_stack)
 
 
 class _Views(threading.local):

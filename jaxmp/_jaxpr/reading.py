@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
-from jax._src import core, source_info_util
+from jax._src import config, core, source_info_util
 from jax.extend.core import Literal
 
 Names = tuple[str, ...]
@@ -171,3 +171,8 @@ def _in_program(value: Any) -> Any:
 
 def _below(value: Any) -> Any:
     return getattr(value, "primal", getattr(value, "val", None))
+
+
+def context() -> Any:
+    """What JAX's own caches of traces depend on: its configuration, the mesh, the precision of products."""
+    return config.trace_context()

@@ -73,7 +73,7 @@ from jaxmp.engine.emit import coloured
 from jaxmp.engine.kinds import REAL
 from jaxmp.engine.marks import DECIDED, precision
 from jaxmp.engine.rules import Rules
-from jaxmp.engine.trace import Traced, is_inside
+from jaxmp.engine.trace import Traced, is_array, is_inside
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -150,6 +150,65 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
         results = coloured(traced.jaxpr, rules, (), traced.operands, dtypes, force=policy is None)
     rules.check()
     return traced.unflatten(results)
+
+
+def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...]) -> Any:
+    """As :func:`computed`; without ``jit`` a program is written once for all calls of one key and equal arguments.
+
+    Its operations run one by one, as they would without the engine.
+
+    Args:
+      programs: those that were written before; the least recent ones are dropped.
+      key: what ``fun`` depends on besides its arguments, compared by ``==``.
+      fun: a function whose result depends on nothing else.
+      rules: what is asked of its operations.
+      args: its arguments.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    operands = [leaf for leaf in leaves if is_array(leaf)]
+    if reading.is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
+        return computed(fun, rules, args, {})
+    statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+    whole = (key, tree, statics, tuple(map(jax.typeof, operands)), reading.context())
+    try:
+        hash(whole)
+    except TypeError:  # an argument or a field has none
+        return computed(fun, rules, args, {})
+    known = programs.pop(whole, None)
+    if known is None:
+        known = _written(fun, rules, leaves, tree)
+    programs[whole] = known
+    if len(programs) > _REMEMBERED:
+        del programs[next(iter(programs))]
+    closed, unflatten = known
+    return unflatten(reading.evaluate(*reading.opened(closed), operands))
+
+
+_REMEMBERED = 64
+
+
+def _written(fun: Callable[..., Any], rules: Rules, leaves: list[Any], tree: Any) -> tuple[Any, Callable[..., Any]]:
+    """The program of a call with these arguments, and what makes its results of arrays."""
+    is_operand = [is_array(leaf) for leaf in leaves]
+    statics = [None if is_array(leaf) else leaf for leaf in leaves]  # arrays would be kept alive
+    shape: Any = None
+
+    def flat(*operands: Any) -> list[Any]:
+        nonlocal shape
+        rest = iter(operands)
+        filled = [next(rest) if here else leaf for here, leaf in zip(is_operand, statics, strict=True)]
+        results, structure = jax.tree.flatten(computed(fun, rules, jax.tree.unflatten(tree, filled), {}))
+        shape = structure, [None if is_array(leaf) else (leaf,) for leaf in results]
+        return [leaf for leaf in results if is_array(leaf)]
+
+    closed = jax.make_jaxpr(flat)(*(leaf for leaf in leaves if is_array(leaf)))
+
+    def unflatten(arrays: Sequence[Any]) -> Any:
+        structure, others = shape
+        rest = iter(arrays)
+        return jax.tree.unflatten(structure, [next(rest) if other is None else other[0] for other in others])
+
+    return closed, unflatten
 
 
 def checked_policy(policy: Any) -> Policy:
