@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
 import numpy as np
 
+from jaxmp._borders import widen
 from jaxmp._dtype_fields import is_default, is_floating
 from jaxmp.policy import Policy
 
@@ -19,6 +20,11 @@ _GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave 
 def given_fields(module: nn.Module) -> dict[str, Any]:
     """The fields of ``module`` that a policy replaced, as its author gave them."""
     return vars(module).get(_GIVEN, {})
+
+
+def has_dtype(module: Any) -> bool:
+    """Whether ``module`` has a ``dtype`` field, and so says itself what it computes in."""
+    return any(field.name == "dtype" for field in dataclasses.fields(module)) and is_floating(module.dtype)
 
 
 def fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool) -> tuple[np.dtype | None, np.dtype]:
@@ -48,19 +54,12 @@ def fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool) 
     return dtypes.get("dtype"), dtypes.get("param_dtype") or policy.param_dtype
 
 
-def hand_out_params(module: Any, policy: Policy) -> None:
-    """Makes ``module.param`` return params in the compute dtype, and without a field for it store the param dtype."""
-    store = "param_dtype" not in {field.name for field in dataclasses.fields(module)}
+def widen_params(module: Any) -> None:
+    """Makes ``module.param`` return half params widened, for a module that is traced in float32."""
     make = type(module).param
     reference = weakref.ref(module)  # a cycle would keep tracers alive
 
-    def param(name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if store:
-            init_fn = _then(policy.cast_to_param, init_fn)
-        return policy.cast_to_compute(make(reference(), name, init_fn, *args, **kwargs))
+    def param(*args: Any, **kwargs: Any) -> Any:
+        return jax.tree.map(widen, make(reference(), *args, **kwargs))
 
     object.__setattr__(module, "param", param)
-
-
-def _then(after: Callable[[Any], Any], before: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: after(before(*args, **kwargs))

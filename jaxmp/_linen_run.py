@@ -1,10 +1,10 @@
 """One run of a Linen module under policies, from the call of the root's method to its return.
 
 While it lasts, a method interceptor stands between Linen and the modules that belong to the root. Before the first
-method of one runs, its ``dtype`` and ``param_dtype`` fields are set as its policy says; a module without a ``dtype``
-field gets its params in the compute dtype, and its inputs are cast or made to follow. What belongs to a root is told by
-a flag in its scope: Linen hands it on to every scope below, through lifted transforms too, and ``nn.jit`` keys its
-cache with it.
+method of one runs, its ``dtype`` and ``param_dtype`` fields are set as its policy says. While one runs, a mark on JAX's
+name stack tells the engine how to compute what it does: as it is written, or as the engine decides. What belongs to a
+root is told by a flag in its scope: Linen hands it on to every scope below, through lifted transforms too, and
+``nn.jit`` keys its cache with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +22,10 @@ import jax
 import numpy as np
 from flax.core import Scope
 
+from jaxmp._borders import as_carry, carried_by, narrow, widen
 from jaxmp._dtype_fields import nothing_in_half
-from jaxmp._jaxpr.loops import as_carry, is_loop_body
-from jaxmp._jaxpr.weak import products_in, strengthen, weaken
-from jaxmp._linen_fields import fill_dtypes, hand_out_params
+from jaxmp._jaxpr.reading import traces_around
+from jaxmp._linen_fields import fill_dtypes, has_dtype, widen_params
 from jaxmp._linen_variables import (
     PARAMS,
     Variables,
@@ -35,12 +34,12 @@ from jaxmp._linen_variables import (
     keep_statistics,
     leaves,
     own_leaves,
-    restore_params,
     shapes,
+    store_params,
 )
 from jaxmp._opt_level import level_of
 from jaxmp.dtypes import is_half
-from jaxmp.engine.marks import precision
+from jaxmp.engine.marks import computing, precision
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
@@ -57,6 +56,11 @@ class Root:
     policies: PolicyMap
     prefix: Path = ()
     autocast: bool = False
+
+    @property
+    def half(self) -> np.dtype | None:
+        """The half dtype of autocast; None where each module has its own."""
+        return self.policies.root.compute_dtype if self.autocast else None
 
     def mark(self, module: nn.Module) -> None:
         """Marks the scope of ``module``, and so every scope below that is still to come, as belonging to this root."""
@@ -78,20 +82,22 @@ class _Decision:
     policy: Policy
     key: int  # the same for modules of which nn.jit may reuse a trace
     param_dtype: np.dtype
-    inputs: Callable[[Any, Policy], Any] | None  # what becomes of them
     kept: str | None  # why its products, if it has any, are not in half
+    is_written: bool = False  # whether it computes as it is written, in the dtype of its field
+    is_float32: bool = False  # whether it is traced in float32, and hands out what the engine decides
     asked: str | None = None  # what an override asks of autocast
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
-    """A method that is running; in one that follows, what comes in from outside is weakly typed (see `_follow`)."""
+    """A method that is running, and the traces that it was called in."""
 
     run: Run
     module: nn.Module
     path: Path
     policy: Policy
-    follows: bool
+    is_float32: bool
+    traces: list[Any]
 
     def is_around(self, run: Run, module: nn.Module) -> bool:
         """Whether a method of ``module`` that is called now is a helper, or the body of a lifted transform."""
@@ -116,12 +122,15 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def is_running(module: nn.Module | None = None) -> bool:
-    """Whether a run of ``module`` as the root is under way; without an argument, whether any run is."""
-    if module is None:
-        return bool(_running.runs)
+def is_running() -> bool:
+    """Whether any run is under way."""
+    return bool(_running.runs)
+
+
+def run_with_root(module: nn.Module) -> Run | None:
+    """The run of ``module`` as the root, if it is under way."""
     run = _running.run_of(module)
-    return run is not None and run.path == module.path
+    return run if run is not None and run.path == module.path else None
 
 
 @contextlib.contextmanager
@@ -157,8 +166,9 @@ def running(
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     run = _running.run_of(context.module)
-    if run is None:
-        return next_fun(*args, **kwargs)
+    if run is None:  # a model that is applied on its own inside another
+        with computing(None):
+            return next_fun(*args, **kwargs)
     return run.call(context.module, context.method_name, next_fun, args, kwargs)
 
 
@@ -169,6 +179,7 @@ class Run:
         self, module: Any, root: Root, make_variables: Callable[[], Variables] | None, method: str | None
     ) -> None:
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
+        self.copy: Any = lambda: None  # a reference to that of the module in the engine's trace, which ends before
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
         self.autocast = root.autocast
         self.variables = self._foresee() if make_variables else shapes(module.variables)
@@ -222,7 +233,7 @@ class Run:
         if self.autocast:
             level = level_of(policy)
             kept = f"override {pattern_text(pattern or '**')!r}" if level == "float32" else None
-            return _Decision(policy, key, policy.param_dtype, None, kept, None if pattern is None else level)
+            return _Decision(policy, key, policy.param_dtype, kept, asked=None if pattern is None else level)
         here = self._at(path)
         is_parent = here is not None and has_children(here)
         owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
@@ -230,16 +241,16 @@ class Run:
         # A container's None is left alone: what lies below follows its own path. A cell is one computation.
         container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
         computes, param_dtype = fill_dtypes(module, policy, pattern is not None, container)
-        if computes is not None:
-            reason = f"override {pattern_text(pattern)!r}" if pattern else f"its own dtype={computes.name}"
-            return _Decision(policy, key, param_dtype, None, None if is_half(computes) else reason)
-
-        hand_out_params(module, policy)
-        kept = None if is_half(policy.compute_dtype) else f"override {pattern_text(pattern or '**')!r}"
-        inputs = None
-        if owns_params or (pattern is not None and not is_parent):
-            inputs = _follow if owns_params and is_parent else _cast
-        return _Decision(policy, key, param_dtype, inputs, kept)
+        computes = computes or policy.compute_dtype
+        is_own = pattern is None and computes != policy.compute_dtype
+        reason = f"its own dtype={computes.name}" if is_own else f"override {pattern_text(pattern or '**')!r}"
+        kept = None if is_half(computes) else reason
+        if has_dtype(module):
+            return _Decision(policy, key, param_dtype, kept, is_written=True)
+        if owns_params:
+            widen_params(module)
+        is_float32 = owns_params or (pattern is not None and not is_parent)
+        return _Decision(policy, key, param_dtype, kept, is_float32=is_float32)
 
     # --- what is done for a call ---
 
@@ -260,26 +271,36 @@ class Run:
                 return next_fun(*args, **kwargs)
         policy, caller = decision.policy, _running.frames[-1] if _running.frames else None
         inside = caller is not None and caller.is_around(self, module)
-        follows = caller is not None and caller.follows and not inside
-        inputs = strengthen((args, kwargs)) if follows else (args, kwargs)
-        if decision.inputs is not None and not inside:
-            inputs = decision.inputs(inputs, policy)
-        frame = _Frame(self, module, module.path, policy, decision.inputs is _follow)
+        carry = None if inside else carried_by(args, caller.traces if caller else [])
+        if decision.is_float32 and not inside:
+            args, kwargs = jax.tree.map(widen, (args, kwargs))
+        given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
+        traces = caller.traces if caller is not None and inside else traces_around()
+        frame = _Frame(self, module, module.path, policy, decision.is_float32, traces)
         _running.frames.append(frame)
         try:
-            with self._precision(policy, caller), products_in(policy.compute_dtype if frame.follows else None):
-                result = next_fun(*inputs[0], **inputs[1])
+            with computing(None if decision.is_written else policy.compute_dtype), self._precision(policy, caller):
+                result = next_fun(*args, **kwargs)
         finally:
             _running.frames.pop()
-        keep_statistics(module, self._at(path) or {})
+        keep_statistics(module, self._at(path) or {}, policy.compute_dtype if decision.is_float32 else None)
+        if not inside:
+            result = self._handed_out(result, module, decision, caller, given)
+        return result if carry is None else as_carry(result, carry)
 
-        if frame.follows and not inside:
-            result = strengthen(result)
-        if self.method is not None and module is self.module and (caller is None or caller.run is not self):
-            result = self.cast_output(result)  # before Linen captures it as an intermediate
-        if args and is_loop_body(_caller(sys._getframe()), nn.Module._call_wrapped_method.__code__):
-            result = as_carry(result, args[0])
-        return weaken(result) if follows else result
+    def _handed_out(
+        self, result: Any, module: nn.Module, decision: _Decision, caller: _Frame | None, given: set[int]
+    ) -> Any:
+        """What a method returns, as the code that called it wants it."""
+        if caller is not None and caller.run is self:
+            if caller.is_float32:
+                return jax.tree.map(widen, result)
+            if decision.is_float32:  # what only passes through keeps its digits
+                dtype = decision.policy.compute_dtype
+                return jax.tree.map(lambda leaf: leaf if id(leaf) in given else narrow(leaf, dtype), result)
+        elif self.method is not None and (module is self.module or module is self.copy()):
+            return self.cast_output(result)  # before Linen captures it as an intermediate
+        return result
 
     def _precision(self, policy: Policy, caller: _Frame | None) -> contextlib.AbstractContextManager[Any]:
         # Only where it changes: a module may have set a precision of its own around a submodule.
@@ -291,8 +312,12 @@ class Run:
         return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
 
     def _decide_children(self, module: nn.Module) -> None:
-        # Before they are called: a parent may read their dtypes, or call a method that Linen does not wrap.
-        for child in module._state.children.values():
+        # Before they are called: a parent may read their dtypes, or call a method that Linen does not wrap. In the
+        # engine's trace the parent is a copy, whose attributes are bound and not registered.
+        names = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
+        attributes = [vars(module).get(name) for name in names]
+        found = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
+        for child in (*module._state.children.values(), *found):
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
 
@@ -306,7 +331,7 @@ class Run:
 
     def finish(self) -> None:
         if self.make_variables is not None:
-            restore_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
+            store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
                 return  # a part of the variables was made, and what matches the others is not known
         if not self.prefix and self.method != "setup":
@@ -340,20 +365,3 @@ def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) 
     if run is not None and isinstance(child, nn.Module):
         run.decide(child, made)
     return made
-
-
-def _cast(tree: Any, policy: Policy) -> Any:
-    return policy.cast_to_compute(tree)
-
-
-def _follow(tree: Any, policy: Policy) -> Any:
-    # In a module with params and submodules an input, or what a submodule returns, may meet a param or go on to a
-    # float32 submodule. Weakly typed it keeps its digits, and takes the dtype of the first param it meets.
-    return weaken(tree)
-
-
-def _caller(frame: Any) -> Any:
-    """The frame that called the method of a module that runs in ``frame``."""
-    while frame is not None and frame.f_code is not nn.Module._call_wrapped_method.__code__:
-        frame = frame.f_back
-    return frame and frame.f_back

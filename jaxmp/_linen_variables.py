@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import tree as _tree
-from jaxmp._jaxpr.loops import same_structure
-from jaxmp._jaxpr.weak import strengthen
+from jaxmp._borders import narrow, same_structure
 from jaxmp.patterns import Path
 
 Variables = Mapping[str, Any]
 PARAMS = "params"
 # Collections of what modules computed, in the dtype they computed it in. All others keep the dtypes of the bare module.
-_ACTIVATIONS = ("cache", "intermediates", "perturbations")
+_COMPUTED = ("cache", "intermediates")
+_ACTIVATIONS = (*_COMPUTED, "perturbations")
 
 
 def shapes(tree: Any) -> Any:
@@ -33,7 +34,12 @@ def shapes(tree: Any) -> Any:
 def leaves(collection: Any) -> Iterator[tuple[Path, Any]]:
     """Every leaf of ``collection`` and its path, as strings."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(collection):
-        yield tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path), leaf
+        yield tuple(map(key_name, path)), leaf
+
+
+def key_name(key: Any) -> str:
+    """The name of one step of a path of JAX."""
+    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
 def descend(collection: Any, path: Path) -> Any:
@@ -65,28 +71,38 @@ def like(new: Any, old: Any) -> Any:
     return jax.tree.map(leaf_like, new, old)
 
 
-def keep_statistics(module: nn.Module, before: Variables) -> None:
-    """Puts what ``module`` itself wrote to its collections into the dtypes there were, or that it has when bare."""
+def keep_statistics(module: nn.Module, before: Variables, computed: np.dtype | None) -> None:
+    """Puts what ``module`` itself wrote to its collections into the dtypes there were, or that it has when bare.
+
+    Args:
+      module: a method of it has just run.
+      before: its collections before.
+      computed: the compute dtype of a module that is traced in float32, for what it computed.
+    """
     for name in list(module.variables):
         if name == PARAMS or not module.is_mutable_collection(name):
             continue
         for key, value in list(module.variables[name].items()):
             if isinstance(value, Mapping) and not isinstance(module._state.children.get(key), str):
                 continue  # a submodule's
-            kept = strengthen(value)  # a weak type that gets out makes the next step compile again
+            kept = value
             if name not in _ACTIVATIONS:
-                kept = like(kept, before.get(name, {}).get(key))
+                kept = like(value, before.get(name, {}).get(key))
+            elif computed is not None and name in _COMPUTED:
+                kept = jax.tree.map(functools.partial(narrow, dtype=computed), value)
             if any(a is not b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(value), strict=True)):
                 module.put_variable(name, key, kept)
 
 
-def restore_params(
+def store_params(
     module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
 ) -> None:
-    """Replaces new params that were stored rounded, as ``nn.map_variables`` does, by those of the bare module.
+    """Puts the params that were made in or below ``module`` into their param dtypes.
+
+    Those that were stored rounded, as ``nn.map_variables`` does, are made again without policies.
 
     Args:
-      module: whose params, and those below it, are looked at.
+      module: whose collection of params is changed.
       wanted: the param dtype of the module that owns the param at a path, None where it is not known.
       foreseen: the shapes of the bare module's variables.
       make_bare: makes the bare module's variables.
@@ -95,14 +111,24 @@ def restore_params(
         return
     params = module.scope._mutable_collection(PARAMS)
     bare_dtypes = {path: leaf.dtype for path, leaf in leaves(foreseen.get(PARAMS, {})) if hasattr(leaf, "dtype")}
-    rounded: dict[Path, np.dtype] = {}
-    for path, leaf in leaves(params):
+    exact: dict[Path, Any] = {}
+
+    def stored(path: Path, leaf: Any) -> Any:
         dtype = wanted(path)
-        if dtype is None or not _tree.is_float_array(leaf) or not isinstance(descend(params, path[:-1]), dict):
-            continue
+        if dtype is None or not _tree.is_float_array(leaf):
+            return leaf
         if leaf.dtype.itemsize < dtype.itemsize and bare_dtypes.get(path) != leaf.dtype:
-            rounded[path] = dtype
-    if rounded:
-        exact = dict(leaves(make_bare()[PARAMS]))
-        for path, dtype in rounded.items():
-            descend(params, path[:-1])[path[-1]] = _tree.cast(exact[path], dtype)
+            exact.update(() if exact else leaves(make_bare()[PARAMS]))
+            leaf = exact[path]
+        return _tree.cast(leaf, dtype)
+
+    def store(collection: Any, path: Path) -> None:
+        for name, value in collection.items():
+            if isinstance(value, dict):
+                store(value, (*path, name))
+            else:
+                flat, structure = jax.tree_util.tree_flatten_with_path(value)
+                changed = [stored((*path, name, *map(key_name, keys)), leaf) for keys, leaf in flat]
+                collection[name] = jax.tree.unflatten(structure, changed)
+
+    store(params, ())

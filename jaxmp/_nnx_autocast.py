@@ -13,10 +13,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.errors import TraceContextError
-from flax.nnx.transforms.general import merge_inputs, split_inputs
 
-from jaxmp._opt_level import O1
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.marks import precision
 from jaxmp.patterns import Path
@@ -46,30 +43,7 @@ def run_autocast(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         with _root(module), _region(module):
             return _bound(method, module)(*args, **kwargs)
 
-    call = split_inputs(autocast(merge_inputs(fun), O1))
-    if _may_change(module):
-        return call(module, args, kwargs)
-    # Made outside of the transformation that runs now: what the method reads is there, what it changes is an error.
-    copy = nnx.clone(module)
-    before = [var.get_raw_value() for var in _variables(copy)]
-    result = call(copy, args, kwargs)
-    for var, after, value in zip(_variables(module), _variables(copy), before, strict=True):
-        if after.get_raw_value() is not value:
-            var.set_raw_value(after.get_raw_value())  # raises
-    return result
-
-
-def _may_change(module: Any) -> bool:
-    try:
-        for var in _variables(module):
-            var.set_raw_value(var.get_raw_value())
-    except TraceContextError:
-        return False
-    return True
-
-
-def _variables(module: Any) -> list[nnx.Variable[Any]]:
-    return [leaf for _, leaf in nnx.to_flat_state(nnx.state(module)) if isinstance(leaf, nnx.Variable)]
+    return autocast(fun, type(module).jaxmp_decision.policy)(module, args, kwargs)
 
 
 def _bound(method: Any, module: Any) -> Callable[..., Any]:

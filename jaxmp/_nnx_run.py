@@ -39,14 +39,14 @@ class Decision:
     """How a module computes; the same for modules of one class that differ in nothing else, as transforms want it.
 
     Attributes:
-      policy: what it computes in.
+      policy: what it computes in; under autocast that of the whole model.
       is_root: whether its results are cast to the policy's output dtype.
       casts_params: whether its methods see its own params in the compute dtype; else its ``dtype`` attribute says it.
       inputs: what becomes of them: cast to the compute dtype; or made to follow, so that they keep their digits on the
         way to a submodule and take the dtype of the first param that they meet; or nothing.
       given: the attributes that the policy replaced, as the author gave them.
-      autocast: whether that is up to autocast, and nothing counts but what is
-      asked: of it by an override.
+      autocast: whether autocast decides, and nothing else counts but
+      asked: what an override asks of it.
       level: how many modules of the same class are around it for which the same was decided, so that one that is nested
         in another is told from a copy that a transform has made.
     """

@@ -1,4 +1,4 @@
-"""O1, Apex's name for autocast in float16, as the adapters for Linen and NNX take it."""
+"""Autocast of models, as the adapters for Linen and NNX take it; in float16 it is O1, as Apex calls it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxmp.engine.autocast import checked_policy
 from jaxmp.patterns import pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy, get_policy_map
 
@@ -18,22 +19,35 @@ def is_o1(policy: Any) -> bool:
     return isinstance(policy, str) and policy.strip().upper() == "O1"
 
 
-def o1_map(overrides: Mapping[Any, Any] | None) -> PolicyMap:
-    """The exceptions from O1: each pattern's policy computes in float32 or in float16.
+def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> PolicyMap:
+    """The policy of a model under autocast, and the exceptions from it.
+
+    Args:
+      policy: whatever :func:`jaxmp.get_policy` reads, or ``"O1"``.
+      overrides: pattern to ``"float32"``, to ``"half"`` or to a policy that computes in one of them.
 
     Raises:
-      ValueError: one computes in another dtype.
+      ValueError: the policy is none that autocast takes, or an exception computes in neither float32 nor its compute
+        dtype.
     """
-    given = {} if overrides is None else {key: O1 if level == "half" else level for key, level in overrides.items()}
-    policies = get_policy_map(O1, given)
-    for pattern, policy in policies.overrides:
-        if policy.compute_dtype not in (np.float32, np.float16):
+    default = get_policy_map(O1 if is_o1(policy) else policy)
+    checked_policy(default.root)
+    given = {key: default.root if level == "half" else level for key, level in (overrides or {}).items()}
+    policies = PolicyMap(default, given)
+    half = policies.root.compute_dtype
+    for pattern, exception in (*policies.overrides, *default.overrides):
+        if exception.compute_dtype not in (np.float32, half):
             raise ValueError(
-                "O1 computes in float16, and where an override says so in float32, but the one for "
-                f"{pattern_text(pattern)!r} computes in {policy.compute_dtype.name}; for another half dtype use "
-                "jaxmp.autocast(fun, 'mixed_bfloat16')"
+                f"under autocast a model computes in its policy's {half.name}, and in float32 where an override says "
+                f"so, but the one for {pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write "
+                "'float32' or 'half' there"
             )
     return policies
+
+
+def o1_map(overrides: Mapping[Any, Any] | None) -> PolicyMap:
+    """The exceptions from O1."""
+    return autocast_map(O1, overrides)
 
 
 def level_of(policy: Policy) -> Literal["float32", "half"]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.abc
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -13,9 +10,9 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.serialization import register_serialization_state
 
 _C = TypeVar("_C", bound=type)
-_FLAX = "flax.serialization"
 
 TINY = float(np.finfo(np.float32).tiny)  # a device may flush what is smaller to zero
 HUGE = float(np.finfo(np.float32).max)
@@ -110,18 +107,9 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # whether it holds
 }
 
 
-_serialized: list[type] = []
-
-
 def flax_state(cls: _C) -> _C:
     """Class decorator: ``flax.serialization`` saves and restores every field of the dataclass, static ones too."""
-    _serialized.append(cls)
-    if _FLAX in sys.modules:
-        _register(cls)
-    return cls
 
-
-def _register(cls: type) -> None:
     def restore(target: Any, state: dict[str, Any]) -> Any:
         if state.keys() != vars(target).keys():
             raise ValueError(
@@ -130,32 +118,5 @@ def _register(cls: type) -> None:
             )
         return dataclasses.replace(target, **state)
 
-    sys.modules[_FLAX].register_serialization_state(cls, lambda x: dict(vars(x)), restore)
-
-
-class _OnImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Registers with flax when someone imports its serialization, for jaxmp itself must not import flax."""
-
-    loader: Any
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _FLAX:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            self.loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: Any) -> Any:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        module.__loader__ = module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        for cls in _serialized:
-            _register(cls)
-
-
-if _FLAX not in sys.modules:
-    sys.meta_path.insert(0, _OnImport())
+    register_serialization_state(cls, lambda x: dict(vars(x)), restore)
+    return cls

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -22,12 +23,12 @@ from flax.core import Scope, lift
 from flax.linen import module as _linen_module
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._jaxpr.weak import strengthen
 from jaxmp._linen_fields import given_fields
-from jaxmp._linen_run import Root, is_running, running
+from jaxmp._linen_run import Root, is_running, run_with_root, running
 from jaxmp._linen_variables import Variables
-from jaxmp._opt_level import O1, is_o1, o1_map
-from jaxmp.engine.autocast import autocast
+from jaxmp._opt_level import autocast_map, is_o1
+from jaxmp.engine.autocast import computed
+from jaxmp.engine.rules import Rules
 from jaxmp.policy import get_policy_map
 
 M = TypeVar("M", bound=nn.Module)
@@ -67,13 +68,42 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype('float16')]
     """
+    if is_o1(policy):
+        return autocast(module, policy, overrides)
+    return _under(module, Root(get_policy_map(policy, overrides)), "apply_policy")
+
+
+def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
+    """``module`` under :func:`jaxmp.autocast`: same fields, same methods, same variables, no ``dtype`` changes.
+
+    What runs is decided operation by operation. Variables are made without autocast. In float16 this is
+    ``apply_policy(module, "O1")``.
+
+    Args:
+      module: any Linen module, alone or to be nested in another.
+      policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16, or ``"O1"``.
+      overrides: pattern to ``"float32"``, ``"half"`` or a policy that computes in one of them, for parts of the module;
+        patterns are those of :class:`jaxmp.PolicyMap`.
+
+    Raises (when the module runs, for only then its submodules exist):
+      ValueError: a pattern matched no module and no variable, or every product stays float32; or (at once) the policy
+        computes in no half dtype, or an override in another than that and float32.
+
+    >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> model.apply(variables, jnp.ones((1, 3))).dtype
+    dtype('float32')
+    """
+    return _under(module, Root(autocast_map(policy, overrides), autocast=True), "autocast")
+
+
+def _under(module: M, root: Root, name: str) -> M:
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"jaxmp.linen.apply_policy takes an instance of flax.linen.Module, got {module!r}; make the instance first "
-            "(Model(...)), or use jaxmp.nnx.apply_policy for NNX modules"
+            f"jaxmp.linen.{name} takes an instance of flax.linen.Module, got {module!r}; make the instance first "
+            f"(Model(...)), or use jaxmp.nnx.{name} for NNX modules"
         )
     scope = module.scope.rewound() if module.scope else None
-    root = Root(o1_map(overrides), autocast=True) if is_o1(policy) else Root(get_policy_map(policy, overrides))
     return _with_root(module, root, parent=scope, name=module.name)
 
 
@@ -94,12 +124,17 @@ class _Policied(_Object):
     def _run(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        if self.scope is None or _is_checked(self) or is_running(self):
+        if self.scope is None or _is_checked(self):
+            return call()
+        if (run := run_with_root(self)) is not None:
+            run.copy = weakref.ref(self)
+            run.decide(self)  # before its submodules get scopes
             return call()
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
         bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
-        if self.jaxmp_root.autocast and not creates and name != "setup":
-            call = functools.partial(decorator_lift_transform(_lifted_autocast, method), self, *args, **kwargs)
+        if not creates and name != "setup":
+            lifted = functools.partial(_through_engine, self.jaxmp_root.half)
+            call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
         with running(self, self.jaxmp_root, bare_variables, name) as run:
             return run.cast_output(call())
 
@@ -110,9 +145,7 @@ class _Policied(_Object):
 
     @functools.wraps(nn.Module.apply)
     def apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        result = super().apply(*args, method=_as_one_run(method), **kwargs)
-        returns_variables = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
-        return (result[0], strengthen(result[1])) if returns_variables else result  # what was captured may be weak
+        return super().apply(*args, method=_as_one_run(method), **kwargs)
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -139,15 +172,15 @@ def _is_checked(module: Any) -> bool:
     return module.scope is not None and isinstance(module.scope.root, _linen_module.TestScope)
 
 
-def _lifted_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """``fun``, of a scope, under autocast: what it reads from the scope and writes there is traced with it."""
+def _through_engine(half: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``fun``, of a scope, as the engine writes it: what it reads from the scope and writes there is traced with it."""
 
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
             scope = scope_of(variables, rngs)
             return fun(scope, *args, **kwargs), repack(scope)
 
-        return autocast(pure, O1)(variables, rngs, args, kwargs)
+        return computed(pure, Rules(half), (variables, rngs, args, kwargs), {})
 
     return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
 

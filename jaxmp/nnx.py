@@ -21,7 +21,7 @@ from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
 from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
 from jaxmp._nnx_variables import cast_variable, change_own, own_containers, own_variables
-from jaxmp._opt_level import is_o1, level_of, o1_map
+from jaxmp._opt_level import autocast_map, is_o1, level_of
 from jaxmp.dtypes import is_half
 from jaxmp.patterns import Path, Pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy_map
@@ -44,15 +44,12 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     ``nnx.RNN``, ``jax.lax.scan``) the first argument of a module below the root is taken for the carry, and a result
     like it keeps its dtype. A module with a policy of its own, nested in another, keeps it.
 
-    ``"O1"`` is :func:`jaxmp.autocast` in ``mixed_float16``: no attribute and no Variable changes, and what runs is
-    decided operation by operation; overrides then say where in the model all is float32. The paths of the modules stand
-    on JAX's name stack meanwhile. For bfloat16 use :func:`jaxmp.autocast` on a function of arrays, made with
-    ``nnx.split`` and ``nnx.merge``.
+    ``"O1"`` is :func:`autocast` in ``mixed_float16``.
 
     Sharp edges: in a method of a module without a ``dtype`` attribute ``self.kernel[...] = x`` writes to a cast of the
     Param, and is lost, as is what is appended there to a Python list of Params; ``self.kernel = nnx.Param(x)`` is not.
     What reads a Param outside of the methods of its module gets it as it is stored: a property called from elsewhere,
-    or a generator, which runs when its method has returned. So does a generator under ``"O1"``: in float32.
+    or a generator, which runs when its method has returned.
 
     Args:
       model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
@@ -62,8 +59,7 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; a half policy under which every product stays float32; or
-        an override of O1 computes neither in float32 nor in float16.
+      ValueError: a pattern matched no module and no Variable; or a half policy under which every product stays float32.
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
@@ -72,18 +68,51 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype('float16')]
     """
+    if is_o1(policy):
+        return autocast(model, policy, overrides)
+    return _under(model, get_policy_map(policy, overrides), by_autocast=False)
+
+
+def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
+    """``model`` under :func:`jaxmp.autocast`; a copy of its modules that shares its Variables.
+
+    No attribute and no Variable changes: what runs is decided operation by operation, on the program of a whole call of
+    the root. Variables that it writes to are written, and the paths of the modules stand on JAX's name stack meanwhile.
+
+    Sharp edge: a generator runs when its method has returned, in float32.
+
+    Args:
+      model: any NNX module, with arrays or abstract; one that has a policy already loses it.
+      policy: whatever :func:`jaxmp.autocast` takes, or a PolicyMap such as ``"O2"``.
+      overrides: pattern to ``"float32"``, to ``"half"``, or to a policy that computes in one of them, for parts of the
+        model; patterns are those of :class:`jaxmp.PolicyMap`, paths those of ``nnx.iter_modules``:
+        ``encoder/layers/0``.
+
+    Raises:
+      TypeError: ``model`` is not an NNX module.
+      ValueError: a pattern matched no module and no Variable; every product stays float32; an override computes in
+        neither float32 nor the policy's compute dtype; or that is none that :func:`jaxmp.autocast` takes.
+
+    >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
+    >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
+    [dtype(bfloat16)]
+    """
+    return _under(model, autocast_map(policy, overrides), by_autocast=True)
+
+
+def _under(model: M, policies: PolicyMap, by_autocast: bool) -> M:
+    name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"jaxmp.nnx.apply_policy takes an instance of flax.nnx.Module, got {model!r}; make the instance first "
-            "(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.apply_policy for Linen modules"
+            f"jaxmp.nnx.{name} takes an instance of flax.nnx.Module, got {model!r}; make the instance first "
+            f"(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
         )
-    autocast = is_o1(policy)
-    policies = o1_map(overrides) if autocast else get_policy_map(policy, overrides)
     model = nnx.clone(model, variables=False, graph=True)
     graph = read_graph(model)
     policies.check(graph.classes, graph.variables)
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
-    plans = [_plan(policies, autocast, node, graph.classes) for node in graph.nodes]
+    plans = [_plan(policies, by_autocast, node, graph.classes) for node in graph.nodes]
     if is_half(policies.root.compute_dtype) and not graph.nested:
         _check_products(policies.root, plans)
     casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]] = {}
@@ -101,14 +130,14 @@ class _Plan:
       policy: its policy.
       pattern: the pattern that gave it; None for the default.
       fills: the dtype attributes to be set.
-      autocast: whether they are all left as they are.
+      autocast: the policy of the whole model, if autocast decides and the attributes are left as they are.
     """
 
     node: Node
     policy: Policy
     pattern: Pattern | None
     fills: dict[str, np.dtype]
-    autocast: bool
+    autocast: Policy | None
 
     @property
     def own_dtype(self) -> np.dtype | None:
@@ -130,7 +159,8 @@ class _Plan:
         is_root = self.node is graph.nodes[0]
         asked = level_of(self.policy) if self.autocast and self.pattern is not None else None
         casts_params = owns_params and not has_dtype
-        decision = Decision(self.policy, is_root, casts_params, inputs, given, self.autocast, asked)
+        policy, by_autocast = self.autocast or self.policy, self.autocast is not None
+        decision = Decision(policy, is_root, casts_params, inputs, given, by_autocast, asked)
         # Those around it are set up already; roots inside are from an earlier call.
         alike = [other.module for other in self.node.around] if not is_root else graph.nested
         levels = [
@@ -156,12 +186,13 @@ class _Plan:
         return casts[id(var)][1]
 
 
-def _plan(policies: PolicyMap, autocast: bool, node: Node, classes: Mapping[Path, type]) -> _Plan:
+def _plan(policies: PolicyMap, by_autocast: bool, node: Node, classes: Mapping[Path, type]) -> _Plan:
     order = [*policies.patterns, None]  # of the policies for the several paths of a shared module, the first pattern's
     policy, pattern = min((policies.resolve(p, classes) for p in node.paths), key=lambda found: order.index(found[1]))
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
-    filled = [name for name in node.given if not autocast and node.is_filled(name, pattern is not None)]
-    return _Plan(node, policy, pattern, {name: dtypes[name] for name in filled}, autocast)
+    filled = [name for name in node.given if not by_autocast and node.is_filled(name, pattern is not None)]
+    fills = {name: dtypes[name] for name in filled}
+    return _Plan(node, policy, pattern, fills, policies.root if by_autocast else None)
 
 
 def _check_products(policy: Policy, plans: list[_Plan]) -> None:

@@ -1,4 +1,4 @@
-"""O1 for NNX modules: autocast with the model's state flowing through, and paths on the name stack."""
+"""NNX models under autocast: the model's state flows through, and paths of modules are on the name stack."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import optax
 import pytest
 from flax import nnx
 from flax.errors import TraceContextError
-from linen_zoo import data, dtypes_of, same_bits
+from linen_zoo import HALVES, data, dtypes_of, same_bits
 from nnx_zoo import Net, Scale, outcome, rngs, values
 
 import jaxmp
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS, equations, product_dtypes
-from jaxmp.nnx import apply_policy
+from jaxmp.nnx import apply_policy, autocast
 
 X = data(2, 6, 6, 3)
 
@@ -58,13 +58,24 @@ class Outer(nnx.Module):
         return self.inner(self.first(x))
 
 
-def test_the_products_of_every_module_run_in_half_at_their_paths():
-    assert found(apply_policy(Mlp(rngs()), "O1"), data(2, 4)) == [
-        ("layers/0", "float16"),
-        ("layers/1", "float16"),
-        ("head", "float16"),
-    ]
-    nested = apply_policy(Outer(Mlp(rngs()), rngs()), "O1")
+@pytest.mark.parametrize("policy", [*HALVES, "float16", "bfloat16", "p=f32, c=bf16, o=f32"])
+def test_the_products_of_every_module_run_in_half_at_their_paths(policy):
+    model, policy = autocast(Mlp(rngs()), policy), jaxmp.get_policy(policy)
+    half = policy.compute_dtype.name
+    assert found(model, data(2, 4)) == [("layers/0", half), ("layers/1", half), ("head", half)]
+    assert model(data(2, 4)).dtype == policy.output_dtype and dtypes_of(values(model)) == {"float32"}
+
+
+def test_o1_is_autocast_in_float16():
+    bare, x = Mlp(rngs()), data(2, 4)
+    model = autocast(bare, "mixed_float16")
+    for other in (apply_policy(bare, "O1"), apply_policy(bare, " o1 "), autocast(bare, "O1")):
+        assert found(other, x) == found(model, x)
+        same_bits(other(x), model(x))
+
+
+def test_the_paths_of_nested_modules_are_joined():
+    nested = autocast(Outer(Mlp(rngs()), rngs()), "mixed_float16")
     assert [path for path, _ in found(nested, data(2, 4))] == [
         "first",
         "inner/layers/0",
@@ -75,26 +86,40 @@ def test_the_products_of_every_module_run_in_half_at_their_paths():
 
 @pytest.mark.parametrize("pattern", ["head", "**/head", "he*"])
 def test_an_override_by_path_shows_in_the_program(pattern):
-    dtypes = [dtype for _, dtype in found(apply_policy(Mlp(rngs()), "O1", {pattern: "float32"}), data(2, 4))]
-    assert dtypes == ["float16", "float16", "float32"]
+    dtypes = [dtype for _, dtype in found(autocast(Mlp(rngs()), "mixed_bfloat16", {pattern: "float32"}), data(2, 4))]
+    assert dtypes == ["bfloat16", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("half", ["half", "bfloat16", "mixed_bfloat16"])
+def test_the_first_override_that_matches_wins_and_half_is_the_policys_own(half):
+    model = autocast(Mlp(rngs()), "mixed_bfloat16", {"layers/1": half, "**": "float32"})
+    assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "bfloat16", "float32"]
+
+
+def test_a_policy_map_says_which_classes_stay_float32():
+    policy = jaxmp.PolicyMap("mixed_bfloat16", {Scale: "float32"})
+    dtypes = [dtype for _, dtype in found(autocast(Net(rngs()), policy, {"conv": "float32"}), X)]
+    assert dtypes == ["float32", "bfloat16", "bfloat16", "float32", "bfloat16"]
+    assert [dtype for _, dtype in found(autocast(Net(rngs()), "O2"), X)] == ["float16"] * 5
 
 
 @pytest.mark.parametrize("pattern", [Scale, "type:Scale"])
 def test_an_override_by_class_shows_in_the_program(pattern):
-    assert [dtype for path, dtype in found(apply_policy(Net(rngs()), "O1", {pattern: "float32"}), X)] == [
+    assert [dtype for path, dtype in found(autocast(Net(rngs()), "mixed_float16", {pattern: "float32"}), X)] == [
         "float16", "float16", "float16", "float32", "float16",
     ]  # fmt: skip
 
 
-def test_it_computes_what_autocast_by_hand_computes_and_state_flows():
-    bare, model = Net(rngs()), apply_policy(Net(rngs()), "O1")
+@pytest.mark.parametrize("policy", HALVES)
+def test_it_computes_what_autocast_by_hand_computes_and_state_flows(policy):
+    bare, model = Net(rngs()), autocast(Net(rngs()), policy)
     graphdef, state = nnx.split(bare)
 
     def pure(state: Any, x: jax.Array) -> Any:
         copy = nnx.merge(graphdef, state)
         return copy(x), nnx.state(copy, nnx.Not(nnx.RngState))
 
-    want, after = jaxmp.autocast(pure, "mixed_float16")(state, X)
+    want, after = jaxmp.autocast(pure, policy)(state, X)
     same_bits(model(X), want)
     same_bits(values(model), nnx.as_pure(after))
     assert dtypes_of(values(model)) == {"float32"}
@@ -102,7 +127,7 @@ def test_it_computes_what_autocast_by_hand_computes_and_state_flows():
 
 
 def test_dropout_and_gradients_are_those_of_the_bare_model():
-    bare, model = Net(rngs()), apply_policy(Net(rngs()), "O1")
+    bare, model = Net(rngs()), autocast(Net(rngs()), "mixed_float16")
     for _ in range(2):  # the second call has another mask
         (out, got, _), (wanted, want, _) = (outcome(m, X) for m in (model, bare))
         np.testing.assert_allclose(out, wanted, atol=0.05)
@@ -112,7 +137,7 @@ def test_dropout_and_gradients_are_those_of_the_bare_model():
 
 
 def test_it_trains_with_loss_scaling_one_trace_and_whole_skips():
-    model = apply_policy(Net(rngs()), "O1")
+    model = autocast(Net(rngs()), "mixed_float16")
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.01), loss_scale=jaxmp.DynamicLossScale(2.0**8))
     traces = 0
 
@@ -155,7 +180,7 @@ class Stacked(nnx.Module):
 
 @pytest.mark.parametrize("pattern", ["layers", "head"])
 def test_overrides_hold_in_the_transforms_of_nnx(pattern):
-    model = apply_policy(Stacked(rngs()), "O1", {pattern: "float32"})
+    model = autocast(Stacked(rngs()), "mixed_float16", {pattern: "float32"})
     assert [dtype for _, dtype in found(model, data(2, 4))] == [
         "float32" if name == pattern else "float16" for name in ("layers", "head")
     ]
@@ -165,29 +190,29 @@ def test_overrides_hold_in_the_transforms_of_nnx(pattern):
 
 def test_the_argument_stays_as_it_was_and_shares_its_variables():
     bare = Mlp(rngs())
-    model = apply_policy(bare, "O1")
+    model = autocast(bare, "mixed_float16")
     assert type(bare) is Mlp and isinstance(model, Mlp) and model.head.kernel is bare.head.kernel
     assert [dtype for _, dtype in found(bare, data(2, 4))] == ["float32"] * 3
 
 
 def test_another_policy_replaces_it_and_it_replaces_another():
-    model = apply_policy(apply_policy(Mlp(rngs()), "mixed_bfloat16"), "O1")
+    model = autocast(apply_policy(Mlp(rngs()), "mixed_bfloat16"), "mixed_float16")
     assert model.head.dtype is None
     assert [dtype for _, dtype in found(model, data(2, 4))] == ["float16"] * 3
     assert [dtype for _, dtype in found(apply_policy(model, "mixed_bfloat16"), data(2, 4))] == ["bfloat16"] * 3
 
 
 def test_nested_in_a_bare_model_only_it_is_under_autocast_and_other_methods_are_too():
-    model = Outer(apply_policy(Mlp(rngs()), "O1"), rngs())
+    model = Outer(autocast(Mlp(rngs()), "mixed_float16"), rngs())
     assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "float16", "float16", "float16"]
     jaxpr = jax.make_jaxpr(lambda x: model.inner.encode(x))(data(2, 4))
     assert product_dtypes(jaxpr) == {"float16"}
 
 
 def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed():
-    model, x = apply_policy(Mlp(rngs()), "O1"), data(2, 4)
+    model, x = autocast(Mlp(rngs()), "mixed_float16"), data(2, 4)
     np.testing.assert_allclose(jax.jit(lambda x: model(x))(x), model(x), rtol=0.02, atol=1e-3)
-    with_statistics = apply_policy(Net(rngs()), "O1")
+    with_statistics = autocast(Net(rngs()), "mixed_float16")
     with pytest.raises(TraceContextError):
         jax.jit(lambda x: with_statistics(x))(X)
 
@@ -197,12 +222,33 @@ def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed(
     [
         ({"heda": "float32"}, r"'heda' matched none; nearest paths: 'head'"),
         ({"**": "float32"}, r"computes in float16, but every product stays .* head \(override '\*\*'\)"),
-        ({"head": "bfloat16"}, r"O1 computes in float16, .* 'head' computes in bfloat16"),
+        ({"head": "bfloat16"}, r"computes in its policy's float16, .* 'head' computes in bfloat16; write 'float32' or"),
     ],
 )
 def test_overrides_that_cannot_be_are_errors_at_once(overrides, text):
-    with pytest.raises(ValueError, match=text):
-        apply_policy(Mlp(rngs()), "O1", overrides)
+    for make in (
+        lambda: autocast(Mlp(rngs()), "mixed_float16", overrides),
+        lambda: apply_policy(Mlp(rngs()), "O1", overrides),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make()
+
+
+def test_what_autocast_cannot_take_is_refused():
+    with pytest.raises(TypeError, match=r"jaxmp\.nnx\.autocast takes an instance .* use jaxmp\.linen\.autocast"):
+        autocast(nnx.Linear, "mixed_bfloat16")
+    with pytest.raises(ValueError, match="got the compute dtype float64; use 'mixed_bfloat16' or 'mixed_float16'"):
+        autocast(Mlp(rngs()), "p=f32, c=f64")
+
+
+def test_inside_another_autocast_it_keeps_its_own_dtype():
+    model = Outer(autocast(Mlp(rngs()), "mixed_float16", {"head": "float32"}), rngs())
+    graphdef, state = nnx.split(model)
+    run = jaxmp.autocast(lambda model: model(data(2, 4)), "mixed_bfloat16")
+    jaxpr = jax.make_jaxpr(lambda state: run(nnx.merge(graphdef, state)))(state)
+    assert [eqn.invars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS] == [
+        "bfloat16", "float16", "float16", "float32",
+    ]  # fmt: skip
 
 
 def test_a_module_below_the_root_that_is_called_by_itself_runs_under_autocast():
@@ -210,7 +256,7 @@ def test_a_module_below_the_root_that_is_called_by_itself_runs_under_autocast():
         def __init__(self, rngs):
             self.fc, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
 
-    model = jaxmp.nnx.apply_policy(Two(nnx.Rngs(0)), "O1", {"head": "float32"})
+    model = autocast(Two(nnx.Rngs(0)), "mixed_float16", {"head": "float32"})
     x = jnp.ones((2, 8))
     program = jax.make_jaxpr(lambda x: model.head(jax.nn.relu(model.fc(x))))(x)
     assert [eqn.invars[0].aval.dtype.name for eqn in equations(program) if eqn.primitive.name == "dot_general"] == [

@@ -1,21 +1,27 @@
-"""The benchmarks of autocast run, their programs agree with dtypes placed by hand, and docs/autocast.md runs."""
+"""The benchmarks of autocast and of tracing run, on code that is not prepared for them; docs/autocast.md runs."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import runpy
+import sys
 from collections import Counter
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
-from experiments.benchmarks import autocast, autocast_models, autocast_tracing, hlo
+from experiments.benchmarks import autocast, by_hand, hlo, tracing
 
 ROOT = Path(__file__).parents[1]
-SMALL = autocast_models.Sizes(batch_size=2, sequence=8, layers=1, width=64, vocabulary=32, image=8)
+NAMES = autocast.Config().models
+SMALL = autocast.Config(batch_size=2, sequence=8, layers=1, width=64, vocabulary=64, image=32)
 
 
 def program_of(fun, *args):
@@ -58,10 +64,54 @@ def test_convolutions_are_counted_and_traffic_is_what_other_operations_read_and_
 # The steps.
 
 
-@pytest.mark.parametrize("name", autocast_models.NAMES)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_line_of_jaxmp_runs_in_the_code_that_autocast_rewrites(name):
+    case = autocast.case_of(name, SMALL)
+    model = by_hand.build(case)
+    params, state = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
+    called = set()
+    sys.setprofile(lambda frame, event, arg: called.add(frame.f_code.co_filename))
+    try:
+        jax.eval_shape(by_hand.loss_fn_of(model), params, state, case.batch)
+    finally:
+        sys.setprofile(None)
+    assert by_hand.__file__ in called and not [file for file in called if str(ROOT / "jaxmp") in file]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_lstm_computes_what_flaxs_own_computes(dtype):
+    xs = jax.random.normal(jax.random.key(0), (5, 2, 4), dtype)
+    ours = by_hand.Recurrence(dtype)
+    params = ours.init(jax.random.key(1), xs)["params"]
+    gates = {"kernel": jnp.split(params["outer"]["kernel"], 4, axis=1), "inner": jnp.split(params["inner"], 4, axis=1)}
+    theirs = {f"i{gate}": {"kernel": kernel} for gate, kernel in zip("ifgo", gates["kernel"], strict=True)}
+    for gate, kernel in zip("ifgo", gates["inner"], strict=True):
+        theirs[f"h{gate}"] = {"kernel": kernel, "bias": jnp.full(4, float(gate == "f"))}
+    flax = nn.RNN(nn.LSTMCell(4), time_major=True).apply({"params": {"cell": theirs}}, xs.astype(jnp.float32))
+    got = ours.apply({"params": params}, xs)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(got.astype(jnp.float32), flax, atol=2 * float(jnp.finfo(dtype).eps))
+
+
+def test_the_nnx_model_that_is_traced_computes_what_the_one_in_linen_computes():
+    linen = by_hand.GPT2(64, tracing.LENGTH, 2, 1, tracing.WIDTH)
+    tokens = jax.random.randint(jax.random.key(0), tracing.TOKENS.shape, 0, 64)
+    params = jax.tree.map(lambda x: x + 0.1, linen.init(jax.random.key(1), tokens)["params"])
+    model = tracing.GPT2(2, 64, nnx.Rngs(0))
+    blocks = {}
+    for i in range(2):
+        attention = params[f"attention{i}"]
+        own = {"norm1": f"norm1_{i}", "norm2": f"norm2_{i}", "up": f"up{i}", "down": f"down{i}"}
+        blocks[i] = {**attention, **{name: params[theirs] for name, theirs in own.items()}}
+    own = {name: params[name] for name in ("embed", "positions", "norm")}
+    nnx.update(model, nnx.State({**own, "blocks": blocks}))
+    np.testing.assert_allclose(model(tokens), linen.apply({"params": params}, tokens), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_a_step_under_autocast_has_the_products_of_the_step_by_hand(name, policy):
-    case = autocast_models.build(name, SMALL)
+    case = autocast.case_of(name, SMALL)
     products = {}
     for variant in ("float32", autocast.BY_HAND, autocast.AUTOCAST):
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam
@@ -103,7 +153,7 @@ def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_varian
         autocast.main(config)
     result = json.loads((tmp_path / "autocast.json").read_text())
     (model,) = result["results"]
-    assert model["model"] == "LSTM, 1 layers of 64, 32 tokens, batch 2×8"
+    assert model["model"] == "LSTM, 1 layers of 64, 2×8, 32 tokens"
     assert list(model["variants"]) == list(autocast.VARIANTS)
     assert all(len(row["milliseconds"]) == 2 and row["bytes"] > 0 for row in model["variants"].values())
     losses = list(model["losses"].values())
@@ -117,18 +167,37 @@ def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_varian
 
 
 def test_the_benchmark_of_tracing_writes_a_row_for_each_graph(monkeypatch, tmp_path):
-    monkeypatch.setattr(autocast_tracing.gc, "collect", lambda: 0)  # seconds each beside the other tests
-    config = autocast_tracing.Config(layers=1, rounds=1, equations=(16, 32), profile=True, run_dir=tmp_path)
-    autocast_tracing.main(config)
-    result = json.loads((tmp_path / "autocast_tracing.json").read_text())
-    assert list(result["models"]) == ["loss", "value and gradients"]
+    monkeypatch.setattr(tracing.gc, "collect", lambda: 0)  # seconds each beside the other tests
+    config = tracing.Config(layers=1, rounds=1, equations=(16, 32), profile=True, run_dir=tmp_path)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms
+        tracing.main(config)
+    result = json.loads((tmp_path / "tracing.json").read_text())
+    measures = [
+        "apply_policy: tracing the loss", "autocast: tracing the loss", "apply_policy: tracing value and gradients",
+        "autocast: tracing value and gradients", "apply_policy: an eager call",
+    ]  # fmt: skip
+    assert [row["model"] for row in result["models"]] == [f"{api}, {name}" for api in tracing.APIS for name in measures]
+    assert [row["goal"] for row in result["models"]] == 2 * [1.6, 1.5, 1.6, 1.5, 2.0]
+    for row in result["models"]:
+        (bare, own) = row["milliseconds"].values()
+        assert row["ratio"] == [own[0] / bare[0]] * 3
     graphs = [(row["graph"], row["equations"]) for row in result["graphs"]]
     assert graphs == [("deep", 16), ("deep", 32), ("wide", 16), ("wide", 32)]
-    assert "wide: the time per equation under autocast changes" in (tmp_path / "autocast_tracing.md").read_text()
-    assert "transform.py" in (tmp_path / "profile.txt").read_text()
+    assert "wide: the time per equation under autocast changes" in (tmp_path / "tracing.md").read_text()
+    assert "emit.py" in (tmp_path / "profile.txt").read_text()
 
 
-@pytest.mark.parametrize("make", [autocast_tracing.deep, autocast_tracing.wide])
+def test_every_round_traces_a_model_of_its_own_under_the_policy_and_bare():
+    for api in tracing.APIS.values():
+        with jax.numpy_dtype_promotion("standard"):  # Flax's norms
+            rounds = [tracing.losses(api, 1, "mixed_bfloat16", round_) for round_ in (0, 1)]
+            shapes = [[leaf.shape for leaf in jax.tree.leaves(programs["float32"][1][0])] for programs in rounds]
+            assert shapes[0] != shapes[1]
+            texts = {name: str(jax.make_jaxpr(fun)(*args)) for name, (fun, args) in rounds[0].items()}
+        assert {name for name, text in texts.items() if "bf16" in text} == {"apply_policy", "autocast"}
+
+
+@pytest.mark.parametrize("make", [tracing.deep, tracing.wide])
 def test_the_large_graphs_have_the_equations_they_are_named_for(make):
     fun, args = make(400)
     assert len(jax.make_jaxpr(fun)(*args).jaxpr.eqns) == pytest.approx(400, abs=1)
@@ -138,9 +207,9 @@ def test_the_large_graphs_have_the_equations_they_are_named_for(make):
     ("main", "config", "text"),
     [
         (autocast.main, autocast.Config(rounds=-1), "--rounds must be at least 0, got -1"),
-        (autocast.main, autocast.Config(width=65), "--width must be a multiple of 64, the width of a head, got 65"),
-        (autocast_tracing.main, autocast_tracing.Config(equations=(3,)), "--equations must be at least 8, got 3"),
-        (autocast_tracing.main, autocast_tracing.Config(policy="float8"), "float8"),
+        (autocast.main, autocast.Config(width=65), "a width must be a multiple of 64, the width of a head, got 65"),
+        (tracing.main, tracing.Config(equations=(3,)), "--equations must be at least 8, got 3"),
+        (tracing.main, tracing.Config(policy="float8"), "float8"),
     ],
 )
 def test_a_bad_flag_ends_a_benchmark_with_one_line(main, config, text, capsys):

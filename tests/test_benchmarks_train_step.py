@@ -117,7 +117,8 @@ def test_a_step_costs_three_times_the_products_of_the_forward_pass():
 DTYPES = {"bf16": {"bfloat16"}, "fp16": {"float16"}, "tf32": {"tensorfloat32"}, "fp32": {"float32"}}
 # The others differ from one of these in nothing but the dtype or the loss scale.
 ROWS_TRACED = (
-    "jaxmp-bf16-remat", "autocast-bf16", "flax-fp16", "jaxmp-tf32", "jaxmp-fp32", "hand-tf32", "hand-fp32",
+    "jaxmp-bf16-remat", "autocast-bf16", "unprepared-bf16", "flax-fp16", "jaxmp-tf32", "jaxmp-fp32", "hand-tf32",
+    "hand-fp32",
 )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def test_a_row_multiplies_in_the_precision_that_it_names(key, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-@pytest.mark.parametrize("key", ["jaxmp-bf16", "autocast-fp16", "hand-bf16", "hand-tf32"])
+@pytest.mark.parametrize("key", ["jaxmp-bf16", "autocast-fp16", "unprepared-bf16", "hand-bf16", "hand-tf32"])
 def test_the_logits_of_the_forward_pass_have_the_padding_of_the_vocabulary_in_every_row(name, key):
     case = workload(name, dataclasses.replace(SMALL[name], vocabulary=97))
     init, forward = jax_steps.forward(case, ROWS[key])

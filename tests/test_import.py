@@ -27,6 +27,11 @@ def test_policies_and_hardware_work_without_flax():
     assert python(code) == "False"
 
 
+def test_autocast_works_without_flax():
+    code = "import jax, jaxmp, sys; jax.jit(jaxmp.autocast(jax.numpy.vdot, 'mixed_bfloat16'))(1., 2.)"
+    assert python(f"{code}; print('flax' in sys.modules)") == "False"
+
+
 def test_importing_jaxmp_adds_at_most_a_tenth_of_a_second_to_importing_jax():
     # processor time, so that a busy machine does not count; the first run may still be writing bytecode
     code = "import jax, time; t = time.process_time(); import jaxmp; print(time.process_time() - t)"

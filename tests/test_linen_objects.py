@@ -325,7 +325,8 @@ def test_a_method_interceptor_of_the_user_s_own_sees_every_call_once():
     seen = []
 
     def note(next_fun, args, kwargs, context):
-        seen.append((*context.module.path, context.method_name))
+        if context.method_name != "<lambda>":  # with which Linen checks `setup` before it lifts a method
+            seen.append((*context.module.path, context.method_name))
         return next_fun(*args, **kwargs)
 
     model, variables = apply_policy(MLP(), "mixed_float16"), shapes(MLP(), X)

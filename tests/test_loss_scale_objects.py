@@ -88,17 +88,13 @@ def test_restoring_the_state_of_another_loss_scale_says_so() -> None:
         flax.serialization.from_state_dict(DynamicLossScale(), state)
 
 
-def test_flax_is_not_imported_yet_serializes_when_imported_last() -> None:
+def test_loss_scales_are_registered_with_flax_where_their_classes_are_made_and_no_finder_waits_for_it() -> None:
     program = """
 import sys
 from jaxmp.loss_scale import DynamicLossScale
-scale = DynamicLossScale(8.0, counter=3, period=5)
-assert "flax" not in sys.modules, "jaxmp.loss_scale imports flax"
-import flax.serialization
-assert not any(type(finder).__module__.startswith("jaxmp") for finder in sys.meta_path), "the hook stays"
-assert type(flax.serialization.__spec__.loader).__name__ == "SourceFileLoader"
-back = flax.serialization.from_bytes(DynamicLossScale(), flax.serialization.to_bytes(scale))
-assert (float(back.loss_scale), int(back.counter), back.period) == (8.0, 3, 5)
+assert not any(type(finder).__module__.startswith("jaxmp") for finder in sys.meta_path), "a hook on imports"
+from flax.serialization import to_state_dict
+assert to_state_dict(DynamicLossScale(8.0, period=5))["period"] == 5
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 

@@ -157,7 +157,7 @@ def test_an_unknown_remat_and_sequences_that_are_too_long_are_refused(kind):
 @pytest.mark.parametrize(
     ("name", "remat", "message"),
     [
-        ("gpt3", "none", "a workload is one of resnet50, bert, gpt2, got 'gpt3'"),
+        ("gpt3", "none", "a workload is one of resnet50, bert, gpt2, lstm, got 'gpt3'"),
         ("gpt2", "some", "remat is one of none, attention, dots, full, for transformers only, got 'some'"),
         ("resnet50", "full", "for transformers only, got 'full'"),
     ],

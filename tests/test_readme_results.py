@@ -56,7 +56,8 @@ def train_step(folder, sizes=FULL, environment=GPU, only=(), together=(), losses
     }  # fmt: skip
     rows = {  # ms, MiB
         "jaxmp-bf16": (27.0, 6000), "jaxmp-fp16": (28.0, 6100), "jaxmp-fp16-unscaled": (28.0, 6100),
-        "jaxmp-bf16-remat": (30.0, 5000), "autocast-bf16": (27.0, 6000), "hand-bf16": (26.0, 12000),
+        "jaxmp-bf16-remat": (30.0, 5000), "autocast-bf16": (27.0, 6000), "unprepared-bf16": (27.0, 12000),
+        "hand-bf16": (26.0, 12000),
         "compile-bf16": (30.0, 8000), "compile-fp16": (33.0, 8000), "jaxmp-tf32": (81.0, 20000),
         "jaxmp-fp32": (297.0, 20000), "hand-fp32": (330.0, 40000),
     }  # fmt: skip

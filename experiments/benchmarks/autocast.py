@@ -2,20 +2,22 @@
 
 python -m experiments.benchmarks.autocast --models gpt2 lstm
 
-The same model three ways, in one process, in turn: float32 throughout; dtypes placed by hand; and the float32 code
-under `jaxmp.autocast`. A step is loss, gradients and AdamW, warm, each turn waited for, every state donated. In every
-round each variant has its turn; a ratio is one round's time over the same round's time by hand, and the median over the
-rounds counts, so that what drifts cancels. `by hand, again` is the same step compiled once more: its ratio is what
-noise looks like here. Memory is what the compiled step needs, and on a GPU the device's peak, each variant in a process
-of its own. The programs are compared too: products by dtype and casts, as JAX hands them to XLA and as XLA compiles
-them (its CPU compiler multiplies in float32 what is bfloat16, so there the first is what counts). Goals: at most 1 %
-more time and 2 % more memory than by hand. The run folder holds autocast.md and autocast.json.
+The models of benchmarks.by_hand three ways, in one process, in turn: float32 throughout, as code that nobody prepared
+for half precision; with dtypes placed by hand; and the float32 code under `jaxmp.autocast`. A step is loss, gradients
+and AdamW, warm, each turn waited for, every state donated. In every round each variant has its turn; a ratio is one
+round's time over the same round's time by hand, and the median over the rounds counts, so that what drifts cancels.
+`by hand, again` is the same step compiled once more: its ratio is what noise looks like here. Memory is what the
+compiled step needs, and on a GPU the device's peak, each variant in a process of its own. The programs are compared
+too: products by dtype and casts, as JAX hands them to XLA and as XLA compiles them (its CPU compiler multiplies in
+float32 what is bfloat16, so there the first is what counts). Goals: at most 1 % more time and 2 % more memory than by
+hand. The run folder holds autocast.md and autocast.json.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import gc
 import os
 import subprocess
@@ -27,7 +29,6 @@ if not __package__:  # started as a file: the folder two above this one has the 
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import rich.console
@@ -35,7 +36,8 @@ import tyro
 
 import jaxmp
 from experiments import cli, memory, timing
-from experiments.benchmarks import autocast_models, hlo, scaled_steps
+from experiments.benchmarks import by_hand, hlo, scaled_steps
+from experiments.benchmarks.workloads import FULL, Sizes, Workload, workload
 from experiments.environment import environment
 from experiments.progress import Progress
 from experiments.report import Table
@@ -74,7 +76,7 @@ class Config:
     sequence: int = 0
     """Tokens a sequence; 0 for 1024 (gpt2), 512 (bert) and 256 (lstm) on a GPU, 64 elsewhere."""
     layers: int = 0
-    """Layers, of a small ResNet blocks; 0 for 12 on a GPU, 2 elsewhere."""
+    """Layers, of a small ResNet blocks a stage; 0 for 12 on a GPU, 2 elsewhere."""
     width: int = 0
     """Width of the transformers and the LSTM; 0 for 768 on a GPU, 64 elsewhere."""
     vocabulary: int = 0
@@ -89,37 +91,31 @@ class Config:
     """Folder to write to. (default: runs/autocast-TIME)"""
 
 
-def case_of(name: str, config: Config) -> autocast_models.Case:
+def case_of(name: str, config: Config) -> Workload:
     """A model in the sizes of the flags."""
-    default = autocast_models.Sizes.of_backend(name, jax.default_backend() == "gpu")
-    sizes = {field: getattr(config, field) or value for field, value in dataclasses.asdict(default).items()}
-    return autocast_models.build(name, autocast_models.Sizes(**sizes))
+    gpu = jax.default_backend() == "gpu"
+    batch_size = config.batch_size or ((16 if name == "gpt2" else 64) if gpu else 2)
+    layers = config.layers or (12 if gpu else 2)
+    if name == "resnet":
+        image = config.image or (224 if gpu else 32)
+        large = dataclasses.replace(FULL["resnet50"], batch_size=batch_size, length=image)
+        return workload("resnet50", large if image >= 128 else Sizes(batch_size, image, layers, 16, 10))
+    sequence = config.sequence or ({"gpt2": 1024, "bert": 512, "lstm": 256}[name] if gpu else 64)
+    width, vocabulary = config.width or (768 if gpu else 64), config.vocabulary or (50304 if gpu else 512)
+    return workload(name, Sizes(batch_size, sequence, layers, width, vocabulary))
 
 
-def step_of(case: autocast_models.Case, variant: str, policy: str) -> tuple[Any, Any]:
+def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
     """``start() -> state`` and ``step(state, batch) -> (state, loss)`` of a variant, jitted; the state is donated."""
-    loss_fn = case.loss(jaxmp.get_policy(policy).compute_dtype if variant.startswith(BY_HAND) else None)
+    model = by_hand.build(case, jaxmp.get_policy(policy).compute_dtype if variant.startswith(BY_HAND) else None)
+    loss_fn = by_hand.loss_fn_of(model)
     if variant == AUTOCAST:
         loss_fn = jaxmp.autocast(loss_fn, policy)
-    start, step = scaled_steps.no_scaling(
-        lambda params, model_state, batch, rng: loss_fn(params, model_state, batch), optax.adamw(3e-4), case.init
-    )
+    start, step = scaled_steps.no_scaling(loss_fn, optax.adamw(3e-4), functools.partial(by_hand.init, case, model))
     return start, jax.jit(step, donate_argnums=0)
 
 
-def batch_of(case: autocast_models.Case) -> dict[str, jax.Array]:
-    """Random inputs and labels."""
-    rng = np.random.default_rng(0)
-
-    def draw(spec: jax.ShapeDtypeStruct) -> jax.Array:
-        integers = np.issubdtype(spec.dtype, np.integer)
-        values = rng.integers(0, case.labels, spec.shape) if integers else rng.standard_normal(spec.shape)
-        return jnp.asarray(values, spec.dtype)
-
-    return {name: draw(spec) for name, spec in case.batch.items()}
-
-
-def compile_step(case: autocast_models.Case, variant: str, policy: str) -> tuple[Any, Any, Any]:
+def compile_step(case: Workload, variant: str, policy: str) -> tuple[Any, Any, Any]:
     """A variant's ``init``, its step as it was lowered, and compiled."""
     init, step = step_of(case, variant, policy)
     lowered = step.lower(jax.eval_shape(init), case.batch)
@@ -155,7 +151,7 @@ def differences(by_hand: dict[str, dict[str, Any]], autocast: dict[str, dict[str
 def measure(name: str, config: Config, progress: Progress, folder: Path) -> dict[str, Any]:
     """Compiles and times every variant of one model's step."""
     case = case_of(name, config)
-    batch = batch_of(case) if config.rounds else None
+    batch = jax.device_put(case.random_batch()) if config.rounds else None
     turns, rows, programs = {}, {}, {}
     for variant in VARIANTS:
         progress.advance(0, f"compiling {variant}", name)
@@ -168,7 +164,8 @@ def measure(name: str, config: Config, progress: Progress, folder: Path) -> dict
             stem.with_suffix(".hlo.txt").write_text(compiled.as_text())
         if config.rounds:
             turns[variant] = timing.turn(compiled, init(), batch)
-    result = {"model": case.text, "policy": str(jaxmp.get_policy(config.policy)), "programs": programs}
+    text = f"{case.text}, {case.sizes.vocabulary} {'classes' if case.unit == 'images' else 'tokens'}"
+    result = {"model": text, "policy": str(jaxmp.get_policy(config.policy)), "programs": programs}
     result["differences"] = differences(programs[BY_HAND], programs[AUTOCAST])
     if config.rounds:
         times = timing.interleaved(
@@ -204,7 +201,7 @@ def print_peak(config: Config) -> None:
     (name,) = config.models
     case = case_of(name, config)
     init, step = step_of(case, config.peak_of, config.policy)
-    state, batch = init(), batch_of(case)
+    state, batch = init(), jax.device_put(case.random_batch())
     for _ in range(3):
         state, loss = step(state, batch)
     jax.block_until_ready(loss)

@@ -1,8 +1,8 @@
-"""ResNet-50, GPT-2 and BERT with half precision placed by hand: what a Flax user writes today.
+"""ResNet-50, GPT-2, BERT and an LSTM with half precision placed by hand: what a Flax user writes today.
 
 ``dtype=`` on every module, params in float32, activations (batch, tokens, width), ``nn.gelu`` and ``nn.max_pool``,
-JAX's own attention (cuDNN's kernel for half inputs on a GPU), optax's cross-entropy on float32 logits. None as dtype is
-the same model in float32.
+JAX's own attention on a GPU, optax's cross-entropy on float32 logits. With None as dtype a model is code that nobody
+prepared for half precision, float32 throughout. Nothing of it is jaxmp's.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import jaxmp
 from experiments.benchmarks.workloads import LossFn, Workload
 from experiments.models import attention
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
-    """Attention over (batch, tokens, heads, head width): cuDNN's for half inputs, on a GPU or where it is asked for."""
-    asked = attention.asked()
-    gpu = asked == "cudnn" if asked else jax.default_backend() == "gpu"
-    if asked is None and q.dtype == jnp.float16 and not gpu:  # XLA's CPU compiler lacks these products
-        q, k, v = (each.astype(jnp.float32) for each in (q, k, v))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=causal).astype(jnp.float16)
-    implementation = "cudnn" if gpu and q.dtype.itemsize == 2 else "xla"
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
+    """Attention over (batch, tokens, heads, head width): JAX's on a GPU or where it is asked for, cuDNN's if half."""
+    if (attention.asked() or jax.default_backend()) in ("cudnn", "gpu"):
+        implementation = "cudnn" if q.dtype.itemsize == 2 else None  # None: what who thinks of no dtype writes
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, jnp.finfo(jnp.float32).min)
+    return jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores).astype(v.dtype), v)
 
 
 class Attention(nn.Module):
@@ -48,7 +47,7 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """What both have; their embeddings are the output layer too."""
+    """What GPT-2 and BERT have; their embeddings are the output layer too."""
 
     vocabulary: int
     sequence: int
@@ -124,6 +123,43 @@ class ResNet(nn.Module):
         return nn.Dense(self.classes, dtype=self.dtype, name="dense")(x.mean((1, 2)))
 
 
+class Recurrence(nn.Module):
+    """A layer of LSTM (Hochreiter & Schmidhuber 1997) under ``lax.scan``, (tokens, batch, width) to the same."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, xs: jax.Array) -> jax.Array:
+        width = xs.shape[-1]
+        inner = self.param("inner", nn.initializers.orthogonal(), (width, 4 * width)).astype(xs.dtype)
+        projected = nn.Dense(4 * width, dtype=self.dtype, name="outer")(xs)
+
+        def cell(carry: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            state, memory = carry
+            i, f, g, o = jnp.split(x + state @ inner, 4, axis=-1)
+            memory = nn.sigmoid(f + 1) * memory + nn.sigmoid(i) * nn.tanh(g)
+            state = nn.sigmoid(o) * nn.tanh(memory)
+            return (state, memory), state
+
+        return jax.lax.scan(cell, (jnp.zeros_like(xs[0]), jnp.zeros_like(xs[0])), projected)[1]
+
+
+class LSTM(nn.Module):
+    """Tokens (batch, tokens) to the logits of those that follow."""
+
+    vocabulary: int
+    layers: int
+    width: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        xs = _embed(self, self.vocabulary, "embed")(tokens.T)
+        for i in range(self.layers):
+            xs = Recurrence(self.dtype, name=f"layer{i}")(xs)
+        return nn.Dense(self.vocabulary, dtype=self.dtype, name="head")(xs.swapaxes(0, 1))
+
+
 def build(case: Workload, dtype: Any = None) -> nn.Module:
     """A workload's model by hand.
 
@@ -132,7 +168,9 @@ def build(case: Workload, dtype: Any = None) -> nn.Module:
     sizes = case.sizes
     if case.unit == "images":
         return ResNet(sizes.stages, sizes.vocabulary, sizes.width, dtype)
-    vocabulary = jaxmp.hardware.align_dim(sizes.vocabulary, 64)
+    vocabulary = -(-sizes.vocabulary // 64) * 64
+    if case.name == "lstm":
+        return LSTM(vocabulary, sizes.layers, sizes.width, dtype)
     shape = (vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width)
     return (GPT2 if case.name == "gpt2" else BERT)(*shape, dtype)
 

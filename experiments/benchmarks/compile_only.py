@@ -4,11 +4,13 @@ python -m experiments.benchmarks.compile_only --models gpt2
 
 XLA compiles for a GPU that it is only told about, so that all but time can be known on any machine: each model's train
 step (forward, backward, clipping, AdamW, loss scaling, its state donated) in float32, by hand in half, under jaxmp's
-policies and autocast, with what its backward pass may compute again. A row has the temporaries and the peak (arguments,
-results that reuse none of them, temporaries), the dtypes of all products, the share of the FLOPs that tensor cores do
-in half, the kernels that are launched and the bytes that those move which are no products. Peaks are compared with the
-one that torch.compile under AMP had on an H200. The run folder holds compile_only.md, compile_only.json and
-compile_only.png. It needs the packages of the extra compile-only, and no GPU.
+policies and autocast, with what its backward pass may compute again. The models of the last two are those of the
+experiments, written with jaxmp for half precision: autocast is compared with the policy there, and with dtypes by hand,
+on code that nobody prepared, in benchmarks.autocast. A row has the temporaries and the peak (arguments, results that
+reuse none of them, temporaries), the dtypes of all products, the share of the FLOPs that tensor cores do in half, the
+kernels that are launched and the bytes that those move which are no products. Peaks are compared with the one that
+torch.compile under AMP had on an H200. The run folder holds compile_only.md, compile_only.json and compile_only.png. It
+needs the packages of the extra compile-only, and no GPU.
 """
 
 from __future__ import annotations

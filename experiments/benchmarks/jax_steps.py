@@ -1,8 +1,10 @@
 """The rows of benchmarks.train_step that are JAX's: whole train steps and forward passes, each as its users write it.
 
 jaxmp: a model without a dtype, `jaxmp.linen.apply_policy`, `TrainState` and `make_train_step`. autocast: the same model
-as it is and `make_train_step(policy=…)`. By hand, jmp and flax: :mod:`experiments.benchmarks.by_hand` with an ordinary
-optax step around it, and the loss scaling of their documentation (:mod:`experiments.benchmarks.scaled_steps`).
+as it is and `make_train_step(policy=…)`; the model is prepared for both, for its attention, GELU, pooling and loss are
+written with jaxmp. By hand, jmp and flax: :mod:`experiments.benchmarks.by_hand` with an ordinary optax step around it,
+and the loss scaling of their documentation (:mod:`experiments.benchmarks.scaled_steps`). unprepared: the float32 code
+of by hand under `jaxmp.autocast`, in the same step.
 """
 
 from __future__ import annotations
@@ -53,13 +55,15 @@ def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
         if row.scaled:
             tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
         return _made(loss_fn, tx, case.init, None if explicit else POLICIES[row.precision])
-    model = by_hand.build(case, HALF.get(row.precision))
+    model = _by_hand(case, row)
     loss_fn = by_hand.loss_fn_of(model)
+    if row.library == "unprepared":
+        loss_fn = jaxmp.autocast(loss_fn, POLICIES[row.precision])
     if row.precision == "fp32":
         loss_fn = jax.default_matmul_precision("highest")(loss_fn)
     init = functools.partial(by_hand.init, case, model)
-    steps = {"hand": scaled_steps.no_scaling, "jmp": scaled_steps.with_jmp, "flax": scaled_steps.with_flax}
-    return steps[row.library](loss_fn, tx, init)
+    steps = {"jmp": scaled_steps.with_jmp, "flax": scaled_steps.with_flax}
+    return steps.get(row.library, scaled_steps.no_scaling)(loss_fn, tx, init)
 
 
 def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
@@ -78,13 +82,18 @@ def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
         own = case.forward_fn(model)
         fun: Any = own if explicit else jaxmp.autocast(own, policy)
         return functools.partial(case.init, jax.random.key(0)), lambda variables, inputs: fun(*variables, inputs)
-    model = by_hand.build(case, HALF.get(row.precision))
+    model = _by_hand(case, row)
 
     def apply(variables: Any, inputs: jax.Array) -> jax.Array:
         with jax.default_matmul_precision("highest" if row.precision == "fp32" else "default"):
             return model.apply({"params": variables[0], **variables[1]}, inputs)
 
-    return functools.partial(by_hand.init, case, model, jax.random.key(0)), apply
+    fun = jaxmp.autocast(apply, policy) if row.library == "unprepared" else apply
+    return functools.partial(by_hand.init, case, model, jax.random.key(0)), fun
+
+
+def _by_hand(case: Workload, row: Row) -> Any:
+    return by_hand.build(case, None if row.library == "unprepared" else HALF.get(row.precision))
 
 
 def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:

@@ -262,4 +262,4 @@ def picture(results: dict[str, Results], path: Path) -> None:
 def _color(key: str) -> str:
     """jaxmp, other JAX and torch told apart."""
     row = ROWS[key]
-    return plots.COLORS[5 if row.torch else 2 if row.library in ("jaxmp", "autocast") else 6]
+    return plots.COLORS[5 if row.torch else 2 if row.library in ("jaxmp", "autocast", "unprepared") else 6]

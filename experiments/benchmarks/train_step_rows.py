@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 Precision = Literal["bf16", "fp16", "tf32", "fp32"]
-Library = Literal["jaxmp", "autocast", "hand", "jmp", "flax", "torch", "compile"]
+Library = Literal["jaxmp", "autocast", "unprepared", "hand", "jmp", "flax", "torch", "compile"]
 Pass = Literal["train", "forward"]
 FLOPS_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tensorfloat32", "fp32": "float32"}
 """The column of benchmarks.ceiling that bounds a precision."""
@@ -57,6 +57,7 @@ ROWS: dict[str, Row] = {
                             forward=False),
     "autocast-bf16": Row("jaxmp.autocast, bf16", "autocast", "bf16"),
     "autocast-fp16": Row("jaxmp.autocast, fp16, dynamic scaling", "autocast", "fp16", scaled=True),
+    "unprepared-bf16": Row("jaxmp.autocast of by hand's float32, bf16", "unprepared", "bf16"),
     "hand-bf16": Row("JAX by hand, bf16", "hand", "bf16"),
     "hand-fp16": Row("JAX by hand, fp16, no scaling", "hand", "fp16"),
     "jmp-fp16": Row("by hand, fp16, jmp.DynamicLossScale", "jmp", "fp16", scaled=True, forward=False),

@@ -1,11 +1,14 @@
 """The models that mixed precision is measured with, ResNet-50, BERT-Base and GPT-2, with their batches and losses.
 
-Each is in float32 throughout, without a dtype in its code; whoever measures brings the precision.
+Each is in float32 throughout, without a dtype in its code; whoever measures brings the precision. They are those of
+:mod:`experiments.models`, whose attention, GELU, pooling and losses are written with jaxmp for half precision; code
+that nobody prepared is in :mod:`experiments.benchmarks.by_hand`, in the same sizes and an LSTM more.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -66,22 +69,31 @@ class Workload:
     """A model to train.
 
     Attributes:
-      name: one of ``NAMES``.
+      name: one of ``NAMES``, or ``"lstm"``, which is there by hand only.
       sizes: how large it is.
       text: both in words.
-      model: in float32, without a policy.
       batch: ShapeDtypeStructs of ``inputs`` and ``labels``.
       items: images or tokens a step.
       unit: ``"images"`` or ``"tokens"``.
+      remat: what each block of a transformer computes again in its backward pass.
     """
 
-    name: Name
+    name: str
     sizes: Sizes
     text: str
-    model: nn.Module
     batch: dict[str, jax.ShapeDtypeStruct]
     items: int
     unit: str
+    remat: Remat = "none"
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """The model of the experiments, in float32, without a policy."""
+        sizes = self.sizes
+        if self.unit == "images":
+            return ResNet(sizes.stages, "bottleneck", sizes.vocabulary, sizes.width)
+        kind = {"gpt2": GPT2, "bert": BERT}[self.name]
+        return kind(sizes.vocabulary, sizes.length, sizes.layers, sizes.width // 64, sizes.width, self.remat)
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Fresh float32 params, and the model's other variables (running statistics)."""
@@ -127,35 +139,34 @@ class Workload:
         }
 
 
-def workload(name: Name, sizes: Sizes | None = None, remat: str = "none") -> Workload:
+def workload(name: str, sizes: Sizes | None = None, remat: Any = "none") -> Workload:
     """A model in the sizes of the field, or in others.
 
     Args:
-      name: one of ``NAMES``: ``"resnet50"``, ``"bert"``, ``"gpt2"``.
-      sizes: None for ``FULL``.
+      name: one of ``NAMES``, ``"resnet50"``, ``"bert"``, ``"gpt2"``, or ``"lstm"``.
+      sizes: None for ``FULL``, which has no LSTM.
       remat: what each block of a transformer computes again in its backward pass.
 
     Raises:
-      ValueError: an unknown name or ``remat``, or one of ResNet-50, which has none; a transformer's width is no
-        multiple of 64, the width of a head.
+      ValueError: an unknown name or ``remat``, or one of what is no transformer; a width of tokens that is no multiple
+        of 64, the width of a head.
     """
-    if name not in NAMES:
-        raise ValueError(f"a workload is one of {', '.join(NAMES)}, got {name!r}")
-    if remat not in (("none",) if name == "resnet50" else get_args(Remat)):
+    if name not in (*NAMES, "lstm"):
+        raise ValueError(f"a workload is one of {', '.join(NAMES)}, lstm, got {name!r}")
+    if remat not in (get_args(Remat) if name in ("bert", "gpt2") else ("none",)):
         raise ValueError(f"remat is one of {', '.join(get_args(Remat))}, for transformers only, got {remat!r}")
     sizes = sizes or FULL[name]
     batch, length = sizes.batch_size, sizes.length
     if name == "resnet50":
-        model: nn.Module = ResNet(sizes.stages, "bottleneck", sizes.vocabulary, sizes.width)
         specs = {
             "inputs": jax.ShapeDtypeStruct((batch, length, length, 3), jnp.float32),
             "labels": jax.ShapeDtypeStruct((batch,), jnp.int32),
         }
-        return Workload(name, sizes, f"ResNet-50, {batch}×{length}×{length}×3", model, specs, batch, "images")
+        title = f"ResNet of {sizes.layers} blocks a stage" if sizes.layers else "ResNet-50"
+        return Workload(name, sizes, f"{title}, {batch}×{length}×{length}×3", specs, batch, "images")
     if sizes.width % 64:
-        raise ValueError(f"the width of a transformer must be a multiple of 64, the width of a head, got {sizes.width}")
-    kind = GPT2 if name == "gpt2" else BERT
-    model = kind(sizes.vocabulary, length, sizes.layers, sizes.width // 64, sizes.width, remat)
+        raise ValueError(f"a width must be a multiple of 64, the width of a head, got {sizes.width}")
     specs = {field: jax.ShapeDtypeStruct((batch, length), jnp.int32) for field in ("inputs", "labels")}
-    text = f"{'GPT-2' if name == 'gpt2' else 'BERT'}, {sizes.layers} layers of {sizes.width}, {batch}×{length}"
-    return Workload(name, sizes, text, model, specs, batch * length, "tokens")
+    title = {"gpt2": "GPT-2", "bert": "BERT", "lstm": "LSTM"}[name]
+    text = f"{title}, {sizes.layers} layers of {sizes.width}, {batch}×{length}"
+    return Workload(name, sizes, text, specs, batch * length, "tokens", remat)

@@ -1,4 +1,4 @@
-"""Models in plain Flax, without a dtype in their code: jaxmp's adapters bring the precision.
+"""Models in Flax, without a dtype in their code: jaxmp's adapters bring the precision, and its losses are used.
 
 Here are those in Linen; :mod:`experiments.models.nnx` has some of them in NNX.
 """

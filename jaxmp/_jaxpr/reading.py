@@ -129,3 +129,45 @@ def in_place_of(eqn: Any) -> Iterator[None]:
 def is_tracing() -> bool:
     """Whether what is bound now becomes part of a larger program that is compiled later."""
     return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())
+
+
+def traces_around() -> list[Any]:
+    """The traces that the code which runs is a part of, the innermost first."""
+    trace, found = core.trace_ctx.trace, []
+    while trace is not None:
+        found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+_TURNS = ("scan", "fori_loop", "while_body")
+
+
+def loop_of(values: list[Any]) -> Any | None:
+    """The trace of the loop whose body is traced now, if ``values`` are inputs of it; None if there is no such loop.
+
+    A body under ``jax.checkpoint`` or ``jax.vmap`` is the loop's. Bodies are told by what JAX notes of a trace: what it
+    is made for.
+    """
+    traces = [trace for trace in traces_around() if hasattr(trace, "frame")]
+    inputs = [_in_program(value) for value in values if isinstance(value, core.Tracer)]
+    if not traces or not inputs or any(value._trace is not traces[0] or value.parent is not None for value in inputs):
+        return None
+    for trace in traces:
+        purpose = getattr(trace.frame.debug_info, "traced_for", "")
+        if purpose in _TURNS:
+            return trace
+        if purpose != "checkpoint / remat":
+            return None
+    return None
+
+
+def _in_program(value: Any) -> Any:
+    """What stands for a value in the program that is traced, below batches and tangents of it."""
+    while not hasattr(value._trace, "frame") and isinstance(inner := _below(value), core.Tracer):
+        value = inner
+    return value
+
+
+def _below(value: Any) -> Any:
+    return getattr(value, "primal", getattr(value, "val", None))

@@ -42,7 +42,7 @@ Sharp edges:
 - Put autocast around the loss, not around a loop that updates params: params carried round a loop with products in it
   look like a residual stream, and would be carried in half.
 - An override sees the operations of ``fun``. Those of its derivative are there in ``autocast(grad(fun))`` only.
-- Names of modules are on the name stack of Linen; NNX puts none there, :func:`jaxmp.nnx.apply_policy` does.
+- Names of modules are on the name stack of Linen; NNX puts none there, :func:`jaxmp.nnx.autocast` does.
 - ``from jax.nn import dot_product_attention`` before the trace keeps JAX's function, which runs in half but not on
   cuDNN; what is inside another ``jit`` is asked for its own scopes only.
 - Constants of more than 65,536 elements are not looked at, nor are arguments: ``finfo.min`` in one that others than a
@@ -62,7 +62,7 @@ Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740. docs/autocast
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -86,8 +86,9 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
     float32, the rest in what its neighbours have; :mod:`jaxmp.autocast` states the rules, :func:`jaxmp.cast_plan`
     shows the decisions. ``fun`` is traced as it is written, on its own dtypes, and stays unedited: its params stay
     float32, its results have the dtypes that they had (under a pure policy such as ``"bfloat16"``: the output dtype).
-    It composes with JAX's transformations, around it and inside it. The model is TensorFlow's ``auto_mixed_precision``
-    graph pass.
+    It composes with JAX's transformations, around it and inside it. What it writes to NNX objects among its arguments
+    (statistics, counts of random numbers, metrics) is written to them, as by NNX's own transforms; one that it closes
+    over cannot change, as under ``jax.jit``. The model is TensorFlow's ``auto_mixed_precision`` graph pass.
 
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Arguments that are no arrays (Python numbers, strings,
@@ -127,16 +128,28 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
                 return fun(*args, **kwargs)
             return _in_float32(fun, one_policy, args, kwargs)
         check_backend(one_policy)
-        refuse_shapes(args, kwargs)
         rules = Rules(one_policy.compute_dtype, overrides, {} if reading.is_tracing() else programs)
-        traced = Traced(fun, args, kwargs, rules)
-        dtypes = traced.result_dtypes(one_policy)
-        with jax.named_scope(DECIDED):
-            results = coloured(traced.jaxpr, rules, (), traced.operands, dtypes)
-        rules.check()
-        return traced.unflatten(results)
+        return computed(fun, rules, args, kwargs, one_policy)
 
     return cast(F, wrapped)
+
+
+def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, policy: Policy | None = None) -> Any:
+    """The results of one call of ``fun``, as the engine decides by ``rules``.
+
+    Args:
+      fun: a function; the code of modules in it is marked (see :mod:`jaxmp.engine.marks`).
+      rules: what is asked of its operations.
+      args, kwargs: its arguments.
+      policy: that of an autocast of the whole function; without one all is decided, whether it has products or not.
+    """
+    traced = Traced(fun, args, kwargs, rules)
+    refuse_shapes(traced.operands)
+    dtypes = traced.result_dtypes(policy)
+    with jax.named_scope(DECIDED):
+        results = coloured(traced.jaxpr, rules, (), traced.operands, dtypes, force=policy is None)
+    rules.check()
+    return traced.unflatten(results)
 
 
 def checked_policy(policy: Any) -> Policy:
@@ -164,9 +177,9 @@ def check_backend(policy: Policy) -> None:
         )
 
 
-def refuse_shapes(args: Any, kwargs: Any) -> None:
-    """Raises a TypeError if an argument has a shape and no value."""
-    for leaf in jax.tree.leaves((args, kwargs)):
+def refuse_shapes(operands: Sequence[Any]) -> None:
+    """Raises a TypeError if an operand has a shape and no value."""
+    for leaf in operands:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
                 f"a function under autocast takes arrays, got {leaf}; use jaxmp.cast_plan(fun, policy) to see the "

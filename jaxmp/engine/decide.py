@@ -290,11 +290,14 @@ def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
     Returns:
       What the author casts to half, weights or not.
     """
-    cast = []
+    cast: list[Node] = []
+    varying: set[Node] = set()
     for node in nodes:
+        if node.const is None and (node.kind is Kind.SOURCE or not varying.isdisjoint(node.inputs)):
+            varying.add(node)
         if node.name == "convert_element_type" and node.kind is Kind.KEPT and node.written.itemsize == 2:
             cast += node.inputs
-            if any(operand.written == _FLOAT32 and not operand.is_cast_once for operand in node.inputs):
+            if node in varying and all(op.written == _FLOAT32 and not op.is_cast_once for op in node.inputs):
                 node.kind, node.late = Kind.CLEAR, node.written
         elif node.kind is Kind.CLEAR and node.name in PICKS and len(node.inputs) == 1:
             node.late = node.inputs[0].late

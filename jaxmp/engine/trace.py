@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -73,15 +74,16 @@ class Traced:
     """
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rules: Rules) -> None:
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        pure, arguments, self._write = _of_arrays(fun, args, kwargs)
+        leaves, tree = jax.tree.flatten(arguments)
         self.operands = [leaf for leaf in leaves if is_array(leaf)]
 
         def flat(*operands: Any) -> list[Any]:
             rest = iter(operands)
             filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
-            args, kwargs = jax.tree.unflatten(tree, filled)
-            results = fun(*args, **kwargs)
-            leaves_out, self._tree = jax.tree.flatten(results)
+            results, written = pure(*jax.tree.unflatten(tree, filled))
+            leaves_out, self._tree = jax.tree.flatten((results, written))
+            self._written = sum(map(is_array, jax.tree.leaves(written)))
             self._results = [_ARRAY if is_array(leaf) else leaf for leaf in leaves_out]  # tracers die with the trace
             return [leaf for leaf in leaves_out if is_array(leaf)]
 
@@ -89,19 +91,35 @@ class Traced:
             closed = jax.make_jaxpr(flat)(*self.operands)
         self.jaxpr = reading.opened(closed)
 
-    def result_dtypes(self, policy: Policy) -> list[Any]:
-        """The dtypes that the results have: their own, or in a policy without float32 results its output dtype."""
+    def result_dtypes(self, policy: Policy | None = None) -> list[Any]:
+        """The dtypes that the results have: their own, or in a policy without float32 results its output dtype.
+
+        What the function writes to its arguments keeps its dtype.
+        """
         avals = [atom.aval for atom in self.jaxpr[0].outvars]
-        half = policy.output_dtype if policy.output_dtype.itemsize == 2 else None
-        return [half or aval.dtype if is_real(aval) else None for aval in avals]
+        dtypes = [aval.dtype if is_real(aval) else None for aval in avals]
+        if policy is not None and policy.output_dtype.itemsize == 2:
+            returned = len(dtypes) - self._written
+            dtypes[:returned] = [dtype and policy.output_dtype for dtype in dtypes[:returned]]
+        return dtypes
 
     def unflatten(self, results: Sequence[Any]) -> Any:
-        """What ``fun`` returns, with ``results`` for its arrays."""
+        """What ``fun`` returns, with ``results`` for its arrays, once its arguments have what it wrote to them."""
         rest = iter(results)
-        return jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._results])
+        leaves = [next(rest) if leaf is _ARRAY else leaf for leaf in self._results]
+        return self._write(*jax.tree.unflatten(self._tree, leaves))
 
 
 _ARRAY = object()
+
+
+def _of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``fun`` as a function without NNX objects, of which there can be none unless NNX is loaded."""
+    if "flax.nnx" in sys.modules:
+        from jaxmp._nnx_objects import of_arrays
+
+        return of_arrays(fun, args, kwargs)
+    return lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda results, _: results
 
 
 def is_array(leaf: Any) -> bool:

@@ -1,0 +1,381 @@
+"""NNX objects as arguments of a function under autocast: what it writes to them is there after the call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from autocast_tools import HALVES, cosine, half, products
+from flax import nnx
+from flax.errors import TraceContextError
+from linen_zoo import data, dtypes_of, same_bits
+from nnx_zoo import rngs
+
+import jaxmp
+
+BATCHES = data(3, 16, 8)
+X = BATCHES[0]
+
+
+class Net(nnx.Module):
+    """Keeps statistics, the mask of its dropout, and the number of its calls."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+        self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.mask = nnx.Variable(jnp.zeros((16, 8), bool))
+        self.calls = nnx.Variable(jnp.zeros((), int))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        x = self.drop(nnx.sigmoid(self.norm(self.first(x))))
+        self.mask[...] = x != 0
+        return self.head(x)
+
+
+def loss_fn(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(model(x) ** 2)
+
+
+def by_optimizer(loss: Any) -> Callable[..., Any]:
+    @nnx.jit
+    def step(model: Any, x: jax.Array) -> Any:
+        optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(2.0**8))
+        return jaxmp.nnx.scaled_value_and_grad(loss, optimizer)(model, x)[1]
+
+    return step
+
+
+def in_a_scan(loss: Any) -> Callable[..., Any]:
+    def turn(model: Any, x: jax.Array) -> Any:
+        return model, loss(model, x)
+
+    scan = nnx.scan(turn, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    return lambda model, x: scan(model, jnp.stack([x, x + 1]))[1]
+
+
+def of_split_state(loss: Any) -> Callable[..., Any]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(graphdef: Any, state: Any, x: jax.Array) -> Any:
+        model = nnx.merge(graphdef, state)
+        return loss(model, x), nnx.state(model)
+
+    def call(model: Any, x: jax.Array) -> Any:
+        out, state = step(*nnx.split(model), x)
+        nnx.update(model, state)
+        return out
+
+    return call
+
+
+# What people put around a loss of a model and a batch.
+TRANSFORMS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "nothing": lambda loss: loss,
+    "nnx.jit": nnx.jit,
+    "nnx.jit without updates of the graph": lambda loss: nnx.jit(loss, graph_updates=False),
+    "nnx.jit of trees": lambda loss: nnx.jit(loss, graph=False),
+    "nnx.remat": nnx.remat,
+    "nnx.grad": nnx.grad,
+    "nnx.grad of the second argument": lambda loss: (
+        lambda model, x: nnx.grad(lambda x, model: loss(model, x), argnums=1)(x, model)
+    ),
+    "nnx.grad with auxiliary results": lambda loss: (
+        lambda model, x: nnx.grad(lambda *args: (loss(*args), 0), has_aux=True)(model, x)[0]
+    ),
+    "nnx.grad of a filter": lambda loss: nnx.grad(loss, argnums=nnx.DiffState(0, nnx.PathContains("first"))),
+    "nnx.jit of nnx.value_and_grad": lambda loss: nnx.jit(nnx.value_and_grad(loss)),
+    "scaled_value_and_grad": by_optimizer,
+    "nnx.scan": in_a_scan,
+    "jax.jit of split state": of_split_state,
+}
+
+
+def arrays(model: Any, *filters: Any) -> Any:
+    """What the Variables hold, keys as their data."""
+
+    def data_of(leaf: Any) -> Any:
+        return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+    return jax.tree.map(data_of, nnx.as_pure(nnx.state(model, *filters)))
+
+
+def state_of(model: Any) -> Any:
+    """Statistics; and what does not depend on rounding."""
+    return arrays(model, nnx.BatchStat), arrays(model, nnx.Not(nnx.BatchStat))
+
+
+IN_FLOAT16 = ("nothing", "nnx.jit of nnx.value_and_grad", "scaled_value_and_grad")
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [*((name, "mixed_bfloat16") for name in TRANSFORMS), *((name, "mixed_float16") for name in IN_FLOAT16)],
+)
+def test_statistics_rng_counts_and_masks_are_those_of_the_unchanged_loss(name, policy):
+    model, bare = Net(rngs()), Net(rngs())
+    run, run_bare = TRANSFORMS[name](half(loss_fn, policy)), TRANSFORMS[name](loss_fn)
+    masks = []
+    for x in BATCHES:
+        result, wanted = run(model, x), run_bare(bare, x)
+        (statistics, rest), (wanted_statistics, wanted_rest) = state_of(model), state_of(bare)
+        for got, want in zip(jax.tree.leaves(statistics), jax.tree.leaves(wanted_statistics), strict=True):
+            np.testing.assert_allclose(got, want, rtol=0.02, atol=2e-3)
+        same_bits(rest, wanted_rest)  # params, keys, counts, the mask
+        assert cosine(nnx.as_pure(result), nnx.as_pure(wanted)) > 0.99
+        assert dtypes_of((statistics, arrays(model, nnx.Param), nnx.as_pure(result))) == {"float32"}
+        masks.append(model.mask[...])
+    assert np.any(masks[0] != masks[1]) and np.any(masks[1] != masks[2])
+    assert np.any(model.norm.mean[...] != 0)
+    graphdef, state = nnx.split(model)
+    assert set(products(lambda state: nnx.as_pure(run(nnx.merge(graphdef, state), X)), state)) == {HALVES[policy]}
+
+
+def test_an_ensemble_in_vmap_has_the_statistics_and_masks_of_its_members():
+    def make() -> Any:
+        return nnx.vmap(lambda key: Net(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+
+    model, bare = make(), make()
+    for x in BATCHES:
+        nnx.vmap(half(loss_fn), in_axes=(0, None))(model, x)
+        nnx.vmap(loss_fn, in_axes=(0, None))(bare, x)
+    (statistics, rest), (wanted_statistics, wanted_rest) = state_of(model), state_of(bare)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.02, atol=2e-3), statistics, wanted_statistics)
+    same_bits(rest, wanted_rest)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_a_whole_train_step_with_optimizer_and_metrics_is_that_of_float32(policy):
+    def train(policy: Any) -> Any:
+        model, metric = Net(rngs()), nnx.metrics.Average()
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+        def step(model: Any, state: dict[str, Any], x: jax.Array) -> None:
+            loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+            state["optimizer"].update(model, grads)
+            state["metrics"][0].update(values=loss)
+
+        run = nnx.jit(step if policy is None else half(step, policy))
+        for x in BATCHES:
+            run(model, {"optimizer": optimizer, "metrics": [metric]}, x=x)
+        return model, optimizer, metric
+
+    (model, optimizer, metric), (bare, _, wanted) = train(policy), train(None)
+    assert int(optimizer.step[...]) == 3 and int(metric.count[...]) == 3
+    np.testing.assert_allclose(metric.total[...], wanted.total[...], rtol=0.02)
+    np.testing.assert_allclose(model.first.kernel[...], bare.first.kernel[...], atol=0.01)
+    floats = jax.tree.leaves(nnx.as_pure((nnx.state(model, nnx.Param), nnx.state(optimizer))))
+    assert dtypes_of([leaf for leaf in floats if jnp.issubdtype(leaf.dtype, jnp.floating)]) == {"float32"}
+
+
+def test_nnx_jit_traces_once():
+    traces = []
+
+    @nnx.jit
+    @half
+    def step(model: Any, x: jax.Array) -> jax.Array:
+        traces.append(x)
+        return loss_fn(model, x)
+
+    model = Net(rngs())
+    for x in BATCHES:
+        step(model, x)
+    assert len(traces) == 1 and int(model.drop.rngs.count[...]) == int(model.calls[...]) == 3
+
+
+def test_one_object_in_several_places_is_one_object():
+    model, other = Net(rngs()), nnx.Variable(jnp.zeros(()))
+
+    @half
+    def twice(first: Any, *, rest: dict[str, Any]) -> Any:
+        assert first[0] is rest["again"] and first[0].head is rest["head"] and first[1] is rest["other"]
+        first[1][...] += 1.0
+        return first[0](X) + rest["again"](X), rest["text"], rest["head"]
+
+    result, text, head = twice([model, other], rest={"again": model, "head": model.head, "other": other, "text": "a"})
+    assert int(model.drop.rngs.count[...]) == int(model.calls[...]) == 2 and float(other[...]) == 1.0
+    assert result.shape == (16, 4) and text == "a" and head is model.head
+
+
+def test_random_numbers_of_an_rngs_object_go_on():
+    @half
+    def noisy(rngs: nnx.Rngs, x: jax.Array) -> Any:
+        return x @ x.T, rngs.noise.normal((4,))
+
+    generators, bare = nnx.Rngs(noise=0), nnx.Rngs(noise=0)
+    for _ in range(2):
+        same_bits(noisy(generators, X)[1], bare.noise.normal((4,)))
+
+
+def test_what_becomes_of_attributes_happens_to_the_callers_objects():
+    @half
+    def change(model: Any, x: jax.Array) -> Any:
+        model.extra = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+        model.old = model.head.kernel
+        model.head.kernel = nnx.Param(model.old * 2)
+        del model.drop
+        model.note = "changed"
+        return model.extra, model.extra(x), model
+
+    model = Net(rngs())
+    head, kernel = model.head, model.head.kernel
+    extra, out, same = change(model, X)
+    assert same is model and extra is model.extra and not hasattr(model, "drop")
+    assert model.note == "changed"
+    assert model.head is head and model.old is kernel
+    same_bits(model.head.kernel[...], kernel[...] * 2)
+    np.testing.assert_allclose(out, extra(X), rtol=0.02, atol=0.02)
+    model.extra.kernel[...] = jnp.zeros((8, 2))  # nothing of the trace is left in it
+
+
+def test_intermediates_are_captured_in_the_dtype_they_were_written_with():
+    class Sower(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.sow(nnx.Intermediate, "hidden", self.linear(x))
+            return x
+
+    for around in (lambda fun: fun, nnx.jit):
+        _, captured = nnx.capture(around(half(lambda model, x: model(x))), nnx.Intermediate)(Sower(rngs()), X)
+        (hidden,) = jax.tree.leaves(captured)
+        np.testing.assert_allclose(hidden, Sower(rngs()).linear(X), rtol=0.02, atol=0.02)
+        assert hidden.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_a_pure_policy_casts_results_and_no_variable_of_an_argument(policy):
+    model = Net(rngs())
+    out, new = half(lambda model: (model(X), nnx.Param(model.head.kernel * 2)), policy)(model)
+    assert out.dtype == new.dtype == policy
+    assert dtypes_of(arrays(model, (nnx.Param, nnx.BatchStat))) == {"float32"}
+
+
+def test_variables_of_half_precision_keep_it_and_those_that_are_not_written_keep_their_arrays():
+    model = Net(rngs())
+    model.half, kernel = nnx.Variable(jnp.zeros(8, "bfloat16")), model.head.kernel[...]
+
+    @half
+    def run(model: Any) -> jax.Array:
+        model.half[...] = model(X).sum().astype("bfloat16") + model.half
+        return loss_fn(model, X)
+
+    run(model)
+    assert model.half.dtype == jnp.bfloat16 and np.any(model.half[...] != 0)
+    assert model.head.kernel[...] is kernel
+
+
+def test_what_is_no_array_in_a_variable_is_handed_on():
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()))
+    model.steps, model.tree = nnx.Variable(1), nnx.Variable({"a": jnp.zeros(()), "b": None})
+
+    @half
+    def run(model: Any) -> jax.Array:
+        model.steps.set_value(model.steps.get_value() + 1)
+        model.tree.set_value({"a": model.tree.get_value()["a"] + 1.0, "b": None})
+        return model(X)
+
+    run(model)
+    run(model)
+    assert model.steps.get_value() == 3 and model.tree.get_value() == {"a": 2.0, "b": None}
+
+
+def test_a_module_that_is_no_pytree_and_a_reference_are_written_too():
+    class Plain(nnx.Module, pytree=False):
+        def __init__(self) -> None:
+            self.net, self.total = Net(rngs()), nnx.Variable(jnp.zeros(()), ref=True)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.total[...] += 1.0
+            return self.net(x)
+
+    model = Plain()
+    for run in (half(loss_fn), nnx.jit(half(loss_fn))):
+        run(model, X)
+    assert int(model.net.drop.rngs.count[...]) == 2 and float(model.total[...]) == 2.0
+
+
+def test_a_model_that_is_closed_over_raises_where_it_keeps_state_and_runs_where_it_keeps_none():
+    model = Net(rngs())
+    for run in (half(lambda x: model(x)), half(model), nnx.jit(half(lambda x: model(x)))):
+        with pytest.raises(TraceContextError, match="different trace level"):
+            run(X)
+    layers = nnx.Sequential(model.first, nnx.BatchNorm(8, use_running_average=True, rngs=rngs()), model.head)
+    for run in (half(lambda x: layers(x)), half(layers)):
+        np.testing.assert_allclose(run(X), layers(X), rtol=0.02, atol=0.02)
+        assert products(run, X) == ["bfloat16"] * 2
+
+
+def test_a_model_from_outside_of_a_transformation_is_read_there_and_cannot_change():
+    model = Net(rngs())
+
+    def run(call: Any) -> jax.Array:
+        return jax.jit(lambda x: half(call)(model, x))(X)
+
+    np.testing.assert_allclose(run(lambda model, x: model.first(x)), model.first(X), rtol=0.02, atol=0.02)
+    with pytest.raises(TraceContextError):
+        run(loss_fn)
+    with pytest.raises(TraceContextError):
+        run(lambda model, x: setattr(model, "note", 1))
+    model.note, model.first.bias[...] = 3, jnp.ones(8)  # still the caller's
+
+
+def test_after_an_error_objects_are_as_before():
+    model = Net(rngs())
+    before = arrays(model)
+
+    @half
+    def fails(model: Any, x: jax.Array) -> jax.Array:
+        model(x)
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fails(model, X)
+    same_bits(arrays(model), before)
+
+
+def test_no_tracer_outlives_the_trace():
+    model = Net(rngs())
+    with jax.checking_leaks():
+        half(loss_fn)(model, X)
+        nnx.jit(nnx.value_and_grad(half(loss_fn)))(model, X)
+
+
+def test_autocast_around_and_inside_of_others_counts_every_call_once():
+    def both(model: Any, x: jax.Array) -> jax.Array:
+        return half(loss_fn, "float32")(model, x) + half(loss_fn)(model, x) + nnx.jit(loss_fn)(model, x)
+
+    model, bare = Net(rngs()), Net(rngs())
+    half(both)(model, X)
+    for _ in range(3):
+        bare(X)
+    assert int(model.calls[...]) == 3
+    same_bits(model.mask[...], bare.mask[...])
+    assert int(model.drop.rngs.count[...]) == 3
+
+
+def test_a_plan_takes_models_with_arrays_or_shapes_and_changes_nothing():
+    model = Net(rngs())
+    before = arrays(model)
+    plan = jaxmp.cast_plan(loss_fn, "mixed_bfloat16")(model, x=X)
+    assert [row.operands[0] for row in plan.rows if row.primitive == "dot_general"] == ["bfloat16"] * 2
+    same_bits(arrays(model), before)
+    abstract = nnx.eval_shape(lambda: Net(rngs()))
+    assert str(jaxmp.cast_plan(loss_fn, "mixed_bfloat16")(abstract, x=X)) == str(plan)
+
+
+@pytest.mark.parametrize("pytree", [True, False])
+def test_a_model_of_shapes_is_refused(pytree):
+    class Model(nnx.Module, pytree=pytree):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.net = Net(rngs)
+
+    model = nnx.eval_shape(lambda: Model(rngs()))
+    with pytest.raises(TypeError, match=r"takes arrays, got ShapeDtypeStruct.*use jaxmp\.cast_plan"):
+        half(lambda model: loss_fn(model.net, X))(model)
