@@ -254,7 +254,10 @@ DECIDED = {
     "an epsilon before an activation": (lambda h: jnp.cbrt(jnp.abs(h) + 1e-12) @ W, None),
     "a product of log-probabilities": (lambda h: jax.nn.log_softmax(h) @ W, None),
     "one that is asked for in half": (lambda h: jax.nn.log_softmax(h) @ W, {"primitive:dot_general": "half"}),
-    "a factorisation in half": (lambda h: jnp.linalg.cholesky(h @ h.T) @ W[:4], {"primitive:cholesky": "half"}),
+    "a solver in half": (
+        lambda h: jax.lax.linalg.triangular_solve(h @ h.T, h, left_side=True) @ W,
+        {"primitive:triangular_solve": "half"},
+    ),
 }
 
 

@@ -230,6 +230,7 @@ def cast_plan(
     Raises:
       ValueError: as :func:`jaxmp.autocast` does, of overrides that match nothing too.
       TypeError: the policy is a PolicyMap.
+      What JAX raises where an override asks for half and an operation has it not, as the call would.
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(x @ w)
