@@ -225,6 +225,16 @@ def test_a_network_gives_the_bits_of_casts_by_hand(policy):
         assert jnp.allclose(one, other, rtol=0.02, atol=2 * jnp.finfo(dtype).eps * float(jnp.max(jnp.abs(other))))
 
 
+def test_a_weight_that_its_author_rounds_and_widens_has_its_uses_summed_in_float32():
+    def fun(x, w):
+        rounded = w.astype(jnp.bfloat16).astype(jnp.float32)
+        return jnp.sum(x @ rounded @ rounded)
+
+    gradient = jax.make_jaxpr(jax.grad(half(fun), 1))(X, W)
+    sums = [eqn.outvars[0].aval.dtype for eqn in equations(gradient) if eqn.primitive.name == "add_any"]
+    assert sums == [jnp.float32]
+
+
 def test_what_the_author_widened_is_read_in_half_where_half_is_wanted():
     def fun(x, w):
         h = jax.nn.relu((x @ w).astype(jnp.bfloat16)).astype(jnp.float32)
@@ -244,7 +254,10 @@ DECIDED = {
     "an epsilon before an activation": (lambda h: jnp.cbrt(jnp.abs(h) + 1e-12) @ W, None),
     "a product of log-probabilities": (lambda h: jax.nn.log_softmax(h) @ W, None),
     "one that is asked for in half": (lambda h: jax.nn.log_softmax(h) @ W, {"primitive:dot_general": "half"}),
-    "a factorisation in half": (lambda h: jnp.linalg.cholesky(h @ h.T) @ W[:4], {"primitive:cholesky": "half"}),
+    "a solver in half": (
+        lambda h: jax.lax.linalg.triangular_solve(h @ h.T, h, left_side=True) @ W,
+        {"primitive:triangular_solve": "half"},
+    ),
 }
 
 

@@ -215,6 +215,11 @@ def test_flops_in_a_scan_count_each_trip():
     assert found.summary.half_share == 1
 
 
+def test_flops_of_complex_numbers_are_not_half():
+    summary = plan(lambda x, w: jnp.fft.fft(x @ w), shape(2, 8), shape(8, 8)).summary
+    assert (summary.flops, summary.half_flops) == (2 * 2 * 8 * 8 + 5 * 2 * 8 * 3, 2 * 2 * 8 * 8)
+
+
 def test_what_has_no_formula_is_named():
     found = plan(lambda x: jnp.linalg.cholesky(x @ x.T), shape(4, 4))
     assert found.summary.uncounted == ("cholesky",)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,48 +44,59 @@ def plan(
     """
     if example is not None and shapes:
         raise UsageError("the arguments come from --arg or from --args, got both")
+    for text in overrides:
+        if "=" not in text:
+            raise UsageError(f"an --override is KEY=LEVEL, such as '**/head=float32', got {text!r}")
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
         operands: Any = tuple(map(_shape, shapes))
         fun = _function(function)
-        try:
-            planned = cast_plan(fun, policy, _overrides(overrides))
-        except (ValueError, TypeError) as error:
-            raise UsageError(_first_line(error)) from error
+        with _told(ValueError, TypeError):
+            planned = cast_plan(fun, policy, {key: level for key, _, level in (o.rpartition("=") for o in overrides)})
         if example is not None:
-            operands = _abstract(example, _function(example), ())
+            operands = _traced(example, _function(example), ())
             operands = operands if isinstance(operands, tuple) else (operands,)
         _check_count(function, fun, operands)
-        try:
-            return planned(*operands)
-        except Exception as error:
-            _abstract(function, fun, operands)  # raises what the function itself does wrong
-            if not isinstance(error, ValueError):
+        with _told(ValueError):
+            try:
+                return planned(*operands)
+            except Exception:
+                _traced(function, fun, operands)  # raises what the function itself does wrong
                 raise
-            raise UsageError(_first_line(error)) from error
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
 
 
-def _function(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
+@contextlib.contextmanager
+def _told(*kinds: type[Exception], of: str = "") -> Iterator[None]:
+    """Makes a UsageError of an error: its first line, after what it is an error ``of`` and its type."""
     try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            raise UsageError(
-                f"there is no module {missing!r} in the current folder or where Python looks for modules"
-            ) from error
-        raise UsageError(f"importing {module_name!r} failed: {type(error).__name__}: {_first_line(error)}") from error
+        yield
+    except UsageError:
+        raise
+    except kinds as error:
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+        raise UsageError(f"{of}: {type(error).__name__}: {line}" if of else line) from error
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
+    with _told(Exception, of=f"importing {module!r} failed"):
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+            where = "in the current folder or where Python looks for modules"
+            raise UsageError(f"there is no module {error.name!r} {where}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             known = [other for other in dir(found) if not other.startswith("_")]
-            raise UsageError(f"{module_name!r} has no {attribute!r}; nearest: {nearest(part, known) or 'none'}")
+            raise UsageError(f"{module!r} has no {attribute!r}; nearest: {nearest(part, known) or 'none'}")
         found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"a function is needed, got {name}, which is of type {type(found).__name__!r}")
@@ -101,17 +113,8 @@ def _shape(text: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jax.eval_shape(jax.random.key, 0).dtype)
     if re.fullmatch(r"bool|u?int\d+|complex\d+", name) and hasattr(jnp, name):
         return jax.ShapeDtypeStruct(sizes, getattr(jnp, name))
-    try:
+    with _told(ValueError):
         return jax.ShapeDtypeStruct(sizes, canonical_dtype(name))
-    except ValueError as error:
-        raise UsageError(f"in --arg {text}: {_first_line(error)}") from error
-
-
-def _overrides(texts: Sequence[str]) -> Mapping[str, str]:
-    for text in texts:
-        if "=" not in text:
-            raise UsageError(f"an --override is KEY=LEVEL, such as '**/head=float32', got {text!r}")
-    return {key: level for key, _, level in (text.rpartition("=") for text in texts)}
 
 
 def _check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> None:
@@ -126,14 +129,6 @@ def _check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) ->
         raise UsageError(f"{name} takes ({takes}), got {len(operands)} by --arg or --args: {error}") from error
 
 
-def _abstract(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    try:
+def _traced(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    with _told(Exception, of=f"{name} cannot be traced with these arguments"):
         return jax.eval_shape(function, *operands)
-    except Exception as error:
-        raise UsageError(
-            f"{name} cannot be traced with these arguments: {type(error).__name__}: {_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

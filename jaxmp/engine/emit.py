@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,10 +50,24 @@ def coloured(
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
     changed = decide(graph, wanted_in_half(graph, dtypes), force)
-    results = _Emission(rules).evaluate(graph.body, args) if changed else reading.evaluate(*jaxpr, args)
+    return emitted(graph, rules, args, dtypes, changed)
+
+
+def emitted(
+    graph: Graph,
+    rules: Rules,
+    args: Sequence[Any],
+    dtypes: Sequence[Any],
+    changed: bool,
+    notes: dict[Step | Body, Note] | None = None,
+) -> list[Any]:
+    """The results of a decided graph; ``notes`` gets what is emitted for each step, and for the results of bodies."""
+    emission, body = _Emission(rules, notes), graph.body
+    results = emission.evaluate(body, args) if changed else reading.evaluate(body.jaxpr, body.consts, args)
+    note = emission.note(body)
     return [
-        value if dtype is None or not is_real(jax.typeof(value)) else cast(_rounded(value, node), dtype)
-        for value, node, dtype in zip(results, graph.body.results, dtypes, strict=True)
+        value if dtype is None or not is_real(jax.typeof(value)) else note.cast(note.rounded(value, node), dtype)
+        for value, node, dtype in zip(results, body.results, dtypes, strict=True)
     ]
 
 
@@ -62,16 +77,39 @@ def wanted_in_half(graph: Graph, dtypes: Sequence[Any]) -> list[Node]:
     return [n for n, dtype in results if n is not None and dtype is not None and np.dtype(dtype).itemsize == 2]
 
 
-def cast(value: Any, dtype: np.dtype) -> Any:
-    """``value`` in ``dtype``; itself if it has it."""
-    if isinstance(value, jax.Array):
-        return value if value.dtype == dtype else jax.lax.convert_element_type(value, dtype)
-    return np.asarray(value).astype(dtype)
+@dataclasses.dataclass(slots=True)
+class Note:
+    """What is emitted for a step, or for the results of a body, besides what its author wrote.
 
+    Attributes:
+      operands: what the equation of a step is bound with; afterwards the types of that.
+      casts: of each cast the bytes that it writes.
+      repeated: of each weight that is repeated before its cast the type.
+    """
 
-def _rounded(value: Any, node: Node | None) -> Any:
-    """``value`` with the cast of its author that was put off."""
-    return value if node is None or node.late is None else cast(value, node.late)
+    operands: list[Any] = dataclasses.field(default_factory=list)
+    casts: list[int] = dataclasses.field(default_factory=list)
+    repeated: list[Any] = dataclasses.field(default_factory=list)
+
+    def cast(self, value: Any, dtype: np.dtype) -> Any:
+        """``value`` in ``dtype``; itself if it has it."""
+        if not isinstance(value, jax.Array):
+            return np.asarray(value).astype(dtype)
+        if value.dtype == dtype:
+            return value
+        self.casts.append(value.size * dtype.itemsize)
+        return jax.lax.convert_element_type(value, dtype)
+
+    def rounded(self, value: Any, node: Node | None) -> Any:
+        """``value`` with the cast of its author that was put off."""
+        return value if node is None or node.late is None else self.cast(value, node.late)
+
+    def repeat(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """``value`` in a shape that JAX would broadcast it to by itself."""
+        if value.shape == shape:
+            return value
+        self.repeated.append(jax.typeof(value))
+        return jax.lax.broadcast_in_dim(value, shape, range(len(shape) - value.ndim, len(shape)))
 
 
 class _Values:
@@ -80,8 +118,10 @@ class _Values:
     def __init__(self, body: Body, args: Sequence[Any]) -> None:
         self.env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
         self.env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
+        self.note = Note()  # of the step at hand
         self.shared: dict[Any, Any] = {}
-        self.narrow: dict[Any, Any] = {}  # of what the author widened, the half value: who wants half reads that
+        # Of what the author widened what was half, and its node: who wants half reads that.
+        self.narrow: dict[Any, tuple[Any, Any]] = {}
 
     def read(self, atom: Any) -> Any:
         """The value as it is."""
@@ -91,77 +131,92 @@ class _Values:
         """The value in ``dtype``; of a weight that an operation repeats up to ``shape``, a cast of the repeated one."""
         value = self.read(atom)
         if reading.is_literal(atom):
-            return cast(value, dtype)
-        if atom in self.narrow and self.narrow[atom].dtype == dtype:
-            return self.narrow[atom]
+            return self.note.cast(value, dtype)
+        if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
+            return self.read_as(*self.narrow[atom], dtype, shape)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
         # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
         if isinstance(value, np.ndarray) or is_shared(node, node.value_dtype, dtype):
             if (atom, dtype) not in self.shared:
-                self.shared[atom, dtype] = cast(_rounded(value, node), dtype)
+                self.shared[atom, dtype] = self.note.cast(self.note.rounded(value, node), dtype)
             return self.shared[atom, dtype]
-        if shape is not None and value.shape != shape and dtype.itemsize < value.dtype.itemsize:
-            axes = range(len(shape) - value.ndim, len(shape))
-            value = jax.lax.broadcast_in_dim(value, shape, tuple(axes))
-        return cast(_rounded(value, node), dtype)
+        if shape is not None and dtype.itemsize < value.dtype.itemsize:
+            value = self.note.repeat(value, shape)
+        return self.note.cast(self.note.rounded(value, node), dtype)
 
 
 class _Emission:
     """The writing of one program."""
 
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
+    def __init__(self, rules: Rules, notes: dict[Step | Body, Note] | None = None) -> None:
+        self.rules, self.notes = rules, notes
+
+    def note(self, place: Step | Body) -> Note:
+        """A new note. JAX may trace a body again: the last time counts."""
+        note = Note()
+        if self.notes is not None:
+            self.notes[place] = note
+        return note
 
     def evaluate(self, body: Body, args: Sequence[Any]) -> list[Any]:
         """The results of a body, each in the dtype of its node."""
         values = _Values(body, args)
         for step in body.steps:
+            values.note = self.note(step)
             with reading.in_place_of(step.eqn):
                 results = self.results(step, values)
             values.env.update(zip(step.eqn.outvars, results, strict=True))
             if is_widening(step):
-                values.narrow[step.eqn.outvars[0]] = _rounded(values.read(step.eqn.invars[0]), step.operands[0])
+                values.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], step.operands[0]
+            if self.notes is not None:  # values die with their trace
+                values.note.operands = [jax.typeof(value) for value in values.note.operands]
         return [values.read(atom) for atom in body.jaxpr.outvars]
 
     def results(self, step: Step, values: _Values) -> Sequence[Any]:
-        eqn, node = step.eqn, step.node
+        eqn, node, note = step.eqn, step.node, values.note
+        note.operands = [values.read(atom) for atom in eqn.invars]
         if _stands(step):
-            return _bound(eqn, [values.read(atom) for atom in eqn.invars], eqn.params)
+            return _bound(eqn, note.operands, eqn.params)
         if step.bodies is not None:
             return self.with_bodies(step, values)
-        shape = eqn.outvars[0].aval.shape if eqn.primitive.name in BROADCAST else None
-        operands = [
-            values.read(atom) if dtype is None or operand is None else values.read_as(atom, operand, dtype, shape)
-            for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
-        ]
-        if eqn.primitive.name == "convert_element_type" and node is not None:
-            if node.kind is not Kind.KEPT:
-                return operands
-            # The author's cast, from whatever dtype the value has.
-            operands = [_rounded(values.read(eqn.invars[0]), step.operands[0])]
+        cast = node if eqn.primitive.name == "convert_element_type" else None
+        if cast is not None and (cast.kind is Kind.KEPT or is_widening(step)):  # from whatever dtype the value has
+            note.operands = [note.rounded(note.operands[0], step.operands[0])]
+            if cast.kind is Kind.KEPT:
+                return _bound(eqn, note.operands, eqn.params)
+            operands = [note.cast(note.operands[0], cast.dtype)]
+        else:
+            shape = eqn.outvars[0].aval.shape if eqn.primitive.name in BROADCAST else None
+            operands = [
+                values.read(atom) if dtype is None or operand is None else values.read_as(atom, operand, dtype, shape)
+                for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
+            ]
+        if cast is not None:
+            if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
+                del note.casts[-1:]  # which is the author's
+            return operands
+        note.operands = operands
         params = eqn.params if node is None or node.colour <= Colour.WRITTEN else _in_dtype(step, computed_in(node))
         results = _bound(eqn, operands, params)
-        return [cast(results[0], node.dtype)] if node is not None and node.colour == Colour.ROUND else results
+        return [note.cast(results[0], node.dtype)] if node is not None and node.colour == Colour.ROUND else results
 
     def with_bodies(self, step: Step, values: _Values) -> Sequence[Any]:
-        eqn, bodies = step.eqn, step.bodies
+        eqn, bodies, name = step.eqn, step.bodies, step.eqn.primitive.name
         assert bodies is not None
-        operands = [values.read(atom) for atom in eqn.invars]
-        name = eqn.primitive.name
+        note, operands = values.note, values.note.operands
         if bodies.kind in ("scan", "while"):
             start = bodies.consts + bodies.body_consts
             for position, join in enumerate(step.joins, start):
                 if join is not None:
-                    operands[position] = cast(_rounded(operands[position], step.operands[position]), join.dtype)
+                    value = note.rounded(operands[position], step.operands[position])
+                    operands[position] = note.cast(value, join.dtype)
         elif bodies.kind == "call":
             for position, (atom, operand) in enumerate(zip(eqn.invars, step.operands, strict=True)):
-                if name in _WITH_RULES:  # which are traced on the dtypes that the author wrote
-                    operands[position] = _rounded(operands[position], operand)
-                if operand is None or not operand.is_cast_once:
-                    continue
-                dtype = read_in(step.inner[0], position)
-                if dtype is not None:
+                dtype = read_in(step.inner[0], position) if operand is not None and operand.is_cast_once else None
+                if operand is not None and dtype is not None:
                     operands[position] = values.read_as(atom, operand, dtype)
+                elif name in _WITH_RULES:  # which are traced on the dtypes that the author wrote
+                    operands[position] = note.rounded(operands[position], operand)
         functions = [functools.partial(self.run, body, step, position) for position, body in enumerate(step.inner)]
         rule = Rule(functools.partial(self.rule, step.names), functools.partial(tracing, self.rules))
 
@@ -176,6 +231,8 @@ class _Emission:
 
     def shared(self, step: Step, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """What was made of an equal step before, else what ``make`` makes."""
+        if self.notes is not None:  # each step gets its own
+            return make()
         programs, key = self.rules.programs, _signature(step, self.rules)
         made = programs.get(key) or make()
         if len(programs) >= _MAX_PROGRAMS:  # each holds the constants of its program
@@ -187,14 +244,14 @@ class _Emission:
         """The results of a body of ``step``; those that go into joins in the dtypes of these."""
         results = self.evaluate(body, args)
         assert step.bodies is not None
-        kind = step.bodies.kind
+        kind, note = step.bodies.kind, self.note(body)
         if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
-            results = [_rounded(value, node) for value, node in zip(results, body.results, strict=True)]
+            results = [note.rounded(value, node) for value, node in zip(results, body.results, strict=True)]
         if kind == "while" and position == 0:  # the condition
             return results
         for number, join in enumerate(step.joins):
             if join is not None:
-                results[number] = cast(results[number], join.dtype)
+                results[number] = note.cast(results[number], join.dtype)
         return results
 
     def rule(self, names: reading.Names, jaxpr: Any, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:

@@ -19,6 +19,13 @@ from jaxmp.engine.classes import Class, classify
 _FREE = frozenset({"select_n", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter", "ragged_all_to_all"})
 _OF_UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 _PER_RESULT = (Class.POINTWISE, Class.WIDEST, Class.INFER)
+# Kernels, sparse arrays, and what has a function of the author's for each element.
+_UNKNOWN = frozenset({"reduce", "reduce_window", "select_and_scatter", "linear_call", "fusible"})
+_UNKNOWN_STARTS = (
+    *("pallas_call", "core_map", "mpmd_map", "custom_", "ffi_call", "tpu_custom_call", "mosaic_gpu", "call_exported"),
+    *("io_callback", "pure_callback", "cudnn_fusion", "dot_product_attention", "scaled_", "rnn_"),
+    *("bcoo_", "bcsr_", "coo_", "csr_"),
+)
 
 
 def flops_of(eqn: Any) -> int | None:
@@ -33,39 +40,24 @@ def flops_of(eqn: Any) -> int | None:
     if name in _PRODUCTS:
         return int(_PRODUCTS[name](eqn))
     if name == "fft":
-        lengths = eqn.params["fft_lengths"]
-        size = math.prod(lengths)
-        batch = max(_size(atom.aval) for atom in (*eqn.invars, *eqn.outvars)) / math.prod(lengths[-1:])
-        rows = max(1, round(batch / math.prod(lengths[:-1])))
-        return round(5 * rows * size * math.log2(max(size, 2)))
-    if cls is None or cls is Class.LINALG or name in _KERNELS:
+        size = max(_size(atom) for atom in (*eqn.invars, *eqn.outvars))  # of real ones one side is half as long
+        return round(5 * size * math.log2(max(math.prod(eqn.params["fft_lengths"]), 2)))
+    if cls is None or cls is Class.LINALG or name in _UNKNOWN or name.startswith(_UNKNOWN_STARTS):
         return None
-    if name in _FREE or not _is_inexact(eqn.outvars[0].aval if eqn.outvars else None):
+    if name in _FREE or not eqn.outvars or not jnp.issubdtype(getattr(eqn.outvars[0].aval, "dtype", int), np.inexact):
         return 0
     if name in _OF_UPDATES:
-        return _size(eqn.invars[2].aval)
+        return _size(eqn.invars[2])
     if name in ("reduce_window_sum", "cumlogsumexp"):
-        return _size(eqn.outvars[0].aval) * math.prod(eqn.params.get("window_dimensions", ()))
-    if name.startswith(("bcoo_", "bcsr_", "coo_", "csr_")):
-        return None
+        return _size(eqn.outvars[0]) * math.prod(eqn.params.get("window_dimensions", ()))
     if cls is Class.ACCUMULATION:
-        return _size(eqn.invars[0].aval)
-    return _size(eqn.outvars[0].aval) if cls in _PER_RESULT else 0
-
-
-_KERNELS = frozenset(
-    {"pallas_call", "core_map", "mpmd_map", "custom_fusion", "fusible", "ffi_call", "tpu_custom_call", "mosaic_gpu_p"}
-    | {"custom_partitioning", "call_exported", "io_callback", "pure_callback", "cudnn_fusion", "scaled_dot"}
-    | {"scaled_matmul", "scaled_matmul_wrapper", "rnn_fwd", "rnn_bwd", "reduce", "reduce_window", "select_and_scatter"}
-    | {"custom_lin", "custom_vmap_call", "linear_call"}
-    | {f"dot_product_attention_{kind}{end}" for kind in ("fwd", "bwd") for end in ("", "_wrapper")}
-    | {f"dot_product_attention_fp8_{kind}{end}" for kind in ("fwd", "bwd") for end in ("", "_wrapper")}
-)
+        return _size(eqn.invars[0])
+    return _size(eqn.outvars[0]) if cls in _PER_RESULT else 0
 
 
 def _dot(eqn: Any) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2 * _size(eqn.outvars[0].aval) * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    return 2 * _size(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
 
 
 def _ragged_dot(eqn: Any) -> int:
@@ -73,31 +65,23 @@ def _ragged_dot(eqn: Any) -> int:
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     known = {*contracted, *batch, *numbers.rhs_group_dimensions}
     columns = [size for axis, size in enumerate(eqn.invars[1].aval.shape) if axis not in known]
-    return 2 * _size(eqn.invars[0].aval) * math.prod(columns)  # each row meets the matrix of its own group only
+    return 2 * _size(eqn.invars[0]) * math.prod(columns)  # each row meets the matrix of its own group only
 
 
 def _conv(eqn: Any) -> int:
-    params, kernel = eqn.params, eqn.invars[1].aval.shape
-    _, in_features, *spatial = params["dimension_numbers"].rhs_spec
-    out_batch, out_features, *out_spatial = params["dimension_numbers"].out_spec
-    shape = eqn.outvars[0].aval.shape
-    terms = 1
-    for axis, (size, taps) in enumerate(
-        zip((shape[n] for n in out_spatial), (kernel[n] for n in spatial), strict=True)
-    ):
-        dilation = params["lhs_dilation"][axis]
-        starts = np.arange(size)[:, None] * params["window_strides"][axis] - params["padding"][axis][0]
-        terms *= int(np.sum((starts + np.arange(taps) * params["rhs_dilation"][axis]) % dilation == 0))
-    return 2 * shape[out_batch] * shape[out_features] * terms * kernel[in_features]
+    params, results, kernel = eqn.params, eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape
+    _, in_features, *taps = params["dimension_numbers"].rhs_spec
+    out_batch, out_features, *spatial = params["dimension_numbers"].out_spec
+    terms = results[out_batch] * results[out_features] * kernel[in_features]
+    for n, (axis, tap) in enumerate(zip(spatial, taps, strict=True)):
+        starts = np.arange(results[axis])[:, None] * params["window_strides"][n] - params["padding"][n][0]
+        places = starts + np.arange(kernel[tap]) * params["rhs_dilation"][n]
+        terms *= int(np.sum(places % params["lhs_dilation"][n] == 0))
+    return 2 * terms
 
 
 _PRODUCTS = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _conv}
 
 
-def _size(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ()))
-
-
-def _is_inexact(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, np.inexact))
+def _size(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))

@@ -111,7 +111,7 @@ class Node:
 _UNMARKED = Region()
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Step:
     """An equation in its place: the nodes of its floating results and the bodies in it."""
 
@@ -133,7 +133,7 @@ class Step:
         return next((node for node in self.nodes if node is not None), None)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Body:
     """A jaxpr in its place, with the nodes of its results."""
 

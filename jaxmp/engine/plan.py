@@ -4,18 +4,132 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxmp.engine import report
+from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.engine.autocast import check_backend, checked_policy
-from jaxmp.engine.rows import Row as Row
-from jaxmp.engine.rows import Summary as Summary
-from jaxmp.engine.rows import Writer
+from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.decide import decide
+from jaxmp.engine.emit import Note, emitted, wanted_in_half
+from jaxmp.engine.flops import flops_of
+from jaxmp.engine.graph import Body, Step, build
+from jaxmp.engine.kinds import Kind
+from jaxmp.engine.marks import path_of
+from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import Traced
+
+_HALF = {"float16", "bfloat16"}
+_REPEATED = "before the cast, so that the gradient of what it repeats is summed in float32"
+_HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One equation of the plan.
+
+    Attributes:
+      path: the module path or name scope, with ``/``, as an override names it; empty outside of any.
+      primitive: the name of JAX's primitive.
+      cls: the class that autocast has it in (``"half"``, ``"accumulation"``, …), ``"recurse"`` for an equation with
+        bodies, whose equations are the rows after it, or ``"unknown"``.
+      operands: the names of the dtypes that it is computed with, after casts.
+      result: the name of the dtype of its result; of several results their names with a comma between.
+      why: the rule, the neighbour or the island that decided.
+      source: the user's file and line, ``"package/module.py:12"``; empty where JAX knows none. A file in no package is
+        told by its name alone, so that a plan is the same wherever the project lies.
+      flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
+      casts: casts that autocast adds for it; one that several equations share stands at the first, one that its author
+        wrote and autocast puts off at each of those that read it.
+      cast_bytes: what these casts write, in bytes, over all trips of the loops around it.
+      depth: the number of equations that it is a part of.
+    """
+
+    path: str
+    primitive: str
+    cls: str
+    operands: tuple[str, ...]
+    result: str
+    why: str
+    source: str
+    flops: int
+    casts: int
+    cast_bytes: int
+    depth: int
+
+    def _cells(self) -> tuple[str, ...]:
+        """What a table shows of it, under ``_HEADER``."""
+        dtypes = f"{_runs(self.operands)} -> {_runs(self.result.split(', '))}".strip()
+        sizes = (_short(self.flops), f"{_short(self.cast_bytes)}B" if self.casts else "-")
+        return ("  " * self.depth + self.primitive, dtypes, *sizes, self.cls, self.path, self.why, self.source)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The totals of a plan.
+
+    A scan counts all its trips, a while loop one, a conditional all its branches, and the body of a shard_map the work
+    of one device.
+
+    Attributes:
+      changes: whether anything changes; without a product that may run in half nothing does.
+      flops: floating-point operations of the function.
+      half_flops: those of them in half precision.
+      product_flops: those of matrix products and convolutions.
+      half_product_flops: those of products in half precision.
+      casts: the casts that autocast adds, those of the function's results included.
+      cast_bytes: what they write, in bytes.
+      operations: the number of rows of each class.
+      islands: the names of the islands in float32 (``"softmax"``, ``"normalisation"``, …) with how many there are.
+      full_products: the products that stay float32, as (path or source, why).
+      unknown: the names of primitives that autocast does not know; they keep their dtypes.
+      uncounted: the names of primitives whose FLOPs are not known and not counted, such as kernels and solvers.
+      unknown_trips: the number of loops whose trips are known only when they run.
+    """
+
+    changes: bool
+    flops: int
+    half_flops: int
+    product_flops: int
+    half_product_flops: int
+    casts: int
+    cast_bytes: int
+    operations: Mapping[str, int]
+    islands: Mapping[str, int]
+    full_products: tuple[tuple[str, str], ...]
+    unknown: tuple[str, ...]
+    uncounted: tuple[str, ...]
+    unknown_trips: int
+
+    @property
+    def half_share(self) -> float:
+        """The share of the FLOPs in half precision, from 0 to 1."""
+        return self.half_flops / self.flops if self.flops else 0.0
+
+    def _lines(self) -> Iterator[str]:
+        """The totals as text."""
+        products = self.half_product_flops / self.product_flops if self.product_flops else 0.0
+        yield f"operations: {_counts(self.operations)}"
+        yield f"FLOPs: {self.flops}, {100 * self.half_share:.1f} % in half precision"
+        yield f"FLOPs of products: {self.product_flops}, {100 * products:.1f} % in half precision"
+        yield f"casts added: {self.casts}, which write {self.cast_bytes} bytes"
+        yield f"islands in float32: {_counts(self.islands)}"
+        yield from (f"float32 product: {place}: {why}" for place, why in self.full_products)
+        if not self.changes:
+            yield "no product in half: nothing changes"
+        named = {"unknown primitives, which keep their dtypes": self.unknown, "FLOPs not counted": self.uncounted}
+        yield from (f"{text}: {', '.join(names)}" for text, names in named.items() if names)
+        if self.unknown_trips:
+            yield f"loops of unknown trips, counted as one trip each: {self.unknown_trips}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +144,8 @@ class CastPlan:
     Attributes:
       policy: the policy, as text.
       overrides: the overrides.
-      rows: one for each equation, those of bodies after the equation that has them.
+      rows: one for each equation, those of bodies after the equation that has them; and for each broadcast that one
+        implied and autocast writes out, before the cast of a weight.
       summary: the totals.
     """
 
@@ -41,11 +156,27 @@ class CastPlan:
 
     def __str__(self) -> str:
         """The text of the plan."""
-        return report.text(self)
+        rows = map(_line, [_HEADER, *(row._cells() for row in self.rows)])
+        return "\n".join([*self._title(), "", *rows, "", *self.summary._lines()])
+
+    def _title(self) -> list[str]:
+        overrides = (f"override {key!r}: {level}" for key, level in self.overrides.items())
+        return [f"autocast plan under {self.policy}", *overrides]
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
-        """The plan as a table; a narrow console gets fewer columns."""
-        yield report.table(self, options.max_width)
+        """The plan as a table; below 110 columns without sizes, class and source."""
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        shown = [n for n in range(len(_HEADER)) if options.max_width >= 110 or n in (0, 1, 5, 6)]
+        for name in (_HEADER[n] for n in shown):
+            grid.add_column(name, justify="right" if name in ("FLOPs", "casts") else "left", overflow="fold")
+        for row in self.rows:
+            cells, in_half = row._cells(), _HALF & {*row.operands, *row.result.split(", ")}
+            grid.add_row(*(Text(cells[n]) for n in shown), style="green" if in_half else "")
+        yield from (Text("\n".join(self._title()), style="bold"), Text(""), grid, Text(""))
+        yield Text("\n".join(self.summary._lines()))
 
     def to_json(self) -> str:
         """The plan as JSON.
@@ -53,7 +184,33 @@ class CastPlan:
         The keys are ``policy`` (text), ``overrides`` (an object), ``rows`` (a list of objects with the attributes of
         :class:`Row`) and ``summary`` (an object with the attributes of :class:`Summary` and ``half_share``).
         """
-        return report.to_json(self)
+        value = dataclasses.asdict(self)
+        value["summary"]["half_share"] = self.summary.half_share
+        return json.dumps(value, indent=2, allow_nan=False)
+
+
+def _line(cells: Sequence[str]) -> str:
+    """No width depends on another row."""
+    primitive, dtypes, flops, casts, cls, path, why, source = cells
+    return f"{primitive:<24} {dtypes:<36} {flops:>8} {casts:>8}  {cls:<12} {path or '-'} | {why} | {source or '-'}"
+
+
+def _runs(names: Sequence[str]) -> str:
+    """Names with their repetitions told by a number."""
+    groups = ((name, len(list(group))) for name, group in itertools.groupby(names))
+    return ", ".join(name if count == 1 else f"{count}×{name}" for name, count in groups)
+
+
+def _short(number: int) -> str:
+    """A number with three digits and a prefix: 1.05M."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size * 0.9995:
+            return f"{number / size:.3g}{prefix}"
+    return str(number)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 def cast_plan(
@@ -73,6 +230,7 @@ def cast_plan(
     Raises:
       ValueError: as :func:`jaxmp.autocast` does, of overrides that match nothing too.
       TypeError: the policy is a PolicyMap.
+      What JAX raises where an override asks for half and an operation has it not, as the call would.
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(x @ w)
@@ -99,8 +257,109 @@ def cast_plan(
         check_backend(one_policy)
         rules = Rules(one_policy.compute_dtype, overrides)
         traced = Traced(fun, args, kwargs, rules)
-        writer = Writer(traced.jaxpr, rules, traced.result_dtypes(one_policy))
+        graph, dtypes = build(*traced.jaxpr, rules), traced.result_dtypes(one_policy)
+        wanted = wanted_in_half(graph, dtypes)
+        changed = decide(graph, wanted)
         rules.check()
-        return CastPlan(str(one_policy), overrides, tuple(writer.rows), writer.summary())
+        notes: dict[Step | Body, Note] = {}
+        jax.eval_shape(lambda *args: emitted(graph, rules, args, dtypes, changed, notes), *traced.operands)
+        rows = _Rows(Reasons(graph, changed, wanted), notes)
+        rows.add(graph.body)
+        return CastPlan(str(one_policy), overrides, tuple(rows.found), rows.summary(notes[graph.body].casts))
 
     return planned
+
+
+class _Rows:
+    """The rows of a decided program, from the notes of its emission."""
+
+    def __init__(self, reasons: Reasons, notes: Mapping[Step | Body, Note]) -> None:
+        self.reasons, self.notes = reasons, notes
+        self.found: list[Row] = []
+        self.uncounted: set[str] = set()
+
+    def add(self, body: Body, depth: int = 0, trips: int = 1, outer: str = "") -> None:
+        """Adds those of a body that runs ``trips`` times, in an equation whose source is ``outer``."""
+        for step in body.steps:
+            eqn, name, inside = step.eqn, step.eqn.primitive.name, _bodies(step)
+            note = self.notes.get(step) or Note([atom.aval for atom in eqn.invars])
+            turns = trips * (eqn.params["length"] if name == "scan" else 1)
+            casts = [size * trips for size in note.casts]
+            casts += [size * turns for inner in inside if inner in self.notes for size in self.notes[inner].casts]
+            flops = 0 if reading.bodies_of(eqn) is not None else flops_of(eqn)
+            if flops is None:
+                self.uncounted.add(name)
+            row = Row(
+                path="/".join(path_of(step.names)),
+                primitive=name,
+                cls=str(classify(name) or "unknown"),
+                operands=tuple(map(_name, note.operands)),
+                result=", ".join(_name(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
+                why=self.reasons.of(step),
+                source=_source_of(eqn) or outer,  # a function of JAX's that was traced before knows no caller
+                flops=(flops or 0) * trips,
+                casts=len(casts),
+                cast_bytes=sum(casts),
+                depth=depth,
+            )
+            for dtype in map(_name, note.repeated):
+                new = Row(row.path, "broadcast_in_dim", "clear", (dtype,), dtype, _REPEATED, row.source, 0, 0, 0, depth)
+                self.found.append(new)
+            self.found.append(row)
+            for inner in inside:
+                self.add(inner, depth + 1, turns, row.source)
+
+    def summary(self, of_results: Sequence[int]) -> Summary:
+        """The totals; ``of_results`` are the bytes of the casts of the function's results."""
+        rows = self.found
+        half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
+        full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
+        return Summary(
+            changes=self.reasons.changed,
+            flops=sum(row.flops for row in rows),
+            half_flops=sum(row.flops for row in half),
+            product_flops=sum(row.flops for row in rows if row.cls == Class.HALF),
+            half_product_flops=sum(row.flops for row in half if row.cls == Class.HALF),
+            casts=sum(row.casts for row in rows) + len(of_results),
+            cast_bytes=sum(row.cast_bytes for row in rows) + sum(of_results),
+            operations=dict(sorted(Counter(row.cls for row in rows).items())),
+            islands=dict(sorted(Counter(self.reasons.islands).items())),
+            full_products=tuple((row.path or row.source or row.primitive, row.why) for row in full),
+            unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),
+            uncounted=tuple(sorted(self.uncounted)),
+            unknown_trips=sum(row.primitive == "while" for row in rows),
+        )
+
+
+def _bodies(step: Step) -> Sequence[Body]:
+    """The bodies of an equation; what autocast does not look into, or one inside has decided, keeps its dtypes."""
+    if step.bodies is not None:
+        return step.inner
+    known = reading.bodies_of(step.eqn)
+    jaxprs = known.jaxprs if known is not None else ()
+    if known is None and classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):
+        jaxprs = tuple(jaxprs_in(step.eqn))
+    found = []
+    for jaxpr, consts in map(reading.opened, jaxprs):
+        names = [(*step.names, *reading.names_of(eqn)) for eqn in jaxpr.eqns]
+        steps = [Step(eqn, of, [], [], Kind.KEPT, step.reason) for eqn, of in zip(jaxpr.eqns, names, strict=True)]
+        found.append(Body(jaxpr, consts, steps, [], has_floats=False))
+    return found
+
+
+def _name(typed: Any) -> str:
+    """The name of the dtype of an operand or a result, or of its type if it has none."""
+    return str(getattr(getattr(typed, "dtype", None), "name", None) or type(typed).__name__)
+
+
+def _source_of(eqn: Any) -> str:
+    """Where an equation comes from, told alike on every machine: from the outermost package of its file."""
+    place = reading.source_of(eqn)
+    return "" if place is None else f"{_from_package(place[0])}:{place[1]}"
+
+
+@functools.cache
+def _from_package(file: str) -> str:
+    *folders, top = Path(file).parents
+    outside = (folder for folder in folders if not (folder / "__init__.py").exists())
+    return Path(file).relative_to(next(outside, top)).as_posix()

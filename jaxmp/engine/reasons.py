@@ -2,70 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.decide import Colour
 from jaxmp.engine.graph import Body, Graph, Node, Step
 from jaxmp.engine.kinds import Kind, State
-from jaxmp.engine.patterns import Island
+from jaxmp.engine.patterns import islands_of
 
 _FULL = (Kind.FULL, Kind.STRICT)
+_IN_FLOAT32 = (Colour.FULL, Colour.ROUND)
 
 
 class Reasons:
-    """Answers for one coloured graph.
+    """Answers for one decided graph.
 
     Args:
-      graph: the graph after colouring.
-      changed: what :func:`jaxmp.engine.decide.colour` returned.
+      graph: the graph.
+      changed: what :func:`jaxmp.engine.decide.decide` returned.
       wanted: nodes of results that are wanted in half.
-      islands: the islands that have names.
+
+    Attributes:
+      islands: the names of the islands in float32.
     """
 
-    def __init__(self, graph: Graph, changed: bool, wanted: Iterable[Node], islands: Sequence[Island]) -> None:
+    def __init__(self, graph: Graph, changed: bool, wanted: Iterable[Node]) -> None:
         self.changed = changed
         self.scopes = {node: step.names for step in _leaves(graph.body) for node in step.nodes if node is not None}
-        self.islands = {node: island.name for island in islands for node in island.nodes}
-        self.above: dict[Node, Node] = {}
-        self.below: dict[Node, Node | None] = {node: None for node in wanted}  # None: the result of the function
-        self.cause: dict[Node, Node] = {}
-        for _ in range(2):  # once more for what comes round a loop
-            for node in graph.nodes:
-                self._look_up(node)
-            for node in reversed(graph.nodes):
-                self._look_down(node)
-
-    def _look_up(self, node: Node) -> None:
-        for operand in node.inputs:
-            if node not in self.above and (_is_half(operand) or operand in self.above):
-                self.above[node] = operand if _is_half(operand) else self.above[operand]
-            drags = operand.state >= State.FULL and not (operand.state is State.FULL and operand.has_half_copy)
-            if node not in self.cause and drags and (operand.kind in _FULL or operand in self.cause):
-                self.cause[node] = operand if operand.kind in _FULL else self.cause[operand]
-
-    def _look_down(self, node: Node) -> None:
-        if node in self.below:
-            return
-        for user in node.users:
-            if user.kind is Kind.HALF or user in self.below:
-                self.below[node] = user if user.kind is Kind.HALF else self.below[user]
-                return
+        islands = [each for each in islands_of(graph.nodes) if changed and each.nodes[0].colour in _IN_FLOAT32]
+        self.islands = [island.name for island in islands]
+        self.island_of = {node: island.name for island in islands for node in island.nodes}
+        nodes, ends = graph.nodes, dict.fromkeys(wanted)  # None: the result of the function
+        self.above = _nearest(nodes, lambda node: node.inputs, _is_half)
+        self.below = _nearest(nodes[::-1], lambda node: node.users, lambda user: user.kind is Kind.HALF, known=ends)
+        self.cause = _nearest(nodes, lambda node: filter(_drags, node.inputs), lambda operand: operand.kind in _FULL)
 
     def of(self, step: Step) -> str:
-        """Why the operation of an equation without bodies is computed as it is."""
+        """Why an equation is computed as it is."""
         node = step.node
+        if step.bodies is not None:
+            return self._of_bodies(step)
         if step.kind is Kind.KEPT:
-            return step.reason
+            return step.reason if node is None or node.late is None else "put off to each operation that reads it"
         if not self.changed:
             is_product = classify(step.eqn.primitive.name) is Class.HALF
             return step.reason if is_product else "no product in half: nothing changes"
         if node is None:
             return step.reason or "no floating result"
-        reason = self._of_node(node, step)
-        island = self.islands.get(node)
-        return reason if island is None or node.colour not in (Colour.FULL, Colour.ROUND) else f"{island}: {reason}"
+        island = self.island_of.get(node) if node.colour in _IN_FLOAT32 else None
+        return f"{island}: {self._of_node(node, step)}" if island else self._of_node(node, step)
 
     def _of_node(self, node: Node, step: Step) -> str:
         if node.colour == Colour.ROUND:
@@ -88,22 +73,39 @@ class Reasons:
         scope = "/".join(self.scopes.get(node, ()))
         return node.name if scope == "/".join(step.names) or not scope else f"{node.name} of {scope}"
 
-    def of_bodies(self, step: Step) -> str:
-        """What is decided of an equation with bodies as a whole."""
-        name, params = step.eqn.primitive.name, step.eqn.params
+    def _of_bodies(self, step: Step) -> str:
         text = {
-            "scan": f"a loop of {params.get('length')} trips, decided inside",
+            "scan": f"a loop of {step.eqn.params.get('length')} trips, decided inside",
             "while": "a loop of unknown trips, decided inside; one is counted",
             "cond": "decided inside each branch; all are counted",
             "custom_jvp_call": "decided inside; its derivative rule when that runs",
             "custom_vjp_call": "decided inside; its derivative rules when they run",
-        }.get(name, "decided inside")
+        }.get(step.eqn.primitive.name, "decided inside")
         held = {join.reason: None for join in step.joins if join is not None and join.kind in _FULL and join.reason}
         return "; ".join([text, *(f"float32: {reason}" for reason in held)]) if self.changed else text
 
 
+def _nearest(
+    nodes: Sequence[Node],
+    beside: Callable[[Node], Iterable[Node]],
+    is_end: Callable[[Node], bool],
+    known: Mapping[Node, Node | None] | None = None,
+) -> dict[Node, Node | None]:
+    """For each node the end of the first way that leads to one; ``known`` are the ends of some."""
+    found = dict(known or {})
+    for node in (*nodes, *nodes):  # once more for what comes round a loop
+        for other in beside(node):
+            if is_end(other) or other in found:
+                found.setdefault(node, other if is_end(other) else found[other])
+    return found
+
+
 def _is_half(node: Node) -> bool:
     return node.kind is Kind.HALF or (node.kind is Kind.SOURCE and node.dtype.itemsize == 2)
+
+
+def _drags(node: Node) -> bool:
+    return node.state is State.STRICT or (node.state is State.FULL and not node.has_half_copy)
 
 
 def _leaves(body: Body) -> Iterator[Step]:
@@ -112,10 +114,3 @@ def _leaves(body: Body) -> Iterator[Step]:
             yield step
         for inner in step.inner:
             yield from _leaves(inner)
-
-
-def trips_of(eqn: Any) -> int | None:
-    """How often the bodies of an equation run; None if that is known only when they do."""
-    if eqn.primitive.name == "while":
-        return None
-    return int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
