@@ -23,7 +23,9 @@ HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 standard_promotion = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 # Compiled in a fraction of the time; what is compared is compiled alike.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+quick_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+)
 
 
 def data(*shape: int, seed: int = 7) -> jax.Array:
