@@ -450,9 +450,9 @@ MODELS = {
 
 TRANSFORMS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "jit": lambda fun, params, x: jax.jit(fun)(params, x),
-    "vmap over examples": lambda fun, params, x: jax.vmap(fun, (None, 0))(params, x),
+    "vmap over examples": lambda fun, params, x: jax.vmap(fun, (None, 0))(params, x[:, None]),
     "checkpoint": lambda fun, params, x: jax.checkpoint(fun)(params, x),
-    "scan over microbatches": lambda fun, params, x: lax.scan(lambda _, x: (None, fun(params, x)), None, x)[1],
+    "scan over microbatches": lambda fun, params, x: lax.map(lambda x: fun(params, x), x.reshape(2, -1, *x.shape[1:])),
 }
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from gradient_zoo import LAYERS, MODELS, TRANSFORMS, loss
 from jax import lax
 from linen_zoo import HALVES
-from program_tools import half_sums, with_exact_sums
+from program_tools import half_sums, has_loops, with_exact_sums
 
 import jaxmp
 
@@ -194,7 +194,16 @@ def test_nor_does_one_where_the_loss_transforms_the_model(name, transform, way):
 # XLA has no float16 kernel for what jax.nn.dot_product_attention asks of a CPU.
 NO_KERNEL = {"NNX: MultiHeadAttention"}
 # Programs that others here repeat are looked at above, and not computed as well.
-REPEATED = {"Linen: ResNet", "NNX: ResNet", "Linen: GPT2 with remat", *(f"NNX: {name}" for name in zoo.WRITTEN)}
+REPEATED = {
+    *(
+        "Linen: ResNet",
+        "Linen: MLP of the zoo",
+        "Linen: GPT2 with remat",
+        "NNX: ResNet",
+        "NNX: RNN of OptimizedLSTMCell",
+    ),
+    *("NNX: Bidirectional of LSTMCell and GRUCell", *(f"NNX: {name}" for name in zoo.WRITTEN)),
+}
 MEASURED = [
     *((name, "apply_policy") for name in CASES if name not in NO_KERNEL | REPEATED),
     *((f"Linen: {name}", "autocast") for name in (*zoo.WRITTEN, "ResNet of the zoo", "GPT2")),
@@ -207,7 +216,7 @@ def test_gradients_are_those_of_float64_but_for_the_rounding_of_products(name, w
     want = float64(name)
     for half, limit in LIMITS.items():
         wrong = {param: error for param, error in errors(got[half], want).items() if error > limit}
-        if wrong:
+        if wrong and not has_loops(traced(name, way).jaxpr):
             explained = errors(with_float64_sums(name, way)[half], want)
             wrong = {param: (error, explained[param]) for param, error in wrong.items() if error > 3 * explained[param]}
         assert not wrong, half
