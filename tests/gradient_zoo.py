@@ -154,8 +154,8 @@ def lookup(ids: Any, table: Any, kernel: Any) -> Any:
 
 def relative_positions(x: Any, table: Any, kernel: Any) -> Any:
     """A bias for each distance, looked up for each pair of places and added for each example."""
-    q = (x @ kernel).reshape(20, 30, 4)
-    distances = np.abs(np.arange(30)[:, None] - np.arange(30)) % 8
+    q, places = x @ kernel, np.arange(x.shape[1])
+    distances = np.abs(places[:, None] - places)
     return (q @ q.mT + table[distances]) @ q
 
 
@@ -228,7 +228,7 @@ WRITTEN: dict[str, tuple[Callable[..., Any], np.ndarray, dict[str, tuple[int, ..
     "layer scale": (layer_scale, ROWS, {"scale": (4,), "kernel": SQUARE}),
     "norm by hand": (norm_by_hand, ROWS, {"scale": (4,), "bias": (4,), "kernel": SQUARE}),
     "lookup": (lookup, TOKENS, {"table": (40, 4), "kernel": SQUARE}),
-    "relative positions": (relative_positions, ROWS, {"table": (8,), "kernel": SQUARE}),
+    "relative positions": (relative_positions, SEQUENCES, {"table": (3,), "kernel": SQUARE}),
     "cumulated": (cumulated, normal(shape=(300, 4)), {"steps": (300, 4), "kernel": SQUARE}),
     "used in turn": (used_in_turn, ROWS, {"kernel": SQUARE, "bias": (4,)}),
     "weights in a loop": (weights_in_a_loop, LONG, {"kernel": SQUARE, "recurrent": SQUARE, "bias": (4,)}),
@@ -331,7 +331,7 @@ def without_dropout(net: nnx_zoo.Net) -> nnx_zoo.Net:
     return net
 
 
-IDS = tokens(8, 40, vocabulary=60)
+IDS = tokens(300, 4, vocabulary=60)
 LINEN_MODELS = {
     "MLP of the zoo": Case(lambda **_: linen_zoo.MLP(), ROWS),
     "Linear of the zoo": Case(lambda **_: linen_zoo.Linear(), ROWS),
@@ -347,9 +347,9 @@ LINEN_MODELS = {
         normal(shape=(4, 12, 12, 3)),
         lambda model, x: model(x, train=True),
     ),
-    "GPT2": Case(lambda **_: models.GPT2(60, 40, 1, 2, 16), IDS),
-    "GPT2 with remat": Case(lambda **_: models.GPT2(60, 40, 1, 2, 16, "attention"), IDS),
-    "BERT": Case(lambda **_: models.BERT(60, 40, 1, 2, 16), IDS),
+    "GPT2": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16), IDS),
+    "GPT2 with remat": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16, "attention"), IDS),
+    "BERT": Case(lambda **_: models.BERT(60, 4, 1, 2, 16), IDS),
     "nn.scan over layers": Case(lambda **own: Stack(False, 2, own), ROWS),
     "nn.scan of one layer": Case(lambda **own: Stack(True, 300, own), normal(shape=(1, 1, 4))),
     "nn.vmap": Case(lambda **own: Vmapped(own), SEQUENCES),
