@@ -160,6 +160,9 @@ def computation(jaxpr: Any, inputs: Any = None) -> list[Any]:
                 results = [_Cast(new.name, operands[0])]
             else:
                 results = [_digest(name, new.name, *operands)]
+        elif name == "cast_repeated":
+            old, new = eqn.invars[0].aval.shape, eqn.params["shape"]
+            results = [_Cast(eqn.params["dtype"].name, _repeated(operands[0], old, new))]
         elif name == "clamp" and eqn.outvars[0].aval.dtype == np.int32:  # of the index of a conditional, once or twice
             results = [operands[1]]
         elif name in _CALLS:
