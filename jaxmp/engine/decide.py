@@ -332,7 +332,7 @@ def _read_in(user: Node, operand: Node) -> np.dtype | None:
 
 
 def _repeats(user: Node, operand: Node) -> bool:
-    return user.loop != operand.loop or (user.name in BROADCAST and user.shape != operand.shape)
+    return user.loop != operand.loop or user.name in BROADCAST  # if only by a vmap from outside
 
 
 def _on_a_cycle_with(starts: Iterable[Node]) -> Iterator[list[Node]]:
