@@ -217,7 +217,7 @@ REPEATED = {
 }
 MEASURED = [
     *((name, "apply_policy") for name in CASES if name not in NO_KERNEL | REPEATED),
-    *((f"Linen: {name}", "autocast") for name in (*zoo.WRITTEN, "ResNet of the zoo", "GPT2")),
+    *((f"Linen: {name}", "autocast") for name in (*zoo.WRITTEN, "GPT2")),
 ]
 
 
