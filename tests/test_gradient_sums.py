@@ -222,7 +222,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("name", "way"), MEASURED)
-def test_gradients_are_those_of_float64_but_for_the_rounding_of_products(name, way):
+def test_gradients_are_those_of_float64_but_for_what_rounding_explains(name, way):
     got = traced(name, way).lower().compile()(*CASES[name]()[1:])
     want = float64(name)
     for half, limit in LIMITS.items():
