@@ -49,6 +49,8 @@ def _backward(cotangent: Any, value: Any, *, dtype: np.dtype, shape: tuple[int, 
         return [ad.Zero(value.aval)]
     old = dict(zip(axes, value.aval.shape, strict=True))
     summed = tuple(axis for axis, size in enumerate(shape) if old.get(axis) != size)
+    # Without a barrier XLA sums what the cotangent was before it was rounded, and so writes all of that in float32.
+    cotangent = jax.lax.optimization_barrier(cotangent)
     return [jnp.sum(cotangent.astype(value.aval.dtype), summed).reshape(value.aval.shape)]
 
 

@@ -300,7 +300,11 @@ def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
             varying.add(node)
         if node.name == "convert_element_type" and node.kind is Kind.KEPT and node.written.itemsize == 2:
             cast += node.inputs
-            if node in varying and all(op.written == _FLOAT32 and not op.is_cast_once for op in node.inputs):
+            if (
+                node in varying
+                and not node.in_rule
+                and all(op.written == _FLOAT32 and not op.is_cast_once for op in node.inputs)
+            ):
                 node.kind, node.late = Kind.CLEAR, node.written
         elif node.kind is Kind.CLEAR and node.name in PICKS and len(node.inputs) == 1:
             node.late = node.inputs[0].late

@@ -35,6 +35,7 @@ def coloured(
     args: Sequence[Any],
     dtypes: Sequence[Any],
     force: bool = False,
+    in_rule: bool = False,
 ) -> list[Any]:
     """Evaluates an open jaxpr with its constants as the engine decides.
 
@@ -45,8 +46,9 @@ def coloured(
       args: its arguments, which may have other dtypes than those it was traced with.
       dtypes: those that its results shall have; None for as they come.
       force: decide although it has no product.
+      in_rule: it is a rule of custom_vjp.
     """
-    graph = build(*jaxpr, rules, names)
+    graph = build(*jaxpr, rules, names, in_rule)
     for node, value in zip(graph.sources, args, strict=True):
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
@@ -226,7 +228,8 @@ class _Emission:
                 elif name in _WITH_RULES:  # which are traced on the dtypes that the author wrote
                     operands[position] = note.rounded(operands[position], operand)
         functions = [functools.partial(self.run, body, step, position) for position, body in enumerate(step.inner)]
-        rule = Rule(functools.partial(self.rule, step.names), functools.partial(tracing, self.rules))
+        evaluate = functools.partial(self.rule, step.names, name == "custom_vjp_call")
+        rule = Rule(evaluate, functools.partial(tracing, self.rules))
 
         def program() -> Callable[..., list[Any]]:
             return rebuilt(eqn, bodies, functions, rule)
@@ -262,9 +265,11 @@ class _Emission:
                 results[number] = note.cast(results[number], join.dtype)
         return results
 
-    def rule(self, names: reading.Names, jaxpr: Any, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    def rule(
+        self, names: reading.Names, in_rule: bool, jaxpr: Any, args: Sequence[Any], dtypes: Sequence[Any]
+    ) -> list[Any]:
         """A derivative rule; its operands come, and its results go, in the dtypes of the function's."""
-        return coloured(jaxpr, self.rules, names, args, dtypes, force=True)
+        return coloured(jaxpr, self.rules, names, args, dtypes, force=True, in_rule=in_rule)
 
 
 def _bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:

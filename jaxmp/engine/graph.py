@@ -33,6 +33,7 @@ class Node:
       const: of a constant the smallest magnitude but 0, and the largest.
       half: the half dtype of the code that it stands in.
       loop: a number for the innermost loop body that it is computed in, 0 outside of any.
+      in_rule: it is computed in a custom_vjp, whose rule is no derivative of it.
 
     What colouring finds out:
 
@@ -57,6 +58,7 @@ class Node:
         "half",
         "has_half_copy",
         "heads_to_product",
+        "in_rule",
         "inputs",
         "is_activation",
         "is_looked_up",
@@ -83,6 +85,7 @@ class Node:
         self.half: np.dtype | None = None
         self.late: np.dtype | None = None
         self.loop = 0
+        self.in_rule = False
         for node in inputs:
             self.read(node)
         self.after_product = self.before_product = self.has_half_copy = False
@@ -158,9 +161,9 @@ class Graph:
     """The nodes inside of each while loop that runs until it converges."""
 
 
-def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()) -> Graph:
+def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = (), in_rule: bool = False) -> Graph:
     """The graph of an open jaxpr and its constants; ``names`` are the scopes around it."""
-    builder = _Builder(rules)
+    builder = _Builder(rules, in_rule)
     sources = [builder.source(var.aval) for var in jaxpr.invars]
     return Graph(builder.nodes, builder.body(jaxpr, consts, sources, names), sources, builder.searches)
 
@@ -176,7 +179,8 @@ def _is_at_hand(value: Any) -> bool:
 
 
 class _Builder:
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, in_rule: bool) -> None:
+        self.in_rule = in_rule
         self.nodes: list[Node] = []
         self.searches: list[slice] = []
         self.rules = rules
@@ -191,6 +195,7 @@ class _Builder:
             return None
         node = Node(kind, name, aval, inputs, reason, asked)
         node.half, node.loop = self.region.half or self.rules.half, self.loops[-1]
+        node.in_rule = self.in_rule
         self.nodes.append(node)
         return node
 
@@ -258,7 +263,9 @@ class _Builder:
         self.loops.pop()
 
     def enter_call(self, step: Step, bodies: reading.Bodies) -> None:
+        around, self.in_rule = self.in_rule, self.in_rule or step.eqn.primitive.name == "custom_vjp_call"
         step.nodes = self.inner(step, bodies.jaxprs[0], step.operands)
+        self.in_rule = around
 
     def join(self, name: str, aval: Any, inputs: Sequence[Node | None]) -> Node | None:
         kind = Kind.KEPT if self.region.level == "written" else Kind.JOIN
