@@ -42,14 +42,20 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     without a policy; Linen's ``cache``, ``intermediates`` and ``perturbations`` have those of what was computed.
 
     A ``dtype`` or ``param_dtype`` field that has its class's default is filled; one that differs is the author's word
-    and stays, unless an override covers the module. A module without a ``dtype`` field gets its params in the compute
-    dtype, and its inputs follow where they meet them (in products and in ``jax.numpy``; other operations of ``jax.lax``
-    want equal dtypes, as always). The carry of a lifted loop (``nn.scan``, ``nn.RNN``) keeps the dtype it comes in
-    with. A submodule with policies of its own keeps them.
+    and stays, unless an override covers the module. A module with a ``dtype`` field computes as it is written. The
+    operations of one without are decided on the graph in the compute dtype of its policy, as :func:`jaxmp.autocast`
+    decides; its code is traced in float32 if it has params of its own, and sees those. The carry of a lifted loop
+    (``nn.scan``, ``nn.RNN``) keeps the dtype it comes in with. A submodule with policies of its own keeps them.
+
+    Gradients of params are summed in float32: a bias, an embedding or a position is cast where an activation meets it,
+    and not before it is repeated or looked up.
+
+    A call is traced as under ``jax.jit``, so that its Python code cannot branch on the values of arrays. Without
+    ``jit`` a call of equal shapes runs the program that was written by the first.
 
     ``"O1"`` is :func:`jaxmp.autocast` in ``mixed_float16``: no ``dtype`` of a module and no variable changes, and what
     runs is decided operation by operation; overrides then say where in the module all is float32. Variables are made
-    without autocast. In bfloat16 the same is ``jaxmp.autocast(module.apply, "mixed_bfloat16")``.
+    without autocast. In bfloat16 the same is :func:`autocast`.
 
     Args:
       module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.
