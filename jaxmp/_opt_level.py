@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxmp.dtypes import is_half
 from jaxmp.engine.autocast import checked_policy
 from jaxmp.patterns import pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy, get_policy_map
@@ -35,6 +36,11 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> PolicyMap:
     given = {key: default.root if level == "half" else level for key, level in (overrides or {}).items()}
     policies = PolicyMap(default, given)
     half = policies.root.compute_dtype
+    if not is_half(half):
+        raise ValueError(
+            f"a model under autocast needs a policy with a half compute dtype, got {half.name}; use 'mixed_bfloat16' "
+            "or 'mixed_float16'"
+        )
     for pattern, exception in (*policies.overrides, *default.overrides):
         if exception.compute_dtype not in (np.float32, half):
             raise ValueError(
@@ -43,11 +49,6 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> PolicyMap:
                 "'float32' or 'half' there"
             )
     return policies
-
-
-def o1_map(overrides: Mapping[Any, Any] | None) -> PolicyMap:
-    """The exceptions from O1."""
-    return autocast_map(O1, overrides)
 
 
 def level_of(policy: Policy) -> Literal["float32", "half"]:

@@ -216,3 +216,29 @@ def test_an_override_to_another_half_dtype_is_an_error_at_once():
     text = r"computes in its policy's float16, .* for '\*\*/head' computes in bfloat16; write 'float32' or 'half' there"
     with pytest.raises(ValueError, match=text):
         apply_policy(MLP(), "O1", {"**/head": "mixed_bfloat16"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "half"), [("mixed_bfloat16", "bfloat16"), ("mixed_float16", "float16"), ("O1", "float16")]
+)
+def test_a_model_runs_under_autocast_in_either_half_dtype(policy, half):
+    model, variables = jaxmp.linen.autocast(MLP(), policy), MLP().init(rngs(), data(2, 4))
+    same_bits(model.init(rngs(), data(2, 4)), variables)
+    assert model_products(model, data(2, 4)) == [half, half]
+    assert jnp.array_equal(
+        model.apply(variables, data(2, 4)), jaxmp.autocast(MLP().apply, f"mixed_{half}")(variables, data(2, 4))
+    )
+    kept = jaxmp.linen.autocast(MLP(), policy, {"Dense_1": "float32", "Dense_0": "half"})
+    assert model_products(kept, data(2, 4)) == [half, "float32"]
+
+
+def test_a_model_under_autocast_whose_products_all_stay_float32_raises_and_names_them():
+    model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {nn.Dense: "float32"})
+    with pytest.raises(ValueError, match=r"every product stays as it was: Dense_0 \(override"):
+        model.apply(MLP().init(rngs(), data(2, 4)), data(2, 4))
+    with pytest.raises(ValueError, match=r"computes in its policy's bfloat16, .* computes in float16; write 'float32'"):
+        jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {"Dense_1": "mixed_float16"})
+    with pytest.raises(TypeError, match=r"jaxmp\.linen\.autocast takes an instance of flax\.linen\.Module"):
+        jaxmp.linen.autocast(MLP, "mixed_bfloat16")
+    with pytest.raises(ValueError, match="half compute dtype"):
+        jaxmp.linen.autocast(MLP(), "float32")
