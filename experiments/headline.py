@@ -68,6 +68,11 @@ def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) ->
     return max(found, key=lambda source: (source.where["date"], str(source.path)), default=None)
 
 
+def gradient_sums(results: Path) -> Source | None:
+    """The newest result on the sums of gradients."""
+    return newest(results, "gradient_sums", lambda run: not run["smoke"])
+
+
 def _full(model: Name, found: dict[str, Any]) -> bool:
     return found["sizes"] == dataclasses.asdict(FULL[model])
 

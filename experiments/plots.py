@@ -220,3 +220,28 @@ def remat(groups: list[dict[str, Any]], path: Path, caption: str) -> None:
         axes.legend(fontsize=8, framealpha=1, edgecolor="#BBBBBB")  # in a frame: its dots are no measurements
     figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.995, ha="right")
     figure.savefig(path, dpi=110)
+
+
+def gradient_sums(results: list[dict[str, Any]], path: Path, caption: str) -> None:
+    """A panel a half format, a row a case: each way's error on a log axis; grey: what rounding alone explains."""
+    halves = list(dict.fromkeys(result["half"] for result in results))
+    ways = dict(zip(dict.fromkeys(way for result in results for way in result["ways"]), COLORS[1:], strict=False))
+    figure = Figure(figsize=(2.2 + 3.9 * len(halves), 4.8), layout="constrained")
+    for i, (axes, half) in enumerate(zip(figure.subplots(1, len(halves), squeeze=False)[0], halves, strict=True)):
+        own = [result for result in results if result["half"] == half]
+        style(axes, half, "relative error of the gradient, %")
+        axes.set_xscale("log")
+        for y, result in enumerate(own):
+            axes.barh(y, 100 * result["rounding"], height=0.86, color=_LIGHT)
+            for n, (way, color) in enumerate(ways.items()):
+                if way in result["ways"]:
+                    place = y + 0.15 * (n - (len(ways) - 1) / 2)
+                    axes.plot([100 * result["ways"][way]["error"]], [place], "o", color=color, markersize=6, label=way)
+        row_axis(axes, [result["case"] for result in own], named=i == 0)
+        axes.set_xlim(1e-4, 200)
+        axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8.5)
+    figure.supxlabel(f"grey: what rounding alone explains. {caption}", fontsize=7.5, color=_GREY, x=0.995, ha="right")
+    figure.savefig(path, dpi=110)

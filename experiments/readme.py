@@ -1,8 +1,8 @@
-"""Copies what was measured from experiments/results into the README, between its two markers.
+"""Copies what was measured from experiments/results into the README and docs/gradient_sums.md, between two markers.
 
 python -m experiments.readme
 
-The figures are those of :mod:`experiments.headline`, of results/demo/compare.md and of every
+The README's figures are those of :mod:`experiments.headline`, of results/demo/compare.md and of every
 results/loss_scaling*/loss_scaling.md, with the facts of each run.
 """
 
@@ -16,6 +16,7 @@ if not __package__:  # started as a file: the folder above this one has the pack
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from experiments import headline
+from experiments.benchmarks.gradient_sums import NOTE, sentence
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: written by `python -m experiments.readme` -->\n", "<!-- /results -->"
@@ -43,7 +44,10 @@ def block(root: Path = ROOT) -> str:
     results = root / "experiments" / "results"
     demo = sections(results / "demo" / "compare.md")
     conclusion = demo["Comparison"].strip().splitlines()[0]
-    lines = ["## Measured", "", "ResNet-50, BERT-Base and GPT-2 on a GPU, against PyTorch and float32.", ""]
+    lines = ["## Measured", ""]
+    if sums := headline.gradient_sums(results):
+        lines += [f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", "", sums.line(root), ""]
+    lines += ["ResNet-50, BERT-Base and GPT-2 on a GPU, against PyTorch and float32.", ""]
     lines += headline.lines(results, root)
     lines += [conclusion, "", table(demo["pysource: result"]), "", facts(demo["Comparison"]), ""]
     lines += [
@@ -65,13 +69,29 @@ def block(root: Path = ROOT) -> str:
     return "\n".join(lines)
 
 
-def write(readme: Path, root: Path = ROOT) -> None:
-    """Replaces what is between the markers of ``readme``."""
-    before, begin, rest = readme.read_text().partition(BEGIN)
+def gradient_sums_block(root: Path = ROOT) -> str:
+    """The part with measured figures of docs/gradient_sums.md, of the newest result below ``root``."""
+    source = headline.gradient_sums(root / "experiments" / "results")
+    if source is None:
+        name = "gradient_sums"
+        return f"Not measured yet: `python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`.\n"
+    file = source.path.with_suffix(".md")
+    picture = Path("..") / source.path.with_suffix(".png").relative_to(root)
+    lines = [f"![Errors of the gradients of params by case and way]({picture})", ""]
+    parts = sections(file)
+    for heading, text in parts.items():
+        if "|" in text:
+            lines += [f"*{heading}*", "", table(text), ""]
+    return "\n".join([*lines, NOTE, "", facts(next(iter(parts.values()))), ""])
+
+
+def write(file: Path, text: str) -> None:
+    """Replaces what is between the markers of ``file``."""
+    before, begin, rest = file.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"error: {readme} must have the lines {BEGIN!r} and {END!r}")
-    readme.write_text(f"{before}{begin}\n{block(root)}\n{end}{after}")
+        raise SystemExit(f"error: {file} must have the lines {BEGIN!r} and {END!r}")
+    file.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 if __name__ == "__main__":
@@ -79,6 +99,7 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit()
     try:
-        write(ROOT / "README.md")
+        write(ROOT / "README.md", block())
+        write(ROOT / "docs" / "gradient_sums.md", gradient_sums_block())
     except ValueError as error:
         sys.exit(f"error: {error}")

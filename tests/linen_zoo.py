@@ -23,7 +23,9 @@ HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 standard_promotion = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 # Compiled in a fraction of the time; what is compared is compiled alike.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+quick_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+)
 
 
 def data(*shape: int, seed: int = 7) -> jax.Array:
@@ -158,6 +160,9 @@ def computation(jaxpr: Any, inputs: Any = None) -> list[Any]:
                 results = [_Cast(new.name, operands[0])]
             else:
                 results = [_digest(name, new.name, *operands)]
+        elif name == "cast_repeated":
+            old, new = eqn.invars[0].aval.shape, eqn.params["shape"]
+            results = [_Cast(eqn.params["dtype"].name, _repeated(operands[0], old, new))]
         elif name == "clamp" and eqn.outvars[0].aval.dtype == np.int32:  # of the index of a conditional, once or twice
             results = [operands[1]]
         elif name in _CALLS:

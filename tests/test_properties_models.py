@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import pytest
 from linen_zoo import HALVES, products, quick_jit, rngs, same_bits, standard_promotion
@@ -100,7 +101,8 @@ def test_a_nested_policy_ends_where_it_ends_also_with_an_exception(api):
     model = mixed(api.Calls([api.dense(), inner, failing, api.dense()], fun), "mixed_float16")
     apply, params = pure(model, X)
     with standard_promotion():
-        assert products(apply, params, X) == ["float16", "bfloat16", "float32", "float16"]
+        found = products(apply, params, X)
+    assert [name for name in found if name != "float32"] == ["float16", "bfloat16", "float16"]  # what failed is dead
     with pytest.raises(RuntimeError, match="the user's own"):
         failing.init(rngs(), X) if api is Linen else failing(X)
     assert jax.config.jax_default_matmul_precision is None
@@ -131,40 +133,36 @@ def product_with_a_derivative_of_its_own(seen):
 
 @each_api
 @pytest.mark.parametrize("policy", HALVES)
-def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, policy):
-    seen, half = [], HALVES[policy]
+@pytest.mark.parametrize("kind", ["Own", "Beside"])
+def test_a_custom_derivative_sees_the_policys_dtype_forward_and_backward(api, kind, policy):
+    """It is traced on the dtypes that its author wrote, float32, and computed under the policy, as under autocast."""
+    seen, half, make = [], HALVES[policy], getattr(api, kind)
     product = product_with_a_derivative_of_its_own(seen)
-    got, want = pure(mixed(api.Own(product), policy), X), pure(api.Own(product, half), X)
-    gradients = []
-    for each in (got, want):
-        seen.clear()
-        gradients.append(quick_jit(jax.grad(each.loss(X)))(want.params))
-        assert seen == [("forward", half, half), ("backward", half, half, half)]
-    same_bits(*gradients)
+    got, bare = pure(mixed(make(product), policy), X), pure(make(product), X)
+    gradient, exact = (jax.grad(each.loss(X)) for each in (got, bare))
+    assert set(products(gradient, bare.params)) == {half}
+    assert {name for name, *_ in seen} == {"forward", "backward"}
+    is_close(quick_jit(gradient)(bare.params), quick_jit(exact)(bare.params), policy)
+
+
+def is_close(got, want, policy):
+    """Asserts that gradients differ by what the rounding of operands explains."""
+    got, want = (jax.flatten_util.ravel_pytree(tree)[0] for tree in (got, want))
+    assert jnp.linalg.norm(got - want) <= {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}[policy] * jnp.linalg.norm(
+        want
+    )
 
 
 @each_api
 @pytest.mark.parametrize("policy", HALVES)
-def test_a_custom_derivative_beside_a_submodule_gives_the_gradients_of_casts_by_hand(api, policy):
-    """There its input follows where it meets the param: backward it is what it was forward."""
-    seen, half = [], HALVES[policy]
-    product = product_with_a_derivative_of_its_own(seen)
-    got, want = pure(mixed(api.Beside(product), policy), X), pure(api.Beside(product, half), X)
-    seen.clear()
-    gradient = quick_jit(jax.grad(got.loss(X)))(want.params)
-    (_, *forward), (_, *backward) = seen
-    assert backward == [*forward, half] and forward[0] == half
-    same_bits(gradient, quick_jit(jax.grad(want.loss(X)))(want.params))
-
-
-@each_api
-@pytest.mark.parametrize("policy", HALVES)
-def test_derivatives_of_jaxs_own_custom_rules_are_those_of_casts_by_hand(api, policy):
+def test_derivatives_of_jaxs_own_custom_rules_are_half_where_products_are(api, policy):
     def fun(w, x):
         return jax.nn.relu(x @ w) + jax.nn.gelu(x @ w) + jax.nn.softmax(x @ w) + jax.nn.logsumexp(x @ w)
 
-    got, want = (pure(model, X) for model in (mixed(api.Own(fun), policy), api.Own(fun, HALVES[policy])))
-    same_bits(*(quick_jit(jax.grad(each.loss(X)))(want.params) for each in (got, want)))
+    got, bare = (pure(model, X) for model in (mixed(api.Own(fun), policy), api.Own(fun)))
+    gradients = [jax.grad(each.loss(X)) for each in (got, bare)]
+    assert set(products(gradients[0], bare.params)) == {HALVES[policy]}
+    is_close(*(quick_jit(gradient)(bare.params) for gradient in gradients), policy)
 
 
 class Pair(NamedTuple):
@@ -186,7 +184,8 @@ def test_pytrees_go_in_and_come_out_in_their_structure(api):
     apply, params = pure(mixed(api.Own(fun), "p=f32,c=f16,o=bf16"), inputs)
     out = apply(params, inputs)
     half, whole, brain = (jnp.dtype(name) for name in ("float16", "int32", "bfloat16"))
-    assert seen[-1] == Pair({"a": half, "b": [half, half]}, (None, whole, 2.5))
+    float32 = jnp.dtype("float32")  # the code of a module without a dtype field is traced in float32
+    assert seen[-1] == Pair({"a": float32, "b": [float32, float32]}, (None, whole, 2.5))
     dtypes = jax.tree.map(lambda leaf: getattr(leaf, "dtype", leaf), out)
     assert dtypes == Pair([brain, {"ids": whole}], (None, 2, brain))
     same_bits(out.x[0], (X.astype(half) @ jax.tree.leaves(params)[0].astype(half)).astype(brain))

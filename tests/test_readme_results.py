@@ -8,7 +8,7 @@ import re
 import pytest
 
 from experiments import headline, readme
-from experiments.benchmarks import train_step_report
+from experiments.benchmarks import gradient_sums, train_step_report
 from experiments.benchmarks.workloads import FULL, SMOKE
 from experiments.runs import write_json
 
@@ -22,14 +22,20 @@ def test_the_readme_has_what_the_script_writes():
     assert between == f"\n{readme.block()}\n", "run python -m experiments.readme"
 
 
+def test_the_page_on_sums_has_what_the_script_writes():
+    text = (readme.ROOT / "docs" / "gradient_sums.md").read_text()
+    between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
+    assert between == f"\n{readme.gradient_sums_block()}\n", "run python -m experiments.readme"
+
+
 def test_only_what_is_between_the_markers_is_replaced(tmp_path):
     file = tmp_path / "README.md"
     file.write_text(f"before\n{readme.BEGIN}old\n{readme.END}\nafter\n")
-    readme.write(file)
+    readme.write(file, readme.block())
     assert file.read_text() == f"before\n{readme.BEGIN}\n{readme.block()}\n{readme.END}\nafter\n"
     file.write_text("no markers")
     with pytest.raises(SystemExit, match="must have the lines"):
-        readme.write(file)
+        readme.write(file, "")
 
 
 # The main table.
@@ -246,6 +252,17 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
     (results / "demo" / "compare.md").write_text(
         f"# Comparison\n\nAll is well.\n\n{facts}\n## pysource: result\n\n| a |\n"
     )
+    sums = results / "gradient_sums"
+    sums.mkdir()
+    ways = {way: {"error": 0.5 if "hand" in way else 1e-4, "worst": 0.5} for way in gradient_sums.WAYS}
+    found = {"case": "embedding", "text": "8 tokens", "half": "bfloat16", "rounding": 0.0, "ways": ways}
+    write_json(sums / "gradient_sums.json", {"environment": GPU, "smoke": False, "results": [found]})
+    title = "# Errors\n\n" + facts
+    (sums / "gradient_sums.md").write_text(f"{title}\n{gradient_sums.table([found], 'bfloat16').markdown()}")
     block = readme.block(tmp_path)
+    assert "an embedding (8 tokens) is off by 50 % in bfloat16 with Flax's `dtype=` by hand, and by 0.01 % wi" in block
+    page = readme.gradient_sums_block(tmp_path)
+    assert page.startswith("![Errors of the gradients of params by case and way](../experiments/results/gradient_sums/")
+    assert "| embedding | 8 tokens | 0.01 % (× 0.5) |" in page and f"{GPU['device']}; {GPU['versions']}; 2026" in page
     assert re.search(r"## Measured.*step time / torch.compile AMP.*All is well\..*\| a \|", block, re.DOTALL)
-    assert block.endswith("[other](experiments/results/other/other.md).\n")
+    assert "[other](experiments/results/other/other.md)" in block.splitlines()[-1]

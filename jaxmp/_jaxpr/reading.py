@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex_core
 from jax._src import config, core, source_info_util
+from jax._src.interpreters.batching import BatchTracer
 from jax.extend.core import Literal
 
 Names = tuple[str, ...]
@@ -171,6 +172,16 @@ def _in_program(value: Any) -> Any:
 
 def _below(value: Any) -> Any:
     return getattr(value, "primal", getattr(value, "val", None))
+
+
+def is_batched(value: Any) -> bool:
+    """Whether ``jax.vmap``, as the innermost transformation here, has a value for each example."""
+    return isinstance(value, BatchTracer)
+
+
+def has_explicit_axes(value: Any) -> bool:
+    """Whether a value lies on a mesh on which each operation says where its result is."""
+    return bool(jax.typeof(value).sharding.mesh.explicit_axes)
 
 
 def context() -> Any:

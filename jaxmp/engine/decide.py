@@ -281,6 +281,9 @@ def _takes_half(product: Node) -> bool:
     return all(operand.written.itemsize == 2 for operand in product.inputs)
 
 
+_JOINED = frozenset({"concatenate", "stack"})
+
+
 def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
     """Leaves to each reader the author's casts of weights to half, through all that only moves them.
 
@@ -301,6 +304,8 @@ def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
                 node.kind, node.late = Kind.CLEAR, node.written
         elif node.kind is Kind.CLEAR and node.name in PICKS and len(node.inputs) == 1:
             node.late = node.inputs[0].late
+        elif node.name in _JOINED and len(late := {operand.late for operand in node.inputs}) == 1 and None not in late:
+            node.kind, node.late = Kind.CLEAR, late.pop()
     return cast
 
 
@@ -327,7 +332,7 @@ def _read_in(user: Node, operand: Node) -> np.dtype | None:
 
 
 def _repeats(user: Node, operand: Node) -> bool:
-    return user.loop != operand.loop or (user.name in BROADCAST and user.shape != operand.shape)
+    return user.loop != operand.loop or user.name in BROADCAST  # if only by a vmap from outside
 
 
 def _on_a_cycle_with(starts: Iterable[Node]) -> Iterator[list[Node]]:

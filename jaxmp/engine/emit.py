@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.rebuild import Rule, rebuilt
+from jaxmp._jaxpr.repeated import cast_repeated
 from jaxmp.engine.classes import Class, primitives_of
 from jaxmp.engine.decide import Colour, computed_in, decide, is_shared, is_widening, operand_dtypes
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
@@ -84,12 +85,10 @@ class Note:
     Attributes:
       operands: what the equation of a step is bound with; afterwards the types of that.
       casts: of each cast the bytes that it writes.
-      repeated: of each weight that is repeated before its cast the type.
     """
 
     operands: list[Any] = dataclasses.field(default_factory=list)
     casts: list[int] = dataclasses.field(default_factory=list)
-    repeated: list[Any] = dataclasses.field(default_factory=list)
 
     def cast(self, value: Any, dtype: np.dtype) -> Any:
         """``value`` in ``dtype``; itself if it has it."""
@@ -104,12 +103,12 @@ class Note:
         """``value`` with the cast of its author that was put off."""
         return value if node is None or node.late is None else self.cast(value, node.late)
 
-    def repeat(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """``value`` in a shape that JAX would broadcast it to by itself."""
-        if value.shape == shape:
-            return value
-        self.repeated.append(jax.typeof(value))
-        return jax.lax.broadcast_in_dim(value, shape, range(len(shape) - value.ndim, len(shape)))
+    def repeat(self, value: Any, dtype: np.dtype, shape: tuple[int, ...], like: Any) -> Any:
+        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example where ``like`` is batched."""
+        if (value.shape == shape and not reading.is_batched(like)) or reading.has_explicit_axes(value):
+            return self.cast(value, dtype)
+        self.casts.append(value.size * dtype.itemsize)
+        return cast_repeated(value, dtype, shape, like)
 
 
 class _Values:
@@ -127,21 +126,28 @@ class _Values:
         """The value as it is."""
         return atom.val if reading.is_literal(atom) else self.env[atom]
 
-    def read_as(self, atom: Any, node: Node, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> Any:
-        """The value in ``dtype``; of a weight that an operation repeats up to ``shape``, a cast of the repeated one."""
+    def read_as(self, atom: Any, node: Node, dtype: np.dtype, repeat: tuple[tuple[int, ...], Any] | None = None) -> Any:
+        """The value in ``dtype``, for an operation that may repeat it.
+
+        Args:
+          atom: the variable or literal.
+          node: its node.
+          dtype: the dtype that is wanted.
+          repeat: the shape of the operation's result, and another operand of it; None if it repeats nothing.
+        """
         value = self.read(atom)
         if reading.is_literal(atom):
             return self.note.cast(value, dtype)
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
-            return self.read_as(*self.narrow[atom], dtype, shape)
+            return self.read_as(*self.narrow[atom], dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
         # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
         if isinstance(value, np.ndarray) or is_shared(node, node.value_dtype, dtype):
             if (atom, dtype) not in self.shared:
                 self.shared[atom, dtype] = self.note.cast(self.note.rounded(value, node), dtype)
             return self.shared[atom, dtype]
-        if shape is not None and dtype.itemsize < value.dtype.itemsize:
-            value = self.note.repeat(value, shape)
+        if repeat is not None and dtype.itemsize < value.dtype.itemsize and node.late in (None, dtype):
+            return self.note.repeat(value, dtype, *repeat)
         return self.note.cast(self.note.rounded(value, node), dtype)
 
 
@@ -186,9 +192,11 @@ class _Emission:
                 return _bound(eqn, note.operands, eqn.params)
             operands = [note.cast(note.operands[0], cast.dtype)]
         else:
-            shape = eqn.outvars[0].aval.shape if eqn.primitive.name in BROADCAST else None
+            repeat = None
+            if eqn.primitive.name in BROADCAST:
+                repeat = eqn.outvars[0].aval.shape, next(filter(reading.is_batched, note.operands), None)
             operands = [
-                values.read(atom) if dtype is None or operand is None else values.read_as(atom, operand, dtype, shape)
+                values.read(atom) if dtype is None or operand is None else values.read_as(atom, operand, dtype, repeat)
                 for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
             ]
         if cast is not None:

@@ -87,7 +87,7 @@ class Node:
             self.read(node)
         self.after_product = self.before_product = self.has_half_copy = False
         self.heads_to_product = self.is_activation = False
-        self.is_looked_up = name == "gather"
+        self.is_looked_up = False
         self.state = 0
         self.colour = 0
         self.dtype = self.written
@@ -125,6 +125,8 @@ class Step:
     bodies: reading.Bodies | None = None
     inner: list[Body] = dataclasses.field(default_factory=list)
     joins: list[Node | None] = dataclasses.field(default_factory=list)
+    fixed: list[bool] = dataclasses.field(default_factory=list)
+    """Whether each operand is made of constants only: the positions of a sequence, the same for every example."""
     stands: bool | None = None
 
     @property
@@ -200,8 +202,17 @@ class _Builder:
             node.const = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
         return node
 
-    def body(self, jaxpr: Any, consts: list[Any], inputs: Sequence[Node | None], names: reading.Names) -> Body:
+    def body(
+        self,
+        jaxpr: Any,
+        consts: list[Any],
+        inputs: Sequence[Node | None],
+        names: reading.Names,
+        fixed_inputs: Sequence[bool] = (),
+    ) -> Body:
         env: dict[Any, Node | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        fixed = {var for var, is_fixed in zip(jaxpr.invars, fixed_inputs, strict=False) if is_fixed}
+        fixed.update(jaxpr.constvars)
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.source(var.aval, value)
 
@@ -210,16 +221,19 @@ class _Builder:
 
         steps = []
         for eqn in jaxpr.eqns:
-            step = self.step(eqn, [read(atom) for atom in eqn.invars], (*names, *reading.names_of(eqn)))
+            is_fixed = [reading.is_literal(atom) or atom in fixed for atom in eqn.invars]
+            step = self.step(eqn, [read(atom) for atom in eqn.invars], (*names, *reading.names_of(eqn)), is_fixed)
+            if all(is_fixed):
+                fixed.update(eqn.outvars)
             env.update(zip(eqn.outvars, step.nodes, strict=True))
             steps.append(step)
         results = [read(atom) for atom in jaxpr.outvars]
         return Body(jaxpr, consts, steps, results, has_floats=any(node is not None for node in env.values()))
 
-    def step(self, eqn: Any, operands: list[Node | None], names: reading.Names) -> Step:
+    def step(self, eqn: Any, operands: list[Node | None], names: reading.Names, fixed: list[bool]) -> Step:
         bodies = None if self.rules.is_decided(names) else reading.bodies_of(eqn)
         self.region = region_of(names)
-        step = Step(eqn, names, operands, [], region=self.region, bodies=bodies)
+        step = Step(eqn, names, operands, [], region=self.region, bodies=bodies, fixed=fixed)
         if bodies is None:
             self.leaf(step)
         else:
@@ -230,7 +244,8 @@ class _Builder:
 
     def inner(self, step: Step, jaxpr: Any, inputs: Sequence[Node | None]) -> list[Node | None]:
         opened, consts = reading.opened(jaxpr)
-        step.inner.append(self.body(opened, consts, inputs, step.names))
+        fixed = step.fixed if step.bodies is not None and step.bodies.kind == "call" else ()
+        step.inner.append(self.body(opened, consts, inputs, step.names, fixed))
         self.region = step.region
         return step.inner[-1].results
 
@@ -305,5 +320,6 @@ class _Builder:
                 one = step.operands[position]
                 reads = [] if one is None else [one]
             step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason, asked))
-        if step.kind is Kind.CLEAR and len(inputs) == 1 and step.nodes[0] is not None:
-            step.nodes[0].const = inputs[0].const
+        if step.node is not None and step.kind is Kind.CLEAR and len(inputs) == 1:
+            step.node.const = inputs[0].const
+            step.node.is_looked_up = name == "gather" and not step.fixed[1]

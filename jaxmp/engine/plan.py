@@ -29,7 +29,6 @@ from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import Traced
 
 _HALF = {"float16", "bfloat16"}
-_REPEATED = "before the cast, so that the gradient of what it repeats is summed in float32"
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")
 
 
@@ -302,9 +301,6 @@ class _Rows:
                 cast_bytes=sum(casts),
                 depth=depth,
             )
-            for dtype in map(_name, note.repeated):
-                new = Row(row.path, "broadcast_in_dim", "clear", (dtype,), dtype, _REPEATED, row.source, 0, 0, 0, depth)
-                self.found.append(new)
             self.found.append(row)
             for inner in inside:
                 self.add(inner, depth + 1, turns, row.source)

@@ -1,0 +1,474 @@
+"""Layers and models whose params meet hundreds of rows, tokens, pixels or turns, in Linen and in NNX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import linen_zoo
+import nnx_zoo
+import numpy as np
+from flax import nnx
+from jax import lax
+
+import jaxmp
+from experiments import models
+from experiments.models import nnx as nnx_models
+
+
+class Case(NamedTuple):
+    """A module, made with dtypes by hand or without, and its input; ``method`` is what is called of it."""
+
+    make: Callable[..., Any]
+    x: np.ndarray
+    method: Callable[[Any, Any], Any] | None = None
+
+
+def normal(scale: float = 1, shape: tuple[int, ...] = ()) -> np.ndarray:
+    return (scale * np.random.default_rng(0).normal(size=shape)).astype(np.float32)
+
+
+def tokens(*shape: int, vocabulary: int = 40, seed: int = 0) -> np.ndarray:
+    """Tokens of Zipf's law, as those of a text: one of them is a quarter of all."""
+    shares = 1 / np.arange(1, vocabulary + 1)
+    return np.random.default_rng(seed).choice(vocabulary, size=shape, p=shares / shares.sum()).astype(np.int32)
+
+
+TOKENS, ROWS, IMAGES = tokens(20, 30), normal(shape=(20, 30, 4)), normal(shape=(4, 12, 12, 3))
+SEQUENCES, LONG = normal(shape=(300, 3, 4)), normal(0.5, shape=(1, 600, 4))
+
+LINEN = {
+    "Dense": Case(lambda **own: nn.Dense(3, **own), ROWS),
+    "DenseGeneral": Case(lambda **own: nn.DenseGeneral((2, 3), axis=(-2, -1), **own), normal(shape=(20, 30, 2, 4))),
+    "Einsum": Case(lambda **own: nn.Einsum((4, 3), "abc,cd->abd", **own), ROWS),
+    "Conv": Case(lambda **own: nn.Conv(3, (3, 3), **own), IMAGES),
+    "ConvLocal": Case(lambda **own: nn.ConvLocal(2, (3,), **own), SEQUENCES),
+    "ConvTranspose": Case(lambda **own: nn.ConvTranspose(3, (3, 3), **own), IMAGES),
+    "Embed": Case(lambda **own: nn.Embed(40, 4, **own), TOKENS),
+    "Embed.attend": Case(lambda **own: nn.Embed(40, 4, **own), ROWS, lambda table, x: table.attend(x)),
+    "LayerNorm": Case(lambda **own: nn.LayerNorm(**own), ROWS),
+    "RMSNorm": Case(lambda **own: nn.RMSNorm(**own), ROWS),
+    "GroupNorm": Case(lambda **own: nn.GroupNorm(2, **own), ROWS),
+    "BatchNorm": Case(lambda **own: nn.BatchNorm(use_running_average=False, **own), ROWS),
+    "InstanceNorm": Case(lambda **own: nn.InstanceNorm(**own), ROWS),
+    "WeightNorm": Case(lambda **own: nn.WeightNorm(nn.Dense(3, **own), **own), ROWS),
+    "SpectralNorm": Case(
+        lambda **own: nn.SpectralNorm(nn.Dense(3, **own), **own), ROWS, lambda layer, x: layer(x, update_stats=True)
+    ),
+    "MultiHeadDotProductAttention": Case(lambda **own: nn.MultiHeadDotProductAttention(num_heads=2, **own), ROWS),
+    "PReLU": Case(lambda **own: nn.Sequential([nn.Dense(4, **own), nn.PReLU()]), ROWS),
+    "RNN of OptimizedLSTMCell": Case(lambda **own: nn.RNN(nn.OptimizedLSTMCell(4, **own)), SEQUENCES),
+    "RNN of MGUCell": Case(lambda **own: nn.RNN(nn.MGUCell(4, **own)), SEQUENCES),
+    "RNN of ConvLSTMCell": Case(
+        lambda **own: nn.RNN(nn.ConvLSTMCell(2, (2, 2), **own)), normal(shape=(20, 2, 4, 4, 1))
+    ),
+    "RNN of SimpleCell, many turns": Case(lambda **own: nn.RNN(nn.SimpleCell(4, **own)), LONG),
+    "Bidirectional of LSTMCell and GRUCell": Case(
+        lambda **own: nn.Bidirectional(nn.RNN(nn.LSTMCell(3, **own)), nn.RNN(nn.GRUCell(3, **own))), SEQUENCES
+    ),
+}
+
+NNX = {
+    "Linear": Case(lambda **own: nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), ROWS),
+    "LinearGeneral": Case(
+        lambda **own: nnx.LinearGeneral((2, 4), (2, 3), axis=(-2, -1), rngs=nnx.Rngs(0), **own),
+        normal(shape=(20, 30, 2, 4)),
+    ),
+    "Einsum": Case(lambda **own: nnx.Einsum("abc,cd->abd", (4, 3), (3,), rngs=nnx.Rngs(0), **own), ROWS),
+    "Conv": Case(lambda **own: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0), **own), IMAGES),
+    "ConvTranspose": Case(lambda **own: nnx.ConvTranspose(3, 3, (3, 3), rngs=nnx.Rngs(0), **own), IMAGES),
+    "Embed": Case(lambda **own: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **own), TOKENS),
+    "Embed.attend": Case(
+        lambda **own: nnx.Embed(40, 4, rngs=nnx.Rngs(0), **own), ROWS, lambda table, x: table.attend(x)
+    ),
+    "LayerNorm": Case(lambda **own: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
+    "RMSNorm": Case(lambda **own: nnx.RMSNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
+    "GroupNorm": Case(lambda **own: nnx.GroupNorm(4, 2, rngs=nnx.Rngs(0), **own), ROWS),
+    "BatchNorm": Case(lambda **own: nnx.BatchNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
+    "InstanceNorm": Case(lambda **own: nnx.InstanceNorm(4, rngs=nnx.Rngs(0), **own), ROWS),
+    "WeightNorm": Case(
+        lambda **own: nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0), **own), ROWS
+    ),
+    "SpectralNorm": Case(
+        lambda **own: nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0), **own), ROWS
+    ),
+    "MultiHeadAttention": Case(lambda **own: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0), **own), ROWS),
+    "PReLU": Case(lambda **own: nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0), **own), nnx.PReLU(**own)), ROWS),
+    "LoRA": Case(
+        lambda **own: nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0), **own),
+        ROWS,
+    ),
+    "LoRALinear": Case(lambda **own: nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0), **own), ROWS),
+    "RNN of OptimizedLSTMCell": Case(
+        lambda **own: nnx.RNN(nnx.OptimizedLSTMCell(4, 4, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)), SEQUENCES
+    ),
+    "RNN of SimpleCell, many turns": Case(
+        lambda **own: nnx.RNN(nnx.SimpleCell(4, 4, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)), LONG
+    ),
+    "Bidirectional of LSTMCell and GRUCell": Case(
+        lambda **own: nnx.Bidirectional(
+            nnx.RNN(nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)),
+            nnx.RNN(nnx.GRUCell(4, 3, rngs=nnx.Rngs(0), **own), rngs=nnx.Rngs(0)),
+            rngs=nnx.Rngs(0),
+        ),
+        SEQUENCES,
+    ),
+}
+
+
+# --- what people write themselves, as functions of an input and of params by name -------------------------------------
+
+
+def position_table(x: Any, positions: Any, kernel: Any) -> Any:
+    """Added to every example of the batch, by the broadcast that ``+`` implies."""
+    return x @ kernel + positions
+
+
+def cast_by_its_author(x: Any, positions: Any, kernel: Any) -> Any:
+    y = x @ kernel
+    return y + positions.astype(y.dtype)
+
+
+def class_token(x: Any, token: Any, kernel: Any) -> Any:
+    """Repeated for each example and put before its rows."""
+    return jnp.concatenate([jnp.broadcast_to(token, (x.shape[0] * 15, 2, 4)), (x @ kernel).reshape(-1, 2, 4)], axis=1)
+
+
+def layer_scale(x: Any, scale: Any, kernel: Any) -> Any:
+    return x @ kernel * scale
+
+
+def norm_by_hand(x: Any, scale: Any, bias: Any, kernel: Any) -> Any:
+    y = x @ kernel
+    centred = y - y.mean(-1, keepdims=True)
+    return centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * scale + bias
+
+
+def lookup(ids: Any, table: Any, kernel: Any) -> Any:
+    return table[ids] @ kernel
+
+
+def relative_positions(x: Any, table: Any, kernel: Any) -> Any:
+    """A bias for each distance, looked up for each pair of places and added for each example."""
+    q, places = x @ kernel, np.arange(x.shape[1])
+    distances = np.abs(places[:, None] - places)
+    return (q @ q.mT + table[distances]) @ q
+
+
+def cumulated(x: Any, steps: Any, kernel: Any) -> Any:
+    """Thresholds that grow: each is a sum of params."""
+    return jnp.reshape(x @ kernel, (-1, 300, 4)) + jnp.cumsum(steps, axis=0)
+
+
+def used_in_turn(x: Any, kernel: Any, bias: Any) -> Any:
+    """One weight used again and again, in a row."""
+    for _ in range(3):
+        x = jnp.tanh(x @ kernel + bias)
+    return x
+
+
+def weights_in_a_loop(x: Any, kernel: Any, recurrent: Any, bias: Any) -> Any:
+    """A recurrence over 600 turns with a bias that each turn adds."""
+    turns = jnp.swapaxes(x @ kernel, 0, 1)
+
+    def turn(state: Any, x: Any) -> Any:
+        state = jnp.tanh(state @ recurrent / 4 + x + bias)
+        return state, state
+
+    return lax.scan(turn, jnp.zeros_like(turns[0]), turns)[1]
+
+
+def rows_in_a_loop(x: Any, table: Any, kernel: Any) -> Any:
+    """In each turn another row of one table."""
+    turns = jnp.swapaxes(x @ kernel, 0, 1)
+
+    def turn(state: Any, x: Any) -> Any:
+        n, state = state
+        state = jnp.tanh(state / 4 + x + lax.dynamic_index_in_dim(table, n % 2, keepdims=False))
+        return (n + 1, state), state
+
+    return lax.scan(turn, (0, jnp.zeros_like(turns[0])), turns)[1]
+
+
+def layers_in_a_loop(x: Any, kernels: Any, biases: Any) -> Any:
+    """A residual stream through layers whose weights lie in one array."""
+    return lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer[0] + layer[1]), None), x, (kernels, biases))[0]
+
+
+def looked_up_in_a_branch(x: Any, bias: Any, kernel: Any) -> Any:
+    return lax.cond(kernel[0, 0] > 0, lambda y: y + bias, lambda y: y - bias, x @ kernel)
+
+
+@jax.custom_vjp
+def doubled(x: Any) -> Any:
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
+
+
+def behind_a_custom_rule(x: Any, bias: Any, kernel: Any) -> Any:
+    return doubled(jax.nn.silu(x @ kernel + bias))
+
+
+SQUARE = (4, 4)
+WRITTEN: dict[str, tuple[Callable[..., Any], np.ndarray, dict[str, tuple[int, ...]]]] = {
+    "position table": (position_table, normal(shape=(300, 6, 4)), {"positions": (6, 4), "kernel": SQUARE}),
+    "position table of one axis more": (position_table, ROWS, {"positions": (1, 1, 4), "kernel": SQUARE}),
+    "position table cast by its author": (
+        cast_by_its_author,
+        normal(shape=(300, 6, 4)),
+        {"positions": (1, 6, 4), "kernel": SQUARE},
+    ),
+    "class token": (class_token, ROWS, {"token": (1, 4), "kernel": SQUARE}),
+    "layer scale": (layer_scale, ROWS, {"scale": (4,), "kernel": SQUARE}),
+    "norm by hand": (norm_by_hand, ROWS, {"scale": (4,), "bias": (4,), "kernel": SQUARE}),
+    "lookup": (lookup, TOKENS, {"table": (40, 4), "kernel": SQUARE}),
+    "relative positions": (relative_positions, SEQUENCES, {"table": (3,), "kernel": SQUARE}),
+    "cumulated": (cumulated, normal(shape=(300, 4)), {"steps": (300, 4), "kernel": SQUARE}),
+    "used in turn": (used_in_turn, ROWS, {"kernel": SQUARE, "bias": (4,)}),
+    "weights in a loop": (weights_in_a_loop, LONG, {"kernel": SQUARE, "recurrent": SQUARE, "bias": (4,)}),
+    "rows in a loop": (rows_in_a_loop, LONG, {"table": (2, 4), "kernel": SQUARE}),
+    "layers in a loop": (layers_in_a_loop, ROWS, {"kernels": (3, 4, 4), "biases": (3, 4)}),
+    "in a branch": (looked_up_in_a_branch, ROWS, {"bias": (4,), "kernel": SQUARE}),
+    "behind a custom rule": (behind_a_custom_rule, ROWS, {"bias": (4,), "kernel": SQUARE}),
+}
+
+
+class LinenOwn(nn.Module):
+    """A function of an input and of params by name, as a module without a ``dtype`` field."""
+
+    fun: Callable[..., Any]
+    shapes: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fun(x, **{name: self.param(name, nn.initializers.zeros, shape) for name, shape in self.shapes})
+
+
+class NNXOwn(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, fun: Callable[..., Any], shapes: Any) -> None:
+        self.fun = fun
+        self.own = nnx.Dict({name: nnx.Param(jnp.zeros(shape)) for name, shape in shapes})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fun(x, **{name: param[...] for name, param in self.own.items()})
+
+
+def written(module: Any) -> dict[str, Case]:
+    """The functions as modules of one of Flax's interfaces."""
+
+    def case(fun: Callable[..., Any], x: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Case:
+        return Case(lambda **_: module(fun, tuple(shapes.items())), x)
+
+    return {name: case(*parts) for name, parts in WRITTEN.items()}
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Layers in a loop of Linen's, with params of their own or of one layer that all turns share."""
+
+    shared: bool
+    turns: int
+    own: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        variables = {"variable_broadcast": "params"} if self.shared else {"variable_axes": {"params": 0}}
+        rngs = {"params": not self.shared}
+        body = nn.scan(Turn, **variables, split_rngs=rngs, length=self.turns)
+        return body(self.own)(nn.Dense(4, **self.own)(x), None)[0]
+
+
+class Turn(nn.Module):
+    """A layer of :class:`Stack`, on a residual stream."""
+
+    own: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return x / 2 + nn.tanh(nn.Dense(4, **self.own)(x)), None
+
+
+class Vmapped(nn.Module):
+    """One layer over the examples of a batch, by Linen's vmap."""
+
+    own: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})(4, **self.own)(x)
+
+
+class NNXLifted(nnx.Module):
+    """One layer behind one of NNX's transforms."""
+
+    def __init__(self, lift: Callable[[Any, Any], Any], own: Any) -> None:
+        self.lift, self.linear = lift, nnx.Linear(4, 4, rngs=nnx.Rngs(0), **own)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.lift(self.linear, x)
+
+
+def scanned(linear: Any, x: Any) -> Any:
+    turn = nnx.scan(
+        lambda linear, x: jnp.tanh(linear(x)) + x / 2, in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=4
+    )
+    return turn(linear, x)
+
+
+def without_dropout(net: nnx_zoo.Net) -> nnx_zoo.Net:
+    """In float64 its masks would be others."""
+    net.drop.deterministic = True
+    return net
+
+
+IDS = tokens(300, 4, vocabulary=60)
+LINEN_MODELS = {
+    "MLP of the zoo": Case(lambda **_: linen_zoo.MLP(), ROWS),
+    "Linear of the zoo": Case(lambda **_: linen_zoo.Linear(), ROWS),
+    "Tied of the zoo": Case(lambda dtype=None, **_: linen_zoo.Tied(dtype), tokens(20, 30, vocabulary=5)),
+    "ResNet of the zoo": Case(
+        lambda dtype=np.float32, **_: linen_zoo.ResNet(dtype=dtype), normal(shape=(2, 16, 16, 3))
+    ),
+    "CNN": Case(lambda **_: models.CNN(4, 4, 8), normal(shape=(4, 12, 12, 3))),
+    "MLP": Case(lambda **_: models.MLP(2, 8, 4), ROWS),
+    "NextToken": Case(lambda **_: models.NextToken(60, 8, 16), tokens(300, 3, vocabulary=60)),
+    "ResNet": Case(
+        lambda **_: models.ResNet((1, 1), "basic", 4, 4, small_images=True),
+        normal(shape=(4, 12, 12, 3)),
+        lambda model, x: model(x, train=True),
+    ),
+    "GPT2": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16), IDS),
+    "GPT2 with remat": Case(lambda **_: models.GPT2(60, 4, 1, 2, 16, "attention"), IDS),
+    "BERT": Case(lambda **_: models.BERT(60, 4, 1, 2, 16), IDS),
+    "nn.scan over layers": Case(lambda **own: Stack(False, 2, own), ROWS),
+    "nn.scan of one layer": Case(lambda **own: Stack(True, 300, own), normal(shape=(1, 1, 4))),
+    "nn.vmap": Case(lambda **own: Vmapped(own), SEQUENCES),
+    "nn.remat": Case(lambda **own: nn.remat(nn.Dense)(3, **own), ROWS),
+    "nn.jit": Case(lambda **own: nn.jit(nn.Dense)(3, **own), ROWS),
+}
+NNX_MODELS = {
+    "Scale of the zoo": Case(lambda **_: nnx_zoo.Scale(4, nnx.Rngs(0)), ROWS),
+    "Net of the zoo": Case(lambda **_: without_dropout(nnx_zoo.Net(nnx.Rngs(0))), normal(shape=(4, 12, 12, 3))),
+    "CNN": Case(lambda **_: nnx_models.CNN((12, 12, 3), 4, 4, 8, rngs=nnx.Rngs(0)), normal(shape=(4, 12, 12, 3))),
+    "ResNet": Case(
+        lambda **_: nnx_models.ResNet((1, 1), 3, 4, 4, small_images=True, rngs=nnx.Rngs(0)),
+        normal(shape=(4, 12, 12, 3)),
+        lambda model, x: model(x, train=True),
+    ),
+    "nnx.scan": Case(lambda **own: NNXLifted(scanned, own), ROWS),
+    "nnx.vmap": Case(lambda **own: NNXLifted(nnx.vmap(lambda linear, x: linear(x), in_axes=(None, 0)), own), SEQUENCES),
+    "nnx.remat": Case(lambda **own: NNXLifted(nnx.remat(lambda linear, x: linear(x)), own), ROWS),
+    "nnx.jit": Case(lambda **own: NNXLifted(nnx.jit(lambda linear, x: linear(x)), own), ROWS),
+}
+
+
+# --- models as functions of their params ------------------------------------------------------------------------------
+
+
+class Function(NamedTuple):
+    """A model as a function ``apply(params, x)``, and both for it."""
+
+    apply: Callable[[Any, Any], Any]
+    params: Any
+    x: Any
+
+
+def linen_function(case: Case, policy: str | None = None, **own: Any) -> Function:
+    """A Linen model under a policy, or with dtypes by hand."""
+    module, x = case.make(**own), in_dtype(case.x, **own)
+    init = functools.partial(module.init, jax.random.key(0), method=case.method)
+    variables = drawn(jax.eval_shape(init, x), **own)
+    params = variables.pop("params")
+    if policy is not None:
+        module = jaxmp.linen.apply_policy(module, policy)
+
+    def apply(params: Any, x: Any) -> Any:
+        return module.apply({"params": params, **variables}, x, method=case.method, mutable=list(variables))[0]
+
+    return Function(apply, params, x)
+
+
+def nnx_function(case: Case, policy: str | None = None, **own: Any) -> Function:
+    """The same for an NNX model."""
+
+    def parts() -> Any:
+        model = case.make(**own) if policy is None else jaxmp.nnx.apply_policy(case.make(**own), policy)
+        return nnx.split(model, nnx.Param, ...)
+
+    graph, params, rest = jax.eval_shape(parts)
+    rest, run = drawn(rest, **own), case.method or (lambda model, x: model(x))
+
+    def apply(params: Any, x: Any) -> Any:
+        here = jax.tree.map(lambda leaf: leaf + 0 if is_float(leaf) else leaf, rest)  # may change where it was made
+        return run(nnx.merge(graph, params, here), x)
+
+    return Function(apply, drawn(params, **own), in_dtype(case.x, **own))
+
+
+def is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def in_dtype(tree: Any, dtype: Any = np.float32, **_: Any) -> Any:
+    """The floats of ``tree`` in that dtype."""
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype if is_float(x) else x.dtype), tree)
+
+
+def drawn(tree: Any, dtype: Any = np.float32, **_: Any) -> Any:
+    """Numbers for params of these shapes: scales and biases near one, kernels that keep the variance."""
+    rng = np.random.default_rng(0)
+
+    def draw(x: Any) -> Any:
+        if not is_float(x):
+            return jax.random.key(0) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros(x.shape, x.dtype)
+        size = (x.shape[-1] / x.size) ** 0.5 if len(x.shape) > 1 else 0.0
+        numbers = size * rng.normal(size=x.shape) if size else rng.uniform(0.5, 1.5, size=x.shape)
+        return jnp.asarray(np.asarray(numbers, np.float32), dtype)
+
+    return jax.tree.map(draw, tree)
+
+
+def named(api: str, make: Callable[..., Function], cases: dict[str, Case]) -> dict[str, Callable[..., Function]]:
+    return {f"{api}: {name}": functools.partial(make, case) for name, case in cases.items()}
+
+
+LAYERS = {**named("Linen", linen_function, LINEN), **named("NNX", nnx_function, NNX)}
+MODELS = {
+    **named("Linen", linen_function, {**written(LinenOwn), **LINEN_MODELS}),
+    **named("NNX", nnx_function, {**written(NNXOwn), **NNX_MODELS}),
+}
+
+TRANSFORMS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "jit": lambda fun, params, x: jax.jit(fun)(params, x),
+    "vmap over examples": lambda fun, params, x: jax.vmap(fun, (None, 0))(params, x[:, None]),
+    "checkpoint": lambda fun, params, x: jax.checkpoint(fun)(params, x),
+    "scan over microbatches": lambda fun, params, x: lax.map(lambda x: fun(params, x), x.reshape(2, -1, *x.shape[1:])),
+}
+
+
+def loss(fun: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The mean of all results, each with a weight of its own, after a product that turns them round.
+
+    The weights are positive but for a sixth of them: the cotangents have a mean, as those of a loss often have, and
+    sums of them grow.
+    """
+
+    def loss(params: Any, x: Any) -> Any:
+        total = 0.0
+        for y in jax.tree.leaves(fun(params, x)):
+            turned = y.reshape(-1, y.shape[-1]) @ jnp.eye(y.shape[-1], dtype=y.dtype)[::-1]
+            weights = 1 + np.random.default_rng(1).normal(size=turned.shape)
+            total = total + jnp.sum(turned * weights.astype(y.dtype))
+        return total
+
+    return loss

@@ -1,0 +1,246 @@
+"""Gradients of params are summed in float32, whatever repeats, picks or shares a param, and are those of float64."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import gradient_zoo as zoo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gradient_zoo import LAYERS, MODELS, TRANSFORMS, loss
+from jax import lax
+from linen_zoo import HALVES
+from program_tools import half_sums, has_loops, with_exact_sums
+
+import jaxmp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms and cells add half and float32
+
+# One compilation for all that a test compares, in a fraction of the time; every rounding of the program is done. From
+# JAX 0.12 on XLA's CPU has kernels for products that add up in half: not those.
+compiled = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_allow_excess_precision": False,
+        "xla_cpu_experimental_ynn_fusion_type": "",
+    },
+)
+WAYS = ("apply_policy", "autocast")
+LIMITS = {"bfloat16": 0.02, "float16": 0.003}
+CASES = {**LAYERS, **MODELS}
+X = jnp.ones((20, 30, 4))
+
+
+def half_gradient(case: Any, way: str, policy: str, transform: Any = None) -> Any:
+    """The gradient of a case's loss under a policy, by ``jax.grad`` from outside, as a function of params and input."""
+    apply = case(policy=policy if way == "apply_policy" else None).apply
+    fun = loss(apply if transform is None else functools.partial(transform, apply))
+    return jax.grad(jaxmp.autocast(fun, policy) if way == "autocast" else fun)
+
+
+@functools.cache
+def traced(name: str, way: str) -> Any:
+    """The gradients of a case in bfloat16 and in float16, as one program."""
+    case = CASES[name]
+    gradients = {half: half_gradient(case, way, policy) for policy, half in HALVES.items()}
+
+    def both(params: Any, x: Any) -> Any:
+        return {half: gradient(params, x) for half, gradient in gradients.items()}
+
+    return compiled(both).trace(*case()[1:])
+
+
+@functools.cache
+def float64(name: str) -> Any:
+    """A case's gradients in float64."""
+    with jax.enable_x64(True):
+        apply, *arguments = CASES[name](dtype=np.float64, param_dtype=np.float64)
+        return compiled(jax.grad(loss(apply)))(*arguments)
+
+
+@functools.cache
+def with_float64_sums(name: str, way: str) -> Any:
+    """A case's gradients in both half dtypes, rounded as they are, but summed in float64."""
+    program = traced(name, way)
+    with jax.enable_x64(True):
+        gradients = compiled(with_exact_sums(program.jaxpr))(*CASES[name]()[1:])
+    return jax.tree.unflatten(jax.tree.structure(program.out_info), gradients)
+
+
+def errors(got: Any, want: Any) -> dict[str, float]:
+    """The relative L2 error of each gradient, but of those that are zero in exact numbers, as of attention's keys."""
+    wide = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(want)}
+    whole = np.linalg.norm([np.linalg.norm(leaf) for leaf in wide.values()])
+    pairs = zip(wide.items(), jax.tree.leaves(got), strict=True)
+    return {
+        name: float(np.linalg.norm(np.asarray(own, np.float64) - leaf) / np.linalg.norm(leaf))
+        for (name, leaf), own in pairs
+        if np.linalg.norm(leaf) > 1e-6 * whole
+    }
+
+
+# --- the walk finds what is to be found -------------------------------------------------------------------------------
+
+
+def found(fun: Any, *args: Any, least: int = 257) -> list[tuple[str, str, float]]:
+    return [each[:3] for each in half_sums(jax.make_jaxpr(jax.grad(fun))(*args), least)]
+
+
+@pytest.mark.parametrize("half", LIMITS)
+@pytest.mark.parametrize(
+    ("name", "sums"),
+    [
+        ("Linen: Dense", [("reduce_sum", 600)]),
+        ("Linen: Embed", [("scatter-add", 600)]),
+        ("Linen: Conv", [("reduce_sum", 576)]),
+        ("Linen: PReLU", [("reduce_sum", 2400), ("reduce_sum", 600)]),
+        ("Linen: nn.remat", [("reduce_sum", 600)]),
+        ("Linen: nn.jit", [("reduce_sum", 600)]),
+        ("Linen: nn.vmap", [("reduce_sum", 900)]),
+        ("NNX: Linear", [("reduce_sum", 600)]),
+        ("NNX: Embed", [("scatter-add", 600)]),
+        ("NNX: nnx.scan", [("reduce_sum", 600)]),
+        ("Linen: LayerNorm", []),
+        ("Linen: Embed.attend", []),
+    ],
+)
+def test_flax_with_dtypes_by_hand_sums_in_half_and_the_walk_finds_it(name, sums, half):
+    apply, *arguments = CASES[name](dtype=half)
+    assert found(loss(apply), *arguments) == [(primitive, half, terms) for primitive, terms in sums]
+    apply, *arguments = CASES[name]()
+    assert found(loss(apply), *arguments) == []
+
+
+def in_half(x: Any) -> Any:
+    return x.astype(jnp.bfloat16)
+
+
+def in_a_loop(w: Any, xs: Any, cast_outside: bool, turn: Any) -> Any:
+    """A loop over ``xs`` that reads ``w``, cast before it or in each turn."""
+    outside = in_half(w) if cast_outside else w
+    return jnp.sum(lax.scan(lambda state, x: (turn(state, in_half(outside), x), None), xs[0], xs)[0].astype(w.dtype))
+
+
+TURNS = {
+    "product": lambda state, w, x: jnp.tanh(state @ w + x),
+    "bias": lambda state, w, x: jnp.tanh(state + w[0] + x),
+    "row": lambda state, w, x: jnp.tanh(state + lax.dynamic_index_in_dim(w, x.astype(int)[0, 0], keepdims=False)),
+    "checkpoint": jax.checkpoint(lambda state, w, x: jnp.tanh(state @ w + x)),
+    "inner loop": lambda state, w, x: lax.scan(lambda s, _: (jnp.tanh(s @ w), None), state, None, 3)[0] + x,
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_weight_cast_before_a_loop_is_summed_in_half_turn_by_turn_and_one_cast_in_each_turn_is_not(turn):
+    xs = jnp.zeros((300, 2, 4), jnp.bfloat16)
+    assert found(lambda w: in_a_loop(w, xs, True, TURNS[turn]), jnp.eye(4)) == [("scan", "bfloat16", 300)]
+    assert found(lambda w: in_a_loop(w, xs, False, TURNS[turn]), jnp.eye(4)) == []
+
+
+def test_a_residual_stream_is_no_sum_of_a_params_gradient_in_a_loop_or_out_of_one():
+    def streamed(w, body):
+        x = jnp.zeros((300, 4), jnp.bfloat16) + jnp.broadcast_to(w, (300, 4)).astype(jnp.bfloat16)
+        return jnp.sum(lax.scan(lambda x, _: (body(x), None), x, None, 300)[0].astype(w.dtype))
+
+    for body in (lambda x: x + jnp.tanh(x), jax.checkpoint(lambda x: x + jnp.tanh(x)), lambda x: 2 * x + jnp.sin(x)):
+        assert found(lambda w, body=body: streamed(w, body), jnp.ones(4)) == []
+        assert found(lambda w, body=body: streamed(in_half(w), body), jnp.ones(4)) == [("reduce_sum", "bfloat16", 300)]
+
+
+def test_sums_are_found_behind_moves_casts_branches_custom_rules_and_uses_one_after_the_other():
+    def used(w, fun, times=1):
+        half = in_half(w)
+        return jnp.sum(jnp.concatenate([fun(half) for _ in range(times)]).astype(w.dtype))
+
+    def repeat(w):
+        return jnp.sin(jnp.broadcast_to(w, (300, 4)))
+
+    w, one = jnp.ones(4), [("reduce_sum", "bfloat16", 300)]
+    assert found(lambda w: used(w, lambda w: repeat(w[::-1].reshape(2, 2).T.reshape(4))), w) == one
+    assert found(lambda w: used(w, lambda w: repeat(w.astype(jnp.float32).astype(jnp.bfloat16))), w) == one
+    assert found(lambda w: used(w, lambda w: lax.cond(w[0] > 0, repeat, lambda w: 2 * repeat(w), w)), w) == one
+    assert found(lambda w: used(w, lambda w: zoo.doubled(repeat(w))), w) == one
+    assert found(lambda w: used(w, lambda w: repeat(w) * -0.5), w) == one
+    assert found(lambda w: used(w, lambda w: jnp.sin(jnp.cumsum(jnp.pad(w, (0, 300))))), w)[0][0] == "cumsum"
+    assert found(lambda w: used(w, jnp.sin, 300), w) == [("add_any", "bfloat16", 300)]
+    assert found(lambda w: used(w, jnp.sin, 200), w) == []
+    assert found(lambda w: used(w, jnp.sin, 200), w, least=2) == [("add_any", "bfloat16", 200)]
+
+
+def test_an_operation_that_the_walk_does_not_know_is_named():
+    with pytest.raises(AssertionError, match="lu is neither known as a move or sum"):
+        half_sums(jax.make_jaxpr(lambda w: lax.linalg.lu(w)[0])(jnp.eye(4)))
+
+
+# --- every layer and every model, under a policy and under autocast ---------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_no_sum_of_more_than_256_terms_in_half_leads_to_the_gradient_of_a_param(name, way):
+    sums = half_sums(traced(name, way).jaxpr)
+    assert not sums, "\n".join(map(str, sums))
+
+
+NETS = ["Linen: MLP", "Linen: NextToken", "Linen: norm by hand", "NNX: CNN", "NNX: lookup"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", NETS)
+def test_nor_does_one_where_the_loss_transforms_the_model(name, transform, way):
+    case = CASES[name]
+    for policy in HALVES:
+        gradient = half_gradient(case, way, policy, TRANSFORMS[transform])
+        sums = half_sums(jax.make_jaxpr(gradient)(*case()[1:]))
+        assert not sums, "\n".join(map(str, sums))
+
+
+# XLA has no float16 kernel for what jax.nn.dot_product_attention asks of a CPU.
+NO_KERNEL = {"NNX: MultiHeadAttention"}
+# Programs that others here repeat are looked at above, and not computed as well.
+REPEATED = {
+    *(
+        "Linen: ResNet",
+        "Linen: MLP of the zoo",
+        "Linen: GPT2 with remat",
+        "NNX: ResNet",
+        "NNX: RNN of OptimizedLSTMCell",
+    ),
+    *("NNX: Bidirectional of LSTMCell and GRUCell", *(f"NNX: {name}" for name in zoo.WRITTEN)),
+}
+MEASURED = [
+    *((name, "apply_policy") for name in CASES if name not in NO_KERNEL | REPEATED),
+    *((f"Linen: {name}", "autocast") for name in (*zoo.WRITTEN, "GPT2")),
+]
+
+
+@pytest.mark.parametrize(("name", "way"), MEASURED)
+def test_gradients_are_those_of_float64_but_for_what_rounding_explains(name, way):
+    got = traced(name, way).lower().compile()(*CASES[name]()[1:])
+    want = float64(name)
+    for half, limit in LIMITS.items():
+        wrong = {param: error for param, error in errors(got[half], want).items() if error > limit}
+        if wrong and not has_loops(traced(name, way).jaxpr):
+            explained = errors(with_float64_sums(name, way)[half], want)
+            wrong = {param: (error, explained[param]) for param, error in wrong.items() if error > 3 * explained[param]}
+        assert not wrong, half
+
+
+def test_the_table_has_every_layer_of_flax_that_has_params():
+    without = {"Dropout", "Sequential", "RNNCellBase", "Module", "Dict", "List", "RoPE"}
+    eight_bits = {"Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralOp", "Fp8Einsum", "NANOOFp8DotGeneralOp"}
+    aliases = {"MultiHeadAttention", "SelfAttention"}
+    for api, module, named, left_out in (
+        ("Linen", nn, zoo.LINEN, without | eight_bits | aliases),
+        ("NNX", nnx, zoo.NNX, without),
+    ):
+        text = " ".join(named)
+        layers = {name for name, c in vars(module).items() if isinstance(c, type) and issubclass(c, module.Module)}
+        assert {name for name in layers - left_out if name not in text} == set(), api
