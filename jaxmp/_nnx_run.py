@@ -22,8 +22,9 @@ from flax import nnx
 from jaxmp import tree as _tree
 from jaxmp._borders import as_carry, carried_by, like, narrow, widen
 from jaxmp._jaxpr.reading import traces_around
+from jaxmp._nnx_objects import of_arrays
 from jaxmp._nnx_variables import is_object, own_variables
-from jaxmp.engine.autocast import autocast, computed
+from jaxmp.engine.autocast import autocast, remembered
 from jaxmp.engine.marks import computing, precision
 from jaxmp.engine.rules import Rules
 from jaxmp.patterns import Path
@@ -81,7 +82,7 @@ def policied_class(bare: Any, decision: Decision) -> Any:
     """The subclass of ``bare``, a class of modules, whose instances do as was decided."""
 
     def fill(namespace: dict[str, Any]) -> None:
-        namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "__reduce__": _reduce}
+        namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "jaxmp_programs": {}, "__reduce__": _reduce}
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
         namespace |= {name: _entrance(method) for name, method in _methods(bare)}
 
@@ -206,7 +207,8 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     if decision.mode == "autocast":
         return autocast(fun, decision.policy)(module, args, kwargs)
     carry = None if decision.is_root else carried_by(args, [])
-    result = computed(fun, Rules(None), (module, args, kwargs), {})
+    call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
+    result = call.write(*remembered(programs, (method, call.key), call.pure, Rules(None), call.arguments))
     if caller is not None and caller.is_float32:
         result = _arrays(widen, result)
     return result if carry is None else as_carry(result, carry)
