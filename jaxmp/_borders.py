@@ -45,9 +45,9 @@ def carried_by(args: Any, around: list[Any]) -> Any | None:
 def as_carry(result: Any, carry: Any) -> Any:
     """The ``result`` of a loop's body with the new carry, all of it or its first part, in the dtypes of ``carry``."""
     if same_structure(result, carry):
-        return jax.tree.map(_like, result, carry)
+        return jax.tree.map(like, result, carry)
     if isinstance(result, tuple) and result and same_structure(result[0], carry):
-        return (jax.tree.map(_like, result[0], carry), *result[1:])
+        return (jax.tree.map(like, result[0], carry), *result[1:])
     return result
 
 
@@ -57,5 +57,6 @@ def same_structure(tree: Any, other: Any) -> bool:
     return bool(structure(tree) == structure(other))
 
 
-def _like(new: Any, old: Any) -> Any:
+def like(new: Any, old: Any) -> Any:
+    """``new`` in the dtype of ``old``, if that is a floating array."""
     return _tree.cast(new, old.dtype) if _tree.is_float_array(old) else new

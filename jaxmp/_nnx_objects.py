@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
-from flax.nnx.graphlib import IndexMap, RefMap
+from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 
 
-def of_arrays(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any]]:
-    """``fun`` as a function without NNX objects, to be traced once, which changes them as NNX's transforms do.
+class ArrayCall(NamedTuple):
+    """A call of a function of NNX objects, as one of a function without any.
 
-    An object that was made outside of the transformation that runs now is handed on as it is: reading its Variables is
-    possible, writing to them an error of NNX.
-
-    Returns:
-      pure: takes ``arguments``; returns what ``fun`` returns and, apart from that, what it wrote to its arguments.
+    Attributes:
+      pure: takes ``arguments``; returns what the function returns and, apart from that, what it wrote to its arguments.
       arguments: what ``pure`` takes.
-      write: takes both results of ``pure``; changes the arguments of ``fun`` and returns what that returns.
+      write: takes both results of ``pure``; changes the objects of this call and returns what the function returns.
+      key: what ``pure`` depends on besides the function and ``arguments``.
+    """
+
+    pure: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    write: Callable[..., Any]
+    key: Any
+
+
+def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
+    """A call of ``fun`` as one of a function without NNX objects, which changes them as NNX's transforms do.
+
+    Writing to an object that was made outside of the transformation that runs now is an error of NNX.
     """
     # The steps of nnx.update_context: split outside, merge inside, split inside, merge outside.
-    plain, objects, fill = _parted((args, kwargs))
-    indices = RefMap()
-    graphdef, state = nnx.flatten(objects, ref_index=indices, graph=True)
-    outside = IndexMap.from_refmap(indices)
-    merge: Callable[..., Any]
+    plain, objects, fill, tree = _parted((args, kwargs), lambda node: True)
+    refs = RefMap()
+    graphdef, state = nnx.flatten(objects, ref_index=refs, graph=True)
+    outside = IndexMap.from_refmap(refs)
 
     def pure(plain: dict[int, Any], values: list[Any]) -> Any:
-        nonlocal merge
         inside = IndexMap()
         copies = nnx.unflatten(graphdef, values, index_ref=inside)
         given = {index: _identity(node) for index, node in inside.items() if isinstance(node, nnx.Variable)}
         args, kwargs = fill(plain, copies)
-        results, made, fill_results = _parted(fun(*args, **kwargs))
+        results, made, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
 
         refs: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(inside), "graph": True}
         structure, after = nnx.flatten(copies, **refs)
@@ -48,31 +55,62 @@ def of_arrays(
             for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True))
             if index is None or _identity(leaf) != given[index]
         }
+        is_same = None not in indices and structure == graphdef.with_same_outer_index()
+        changes = _Changes(None if is_same else structure, indices, made_structure, fill_results)
+        return (results, [_value(leaf) for _, leaf in made_state], changes), written
 
-        def merge(results: Any, made: list[Any], written: dict[int, Any]) -> Any:
-            values = [written[n] if n in written else outside[index] for n, index in enumerate(indices)]
-            refs: dict[str, Any] = {"index_ref": IndexMap(), "outer_index_outer_ref": outside}
-            nnx.unflatten(structure, values, **refs)
-            return fill_results(results, nnx.unflatten(made_structure, made, **refs))
+    def write(results: Any, written: dict[int, Any]) -> Any:
+        results, made, changes = results
+        return changes.carry_out(outside, results, made, written)
 
-        return (results, [_value(leaf) for _, leaf in made_state]), written
-
-    return pure, (plain, [_value(leaf) for _, leaf in state]), lambda results, written: merge(*results, written)
+    return ArrayCall(pure, (plain, [_value(leaf) for _, leaf in state]), write, (tree, graphdef))
 
 
-def _parted(tree: Any) -> tuple[dict[int, Any], dict[int, Any], Callable[..., Any]]:
-    """What is no NNX object in a tree, the objects that may change, and what puts others in the places of both."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Changes:
+    """What a traced function did to its objects, apart from arrays.
+
+    Attributes:
+      structure: of its arguments afterwards; None if only Variables have changed.
+      indices: of the leaves of the arguments, the numbers that they had before.
+      made: the structure of the objects among its results.
+      fill: makes its results of what is no object and of objects.
+    """
+
+    structure: Any
+    indices: list[int | None]
+    made: Any
+    fill: Callable[..., Any]
+
+    def carry_out(self, outside: IndexMap, results: Any, made: list[Any], written: dict[int, Any]) -> Any:
+        """Changes the objects of a call by their numbers, and returns its results."""
+        known: IndexMap = IndexMap(outside)
+        if self.structure is None:
+            for n, value in written.items():
+                if not isinstance(value, NoUpdate):  # an array reference, which has changed already
+                    outside[self.indices[n]].set_raw_value(value)
+        else:
+            for node in outside.values():
+                _check_may_change(node)
+            known = IndexMap()
+            values = [written[n] if n in written else outside[index] for n, index in enumerate(self.indices)]
+            nnx.unflatten(self.structure, values, index_ref=known, outer_index_outer_ref=outside)
+        return self.fill(results, nnx.unflatten(self.made, made, index_ref=known, outer_index_outer_ref=outside))
+
+
+def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
+    """A tree in parts: what is no NNX object, the objects that may change, what fills both in again, the structure."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_object)
     parts: tuple[dict[int, Any], ...] = ({}, {}, {})
     for n, leaf in enumerate(leaves):
-        parts[0 if not _is_object(leaf) else 1 if _may_change(leaf) else 2][n] = leaf
+        parts[0 if not _is_object(leaf) else 1 if may_change(leaf) else 2][n] = leaf
     plain, objects, fixed = parts
 
     def fill(plain: dict[int, Any], objects: dict[int, Any]) -> Any:
         filled = plain | objects | fixed
         return jax.tree.unflatten(structure, [filled[n] for n in range(len(filled))])
 
-    return plain, objects, fill
+    return plain, objects, fill, structure
 
 
 def _is_object(node: Any) -> bool:
@@ -83,13 +121,17 @@ def _may_change(node: Any) -> bool:
     """Whether all of ``node`` was made in the transformation that runs now."""
     try:
         for _, part in nnx.iter_graph(node, graph=True):
-            if isinstance(part, nnx.Variable):
-                part.set_raw_value(part.get_raw_value())
-            elif isinstance(part, nnx.Pytree):
-                part._check_valid_context(lambda: "")
+            _check_may_change(part)
     except TraceContextError:
         return False
     return True
+
+
+def _check_may_change(node: Any) -> None:
+    if isinstance(node, nnx.Variable):
+        node.set_raw_value(node.get_raw_value())
+    elif isinstance(node, nnx.Pytree):
+        node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")
 
 
 def _value(leaf: Any) -> Any:

@@ -1,8 +1,8 @@
 """One NNX module under a policy: its class, and what happens when one of its methods is called.
 
 A module under a policy is an instance of a subclass of its class in which methods called from outside run as was
-decided. While one of a module without a ``dtype`` attribute runs, the module's own Params are read as casts of them, so
-that gradients reach the float32 Params through the casts. What is stored are never the casts.
+decided: that of a root as one program, which the engine reads and writes anew. In it the methods of the modules below
+put their paths on JAX's name stack, and a mark that tells the engine how to compute what they do.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
 from flax import nnx
 
 from jaxmp import tree as _tree
-from jaxmp._jaxpr.loops import as_carry, is_loop_body
-from jaxmp._jaxpr.weak import products_in, strengthen, weaken
-from jaxmp._nnx_autocast import run_autocast
-from jaxmp._nnx_variables import cast_variable, is_container_class, is_object, own_variables
+from jaxmp._borders import as_carry, carried_by, like, narrow, widen
+from jaxmp._jaxpr.reading import traces_around
+from jaxmp._nnx_objects import of_arrays
+from jaxmp._nnx_variables import is_object, own_variables
+from jaxmp.engine.autocast import autocast, remembered
+from jaxmp.engine.marks import computing, precision
+from jaxmp.engine.rules import Rules
+from jaxmp.patterns import Path
 from jaxmp.policy import Policy
 
 # What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
@@ -41,60 +44,47 @@ class Decision:
     Attributes:
       policy: what it computes in; under autocast that of the whole model.
       is_root: whether its results are cast to the policy's output dtype.
-      casts_params: whether its methods see its own params in the compute dtype; else its ``dtype`` attribute says it.
-      inputs: what becomes of them: cast to the compute dtype; or made to follow, so that they keep their digits on the
-        way to a submodule and take the dtype of the first param that they meet; or nothing.
+      mode: ``"written"`` if it computes as it is written, in the dtype of its attribute; ``"float32"`` if it is traced
+        in float32, and hands out what the engine decides; ``"autocast"`` if autocast decides on the whole model; None
+        if it is traced on the dtypes that come in, and decided on the graph.
       given: the attributes that the policy replaced, as the author gave them.
-      autocast: whether autocast decides, and nothing else counts but
-      asked: what an override asks of it.
+      asked: what an override asks of autocast.
       level: how many modules of the same class are around it for which the same was decided, so that one that is nested
         in another is told from a copy that a transform has made.
     """
 
     policy: Policy
     is_root: bool
-    casts_params: bool
-    inputs: Literal["cast", "follow"] | None
+    mode: Literal["written", "float32", "autocast"] | None
     given: tuple[tuple[str, Any], ...]
-    autocast: bool = False
     asked: Literal["float32", "half"] | None = None
     level: int = 0
 
+    def mark(self) -> contextlib.AbstractContextManager[None]:
+        """What tells the engine how to compute the code of a method."""
+        if self.mode == "autocast":
+            return precision(self.asked) if self.asked else contextlib.nullcontext()
+        return computing(None if self.mode == "written" else self.policy.compute_dtype)
 
-def decision_of(node: Any) -> Decision | None:
-    """What was decided for a module, or for the module that a container belongs to; None if it is under no policy."""
-    return getattr(type(node), "jaxmp_decision", None)
+
+def decision_of(module: Any) -> Decision | None:
+    """What was decided for a module; None if it is under no policy."""
+    return getattr(type(module), "jaxmp_decision", None)
 
 
-def bare_class(node: Any) -> Any:
-    """The class of a module or a container as its author wrote it."""
-    return getattr(type(node), "jaxmp_bare_class", type(node))
+def bare_class(module: Any) -> Any:
+    """The class of a module as its author wrote it."""
+    return getattr(type(module), "jaxmp_bare_class", type(module))
 
 
 @functools.cache
 def policied_class(bare: Any, decision: Decision) -> Any:
-    """The subclass of ``bare``, a class of modules or of containers, whose instances do as was decided."""
-
-    def get_attribute(self: Any, name: str) -> Any:
-        value, frame = bare.__getattribute__(self, name), _running.frame_of(self)
-        return value if frame is None or name == "__dict__" else frame.read(value)
-
-    def set_attribute(self: Any, name: str, value: Any) -> None:
-        frame = _running.frame_of(self)
-        bare.__setattr__(self, name, value if frame is None else frame.stored(value))
-
-    def set_key(self: Any, key: Any, value: Any) -> None:
-        with _running.hidden():  # a transform in a method updates the Params and not the casts of them
-            bare._graph_node_set_key(self, key, value)
+    """The subclass of ``bare``, a class of modules, whose instances do as was decided."""
 
     def fill(namespace: dict[str, Any]) -> None:
-        namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "__reduce__": _reduce}
+        namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "jaxmp_programs": {}, "__reduce__": _reduce}
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
-        if not is_container_class(bare):
-            namespace |= {name: _entrance(method) for name, method in _methods(bare)}
-        if decision.casts_params:
-            namespace |= {"__getattribute__": get_attribute, "__setattr__": set_attribute}
-            namespace |= {"_graph_node_set_key": set_key}
+        namespace |= {name: _entrance(method) for name, method in _methods(bare)}
 
     return types.new_class(bare.__name__, (bare,), {"pytree": bare._pytree__is_pytree}, fill)
 
@@ -108,7 +98,10 @@ def _unpickle(bare: Any, decision: Decision) -> Any:
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """What the author's classes define and is called on an instance; not ``__init__`` and its like."""
+    """What the author's classes define and computes when it is called on an instance; not ``__init__`` and its like.
+
+    A generator, or a context manager that is one, runs when its method has returned: it acts on the module itself.
+    """
     own = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
     for name in {name for cls in own for name in vars(cls)}:
         if name.startswith("__") and name not in _SPECIAL_METHODS:
@@ -116,134 +109,159 @@ def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
         method = inspect.getattr_static(bare, name)
         is_descriptor = isinstance(method, (functools.partialmethod, functools.singledispatchmethod))
         is_function = callable(method) and not isinstance(method, (type, staticmethod))
-        if is_descriptor or (is_function and hasattr(method, "__get__")):
+        if (is_descriptor or (is_function and hasattr(method, "__get__"))) and not _is_generator(method):
             yield name, method
+
+
+def _is_generator(method: Any) -> bool:
+    return inspect.isgeneratorfunction(inspect.unwrap(getattr(method, "func", method)))
 
 
 def _entrance(method: Any) -> Callable[..., Any]:
     @functools.wraps(getattr(method, "func", method), updated=())
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self).jaxmp_decision.autocast:
-            return run_autocast(self, method, args, kwargs)
-        return _run(self, method.__get__(self, type(self)), args, kwargs)
+        return _call(self, method, args, kwargs)
 
     return enter
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """One call of a root, or of a module below one by itself, with all that runs in it.
+
+    Attributes:
+      cls: the class of the root.
+      ambient_precision: of products, around it all.
+      paths: the modules, which live as long as this has them, and their paths, by the ids of the modules.
+    """
+
+    cls: type
+    ambient_precision: str | None
+    paths: dict[int, tuple[Any, Path]]
+
+    def find(self, module: Any, path: Path) -> None:
+        """Notes the paths of a module and of those below it."""
+        for below, node in nnx.iter_modules(module):
+            self.paths[id(node)] = node, (*path, *map(str, below))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
-    """A method that runs: of which class, the precision of products around it all, and the casts that it has read."""
+    """A method that runs, in which run and in which traces, and the one that called it."""
 
-    def __init__(self, module: Any, caller: _Frame | None) -> None:
-        self.cls, self.decision = type(module), type(module).jaxmp_decision
-        config: Any = jax.config
-        self.ambient_precision: str | None = caller.ambient_precision if caller else config.jax_default_matmul_precision
-        self._casts: dict[int, nnx.Variable[Any]] = {}  # by the id of the Param
-        self._params: dict[int, nnx.Variable[Any]] = {}  # by the id of the cast
+    run: _Run
+    module: Any
+    path: Path
+    traces: list[Any]
+    caller: _Frame | None
 
-    def read(self, value: Any) -> Any:
-        """``value`` with Params as casts of them, each the same one whenever it is read."""
-        return _map_variables(self._cast, value)
+    @property
+    def decision(self) -> Decision:
+        """How its module computes."""
+        decision: Decision = type(self.module).jaxmp_decision
+        return decision
 
-    def _cast(self, var: nnx.Variable[Any]) -> nnx.Variable[Any]:
-        if not isinstance(var, nnx.Param) or id(var) in self._params:
-            return var
-        if id(var) not in self._casts:
-            cast = self._casts[id(var)] = cast_variable(var, self.decision.policy.compute_dtype)
-            self._params[id(cast)] = var
-        return self._casts[id(var)]
+    @property
+    def is_float32(self) -> bool:
+        """Whether its code is traced in float32."""
+        return self.decision.mode == "float32"
 
-    def stored(self, value: Any) -> Any:
-        """``value`` with the Params in place of casts of them; what is a new Param gets the param dtype."""
-
-        def store(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
-            is_new = isinstance(var, nnx.Param) and id(var) not in self._params
-            return cast_variable(var, self.decision.policy.param_dtype) if is_new else self._param(var)
-
-        return _map_variables(store, value)
-
-    def returned(self, value: Any) -> Any:
-        """``value`` with the Params in place of casts of them."""
-        return _map_variables(self._param, value)
-
-    def _param(self, var: nnx.Variable[Any]) -> nnx.Variable[Any]:
-        return self._params.get(id(var), var)
-
-
-def _map_variables(change: Callable[[nnx.Variable[Any]], Any], value: Any) -> Any:
-    """``value`` with its Variables changed, itself where none is; modules and containers of NNX are left alone."""
-    if isinstance(value, nnx.Variable):
-        return change(value)
-    if is_object(value) or callable(value):
-        return value
-    leaves, structure = jax.tree.flatten(value, is_leaf=is_object)
-    changed = [change(leaf) if isinstance(leaf, nnx.Variable) else leaf for leaf in leaves]
-    return (
-        value if all(a is b for a, b in zip(leaves, changed, strict=True)) else jax.tree.unflatten(structure, changed)
-    )
-
-
-class _Running(threading.local):
-    def __init__(self) -> None:
-        self.frames: list[_Frame] = []
+    def is_in_run_of(self, cls: type) -> bool:
+        """Whether a run of a root of a class is under way."""
+        return self.run.cls is cls or (self.caller is not None and self.caller.is_in_run_of(cls))
 
     @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        """While this lasts, no method runs."""
-        frames, self.frames = self.frames, []
+    def running(self) -> Iterator[None]:
+        """While this lasts, what is called is called by it."""
+        token = _innermost.set(self)
         try:
-            yield
+            with _float32_caller(type(self.module) if self.is_float32 else None):
+                yield
         finally:
-            self.frames = frames
-
-    def frame_of(self, node: Any) -> _Frame | None:
-        """The innermost frame if it is of ``node`` (or of one that it is a transform's copy of) or of its owner."""
-        frame = self.frames[-1] if self.frames else None
-        if frame is None or frame.decision != type(node).jaxmp_decision:
-            return None
-        return frame if type(node) is frame.cls or is_container_class(bare_class(node)) else None
+            _innermost.reset(token)
 
 
-_running = _Running()
+_innermost: ContextVar[_Frame | None] = ContextVar("jaxmp_nnx_frame", default=None)
+# A part of the keys of JAX's own caches: a function that is jitted hands out float32 to code that is traced in it.
+_float32_caller: Any = jax.make_user_context(default_value=None)
 
 
-def _run(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a method of ``module``; one that another of its methods calls, perhaps in a transform, just runs."""
-    decision, frames = type(module).jaxmp_decision, _running.frames
-    caller = frames[-1] if frames else None
-    is_inside, is_outermost = (
-        caller is not None and caller.cls is type(module),
-        all(f.cls is not type(module) for f in frames),
-    )
-    with _dtypes_kept(module):
-        result = method(*args, **kwargs) if is_inside else _run_from_outside(module, method, args, kwargs, caller)
-    if decision.is_root:
-        return _arrays(decision.policy.cast_to_output, result) if is_outermost else result
-    if args and is_loop_body(sys._getframe(1), _run.__code__):
-        return as_carry(result, args[0])
-    return result
+def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    """Calls ``method``, a descriptor in the class of ``module``: as a program of its own if it is called from outside.
+
+    A module below a root that is called by itself, ``model.head(x)``, is a root of its own meanwhile.
+    """
+    caller, decision = _innermost.get(), type(module).jaxmp_decision
+    if caller is not None and not (decision.is_root and not caller.is_in_run_of(type(module))):
+        return _run(caller.run, module, method, args, kwargs)
+
+    config: Any = jax.config
+    ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
+
+    def fun(module: Any, args: Any, kwargs: Any) -> Any:  # copies of them that may change in this trace
+        run = _Run(type(module), ambient, {})
+        run.find(module, ())
+        with _half_params_widened([node for node, _ in run.paths.values()]):
+            return _run(run, module, method, args, kwargs)
+
+    if decision.mode == "autocast":
+        return autocast(fun, decision.policy)(module, args, kwargs)
+    carry = None if decision.is_root else carried_by(args, [])
+    call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
+    result = call.write(*remembered(programs, (method, call.key), call.pure, Rules(None), call.arguments))
+    if caller is not None and caller.is_float32:
+        result = _arrays(widen, result)
+    return result if carry is None else as_carry(result, carry)
 
 
-def _run_from_outside(module: Any, method: Callable[..., Any], args: Any, kwargs: Any, caller: _Frame | None) -> Any:
-    decision = type(module).jaxmp_decision
-    policy, follows = decision.policy, decision.inputs == "follow"
-    comes_weak = caller is not None and caller.decision.inputs == "follow"
-    inputs = _arrays(strengthen, (args, kwargs)) if comes_weak else (args, kwargs)
-    if decision.inputs is not None:
-        inputs = _arrays(weaken if follows else policy.cast_to_compute, inputs)
-    frame = _Frame(module, caller)
-    wanted = policy.matmul_precision
+def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a method of ``module`` in a run; one that another of its methods calls, perhaps in a transform, just runs."""
+    decision, caller = type(module).jaxmp_decision, _innermost.get()
+    bound = method.__get__(module, type(module))
+    known, here = run.paths.get(id(module)), caller if caller is not None and caller.run is run else None
+    if here is not None and (module is here.module or (known is None and type(module) is type(here.module))):
+        with _dtypes_kept(module, decision):
+            return bound(*args, **kwargs)
+    around = here.path if here else ()
+    if known is None:  # a copy that a transform has made
+        run.find(module, (*around, type(module).__name__))
+        known = run.paths[id(module)]
+    path = known[1]
+    scope = "/".join(path[len(around) :] if path[: len(around)] == around else path)
+
+    is_float32 = decision.mode == "float32"
+    carry = carried_by(args, here.traces) if here is not None and not decision.is_root else None
+    if is_float32:
+        args, kwargs = _arrays(widen, (args, kwargs))
+    given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
+    frame = _Frame(run, module, path, traces_around(), caller)
+    with (
+        frame.running(),
+        jax.named_scope(scope) if scope else contextlib.nullcontext(),
+        decision.mark(),
+        _precision(frame, caller),
+        _dtypes_kept(module, decision),
+    ):
+        result = bound(*args, **kwargs)
+
+    if decision.mode == "autocast":
+        return result
+    if here is not None and here.is_float32:
+        result = _arrays(widen, result)
+    elif here is None and decision.is_root:
+        result = _arrays(decision.policy.cast_to_output, result)
+    elif is_float32:  # what only passes through keeps its digits
+        dtype = decision.policy.compute_dtype
+        result = _arrays(lambda leaf: leaf if id(leaf) in given else narrow(leaf, dtype), result)
+    return result if carry is None else as_carry(result, carry)
+
+
+def _precision(frame: _Frame, caller: _Frame | None) -> contextlib.AbstractContextManager[Any]:
+    wanted = frame.decision.policy.matmul_precision
     # Only where it changes: a module may have set a precision of its own around a submodule.
-    changes = wanted != (caller.decision.policy.matmul_precision if caller else None)
-    precision = jax.default_matmul_precision(wanted or frame.ambient_precision) if changes else contextlib.nullcontext()
-    _running.frames.append(frame)
-    try:
-        with precision, products_in(policy.compute_dtype if follows else None):
-            result = frame.returned(method(*inputs[0], **inputs[1]))
-    finally:
-        _running.frames.pop()
-    if follows:
-        result = _arrays(strengthen, result)
-    return _arrays(weaken, result) if comes_weak else result
+    if frame.decision.mode == "autocast" or wanted == (caller.decision.policy.matmul_precision if caller else None):
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision(wanted or frame.run.ambient_precision)
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
@@ -252,15 +270,46 @@ def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _dtypes_kept(module: Any) -> Iterator[None]:
-    """Variables of ``module`` that hold a floating array, other than Params, have its dtype afterwards too."""
-    kept = [(var, var.get_raw_value().dtype) for var in own_variables(module) if _keeps_dtype(var)]
+def _half_params_widened(modules: list[Any]) -> Iterator[None]:
+    """While this lasts, half Params of those of ``modules`` that are traced in float32 are float32."""
+    stored: list[tuple[nnx.Variable[Any], Any, Any]] = []
+    for module in modules:
+        decision = decision_of(module)
+        for var in own_variables(module) if decision is not None and decision.mode == "float32" else ():
+            value = var.get_raw_value()
+            wide = jax.tree.map(widen, value) if isinstance(var, nnx.Param) else value
+            if wide is not value:
+                var.set_raw_value(wide)
+                stored.append((var, value, wide))
     yield
-    for var, dtype in kept:
-        value = var.get_raw_value()
-        if _tree.is_float_array(value) and value.dtype != dtype:
-            var.set_raw_value(value.astype(dtype))
+    for var, value, wide in stored:
+        now = var.get_raw_value()
+        var.set_raw_value(value if now is wide else like(now, value))
 
 
-def _keeps_dtype(var: nnx.Variable[Any]) -> bool:
-    return not isinstance(var, (nnx.Param, *_ACTIVATIONS)) and _tree.is_float_array(var.get_raw_value())
+@contextlib.contextmanager
+def _dtypes_kept(module: Any, decision: Decision) -> Iterator[None]:
+    """What a method writes to Variables of ``module``, other than Params, has the dtypes that these had before.
+
+    A module without a ``dtype`` attribute makes Params in the param dtype; what one that is traced in float32 has
+    computed is stored in its compute dtype.
+    """
+    if decision.mode == "autocast":
+        yield
+        return
+    before = {id(var): (var, var.get_raw_value()) for var in own_variables(module)}
+    yield
+    for var in own_variables(module):
+        new, (_, old) = var.get_raw_value(), before.get(id(var), (var, None))
+        if new is old:
+            continue
+        stored = new
+        if isinstance(var, nnx.Param):
+            if id(var) not in before and decision.mode != "written":
+                stored = _tree.cast(new, vars(module).get("param_dtype", decision.policy.param_dtype))
+        elif not isinstance(var, _ACTIVATIONS):
+            stored = like(new, old)
+        elif decision.mode == "float32":
+            stored = jax.tree.map(lambda leaf: narrow(leaf, decision.policy.compute_dtype), new)
+        if stored is not new:
+            var.set_raw_value(stored)

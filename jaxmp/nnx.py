@@ -20,7 +20,7 @@ from jaxmp._nnx_graph import Graph, Node, read_graph
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
 from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
-from jaxmp._nnx_variables import cast_variable, change_own, own_containers, own_variables
+from jaxmp._nnx_variables import cast_variable, change_own
 from jaxmp._opt_level import autocast_map, is_o1, level_of
 from jaxmp.dtypes import is_half
 from jaxmp.patterns import Path, Pattern, pattern_text
@@ -147,20 +147,14 @@ class _Plan:
 
     def carry_out(self, graph: Graph, casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]]) -> None:
         """Sets the module up; ``casts`` has Params of other modules and casts of them, by the ids of the Params."""
-        module, has_dtype, owns_params = self.node.module, "dtype" in self.node.given, bool(self.node.own_params())
-        if self.autocast:
-            has_dtype = True
-        elif "param_dtype" in self.fills or "param_dtype" not in self.node.given:
+        module = self.node.module
+        if not self.autocast and ("param_dtype" in self.fills or "param_dtype" not in self.node.given):
             change_own(module, lambda var: self._stored(var, casts))
-        inputs: Literal["cast", "follow"] | None = None
-        if not has_dtype and (owns_params or self.pattern is not None):
-            inputs = "cast" if not self.node.is_parent() else "follow" if owns_params else None
         given = tuple((name, self.node.given[name]) for name in self.fills)
         is_root = self.node is graph.nodes[0]
         asked = level_of(self.policy) if self.autocast and self.pattern is not None else None
-        casts_params = owns_params and not has_dtype
-        policy, by_autocast = self.autocast or self.policy, self.autocast is not None
-        decision = Decision(policy, is_root, casts_params, inputs, given, by_autocast, asked)
+        policy = self.autocast or self.policy
+        decision = Decision(policy, is_root, self._mode(), given, asked)
         # Those around it are set up already; roots inside are from an earlier call.
         alike = [other.module for other in self.node.around] if not is_root else graph.nested
         levels = [
@@ -172,9 +166,15 @@ class _Plan:
         ]
         decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
         vars(module).update(self.node.given | self.fills)
-        for node in (module, *own_containers(module)):
-            if node is module or (decision.casts_params and any(True for _ in own_variables(node))):
-                object.__setattr__(node, "__class__", policied_class(bare_class(node), decision))
+        object.__setattr__(module, "__class__", policied_class(bare_class(module), decision))
+
+    def _mode(self) -> Literal["written", "float32", "autocast"] | None:
+        if self.autocast:
+            return "autocast"
+        if "dtype" in self.node.given:
+            return "written"
+        is_float32 = self.node.own_params() or (self.pattern is not None and not self.node.is_parent())
+        return "float32" if is_float32 else None
 
     def _stored(
         self, var: nnx.Variable[Any], casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]]

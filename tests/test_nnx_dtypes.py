@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from linen_zoo import HALVES, data, same_bits
-from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, model_products, outcome, rngs, values
+from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_products, outcome, rngs, values
 
 from jaxmp.nnx import apply_policy
 
@@ -70,7 +70,9 @@ LAYERS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("policy", HALVES)
 def test_a_layer_gives_the_outputs_gradients_and_statistics_of_dtype_by_hand(name, policy):
     make, call = LAYERS[name]
-    is_as_by_hand(apply_policy(make(), policy), make(dtype=jnp.dtype(HALVES[policy])), SEQUENCE, call=call)
+    model, by_hand = apply_policy(make(), policy), make(dtype=jnp.dtype(HALVES[policy]))
+    is_as_by_hand(model, by_hand, SEQUENCE, call=call)
+    same_bits(values(model, nnx.BatchStat), values(by_hand, nnx.BatchStat))
 
 
 @pytest.mark.parametrize("policy", HALVES)
@@ -135,10 +137,10 @@ def test_in_a_module_with_params_and_submodules_inputs_follow_where_they_meet_th
     bare = Mixer(rngs())
     model = apply_policy(bare, "mixed_bfloat16", {"exact": "float32"})
     mixed, exact = model(SEQUENCE)
-    gain = bare.gain[...].astype("bfloat16")
     kernel, bias = bare.linear.kernel[...].astype("bfloat16"), bare.linear.bias[...].astype("bfloat16")
-    hidden = jax.lax.dot_general(SEQUENCE.astype("bfloat16") * gain, kernel, (((2,), (0,)), ((), ()))) + bias
-    same_bits(mixed, (hidden @ jnp.diag(gain)).astype("float32"))
+    scaled = (SEQUENCE * bare.gain[...]).astype("bfloat16")  # which leads from no product to one: float32
+    hidden = jax.lax.dot_general(scaled, kernel, (((2,), (0,)), ((), ()))) + bias
+    same_bits(mixed, (hidden @ jnp.diag(bare.gain[...].astype("bfloat16"))).astype("float32"))
     with jax.default_matmul_precision("highest"):
         same_bits(exact, bare.exact(SEQUENCE))
 
@@ -170,8 +172,12 @@ def test_an_rng_or_a_module_among_the_arguments_is_handed_on_itself():
     assert int(generators.noise.count[...]) == 1
 
 
-def test_a_scale_by_hand_is_a_scale_under_a_policy():
-    is_as_by_hand(apply_policy(Scale(8, rngs()), "mixed_float16"), ScaleByHand(8, jnp.float16, rngs()), SEQUENCE)
+def test_a_scale_by_hand_is_a_scale_under_a_policy_whose_last_sums_are_float32():
+    model, bare = apply_policy(Scale(8, rngs()), "mixed_float16"), Scale(8, rngs())
+    product = (SEQUENCE.astype("float16") @ bare.kernel[...].astype("float16")).astype("float32")
+    got = outcome(model, SEQUENCE)
+    same_bits(got[0], product + bare.biases[0] + bare.biases[1])
+    is_close(got, outcome(ScaleByHand(8, jnp.float16, rngs()), SEQUENCE))
 
 
 def test_a_statistic_written_in_half_is_kept_in_float32():

@@ -66,6 +66,7 @@ def test_linen_and_nnx_give_the_same_outputs_gradients_and_statistics(policy):
     same_bits(nnx.to_pure_dict(values(model, nnx.BatchStat))["norm"], statistics)
     grads = nnx.to_pure_dict(nnx.as_pure(grads))
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want_grads))
     for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         # Flax sums some cotangents in another order in Linen than in NNX, with dtype= by hand too.
-        np.testing.assert_allclose(got, wanted, rtol=2**-7, atol=1e-5)
+        np.testing.assert_allclose(got, wanted, rtol=2**-7, atol=1e-4 * largest)

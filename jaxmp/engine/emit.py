@@ -207,6 +207,8 @@ class _Emission:
             return operands
         note.operands = operands
         params = eqn.params if node is None or node.colour <= Colour.WRITTEN else _in_dtype(step, computed_in(node))
+        if _is_missing(params):
+            params = {**params, "precision": None}
         results = _bound(eqn, operands, params)
         return [note.cast(results[0], node.dtype)] if node is not None and node.colour == Colour.ROUND else results
 
@@ -289,6 +291,8 @@ def _is_unchanged(step: Step) -> bool:
     known = [operand for operand in (*step.operands, *step.nodes, *step.joins) if operand is not None]
     if any(operand.late is not None or operand.dtype != operand.written for operand in known):
         return False
+    if _is_missing(step.eqn.params):
+        return False
     if step.bodies is not None:
         if name in _WITH_RULES and step.region.level != "written":
             return False  # its rules are decided when they run
@@ -299,6 +303,14 @@ def _is_unchanged(step: Step) -> bool:
             for operand, dtype in zip(step.operands, operand_dtypes(step), strict=True)
         )
     return False
+
+
+def _is_missing(params: dict[str, Any]) -> bool:
+    """Whether a product asks for an algorithm that the backend lacks.
+
+    JAX's attention tries it, and goes on without when that raises an error: while it is traced none is raised.
+    """
+    return params.get("precision") is jax.lax.DotAlgorithmPreset.F16_F16_F32 and jax.default_backend() == "cpu"
 
 
 def _in_dtype(step: Step, dtype: np.dtype) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Traced:
     """
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rules: Rules) -> None:
-        pure, arguments, self._write = _of_arrays(fun, args, kwargs)
+        pure, arguments, self._write, _ = _of_arrays(fun, args, kwargs)
         leaves, tree = jax.tree.flatten(arguments)
         self.operands = [leaf for leaf in leaves if is_array(leaf)]
 
@@ -119,7 +119,7 @@ def _of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         from jaxmp._nnx_objects import of_arrays
 
         return of_arrays(fun, args, kwargs)
-    return lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda results, _: results
+    return lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda results, _: results, None
 
 
 def is_array(leaf: Any) -> bool:
