@@ -78,7 +78,7 @@ class _Changes:
     """
 
     structure: Any
-    indices: list[int | None]
+    indices: list[Any]
     made: Any
     fill: Callable[..., Any]
 

@@ -215,7 +215,7 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a method of ``module`` in a run; one that another of its methods calls, perhaps in a transform, just runs."""
+    """Calls a method of ``module`` in a run; one that another of its methods calls just runs, in a transform too."""
     decision, caller = type(module).jaxmp_decision, _innermost.get()
     bound = method.__get__(module, type(module))
     known, here = run.paths.get(id(module)), caller if caller is not None and caller.run is run else None
