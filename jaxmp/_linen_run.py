@@ -278,7 +278,8 @@ class Run:
         frame = _Frame(self, module, module.path, policy, decision.is_float32, traces)
         _running.frames.append(frame)
         try:
-            with computing(None if decision.is_written else policy.compute_dtype), self._precision(policy, caller):
+            computed = None if decision.is_written else policy.compute_dtype
+            with computing(computed, policy.matmul_precision), self._precision(policy, caller):
                 result = next_fun(*args, **kwargs)
         finally:
             _running.frames.pop()

@@ -64,7 +64,8 @@ class Decision:
         """What tells the engine how to compute the code of a method."""
         if self.mode == "autocast":
             return precision(self.asked) if self.asked else contextlib.nullcontext()
-        return computing(None if self.mode == "written" else self.policy.compute_dtype)
+        dtype = None if self.mode == "written" else self.policy.compute_dtype
+        return computing(dtype, self.policy.matmul_precision)
 
 
 def decision_of(module: Any) -> Decision | None:

@@ -231,7 +231,7 @@ class _Emission:
                     operands[position] = note.rounded(operands[position], operand)
         functions = [functools.partial(self.run, body, step, position) for position, body in enumerate(step.inner)]
         evaluate = functools.partial(self.rule, step.names, name == "custom_vjp_call")
-        rule = Rule(evaluate, functools.partial(tracing, self.rules))
+        rule = Rule(evaluate, functools.partial(tracing, self.rules, step.region.products))
 
         def program() -> Callable[..., list[Any]]:
             return rebuilt(eqn, bodies, functions, rule)

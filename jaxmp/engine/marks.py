@@ -22,7 +22,7 @@ _WIDENED = "jaxmp.widened"
 SPECIAL = "jaxmp.special"
 """The scope around a special function, whose parts are polynomials and series that nobody would round."""
 OF_POLICY = "the policy of its module"
-_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+)\)")
+_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)\)")
 
 
 class Region(NamedTuple):
@@ -32,11 +32,13 @@ class Region(NamedTuple):
       level: ``"float32"`` or ``"half"``; ``"written"`` to leave it as it is; None leaves it to the engine.
       half: the half dtype of the module around it; None for that of the whole program.
       asked_by: who asked for the level, in words.
+      products: the ``matmul_precision`` of the module's policy, for derivative rules that are traced later.
     """
 
     level: str | None = None
     half: np.dtype | None = None
     asked_by: str = ""
+    products: str = ""
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
@@ -63,9 +65,9 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
     return jax.named_scope(f"jaxmp.precision({checked_level(level)})")
 
 
-def computing(dtype: np.dtype | None) -> contextlib.AbstractContextManager[None]:
+def computing(dtype: np.dtype | None, products: str | None = None) -> contextlib.AbstractContextManager[None]:
     """Marks the code of a module: decided on the graph in the compute dtype of its policy; None: left as written."""
-    return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name})")
+    return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''})")
 
 
 def widened(value: jax.Array) -> jax.Array:
@@ -91,19 +93,20 @@ def checked_level(level: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def region_of(names: Names) -> Region:
     """What the marks among some scopes ask for: the module's word first, then the innermost of the author's."""
-    region = Region()
-    for kind, text in reversed(_marks(names)):
+    marks = _marks(names)
+    region = Region(products=next((products for kind, _, products in reversed(marks) if kind == "compute"), ""))
+    for kind, text, _ in reversed(marks):
         if kind == "precision" and region.level is None:
             region = region._replace(level=text, asked_by=f"region jaxmp.precision({text!r})")
         elif kind == "compute" and region.half is None:
             if text in ("written", "float32"):
-                return region if region.level else Region(text, asked_by=OF_POLICY)
+                return region if region.level else region._replace(level=text, asked_by=OF_POLICY)
             region = region._replace(half=np.dtype(jnp.dtype(text)))
     return region
 
 
-def _marks(names: Names) -> list[tuple[str, str]]:
-    return [(mark[1], mark[2]) for part in names if (mark := _MARK.fullmatch(part))]
+def _marks(names: Names) -> list[tuple[str, str, str]]:
+    return [(mark[1], mark[2], mark[3]) for part in names if (mark := _MARK.fullmatch(part))]
 
 
 def marks_in(names: Names) -> Names:

@@ -23,13 +23,15 @@ _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_a
 
 
 @contextlib.contextmanager
-def tracing(rules: Rules) -> Iterator[None]:
-    """Traces the author's code for an engine with these rules."""
+def tracing(rules: Rules, products: str = "") -> Iterator[None]:
+    """Traces the author's code for an engine with these rules, its products in a precision if one is named."""
     ask = functools.partial(_half_at, Rules(rules.half, rules.overrides))  # whose questions are no matches of overrides
     token = _tracing.set(ask)
     # Without the default precision, so that what is left in a product is what its author wrote there. The adapters set
     # that of each module's policy.
-    precision = contextlib.nullcontext() if rules.half is None else jax.default_matmul_precision(None)
+    precision: Any = contextlib.nullcontext()
+    if products or rules.half is not None:
+        precision = jax.default_matmul_precision(products or None)
     try:
         with stand_ins(rules.key, ask, SPECIAL), precision:
             yield
