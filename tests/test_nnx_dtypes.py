@@ -90,7 +90,10 @@ def test_every_product_of_a_model_is_half_and_every_variable_float32(policy):
 
 
 def test_without_a_half_dtype_the_model_computes_what_the_bare_one_does():
-    same_bits(outcome(apply_policy(Net(rngs()), "tensorfloat32"), IMAGE), outcome(Net(rngs()), IMAGE))
+    got, want = outcome(apply_policy(Net(rngs()), "tensorfloat32"), IMAGE), outcome(Net(rngs()), IMAGE)
+    same_bits(got[0], want[0])
+    # XLA may add up what cancels (the gradient of a bias before a norm) in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got[1:], want[1:])
 
 
 def test_params_in_half_are_casts_and_the_bare_model_keeps_its_own():
