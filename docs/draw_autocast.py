@@ -191,14 +191,14 @@ def draw_block(boxes: Sequence[Box], path: Path) -> None:
 
 
 def draw_passes(boxes: Sequence[Box], path: Path) -> None:
-    """The layer norm and what surrounds it: as classified, with the island grown, and in the end."""
+    """The layer norm and what surrounds it: as classified, with the group grown, and in the end."""
     chosen = [box for box in boxes[: _first_move(boxes)]]
     lay_out(chosen)
     neutral = dict.fromkeys(chosen, OPEN)
     by_class = {Kind.HALF: HALF, Kind.FULL: FULL, Kind.STRICT: FULL}
     panels = (
         ("1  what each operation is", {**neutral, **{box: by_class.get(box.kind, OPEN) for box in chosen}}, False),
-        ("2  islands grow backwards", {**neutral, **{box: by_class.get(box.node.kind, OPEN) for box in chosen}}, False),
+        ("2  groups grow backwards", {**neutral, **{box: by_class.get(box.node.kind, OPEN) for box in chosen}}, False),
         ("3-6  the rest follows; casts", {box: final_fill(box) for box in chosen}, True),
     )
     figure = Figure(figsize=(13, 9))

@@ -38,7 +38,7 @@ def test_rows_of_an_mlp_with_a_softmax_are_what_one_expects():
         assert found[number] == row
 
 
-def test_a_flax_layer_norm_between_products_is_an_island_under_its_modules_path():
+def test_a_flax_layer_norm_between_products_is_a_group_under_its_modules_path():
     model = linen.Sequential([linen.Dense(8, use_bias=False), linen.LayerNorm(), linen.Dense(8, use_bias=False)])
     params = jax.eval_shape(model.init, jax.random.key(0), shape(4, 8))
     found = rows(model.apply, params, shape(4, 8))

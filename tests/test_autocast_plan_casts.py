@@ -1,8 +1,10 @@
-"""The plan says what autocast emits: casts, dtypes, and the islands by name."""
+"""The plan says what autocast emits: casts, dtypes, and the groups by name."""
 
 from __future__ import annotations
 
 import collections
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -226,52 +228,64 @@ def test_casts_in_a_scan_count_each_trip_and_those_of_its_carry_stand_at_the_sca
     assert (dot.casts, dot.cast_bytes) == (1, 7 * 2 * 64)
 
 
-# --- islands and the summary
+# --- groups and the summary
 
 
 def unit(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-ISLANDS = {
+GROUPS = {
     "softmax": lambda x, w: jax.nn.softmax(x @ w),
     "log-softmax": lambda x, w: jax.nn.log_softmax(x @ w),
     "logsumexp": lambda x, w: jnp.log(jnp.sum(lax.exp(x @ w))),
+    "softplus": lambda x, w: jax.nn.softplus(x @ w),
     "cross-entropy": cross_entropy,
+    "log-probabilities": lambda x, w: jax.nn.log_softmax(x @ w) @ w,
     "normalisation": lambda x, w: jax.nn.standardize(x @ w),
     "variance": lambda x, w: jnp.var(x @ w),
     "standard deviation": lambda x, w: jnp.std(x @ w),
-    "squared error": lambda x, w: jnp.mean((x @ w - x) ** 2),
-    "L2 norm": lambda x, w: unit(x @ w),
-    "cosine similarity": lambda x, w: jnp.sum(unit(x @ w) * unit(x), -1),
-    "softplus": lambda x, w: jax.nn.softplus(x @ w),
+    "moments": lambda x, w: (x * x) @ w - (x @ w) ** 2,
     "sum of squares": lambda x, w: jnp.sum((x @ w) ** 2),
+    "squared error": lambda x, w: jnp.mean((x @ w - x) ** 2),
+    "absolute error": lambda x, w: jnp.mean(jnp.abs(x @ w - x)),
+    "L1 norm": lambda x, w: jnp.sum(jnp.abs(x @ w)),
+    "L2 norm": lambda x, w: unit(x @ w),
+    "root of squares": lambda x, w: jnp.sqrt((x @ w) ** 2 + 1.0),
+    "cosine similarity": lambda x, w: jnp.sum(unit(x @ w) * unit(x), -1),
+    "distances": lambda x, w: (lambda gram: jnp.diag(gram) - 2 * gram)(x @ x.T),
+    "coordinates": lambda x, w: jnp.floor(x @ w),
+    "search": lambda x, w: lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x @ w, x),
 }
+WITHIN = {"cosine similarity": {"L2 norm": 2}, "log-probabilities": {"log-softmax": 1}}
 
 
-@pytest.mark.parametrize("name", ISLANDS)
-def test_an_island_is_found_by_name(name):
-    summary = plan(ISLANDS[name], shape(4, 8), shape(8, 8)).summary
-    expected = {name: 1}
-    if name == "cosine similarity":
-        expected["L2 norm"] = 2
-    assert summary.islands == expected
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_is_found_by_name(name):
+    summary = plan(GROUPS[name], shape(4, 8), shape(8, 8)).summary
+    assert summary.groups == {name: 1} | WITHIN.get(name, {})
+
+
+def test_the_page_on_autocast_has_a_row_for_each_group():
+    page = (Path(__file__).parents[1] / "docs" / "autocast.md").read_text(encoding="utf-8")
+    table = page.partition("## Groups")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE) == ["group", *GROUPS]
 
 
 @pytest.mark.parametrize("layer", [linen.LayerNorm(), linen.RMSNorm(), linen.GroupNorm(2), linen.BatchNorm(False)])
-def test_flax_normalisations_are_islands(layer):
+def test_flax_normalisations_are_groups(layer):
     def fun(x, w):
         return layer.init_with_output(jax.random.key(0), x @ w)[0]
 
-    assert plan(fun, shape(4, 8), shape(8, 8)).summary.islands == {"normalisation": 1}
+    assert plan(fun, shape(4, 8), shape(8, 8)).summary.groups == {"normalisation": 1}
 
 
-def test_what_is_no_island_has_no_name():
+def test_what_is_no_group_has_no_name():
     def fun(x, w):
         y = x @ w
         return jnp.mean(y), y / (1 + jnp.sum(y)), lax.exp(y), jnp.sum(y * x)
 
-    assert plan(fun, shape(4, 8), shape(8, 8)).summary.islands == {}
+    assert plan(fun, shape(4, 8), shape(8, 8)).summary.groups == {}
 
 
 def test_products_that_stay_float32_are_told_with_their_reason():

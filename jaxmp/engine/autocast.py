@@ -9,11 +9,13 @@ stream. What leads to no product (the last bias, a loss) and what is made of arg
 function without a product is not changed, but for the results of a pure policy.
 
 **What is float32.** Exponentials, logarithms, ``pow``, trigonometric and special functions; sums and all that
-accumulates, scatters that add included; products that leave one number (``vdot``); factorisations and Fourier
-transforms; products of the highest precision. Islands are float32 from their first operation on: a softmax (rounded
-where it ends if a product reads it), log-softmax, logsumexp, variances and norms, squared errors, masks and other
-constants that half cannot hold, what a factorisation reads. A float32 value makes float32 what is computed from it, up
-to the next product or activation, but not a residual stream that it joins.
+accumulates, scatters that add included; factorisations and Fourier transforms; products of the highest precision.
+Groups are float32 from their first operation on (:mod:`jaxmp.engine.groups`; docs/autocast.md has a table): a softmax
+(rounded where it ends if a product reads it), log-softmax, logsumexp, variances and norms, squared errors, masks and
+other constants that half cannot hold, what a factorisation reads. Products are float32 in groups that leave little of
+their results but rounding: distances, coordinates and phases, sums of log-probabilities, ``vdot(x, x)``. A float32
+value makes float32 what is computed from it, up to the next product or activation, but not a residual stream that it
+joins.
 
 **Loops.** A carry has one dtype: half if a product lies on its way round, float32 if it only adds up. Weights stay
 float32 arguments, cast at each use, so that the cotangents of all uses are summed in float32. A while loop whose
@@ -29,7 +31,7 @@ inside has written. Results keep their dtypes (a pure policy such as ``"bfloat16
 
 **Who decides otherwise**, the most specific first: ``with jaxmp.precision("float32"):`` around code; an override by
 path of modules or scopes, the first that matches; by primitive; by class of primitives
-(:mod:`jaxmp.engine.classes`). ``"half"`` is meant literally, for islands too; only factorisations stay float32.
+(:mod:`jaxmp.engine.classes`). ``"half"`` is meant literally, for groups too; only factorisations stay float32.
 
 **Attention.** While a function is traced, a float32 call of ``jax.nn.dot_product_attention`` casts to half and runs
 on cuDNN's fused kernel, on a GPU that has one for it; ``implementation="xla"``, float32 regions and overrides are

@@ -97,7 +97,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         "neg sign abs sqrt cbrt logistic tanh erf",
         # exp(-x²) decays in its tail, but gelu multiplies it by x and adds it to something larger
         "erfc",
-        # before a sum they belong to an island
+        # before a sum they belong to a group
         "square integer_pow",
         # (1+x)(1-x) in the derivative of tanh, which JAX wrote with mul and sub before
         "one_minus_square",

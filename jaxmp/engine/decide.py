@@ -3,7 +3,7 @@
 The passes, in order (the model is TensorFlow's ``auto_mixed_precision`` pass; where this one differs it says so):
 
 1. Products are half. Without one nothing changes.
-2. :mod:`jaxmp.engine.islands` makes float32 what feeds only float32 operations, from its first operation on.
+2. :mod:`jaxmp.engine.groups` makes float32 what feeds only float32 operations, and groups from their first operation.
 3. Forwards, float32 drags along what reads it (the scale and bias after a normalisation), until a product or an
    activation on the way to one reads it: from there on it exists in half. It does not drag along the residual stream:
    a sum of a float32 value and a half one is half, or one normalisation would make everything after it float32.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxmp.engine import islands
+from jaxmp.engine import groups
 from jaxmp.engine.classes import Class, primitives_of
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.kinds import Asked, Kind, State
@@ -57,26 +57,24 @@ def decide(graph: Graph, results: Sequence[Node] = (), force: bool = False) -> b
       Whether anything changes.
     """
     nodes = graph.nodes
-    islands.keep_log_probabilities(nodes)
-    islands.keep_cancelled(nodes)
-    islands.keep_searches(graph)
+    graph.groups = groups.find(graph)
     products = [node for node in nodes if node.kind is Kind.HALF]
     if not force and not products and not any(node.kind is Kind.FULL and node.name in _PRODUCTS for node in nodes):
         return False
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
     written = [node for node in nodes if node.kind is Kind.KEPT and node.name in _PRODUCTS and _takes_half(node)]
     _spread([*products, *written, *halves], "after_product", "users")
-    products += islands.take_outer_products(nodes)
+    products += groups.take_outer_products(nodes)
     _spread([node for node in nodes if node.is_looked_up], "is_looked_up", "users")
     _spread([*products, *written, *results], "before_product", "inputs")
     narrowed = _put_casts_off(nodes)
-    islands.find_activations(nodes)
-    islands.extend(nodes)
+    groups.find_activations(nodes)
+    groups.extend(nodes, graph.groups)
     _hold_sums(nodes)
     products = [node for node in products if node.kind is Kind.HALF]
     _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
-    islands.extend_again(nodes)
+    groups.extend(nodes, graph.groups)  # also what feeds only what float32 was carried on to
     for node in nodes:
         node.colour, node.dtype = _paint(node)
     _round_softmaxes(graph)
@@ -272,7 +270,7 @@ def _half_of(node: Node) -> np.dtype:
 def _round_softmaxes(graph: Graph) -> None:
     """Rounds the softmaxes that products read, so that no float32 copy is saved for the derivative."""
     results = set(graph.body.results)
-    for node in islands.softmaxes(graph.nodes):
+    for node in (group.nodes[0] for group in graph.groups if group.rounded):
         if node.colour == Colour.FULL and node.has_half_copy and node not in results:
             node.colour, node.dtype = Colour.ROUND, _half_of(node)
 

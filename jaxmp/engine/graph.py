@@ -19,7 +19,6 @@ from jaxmp._jaxpr import reading
 from jaxmp.engine.kinds import Asked, Kind, is_real
 from jaxmp.engine.marks import Region, region_of
 from jaxmp.engine.rules import Rules, range_of
-from jaxmp.engine.searches import is_search
 
 
 class Node:
@@ -157,15 +156,15 @@ class Graph:
     nodes: list[Node]
     body: Body
     sources: list[Node | None]
-    searches: list[slice]
-    """The nodes inside of each while loop that runs until it converges."""
+    groups: list[Any] = dataclasses.field(default_factory=list)
+    """What :func:`jaxmp.engine.groups.find` recognised."""
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = (), in_rule: bool = False) -> Graph:
     """The graph of an open jaxpr and its constants; ``names`` are the scopes around it."""
     builder = _Builder(rules, in_rule)
     sources = [builder.source(var.aval) for var in jaxpr.invars]
-    return Graph(builder.nodes, builder.body(jaxpr, consts, sources, names), sources, builder.searches)
+    return Graph(builder.nodes, builder.body(jaxpr, consts, sources, names), sources)
 
 
 _READ = 2**16
@@ -182,7 +181,6 @@ class _Builder:
     def __init__(self, rules: Rules, in_rule: bool) -> None:
         self.in_rule = in_rule
         self.nodes: list[Node] = []
-        self.searches: list[slice] = []
         self.rules = rules
         self.region = Region()
         self.loops = [0]
@@ -298,12 +296,9 @@ class _Builder:
     def enter_while(self, step: Step, bodies: reading.Bodies) -> None:
         start = bodies.consts + bodies.body_consts
         carry = self.carry(step, start, bodies.carry)
-        inside = len(self.nodes)
         with self.loop():
             self.inner(step, bodies.jaxprs[0], [*step.operands[: bodies.consts], *carry])
             self.close(carry, self.inner(step, bodies.jaxprs[1], [*step.operands[bodies.consts : start], *carry]))
-        if is_search(bodies):
-            self.searches.append(slice(inside, len(self.nodes)))
         step.nodes = carry
 
     def close(self, carry: Sequence[Node | None], results: Sequence[Node | None]) -> None:

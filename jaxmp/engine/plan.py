@@ -43,7 +43,7 @@ class Row:
         bodies, whose equations are the rows after it, or ``"unknown"``.
       operands: the names of the dtypes that it is computed with, after casts.
       result: the name of the dtype of its result; of several results their names with a comma between.
-      why: the rule, the neighbour or the island that decided.
+      why: the rule, the neighbour or the group that decided.
       source: the user's file and line, ``"package/module.py:12"``; empty where JAX knows none. A file in no package is
         told by its name alone, so that a plan is the same wherever the project lies.
       flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
@@ -88,7 +88,7 @@ class Summary:
       casts: the casts that autocast adds, those of the function's results included.
       cast_bytes: what they write, in bytes.
       operations: the number of rows of each class.
-      islands: the names of the islands in float32 (``"softmax"``, ``"normalisation"``, …) with how many there are.
+      groups: the names of the groups in float32 (``"softmax"``, ``"normalisation"``, …) with how many there are.
       full_products: the products that stay float32, as (path or source, why).
       unknown: the names of primitives that autocast does not know; they keep their dtypes.
       uncounted: the names of primitives whose FLOPs are not known and not counted, such as kernels and solvers.
@@ -103,7 +103,7 @@ class Summary:
     casts: int
     cast_bytes: int
     operations: Mapping[str, int]
-    islands: Mapping[str, int]
+    groups: Mapping[str, int]
     full_products: tuple[tuple[str, str], ...]
     unknown: tuple[str, ...]
     uncounted: tuple[str, ...]
@@ -121,7 +121,7 @@ class Summary:
         yield f"FLOPs: {self.flops}, {100 * self.half_share:.1f} % in half precision"
         yield f"FLOPs of products: {self.product_flops}, {100 * products:.1f} % in half precision"
         yield f"casts added: {self.casts}, which write {self.cast_bytes} bytes"
-        yield f"islands in float32: {_counts(self.islands)}"
+        yield f"groups in float32: {_counts(self.groups)}"
         yield from (f"float32 product: {place}: {why}" for place, why in self.full_products)
         if not self.changes:
             yield "no product in half: nothing changes"
@@ -239,7 +239,7 @@ def cast_plan(
     >>> row = plan.rows[0]
     >>> row.primitive, row.operands, row.result, row.why, row.flops
     ('dot_general', ('bfloat16', 'bfloat16'), 'bfloat16', 'product', 1024)
-    >>> plan.summary.islands
+    >>> plan.summary.groups
     {'logsumexp': 1}
     """
     one_policy = checked_policy(policy)
@@ -319,7 +319,7 @@ class _Rows:
             casts=sum(row.casts for row in rows) + len(of_results),
             cast_bytes=sum(row.cast_bytes for row in rows) + sum(of_results),
             operations=dict(sorted(Counter(row.cls for row in rows).items())),
-            islands=dict(sorted(Counter(self.reasons.islands).items())),
+            groups=dict(sorted(Counter(self.reasons.groups).items())),
             full_products=tuple((row.path or row.source or row.primitive, row.why) for row in full),
             unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),
             uncounted=tuple(sorted(self.uncounted)),

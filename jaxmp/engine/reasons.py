@@ -1,14 +1,14 @@
-"""Why an operation has the dtypes that it has, in words: the rule, the neighbour or the island that decided."""
+"""Why an operation has the dtypes that it has, in words: the rule, the neighbour or the group that decided."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.decide import Colour
-from jaxmp.engine.graph import Body, Graph, Node, Step
+from jaxmp.engine.graph import Graph, Node, Step
+from jaxmp.engine.groups import steps_of
 from jaxmp.engine.kinds import Kind, State
-from jaxmp.engine.patterns import islands_of
 
 _FULL = (Kind.FULL, Kind.STRICT)
 _IN_FLOAT32 = (Colour.FULL, Colour.ROUND)
@@ -23,15 +23,15 @@ class Reasons:
       wanted: nodes of results that are wanted in half.
 
     Attributes:
-      islands: the names of the islands in float32.
+      groups: the names of the groups in float32.
     """
 
     def __init__(self, graph: Graph, changed: bool, wanted: Iterable[Node]) -> None:
         self.changed = changed
-        self.scopes = {node: step.names for step in _leaves(graph.body) for node in step.nodes if node is not None}
-        islands = [each for each in islands_of(graph.nodes) if changed and each.nodes[0].colour in _IN_FLOAT32]
-        self.islands = [island.name for island in islands]
-        self.island_of = {node: island.name for island in islands for node in island.nodes}
+        self.scopes = {node: step.names for step in steps_of(graph.body) for node in step.nodes if node is not None}
+        groups = [group for group in graph.groups if changed and group.nodes[0].colour in _IN_FLOAT32]
+        self.groups = [group.name for group in groups]
+        self.group_of = {node: group.name for group in groups for node in group.nodes}
         nodes, ends = graph.nodes, dict.fromkeys(wanted)  # None: the result of the function
         self.above = _nearest(nodes, lambda node: node.inputs, _is_half)
         self.below = _nearest(nodes[::-1], lambda node: node.users, lambda user: user.kind is Kind.HALF, known=ends)
@@ -49,8 +49,8 @@ class Reasons:
             return step.reason if is_product else "no product in half: nothing changes"
         if node is None:
             return step.reason or "no floating result"
-        island = self.island_of.get(node) if node.colour in _IN_FLOAT32 else None
-        return f"{island}: {self._of_node(node, step)}" if island else self._of_node(node, step)
+        group = self.group_of.get(node) if node.colour in _IN_FLOAT32 else None
+        return f"{group}: {self._of_node(node, step)}" if group else self._of_node(node, step)
 
     def _of_node(self, node: Node, step: Step) -> str:
         if node.colour == Colour.ROUND:
@@ -106,11 +106,3 @@ def _is_half(node: Node) -> bool:
 
 def _drags(node: Node) -> bool:
     return node.state is State.STRICT or (node.state is State.FULL and not node.has_half_copy)
-
-
-def _leaves(body: Body) -> Iterator[Step]:
-    for step in body.steps:
-        if step.bodies is None:
-            yield step
-        for inner in step.inner:
-            yield from _leaves(inner)

@@ -201,10 +201,8 @@ class Rules:
         if all(aval.dtype.itemsize == 2 for aval in operands):
             is_half = eqn.outvars[0].aval.dtype.itemsize == 2
             return Decision(Kind.HALF, "product") if is_half else Decision(Kind.KEPT, "the author's dtypes")
-        if eqn.primitive.name == "dot_general" and _is_outer(eqn):
-            return Decision(Kind.INFER, "an outer product")
-        if eqn.primitive.name == "dot_general" and _is_inner(eqn):
-            return Decision(Kind.FULL, "a sum of products, not a matrix product")
+        if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
+            return Decision(Kind.INFER, "an outer product")  # sums nothing: positions and frequencies, for instance
         return Decision(Kind.HALF, "product")
 
     def _kind_by_constants(self, name: str, constants: Sequence[tuple[float, float]], half: Any) -> Decision:
@@ -249,19 +247,3 @@ def _names_a_dtype(eqn: Any) -> bool:
     """Whether a parameter fixes the dtype of a result: ``out_dtype`` of ``mul``, a function that a scatter applies."""
     update = eqn.params.get("update_jaxpr")
     return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
-
-
-def _is_outer(eqn: Any) -> bool:
-    """Whether a product sums nothing: then it is a multiplication, of positions and frequencies for instance."""
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
-
-
-def _is_inner(eqn: Any) -> bool:
-    """Whether a product leaves one number for each batch: a norm or a similarity, which gains nothing in half."""
-    contracted, batch = eqn.params["dimension_numbers"]
-    return all(
-        size == 1 or axis in (*contracted[n], *batch[n])
-        for n in (0, 1)
-        for axis, size in enumerate(eqn.invars[n].aval.shape)
-    )

@@ -1,12 +1,16 @@
-"""Islands: what is right only as a whole in float32, by its numbers."""
+"""Groups: what is right only as a whole in float32, by its numbers and in the plan."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_tools import HALVES, compiled, dtypes_of, half, normal, operations, products
+
+import jaxmp
 
 W = jnp.eye(8)
 LOWEST = jnp.finfo(jnp.float32).min
@@ -210,12 +214,21 @@ def test_who_asks_for_half_gets_a_half_product_of_log_probabilities():
     assert products(half(loss, overrides=overrides), jnp.ones((4, 8)), W) == ["bfloat16"] * 2
 
 
-@pytest.mark.parametrize(
-    "norm", [lambda v: jnp.vdot(v, v), lambda v: jnp.einsum("bi,bi->b", v, v).sum(), lambda v: jnp.sum(v @ v.T[:, :1])]
-)
-def test_a_sum_of_products_is_no_matrix_product(norm):
+@pytest.mark.parametrize("norm", [lambda v: jnp.vdot(v, v), lambda v: jnp.einsum("bi,bi->b", v, v).sum()])
+def test_a_product_of_a_vector_with_itself_is_a_sum_of_squares(norm):
     v = jnp.full((1, 4096), 10.0)
     assert np.isclose(half(lambda v, w: (norm(v), w @ w), "mixed_float16")(v, W)[0], 409600.0)
+
+
+@pytest.mark.parametrize("head", [normal(3, 8, 1), normal(3, 8)], ids=["a column", "a vector"])
+def test_a_head_of_width_one_is_half_at_every_batch_size_and_under_vmap(head):
+    def fun(x, w):
+        return jax.nn.relu(x @ w) @ head
+
+    for x in (normal(0, 8), normal(0, 1, 8), normal(0, 2, 8)):
+        assert products(half(fun), x, W) == ["bfloat16"] * 2
+    each = functools.partial(jax.vmap, in_axes=(0, None))
+    assert products(each(half(fun)), x, W) == products(half(each(fun)), x, W) == ["bfloat16"] * 2
 
 
 def test_what_is_subtracted_before_a_float32_scale_is_subtracted_in_float32():
@@ -227,9 +240,151 @@ def test_what_is_subtracted_before_a_float32_scale_is_subtracted_in_float32():
     assert np.allclose(half(fun)(*args), fun(*args), rtol=2**-8)
 
 
-def distances(x):
+def of_the_diagonal(diagonal):
+    def squares(x):
+        product = x @ x.T
+        norms = diagonal(product)
+        return norms[:, None] + norms - 2 * product
+
+    return squares
+
+
+def of_norms(norms):
+    return lambda x: norms(x)[:, None] + norms(x) - 2 * x @ x.T
+
+
+def of_batches(x):
+    product = jnp.einsum("bid,bjd->bij", x.reshape(4, -1, 8), x.reshape(4, -1, 8))
+    norms = jnp.diagonal(product, axis1=1, axis2=2)
+    return norms[:, :, None] + norms[:, None] - 2 * product
+
+
+def to_a_codebook(x):
+    codes = 5 + normal(3, 16, 8)
+    return jnp.sum(x**2, 1, keepdims=True) - 2 * x @ codes.T + jnp.sum(codes**2, 1)
+
+
+def under_a_root(x):
     squares = jnp.sum(x**2, -1)
     return jnp.sqrt(squares[:, None] + squares[None] - 2 * x @ x.T + jnp.eye(len(x)))
+
+
+DISTANCES = {
+    "under a root": under_a_root,
+    "diag(G)": of_the_diagonal(jnp.diag),
+    "diagonal(G)": of_the_diagonal(jnp.diagonal),
+    "einsum('ii->i', G)": of_the_diagonal(functools.partial(jnp.einsum, "ii->i")),
+    "sum(G * eye)": of_the_diagonal(lambda g: jnp.sum(g * jnp.eye(len(g)), 1)),
+    "G[i, i]": of_the_diagonal(lambda g: g[jnp.arange(len(g)), jnp.arange(len(g))]),
+    "sum(h**2)": of_norms(lambda h: jnp.sum(h**2, -1)),
+    "sum(h * h)": of_norms(lambda h: jnp.sum(h * h, -1)),
+    "norm(h)**2": of_norms(lambda h: jnp.linalg.norm(h, axis=-1) ** 2),
+    "square(norm(h))": of_norms(lambda h: jnp.square(jnp.linalg.norm(h, axis=-1))),
+    "einsum('id,id->i', h, h)": of_norms(lambda h: jnp.einsum("id,id->i", h, h)),
+    "vmap(vdot)(h, h)": of_norms(lambda h: jax.vmap(jnp.vdot)(h, h)),
+    "half of it": lambda h: jnp.sum(h**2, -1)[:, None] / 2 + jnp.sum(h**2, -1) / 2 - h @ h.T,
+    "(-2 h) @ h.T": lambda h: jnp.sum(h**2, -1)[:, None] + jnp.sum(h**2, -1) + (-2 * h) @ h.T,
+    "never negative": lambda h: jnp.maximum(of_norms(lambda h: jnp.sum(h**2, -1))(h), 0),
+    "in batches": of_batches,
+    "to a codebook": to_a_codebook,
+}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("spelling", DISTANCES)
+def test_distances_are_float32_in_every_spelling(spelling, policy):
+    def fun(x):
+        return DISTANCES[spelling](x @ W)
+
+    x = (5 + normal(0, 32, 8)).astype(HALVES[policy]).astype(jnp.float32)  # one rounding of which is an error of 30 %
+    np.testing.assert_allclose(half(fun, policy)(x), fun(x), rtol=1e-5, atol=2e-4)
+    assert jaxmp.cast_plan(fun, policy)(x).summary.groups["distances"] >= 1
+
+
+LOG_PROBABILITIES = {
+    "log_softmax(h)": jax.nn.log_softmax,
+    "h - logsumexp(h)": lambda h: h - jax.nn.logsumexp(h, -1, keepdims=True),
+    "h - log(sum(exp(h)))": lambda h: h - jnp.log(jnp.sum(jnp.exp(h), -1, keepdims=True)),
+    "log(softmax(h))": lambda h: jnp.log(jax.nn.softmax(h)),
+    "log(softmax(h) + eps)": lambda h: jnp.log(jax.nn.softmax(h) + 1e-8),
+    "log(clip(softmax(h)))": lambda h: jnp.log(jnp.clip(jax.nn.softmax(h), 1e-7, 1.0)),
+    "log(e / sum(e) + eps)": lambda h: jnp.log(jnp.exp(h) / jnp.sum(jnp.exp(h), -1, keepdims=True) + 1e-8),
+}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("spelling", LOG_PROBABILITIES)
+@pytest.mark.parametrize(
+    "add_up", [lambda p: p @ jnp.eye(8)[:, :3], lambda p: jnp.einsum("ij,ij->i", p, jnp.eye(8)[jnp.arange(4)])]
+)
+def test_products_of_log_probabilities_are_float32_in_every_spelling(spelling, add_up, policy):
+    def fun(x):
+        return add_up(LOG_PROBABILITIES[spelling](x @ W))
+
+    x = (5 * normal(9, 4, 8)).astype(HALVES[policy]).astype(jnp.float32)
+    np.testing.assert_allclose(half(fun, policy)(x), fun(x), rtol=1e-6, atol=1e-6)
+    assert jaxmp.cast_plan(fun, policy)(x).summary.groups["log-probabilities"] == 1
+
+
+def pixels():
+    rows, columns = jnp.meshgrid(jnp.arange(512.0), jnp.arange(512.0), indexing="ij")
+    return jnp.stack([rows.ravel(), columns.ravel(), jnp.ones(512 * 512)])
+
+
+def warp(affine):
+    at = affine @ pixels()
+    image = jnp.arange(512.0)[:, None] + jnp.arange(512.0)
+    return jax.scipy.ndimage.map_coordinates(image, [at[0], at[1]], order=1)
+
+
+def sample(affine):
+    ends = jnp.linspace(-1, 1, 512)
+    at = jnp.stack([*jnp.meshgrid(ends, ends), jnp.ones((512, 512))], -1) @ affine.T / 512
+    at = (at[..., 0] + 1) / 2 * 511
+    low = jnp.floor(at)
+    return jnp.arange(512.0)[jnp.clip(low.astype(int), 0, 511)] * (at - low)
+
+
+AFFINE = jnp.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]])
+POINTS, ROTATION = 10 * normal(1, 1000, 3), jnp.linalg.qr(normal(2, 3, 3))[0]
+FREQUENCIES = 10 * normal(4, 3, 16)
+COORDINATES = {
+    "an affine warp": (warp, AFFINE),
+    "a sampled grid": (sample, AFFINE),
+    "floor": (lambda p, r: jnp.floor(p @ r.T / 0.05).astype(jnp.int32), POINTS, ROTATION),
+    "round": (lambda p, r: jnp.round(20 * (p @ r.T)), POINTS, ROTATION),
+    "astype(int)": (lambda p, r: ((p @ r.T + 10) / 0.1).astype(jnp.int32), POINTS, ROTATION),
+    "// and %": (lambda p, r: ((p @ r.T) // 0.1, (p @ r.T) % 0.1), POINTS, ROTATION),
+    "compared with positions": (lambda p, r: jnp.arange(32.0) < (p @ r.T)[..., None], POINTS, ROTATION),
+    "a kernel around positions": (lambda p, r: jnp.abs((p @ r.T)[..., None] - jnp.arange(32.0)), POINTS, ROTATION),
+    "sin(2 pi x b)": (lambda x, b: jnp.sin(2 * jnp.pi * (x @ b)), normal(5, 100, 3), FREQUENCIES),
+    "sin and cos": (lambda x, b: jnp.stack([jnp.sin(x @ b), jnp.cos(x @ b)]), normal(5, 100, 3), FREQUENCIES),
+    "exp(i x b)": (lambda x, b: jnp.exp(jax.lax.complex(jnp.zeros((100, 16)), x @ b)), normal(5, 100, 3), FREQUENCIES),
+}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("spelling", COORDINATES)
+def test_coordinates_and_phases_are_float32(spelling, policy):
+    fun, *args = COORDINATES[spelling]
+    jax.tree.map(np.testing.assert_array_equal, *compiled(lambda *args: (half(fun, policy)(*args), fun(*args)))(*args))
+    assert jaxmp.cast_plan(fun, policy)(*args).summary.groups["coordinates"] >= 1
+
+
+NO_COORDINATES = {
+    "quantised activations": lambda x: jnp.clip(jnp.round((x @ W) / 0.1), -128, 127) @ W,
+    "a straight-through gradient": lambda x: (x @ W + jax.lax.stop_gradient(jnp.round(x @ W) - x @ W)) @ W,
+    "int8": lambda x: jnp.round((x @ W) / 0.1).astype(jnp.int8),
+    "a rotary embedding": lambda x: ((x @ W) * jnp.cos(jnp.arange(8.0))) @ W,
+    "a threshold": lambda x: jnp.where(x @ W > 0, x, 0.0) @ W,
+    "the largest": lambda x: jnp.argmax(x @ W, -1),
+    "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,
+}
+
+
+@pytest.mark.parametrize("name", NO_COORDINATES)
+def test_products_that_make_no_places_stay_half(name):
+    assert set(products(half(NO_COORDINATES[name]), normal(0, 4, 8))) == {"bfloat16"}
 
 
 def variances(x):
@@ -240,11 +395,9 @@ FILTER = jnp.full(32, 1 / 32)
 
 
 @pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("fun", [distances, variances])
-def test_squares_that_a_product_cancels_are_float32(fun, policy):
-    x = 5 + normal(0, 32, 8)
-    np.testing.assert_allclose(half(lambda x: fun(x @ W), policy)(x.astype(HALVES[policy]).astype(jnp.float32)),
-                               fun(x.astype(HALVES[policy]).astype(jnp.float32)), rtol=1e-5)  # fmt: skip
+def test_means_of_products_by_a_filter_are_float32(policy):
+    x = (5 + normal(0, 32, 8)).astype(HALVES[policy]).astype(jnp.float32)
+    np.testing.assert_allclose(half(lambda x: variances(x @ W), policy)(x), variances(x), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

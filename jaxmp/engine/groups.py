@@ -1,0 +1,478 @@
+"""Groups: operations that are right only as a whole in float32, each recognised once.
+
+exp, log and sums are float32 by their class. What feeds them must be too, or the rounding comes just before the step
+that amplifies it: ``x - max`` before exp (softmax in bfloat16 errs by 7 %), the square before a sum (a variance as
+``E[x²] - E[x]²``, and 300² is infinite in float16), the difference before a squared error, the scale and mask before a
+softmax (``finfo.min`` is -inf in half). Most of that follows backwards from who reads a value (:func:`extend`). What
+does not, a group says. The plan has its name; docs/autocast.md has a row for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.walk import equations
+from jaxmp.engine.classes import Class, primitives_of
+from jaxmp.engine.graph import Body, Graph, Node, Step
+from jaxmp.engine.kinds import Asked, Kind, State
+from jaxmp.engine.rules import MOVES
+
+_LINALG, _PRODUCTS = primitives_of(Class.LINALG), primitives_of(Class.HALF)
+_ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
+_CAST = "convert_element_type"
+_EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
+_ROUNDINGS = frozenset({"floor", "ceil", "round"})
+_LOGARITHMS = frozenset({"log", "log1p", "log2"})
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "lt_to", "le_to"})
+_SUMS = frozenset({"add", "sub"})
+_SCALES = frozenset({"mul", "div", "neg"})
+_LIMITS = frozenset({"max", "min", "clamp"})
+_AFFINE = _SUMS | _SCALES | _LIMITS | {"select_n"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Operations that belong together.
+
+    Attributes:
+      name: what the plan calls it.
+      nodes: its operations; the first tells it from others of its name.
+      reason: why its products are float32, and the rest although others read it; empty where :func:`extend` will do.
+      rounded: whether products read the first node rounded, so that no float32 copy is saved for the derivative.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    reason: str = ""
+    rounded: bool = False
+
+
+def find(graph: Graph) -> list[Group]:
+    """The groups of a graph; those that have products become float32, but for what somebody asked for in half."""
+    steps = list(steps_of(graph.body))
+    found = list(_coordinates(steps))
+    for step in steps:
+        for recognised, ends in GROUPS:
+            if step.eqn.primitive.name in ends and step.node is not None and step.node.inputs:
+                found += recognised(step.node, step)
+    for group in found:
+        has_products = group.reason and any(node.name in _PRODUCTS for node in group.nodes)
+        for node in group.nodes if has_products else ():
+            if _is_product(node) or node.kind in (Kind.INFER, Kind.JOIN):
+                node.kind, node.reason = Kind.FULL, group.reason
+    return found
+
+
+def steps_of(body: Body) -> Iterator[Step]:
+    """All equations of a body, each after those inside of it."""
+    for step in body.steps:
+        for inner in step.inner:
+            yield from steps_of(inner)
+        yield step
+
+
+def _softmaxes(node: Node, _: Step) -> Iterator[Group]:
+    """Exponentials over their sum; rounded where they end, but not if their logarithm is taken: it is lost near 1."""
+    above, below = map(_origin, node.inputs)
+    inner = _exponential(above) if below.name == "reduce_sum" else []
+    if inner and _exponential(below.inputs[0]) == inner:
+        is_logged = any(reader.name in _LOGARITHMS for reader in _readers(node, _AFFINE))
+        yield Group("softmax", (node, below, *inner), rounded=not is_logged)
+
+
+def _exponential(node: Node) -> list[Node]:
+    """The exponential that a value is, with a mask or weights too, and the ``x - max(x)`` that it may be of."""
+    node = _origin(node)
+    cases = map(_origin, node.inputs) if node.name in ("select_n", "mul") else [node]
+    found = [case for case in cases if case.name in ("exp", "exp2")][:1]
+    return [*found, *(base for each in found if (base := _origin(each.inputs[0])).name == "sub")]
+
+
+def _logarithms(node: Node, _: Step) -> Iterator[Group]:
+    """Logarithms of sums of exponentials, what they are subtracted from, and the products that add or select those."""
+    way, logs = [node], [node]
+    total = _origin(node.inputs[0], _AFFINE | {"abs"}, way)
+    inner = _exponential(total.inputs[0] if total.name == "reduce_sum" else total)
+    if node.name == "log1p":
+        yield from [Group("softplus", (node, *inner))][: len(inner)]
+        return
+    if inner and total.name == "reduce_sum":
+        largest = [user for user in _readers(node) if user.name == "add"]  # which was subtracted before
+        logs = [user for each in (node, *largest) for user in _readers(each) if user.name == "sub"]
+        of_all = [log for log in logs if _origin(log.inputs[0]) in {_origin(each.inputs[0]) for each in inner}]
+        picked = {reader.name for log in of_all for reader in _readers(log, {"mul", "neg", "gather"})}
+        is_loss = picked & {"reduce_sum", "gather"} if of_all else logs
+        name = "cross-entropy" if is_loss else "log-softmax" if of_all else "logsumexp"
+        yield Group(name, (*way, total, *inner, *largest, *logs))
+    elif total.name in _PRODUCTS and any(map(_exponential, total.inputs)):
+        yield Group("logsumexp", (total, *way), "a logarithm of a product of exponentials")
+    elif total.name != "div" or not _exponential(total.inputs[0]):
+        return
+    yield from _read_by_products("log-probabilities", logs, "a product of log-probabilities")
+
+
+def _read_by_products(name: str, terms: Sequence[Node], reason: str) -> Iterator[Group]:
+    """The products that add terms up or select some, each scaled or some summed before."""
+    read = {reader: None for term in terms for reader in _readers(term, _SCALES | {"reduce_sum"})}
+    if products := [reader for reader in read if reader.name in _PRODUCTS]:
+        yield Group(name, (*products, *terms), reason)
+
+
+def _squares(node: Node, step: Step) -> Iterator[Group]:
+    """Sums of squares or magnitudes, told by the root that reads them or the difference that they are of; roots."""
+    if node.name == "sqrt":  # of single ones: 256² is infinite in float16
+        below = _origin(node.inputs[0])
+        terms = [_origin(term) for term in below.inputs] if below.name in _SUMS else [below]
+        squares = [term for term in terms if term.name != "abs" and _square(term)]
+        yield from [Group("root of squares", (node, below, *squares), "a root of squares")][: len(squares)]
+    elif node.name in _PRODUCTS:
+        squares = max(map(_square, node.inputs), key=len)
+        is_vdot = node.name == "dot_general" and len(node.shape) == len(step.eqn.params["dimension_numbers"][1][0])
+        if len(squares) > 1 and squares[0].name != "abs":
+            yield Group("squared error", (node, *squares), "a product that sums squares of differences")
+        elif is_vdot and _vector(node):
+            yield Group("sum of squares", (node,), "a product of a vector with itself")
+    elif squares := _square(_origin(node.inputs[0], _AFFINE)):
+        is_difference, is_magnitude, way = len(squares) > 1, squares[0].name == "abs", list[Node]()
+        reason = "a difference whose square is summed" if is_difference else "a square that is summed"
+        root = next(filter(_is_root, _readers(node, _AFFINE)), node)
+        below, mean = _origin(root.inputs[0], _AFFINE, way), _origin(squares[-1].inputs[-1], _AFFINE)
+        if root is not node and (below is node or any(map(_square, below.inputs))):  # E[x²] - E[x]²
+            is_mean = below is not node or any(each.name in ("mul", "div") for each in way)
+            divides = root.name != "sqrt" or any(user.name == "div" for user in _readers(root, _AFFINE))
+            name = "L2 norm" if not is_mean else "normalisation" if divides else "standard deviation"
+            yield Group(name, (root, *way, below, node, *squares), reason)
+        elif is_difference and mean.name == "reduce_sum" and _origin(mean.inputs[0]) is _origin(squares[1].inputs[0]):
+            yield Group("variance", (node, *squares), reason)
+        else:
+            name = (("sum of squares", "L1 norm"), ("squared error", "absolute error"))[is_difference][is_magnitude]
+            yield Group(name, (node, *squares), reason)
+            yield from _read_by_products(name, [node] if is_difference else [], "a product of errors")
+
+
+def _square(node: Node) -> list[Node]:
+    """A square or a magnitude, and the difference that it may be of; none if it is another operation."""
+    node = _origin(node)
+    is_square = node.name in ("square", "integer_pow", "abs")
+    is_square |= node.name == "mul" and len(set(map(_origin, node.inputs))) == 1
+    is_square |= node.name == "pow" and node.inputs[-1].const == (2.0, 2.0)
+    base = _origin(node.inputs[0], {"abs"}) if is_square and node.inputs else node  # |z| of a complex one has none
+    return [] if base is node else [node, base] if base.name == "sub" else [node]
+
+
+def _is_root(node: Node) -> bool:
+    return node.name in ("sqrt", "rsqrt") or (node.name == "pow" and node.inputs[-1].const == (0.5, 0.5))
+
+
+def _cosines(node: Node, _: Step) -> Iterator[Group]:
+    """Products over the norms of both factors, however they are written."""
+    below, product = _origin(node.inputs[-1], _SUMS | _LIMITS), _origin(node.inputs[0])
+    units = [unit for unit in map(_origin, product.inputs) if unit.name in ("div", "mul") and _is_norm(unit.inputs[-1])]
+    if node.name == "div" and below.name == "mul" and all(map(_is_norm, below.inputs)):
+        yield Group("cosine similarity", (node, below, product), "divided by the norms of both")
+    elif node.name == "reduce_sum" and product.name == "mul" and len(units) == 2:
+        yield Group("cosine similarity", (node, product, *units))
+
+
+def _is_norm(node: Node) -> bool:
+    root = _origin(node, _AFFINE)
+    return _is_root(root) and _vector(_origin(root.inputs[0], _AFFINE)) is not None
+
+
+def _vector(norm: Node) -> Node | None:
+    """The vector whose squares a value sums, or that a product multiplies with itself, a multiple or product of it."""
+    if norm.name == "reduce_sum" and (square := _square(_origin(norm.inputs[0], _AFFINE))):
+        return _origin(square[0].inputs[0], _SCALES)
+    pair = [_origin(operand, _SCALES) for operand in norm.inputs[:2]] if norm.name in _PRODUCTS else []
+    for one, other in zip(pair, pair[::-1], strict=True):
+        if one is other or (other.name in {"mul", *_PRODUCTS} and one in [_origin(x, _SCALES) for x in other.inputs]):
+            return one
+    return None
+
+
+def _differences(node: Node, _: Step) -> Iterator[Group]:
+    """Squared distances, |x|² + |y|² - 2xy with |x|² summed or picked from xxᵀ; E[xy] - E[x] E[y] of products."""
+
+    def is_multiplied(node: Node) -> bool:
+        return node.name in ("mul", "square", "integer_pow") and not _passed(node, _SCALES)
+
+    if len(node.users) == 1 and any(reader.name in _SUMS for reader in _readers(node)):  # a part of a larger sum
+        return
+    terms = [node, *walk(node.inputs, _terms)]
+    products = {term: [_origin(each, _SCALES) for each in term.inputs] for term in terms if term.name in _PRODUCTS}
+    has_parts = any(term.name in ("gather", "slice", "dynamic_slice", "reduce_sum") for term in terms)
+    for norm, vector in [(term, _vector(term)) for term in terms] if products else ():
+        is_whole = norm in products and len(norm.shape) >= len(norm.inputs[0].shape)  # not one number for each vector
+        if vector is None or (is_whole and not has_parts):
+            continue
+        is_twice = sum(norm in term.inputs for term in terms) > 1
+        if cancelled := [each for each in products if vector in products[each] and (each is not norm or is_twice)]:
+            inner = [each for each in products.get(norm, ()) if each is not vector]  # of x A xᵀ, the product x A
+            nodes = dict.fromkeys(sorted((*cancelled, norm, *inner), key=lambda each: -len(each.shape)))
+            yield Group("distances", tuple(nodes), "a product that sums of squares cancel")
+    squared = [[_origin(each) for each in term.inputs] for term in terms if is_multiplied(term)]
+    for second in products if squared else ():
+        factors = [factor for each in map(_origin, second.inputs) if is_multiplied(each) for factor in each.inputs]
+        known = set(map(_origin, factors))
+        for means in squared:
+            if all(mean.name in _PRODUCTS and not known.isdisjoint(map(_origin, mean.inputs)) for mean in means):
+                yield Group("moments", (second, *means), "a mean of a product less the product of the means")
+
+
+def _terms(node: Node) -> Sequence[Node]:
+    """What a value is a sum or a difference of, or a multiple or a part."""
+    below = _passed(node, _SCALES | {"select_n"})
+    is_masked = node.name == "reduce_sum" and _origin(node.inputs[0]).name in ("select_n", "mul") and not _vector(node)
+    if below is not None or (node.name in _SUMS and len(node.users) == 1) or is_masked:
+        return node.inputs if below is None else [below]
+    root = _origin(node.inputs[0]) if node.name != "abs" and _square(node) else node
+    return root.inputs[:1] if root.name == "sqrt" else ()  # the square of a norm
+
+
+def _searches(_: Node, step: Step) -> Iterator[Group]:
+    """While loops that run until something computed from their products converges.
+
+    In half it may never: a fixed point is met up to half's rounding, and then missed by as much again and again.
+    """
+    inside = [each.node for body in step.inner for each in steps_of(body)]
+    products = [node for node in inside if node is not None and _is_product(node)]
+    if step.bodies is None or not products:
+        return
+    condition, body = (reading.opened(jaxpr)[0] for jaxpr in step.bodies.jaxprs)
+    carried = [False] * step.bodies.carry
+    for _turn in carried:  # what depends on a product after so many turns
+        returned = _follow(body, [*[False] * step.bodies.body_consts, *carried])
+        carried = [old or new for old, new in zip(carried, returned, strict=True)]
+    if _follow(condition, [*[False] * step.bodies.consts, *carried])[0]:
+        yield Group("search", tuple(products), "in a loop that runs until it converges")
+
+
+def _follow(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Which results depend on a product or on those of the inputs, but not by way of integers, as a token is one."""
+    depends = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> bool:
+        return not reading.is_literal(atom) and depends.get(atom, False)
+
+    for eqn in jaxpr.eqns:
+        operands, bodies = [read(atom) for atom in eqn.invars], reading.bodies_of(eqn)
+        if bodies is not None and bodies.kind == "call":
+            results = _follow(reading.opened(bodies.jaxprs[0])[0], operands)
+        else:
+            inside = (each for inner in (bodies.jaxprs if bodies else ()) for each in equations(inner))
+            found = any(operands) or any(each.primitive.name in _PRODUCTS for each in (eqn, *inside))
+            results = [found] * len(eqn.outvars)
+        depends |= {var: old and not _is(np.integer, var) for var, old in zip(eqn.outvars, results, strict=True)}
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _is(kind: Any, atom: Any) -> bool:
+    return bool(jax.numpy.issubdtype(atom.aval.dtype, kind))
+
+
+GROUPS = (
+    (_softmaxes, {"div"}),
+    (_logarithms, _LOGARITHMS),
+    (_squares, {"reduce_sum", "sqrt", *_PRODUCTS}),
+    (_cosines, {"reduce_sum", "div"}),
+    (_differences, _SUMS),
+    (_searches, {"while"}),
+)
+"""The functions that recognise groups, and the operations that their groups end in."""
+
+
+def _coordinates(steps: Sequence[Step]) -> Iterator[Group]:
+    """Products that make places or phases: rounded, cast to integers, compared with positions, or read by sin and cos.
+
+    Nothing but moves, offsets and scales lies between. In bfloat16 a place of 300.4 is 300, and a phase of 300.4 noise.
+    """
+    complexes: dict[Any, list[Node]] = {}  # the real numbers that a complex one is made of: exp(ix) is a wave too
+    casts = [step for step in steps if step.eqn.primitive.name == _CAST]
+    coarse = {cast.operands[0] for cast in casts if cast.eqn.outvars[0].aval.dtype.name in ("int8", "int4", "int2")}
+    for step in steps:
+        name, reals = step.eqn.primitive.name, [node for node in step.operands if node]
+        if name in (_CAST, "complex", "mul", "neg", "exp") and _is(np.complexfloating, step.eqn.outvars[0]):
+            atoms = (atom for atom in step.eqn.invars if not reading.is_literal(atom))
+            reals += [node for atom in atoms for node in complexes.get(atom, ())]
+            complexes[step.eqn.outvars[0]] = reals
+        is_wave = name in ("sin", "cos", "tan", "exp")
+        places = _places(_ends(step, reals, coarse), is_wave)
+        if products := [node for node in places if _is_product(node)]:
+            way = (node for node in places if _keeps_places(node, is_wave))
+            way = (node for node in way if any(map(_is_product, _places([node], is_wave))))
+            yield Group("coordinates", tuple(dict.fromkeys((*products, *way))), f"handed to {name}")
+
+
+def _ends(step: Step, reals: list[Node], coarse: set[Node | None]) -> list[Node]:
+    """Which of the real numbers that an operation reads it takes for places or phases."""
+    name, node = step.eqn.primitive.name, step.node
+    if name in ("sin", "cos", "tan", "rem") or (name == "exp" and node is None):
+        return reals if name != "rem" else reals[:1]
+    if name == _CAST:
+        return reals if _is(np.integer, step.eqn.outvars[0]) and coarse.isdisjoint(reals) else []
+    if name in _ROUNDINGS:
+        return reals if node is not None and not _is_quantised(node, coarse) else []
+    if name in _COMPARISONS:
+        pair, positions = reals, {"iota", _CAST}
+    else:  # |x - position|, as kernels of an interpolation have it
+        differences = _square(node)[1:] if node is not None and name in ("abs", "square", "integer_pow", "mul") else []
+        pair, positions = [operand for difference in differences for operand in difference.inputs], {"iota"}
+    made_of = [{each.name for each in _places([other]) if not each.inputs or each.name in _PRODUCTS} for other in pair]
+    are_positions = [names & positions and names.isdisjoint(_PRODUCTS) for names in made_of[::-1]]
+    return [one for one, is_position in zip(pair, are_positions, strict=True) if is_position]
+
+
+def _places(ends: Iterable[Node], is_wave: bool = False) -> list[Node]:
+    """What places are computed from, and what that is computed from, as long as it is places."""
+    return walk(ends, lambda node: node.inputs if _keeps_places(node, is_wave) else ())
+
+
+def _keeps_places(node: Node, is_wave: bool) -> bool:
+    """Whether places are computed from places: by products, moves, offsets, scales, bounds and perspective."""
+    unknown = [operand for operand in node.inputs if not _is_given(operand, constant=is_wave)]
+    if (node.name in _SUMS and len(unknown) > 1) or node.name in _LIMITS:  # but no residual stream, no activation
+        readers = {reader.name for reader in _readers(node)}
+        return readers.isdisjoint({*_PRODUCTS, "reduce_sum"}) and not (is_wave and node.name in _LIMITS)
+    if node.name in ("mul", "div"):
+        return len(unknown) < 2 or (node.name == "div" and not is_wave)
+    is_moved = node.kind in (Kind.CLEAR, Kind.JOIN) or node.name in MOVES
+    return is_moved or node.name in _AFFINE | _PRODUCTS or _passed(node, ()) is not None
+
+
+def _is_quantised(rounded: Node, coarse: set[Node | None]) -> bool:
+    """Whether rounding makes numbers of a network coarse: a product reads them, and nobody what was rounded off."""
+    whole = _origin(rounded.inputs[0], _SCALES, constant=False)
+
+    def differs_from_whole(node: Node) -> bool:
+        return node.name in _SUMS and whole in [_origin(each, _SCALES, constant=False) for each in node.inputs]
+
+    rests = filter(differs_from_whole, _readers(rounded, _SCALES | _LIMITS | {"select_n"}))
+    if any(rest.name == "sub" and not any(map(differs_from_whole, _readers(rest))) for rest in rests):
+        return False  # which a straight-through gradient would add to the whole again
+    after = walk([rounded], lambda node: () if node.name in _PRODUCTS else node.users)
+    return any(node.name in _PRODUCTS or node in coarse for node in after)
+
+
+def _is_product(node: Node) -> bool:
+    return node.kind is Kind.HALF and node.asked is Asked.NOTHING
+
+
+def _origin(node: Node, through: Collection[str] = (), way: list[Node] | None = None, constant: bool = True) -> Node:
+    """What a value was before it was moved and went ``through`` operations with constants, which ``way`` gathers."""
+    while (below := _passed(node, through, constant)) is not None:
+        if way is not None and node.kind is not Kind.CLEAR:
+            way.append(node)
+        node = below
+    return node
+
+
+def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node | None:
+    """The operand of an operation that only moves it, or is one of ``through`` and has constants beside it."""
+    if node.name in through and len(node.inputs) > 1:
+        unknown = [operand for operand in node.inputs if not _is_given(operand, constant)]
+        if node.name in ("select_n", "max"):  # `where(n > 0, variance, nan)`, whose NaN is no number to know it by
+            unknown = [operand for operand in unknown if _origin(operand).kind is not Kind.SOURCE]
+        return unknown[0] if len(unknown) == 1 and (node.name != "div" or unknown[0] is node.inputs[0]) else None
+    is_moved = (node.kind is Kind.CLEAR and node.name not in _EXTREMES | _ROUNDINGS) or node.name == "branches"
+    is_passed = is_moved or node.name in through or (node.name == _CAST and node.kind is Kind.FULL)
+    return node.inputs[0] if is_passed and (len(node.inputs) == 1 or node.name == "branches") else None
+
+
+def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
+    """Whether a value is a constant, or at least an argument, or computed from such and from integers in few steps."""
+    origin = _origin(operand)
+    if not origin.inputs:
+        return origin.kind is not Kind.SOURCE or not constant or origin.const is not None
+    is_near = depth > 0 and origin.name not in _PRODUCTS
+    return is_near and all(_is_given(node, constant, depth - 1) for node in origin.inputs)
+
+
+def _readers(node: Node, through: Collection[str] = ()) -> list[Node]:
+    """Who computes with a value, however it was moved; who does so by one of ``through`` is told and passed."""
+    after = walk(node.users, lambda user: user.users if user.kind is Kind.CLEAR or user.name in through else ())
+    return [user for user in after if user.kind is not Kind.CLEAR or user.name in through]
+
+
+def walk(start: Iterable[Node], follow: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """The nodes that one comes to, each once."""
+    found = dict.fromkeys(start)
+    stack = [*found]
+    while stack:
+        for node in follow(stack.pop()):
+            if node not in found:
+                found[node] = None
+                stack.append(node)
+    return [*found]
+
+
+def find_activations(nodes: Sequence[Node]) -> None:
+    """Marks what has an element for each element of a product, and so is no statistic of one number for many."""
+    for node in nodes:
+        if node.kind is Kind.HALF:
+            node.is_activation = True
+        elif node.kind is Kind.JOIN or (node.kind is Kind.CLEAR and node.name not in _EXTREMES):
+            node.is_activation = any(operand.is_activation for operand in node.inputs)
+        elif node.name in _ELEMENTWISE:
+            node.is_activation = any(operand.is_activation and operand.shape == node.shape for operand in node.inputs)
+
+
+def take_outer_products(nodes: Sequence[Node]) -> list[Node]:
+    """Makes half the outer products of what products made: the gradient of a weight, of one example."""
+    found = [node for node in nodes if node.kind is Kind.INFER and node.name == "dot_general"]
+    found = [node for node in found if any(operand.after_product for operand in node.inputs)]
+    for node in found:
+        node.kind, node.reason = Kind.HALF, "product"
+    return found
+
+
+def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
+    """Makes float32, backwards, what feeds only float32 operations, and what a group needs though others read it.
+
+    Once states are known, also what feeds only what float32 was carried on to: the mean, subtracted before a scale.
+    """
+    needed = {node: group.reason for group in groups if group.reason for node in group.nodes}
+    solved = set()  # what is factorised or solved, and all that is computed from products just for that
+    logged = set()  # what a logarithm is taken of, and all that is computed from activations for that
+    for node in reversed(nodes):
+        if node.name in _LINALG:
+            solved.add(node)
+        if node.name in _LOGARITHMS:
+            logged.add(node)
+        if not node.after_product or node.state >= State.FULL:
+            continue
+        readers = _readers(node)
+        if _is_product(node) and readers and solved.issuperset(readers):
+            node.kind, node.reason = Kind.FULL, f"feeds only {_names(readers)}"
+        if node.asked is Asked.EPSILON and not logged.isdisjoint(readers):
+            logged.add(node)
+        if node.kind is not Kind.INFER:
+            continue
+        # What the author casts to float32 is the author's half up to there.
+        full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT) or user.state >= State.FULL]
+        full = [user for user in full if user.name != _CAST]
+        if not solved.isdisjoint(full):
+            solved.add(node)
+            reason = f"feeds {_names(full)}"
+        elif not logged.isdisjoint(full) and not _is_stream(node):  # 1 - x is what counts, and x near 1 has lost it
+            logged.add(node)
+            reason = f"feeds {_names(full)}"
+        elif full and len(full) == len(readers) and not _is_stream(node):
+            reason = f"feeds only {_names(full)}"
+        elif (reason := needed.get(node, "")) == "":
+            continue
+        node.kind, node.state, node.reason = Kind.FULL, State.FULL, reason
+
+
+def _is_stream(node: Node) -> bool:
+    """Whether a sum has two operands that products made: a residual stream stays half up to its last normalisation."""
+    return node.name == "add" and sum(operand.is_activation for operand in node.inputs) > 1
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    return ", ".join(sorted({node.name for node in nodes}))
