@@ -75,7 +75,7 @@ from jaxmp.engine.emit import coloured
 from jaxmp.engine.kinds import REAL
 from jaxmp.engine.marks import DECIDED, precision
 from jaxmp.engine.rules import Rules
-from jaxmp.engine.trace import Traced, is_array, is_inside
+from jaxmp.engine.trace import Program, Traced, arrays_in, is_array, is_inside
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -167,7 +167,7 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
       args: its arguments.
     """
     leaves, tree = jax.tree.flatten(args)
-    operands = [leaf for leaf in leaves if is_array(leaf)]
+    operands = arrays_in(leaves)
     if reading.is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
         return computed(fun, rules, args, {})
     statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
@@ -176,41 +176,15 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
         hash(whole)
     except TypeError:  # an argument or a field has none
         return computed(fun, rules, args, {})
-    known = programs.pop(whole, None)
-    if known is None:
-        known = _written(fun, rules, leaves, tree)
-    programs[whole] = known
+    program = programs.pop(whole, None) or Program(lambda *args: computed(fun, rules, args, {}), args)
+    programs[whole] = program
     if len(programs) > _REMEMBERED:
         del programs[next(iter(programs))]
-    closed, unflatten = known
-    return unflatten(reading.evaluate(*reading.opened(closed), operands))
+    jaxpr, consts = program.jaxpr
+    return program.unflatten(reading.evaluate(jaxpr, consts, operands))
 
 
 _REMEMBERED = 64
-
-
-def _written(fun: Callable[..., Any], rules: Rules, leaves: list[Any], tree: Any) -> tuple[Any, Callable[..., Any]]:
-    """The program of a call with these arguments, and what makes its results of arrays."""
-    is_operand = [is_array(leaf) for leaf in leaves]
-    statics = [None if is_array(leaf) else leaf for leaf in leaves]  # arrays would be kept alive
-    shape: Any = None
-
-    def flat(*operands: Any) -> list[Any]:
-        nonlocal shape
-        rest = iter(operands)
-        filled = [next(rest) if here else leaf for here, leaf in zip(is_operand, statics, strict=True)]
-        results, structure = jax.tree.flatten(computed(fun, rules, jax.tree.unflatten(tree, filled), {}))
-        shape = structure, [None if is_array(leaf) else (leaf,) for leaf in results]
-        return [leaf for leaf in results if is_array(leaf)]
-
-    closed = jax.make_jaxpr(flat)(*(leaf for leaf in leaves if is_array(leaf)))
-
-    def unflatten(arrays: Sequence[Any]) -> Any:
-        structure, others = shape
-        rest = iter(arrays)
-        return jax.tree.unflatten(structure, [next(rest) if other is None else other[0] for other in others])
-
-    return closed, unflatten
 
 
 def checked_policy(policy: Any) -> Policy:

@@ -165,24 +165,6 @@ _TABLE: dict[Class, tuple[str, ...]] = {
 _NAMES = MappingProxyType({cls: tuple(" ".join(lines).split()) for cls, lines in _TABLE.items()})
 _CLASSES = MappingProxyType({name: cls for cls, names in _NAMES.items() for name in names})
 
-# The first JAX that has them, and the first that no longer has them; all others are in each JAX from 0.10 to 0.12.
-_ARRIVALS = {
-    "0.10.1": "stack stage unstack",
-    "0.10.2": "mulhi philox2x32 philox4x32 threefry4x32",
-    "0.11.1": "relayout unreduced_pmax unreduced_pmin",
-    "0.11.2": "log2 one_minus_square program_order",
-    "0.12.0": "pbroadcast_dynamic polynomial reduced_vary_cast vary_unreduced_cast "
-    + " ".join(name for name in _CLASSES if name.startswith("thunky.")),
-}
-_DEPARTURES = {
-    "0.11.1": "call closed_call core_map fusible box_get box_set new_box new_log log_extend log_read psum_start "
-    "pbroadcast_start pbroadcast_done unreduced_psum_start unreduced_reduce_scatter_start",
-    "0.11.2": "shard_alike",
-    "0.12.0": "reduced_vary_cast_p vary_unreduced_cast_p",
-}
-SINCE = MappingProxyType({name: version for version, names in _ARRIVALS.items() for name in names.split()})
-UNTIL = MappingProxyType({name: version for version, names in _DEPARTURES.items() for name in names.split()})
-
 
 class UnknownOperationError(ValueError):
     """An override that names a primitive or class that there is not."""

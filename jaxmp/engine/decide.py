@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from jaxmp.engine import groups
 from jaxmp.engine.classes import Class, primitives_of
 from jaxmp.engine.graph import Graph, Node, Step
-from jaxmp.engine.kinds import Asked, Kind, State
+from jaxmp.engine.kinds import Kind
 from jaxmp.engine.rules import BROADCAST, MONOTONE, MOVES, PICKS
 
 _FLOAT32 = np.dtype(np.float32)
@@ -75,12 +75,9 @@ def decide(graph: Graph, results: Sequence[Node] = (), force: bool = False) -> b
     _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
     groups.extend(nodes, graph.groups)  # also what feeds only what float32 was carried on to
+    rounded = {group.nodes[0] for group in graph.groups if group.rounded}.difference(graph.body.results)
     for node in nodes:
-        node.colour, node.dtype = _paint(node)
-    _round_softmaxes(graph)
-    for node in nodes:
-        if node.colour == Colour.KEEP and node.inputs:
-            node.dtype = node.inputs[0].dtype
+        node.colour, node.dtype = _paint(node, rounded)
     _move_casts(nodes)
     return True
 
@@ -131,13 +128,25 @@ def _spread(start: Iterable[Node], flag: str, along: str) -> None:
 def _hold_sums(nodes: Sequence[Node]) -> None:
     """Makes float32 each carry that adds up: arithmetic on its way round, but no product."""
     carries = [node for node in nodes if node.kind is Kind.JOIN and node.name == "carry"]
-    for cycle in _on_a_cycle_with(carries):
-        kinds = {node.kind for node in cycle}
+    for cycle in _cycles(nodes) if carries else ():
         adds_up = any(node.kind is Kind.FULL or (node.kind is Kind.INFER and node.name not in MOVES) for node in cycle)
-        if Kind.HALF not in kinds and adds_up:
+        if adds_up and all(node.kind is not Kind.HALF for node in cycle):
             for node in cycle:
                 if node.kind is Kind.JOIN:
                     node.kind, node.reason = Kind.FULL, "a carry that adds up, with no product on its way round"
+
+
+def _cycles(nodes: Sequence[Node]) -> Iterable[list[Node]]:
+    """The strongly connected components of the graph."""
+    from scipy.sparse import coo_array, csgraph
+
+    number = {node: n for n, node in enumerate(nodes)}
+    edges = [(number[operand], n) for n, node in enumerate(nodes) for operand in node.inputs]
+    matrix = coo_array((np.ones(len(edges)), np.array(edges).T), (len(nodes), len(nodes)))
+    cycles: dict[int, list[Node]] = {}
+    for node, label in zip(nodes, csgraph.connected_components(matrix, connection="strong")[1], strict=True):
+        cycles.setdefault(label, []).append(node)
+    return cycles.values()
 
 
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
@@ -153,7 +162,7 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
         for operand in node.inputs
         if operand.is_activation
         and not operand.has_half_copy
-        and operand.asked is not Asked.EPSILON  # which would be lost again
+        and not operand.has_epsilon  # which would be lost again
         and _is_elementwise(node, operand)
         and node.name not in _AFFINE
     ]
@@ -185,19 +194,15 @@ def _spread_back(start: Iterable[Node], flag: str, through: Callable[[Node, Node
 
 def _settle(nodes: Sequence[Node]) -> None:
     """The state of every node: forwards once, and then round the loops until nothing changes any more."""
-    queue = collections.deque(nodes)
-    waiting = set(nodes)
+    waiting = collections.OrderedDict.fromkeys(nodes)
     for _ in range(_ROUNDS * len(nodes)):
-        if not queue:
+        if not waiting:
             return
-        node = queue.popleft()
-        waiting.discard(node)
+        node, _nothing = waiting.popitem(last=False)
         state = _state(node)
-        if state != node.state:
+        if state is not node.state:
             node.state = state
-            new = [user for user in node.users if user not in waiting]
-            queue.extend(new)
-            waiting.update(new)
+            waiting.update(dict.fromkeys(node.users))
     for node in nodes:  # a loop that goes to and fro is float32
         if node.kind is Kind.JOIN and node in waiting:
             node.kind = Kind.FULL
@@ -207,36 +212,25 @@ def _settle(nodes: Sequence[Node]) -> None:
 _ROUNDS = 64
 
 
-def _state(node: Node) -> State:
-    if node.kind is Kind.HALF:
-        return State.HALF
-    if node.kind is Kind.FULL:
-        return State.FULL
-    if node.kind is Kind.STRICT:
-        return State.STRICT
+def _state(node: Node) -> Kind:
+    if node.kind in (Kind.HALF, Kind.FULL, Kind.STRICT):
+        return node.kind
     if node.kind in (Kind.SOURCE, Kind.KEPT):
-        return State.HALF if node.dtype.itemsize == 2 else State.NEUTRAL
+        return Kind.HALF if node.dtype.itemsize == 2 else Kind.SOURCE
     if node.late is not None:
-        return State.HALF
+        return Kind.HALF
     if node.kind is Kind.CLEAR:
-        return State(max((operand.state for operand in node.inputs), default=State.NEUTRAL))
-    seen = [_seen(operand) for operand in node.inputs]
-    if not seen:
-        return State.NEUTRAL
-    if node.kind is Kind.JOIN:
-        if State.STRICT in seen:
-            return State.STRICT
-        if node.name == "carry" and seen[-1] is not State.NEUTRAL:
-            return State(seen[-1])
-        return State.HALF if State.HALF in seen else max(seen)
-    if node.name == "add" and max(seen) is State.FULL and State.HALF in seen and _continues_stream(node):
-        return State.HALF
-    return State(max(seen))
-
-
-def _seen(operand: Node) -> State:
-    """The state of an operand for one who infers: a product reads it too, so there is a half copy."""
-    return State.HALF if operand.state is State.FULL and operand.has_half_copy else State(operand.state)
+        return max((operand.state for operand in node.inputs), default=Kind.SOURCE)
+    # Where a product reads an operand too, there is a half copy of it.
+    seen = [Kind.HALF if each.state is Kind.FULL and each.has_half_copy else each.state for each in node.inputs]
+    highest = max(seen, default=Kind.SOURCE)
+    if node.kind is Kind.JOIN and highest is not Kind.STRICT:
+        if node.name == "carry" and seen[-1] is not Kind.SOURCE:
+            return seen[-1]
+        return Kind.HALF if Kind.HALF in seen else highest
+    if node.name == "add" and highest is Kind.FULL and Kind.HALF in seen and _continues_stream(node):
+        return Kind.HALF
+    return highest
 
 
 def _continues_stream(add: Node) -> bool:
@@ -244,35 +238,17 @@ def _continues_stream(add: Node) -> bool:
     return all(operand.is_activation or not operand.after_product for operand in add.inputs)
 
 
-def _paint(node: Node) -> tuple[Colour, np.dtype]:
-    own_half = _half_of(node)
-    if node.kind is Kind.SOURCE:
-        return Colour.KEEP, node.dtype
+def _paint(node: Node, rounded: Collection[Node]) -> tuple[Colour, np.dtype]:
+    half = node.written if node.written.itemsize == 2 or node.half is None else node.half
+    if node.kind in (Kind.SOURCE, Kind.CLEAR):
+        return Colour.KEEP, node.inputs[0].dtype if node.inputs else node.dtype
     if node.kind is Kind.KEPT:
         return Colour.WRITTEN, node.written
-    if node.kind is Kind.HALF:
-        return Colour.HALF, own_half
-    if node.kind in (Kind.FULL, Kind.STRICT):
-        return Colour.FULL, _FLOAT32
-    if node.kind is Kind.CLEAR:
-        return Colour.KEEP, node.inputs[0].dtype if node.inputs else node.written
-    if node.state >= State.FULL:
-        return Colour.FULL, _FLOAT32
-    if node.state is State.HALF and node.before_product:
-        return Colour.HALF, own_half
+    if node.state >= Kind.FULL:
+        return (Colour.ROUND, half) if node in rounded and node.has_half_copy else (Colour.FULL, _FLOAT32)
+    if node.kind is Kind.HALF or (node.state is Kind.HALF and node.before_product):
+        return Colour.HALF, half
     return Colour.WRITTEN, node.written
-
-
-def _half_of(node: Node) -> np.dtype:
-    return node.written if node.written.itemsize == 2 or node.half is None else node.half
-
-
-def _round_softmaxes(graph: Graph) -> None:
-    """Rounds the softmaxes that products read, so that no float32 copy is saved for the derivative."""
-    results = set(graph.body.results)
-    for node in (group.nodes[0] for group in graph.groups if group.rounded):
-        if node.colour == Colour.FULL and node.has_half_copy and node not in results:
-            node.colour, node.dtype = Colour.ROUND, _half_of(node)
 
 
 def _takes_half(product: Node) -> bool:
@@ -335,40 +311,3 @@ def _read_in(user: Node, operand: Node) -> np.dtype | None:
 
 def _repeats(user: Node, operand: Node) -> bool:
     return user.loop != operand.loop or user.name in BROADCAST  # if only by a vmap from outside
-
-
-def _on_a_cycle_with(starts: Iterable[Node]) -> Iterator[list[Node]]:
-    """The strongly connected components of more than one node that the ``starts`` lie in, each once.
-
-    Tarjan, "Depth-first search and linear graph algorithms" (1972), without recursion.
-    """
-    index: dict[Node, int] = {}
-    low: dict[Node, int] = {}
-    path: list[Node] = []
-    on_path: set[Node] = set()
-    for start in starts:
-        if start in index:
-            continue
-        work = [(start, iter(start.users))]
-        while work:
-            node, users = work[-1]
-            if node not in index:
-                index[node] = low[node] = len(index)
-                path.append(node)
-                on_path.add(node)
-            for user in users:
-                if user not in index:
-                    work.append((user, iter(user.users)))
-                    break
-                if user in on_path:
-                    low[node] = min(low[node], index[user])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    cut = path.index(node) if path[-1] is not node else len(path) - 1
-                    component, path[cut:] = path[cut:], []
-                    on_path.difference_update(component)
-                    if len(component) > 1:
-                        yield component

@@ -16,82 +16,65 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.engine.kinds import Asked, Kind, is_real
+from jaxmp.engine.kinds import Kind, is_real
 from jaxmp.engine.marks import Region, region_of
 from jaxmp.engine.rules import Rules, range_of
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Node:
     """A floating value and the operation that makes it.
 
     Attributes:
-      kind: what it is by itself, and what ``asked`` for that; the ``reason`` is a text for the plan, no more.
+      kind: what it is by itself; the ``reason`` is a text for the plan, no more.
       name: the primitive, or ``"source"``, ``"carry"``, ``"branches"``.
-      written: the dtype that the author wrote; ``shape``: its shape.
-      inputs, users: the nodes it reads and those that read it.
-      const: of a constant the smallest magnitude but 0, and the largest.
+      written: the dtype that the author wrote.
+      is_asked: a region or an override asks for its kind.
       half: the half dtype of the code that it stands in.
       loop: a number for the innermost loop body that it is computed in, 0 outside of any.
       in_rule: it is computed in a custom_vjp, whose rule is no derivative of it.
+      inputs, users: the nodes it reads and those that read it.
+      const: of a constant the smallest magnitude but 0, and the largest.
+      has_epsilon: an operand is a constant below the half dtype's smallest normal number, which would vanish.
+      is_looked_up: it is read from a table, or computed from what is, and so belongs to an example: no weight.
 
-    What colouring finds out:
+    What :mod:`jaxmp.engine.decide` finds out:
 
     Attributes:
       after_product, before_product: a product (or a half argument, a half result) lies upstream, downstream.
-      is_looked_up: it is read from a table, or computed from what is, and so belongs to an example: no weight.
       is_activation: it has an element for each element of a product, and so is no statistic of many.
       heads_to_product: each of its elements goes into a product by way of operations on single elements.
       has_half_copy: it may be computed in float32, but a product or an activation reads it in half.
-      state: a :class:`jaxmp.engine.kinds.State`, what it brings along to those who read it.
+      state: what it brings along to those who read it: SOURCE, HALF, FULL or STRICT.
       colour: a :class:`jaxmp.engine.decide.Colour`, how it is computed; ``dtype``: what that gives.
       late: the half dtype that the author cast it to, where each reader makes that cast and the value is float32.
     """
 
-    __slots__ = (
-        "after_product",
-        "asked",
-        "before_product",
-        "colour",
-        "const",
-        "dtype",
-        "half",
-        "has_half_copy",
-        "heads_to_product",
-        "in_rule",
-        "inputs",
-        "is_activation",
-        "is_looked_up",
-        "kind",
-        "late",
-        "loop",
-        "name",
-        "reason",
-        "shape",
-        "state",
-        "users",
-        "written",
-    )
+    kind: Kind
+    name: str
+    written: np.dtype
+    shape: tuple[int, ...]
+    reason: str = ""
+    is_asked: bool = False
+    half: np.dtype | None = None
+    loop: int = 0
+    in_rule: bool = False
+    inputs: list[Node] = dataclasses.field(default_factory=list)
+    users: list[Node] = dataclasses.field(default_factory=list)
+    const: tuple[float, float] | None = None
+    has_epsilon: bool = False
+    is_looked_up: bool = False
+    after_product: bool = False
+    before_product: bool = False
+    is_activation: bool = False
+    heads_to_product: bool = False
+    has_half_copy: bool = False
+    state: Kind = Kind.SOURCE
+    colour: int = 0
+    dtype: np.dtype = dataclasses.field(init=False)
+    late: np.dtype | None = None
 
-    def __init__(
-        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: Asked = Asked.NOTHING
-    ) -> None:
-        self.kind, self.name, self.reason, self.asked = kind, name, reason, asked
-        self.written: np.dtype = aval.dtype
-        self.shape: tuple[int, ...] = aval.shape
-        self.inputs: list[Node] = []
-        self.users: list[Node] = []
-        self.const: tuple[float, float] | None = None
-        self.half: np.dtype | None = None
-        self.late: np.dtype | None = None
-        self.loop = 0
-        self.in_rule = False
-        for node in inputs:
-            self.read(node)
-        self.after_product = self.before_product = self.has_half_copy = False
-        self.heads_to_product = self.is_activation = False
-        self.is_looked_up = False
-        self.state = 0
-        self.colour = 0
+    def __post_init__(self) -> None:
         self.dtype = self.written
 
     @property
@@ -187,13 +170,14 @@ class _Builder:
         self.loop_count = 0
 
     def node(
-        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: Asked = Asked.NOTHING
+        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", is_asked: bool = False
     ) -> Node | None:
         if not is_real(aval):
             return None
-        node = Node(kind, name, aval, inputs, reason, asked)
-        node.half, node.loop = self.region.half or self.rules.half, self.loops[-1]
-        node.in_rule = self.in_rule
+        half = self.region.half or self.rules.half
+        node = Node(kind, name, aval.dtype, aval.shape, reason, is_asked, half, self.loops[-1], self.in_rule)
+        for operand in inputs:
+            node.read(operand)
         self.nodes.append(node)
         return node
 
@@ -314,14 +298,16 @@ class _Builder:
 
     def leaf(self, step: Step) -> None:
         eqn = step.eqn
-        step.kind, step.reason, asked = self.rules.kind_of(eqn, step.operands, step.names)
+        step.kind, step.reason, is_asked, has_epsilon = self.rules.kind_of(eqn, step.operands, step.names)
         name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
         for position, var in enumerate(eqn.outvars):
             reads = inputs
             if step.kind is Kind.CLEAR and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort
                 one = step.operands[position]
                 reads = [] if one is None else [one]
-            step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason, asked))
-        if step.node is not None and step.kind is Kind.CLEAR and len(inputs) == 1:
-            step.node.const = inputs[0].const
-            step.node.is_looked_up = name == "gather" and not step.fixed[1]
+            step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason, is_asked))
+        if step.node is not None:
+            step.node.has_epsilon = has_epsilon
+            if step.kind is Kind.CLEAR and len(inputs) == 1:
+                step.node.const = inputs[0].const
+                step.node.is_looked_up = name == "gather" and not step.fixed[1]

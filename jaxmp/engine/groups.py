@@ -20,7 +20,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import equations
 from jaxmp.engine.classes import Class, primitives_of
 from jaxmp.engine.graph import Body, Graph, Node, Step
-from jaxmp.engine.kinds import Asked, Kind, State
+from jaxmp.engine.kinds import Kind
 from jaxmp.engine.rules import MOVES
 
 _LINALG, _PRODUCTS = primitives_of(Class.LINALG), primitives_of(Class.HALF)
@@ -360,7 +360,7 @@ def _is_quantised(rounded: Node, coarse: set[Node | None]) -> bool:
 
 
 def _is_product(node: Node) -> bool:
-    return node.kind is Kind.HALF and node.asked is Asked.NOTHING
+    return node.kind is Kind.HALF and not node.is_asked
 
 
 def _origin(node: Node, through: Collection[str] = (), way: list[Node] | None = None, constant: bool = True) -> Node:
@@ -444,17 +444,17 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
             solved.add(node)
         if node.name in _LOGARITHMS:
             logged.add(node)
-        if not node.after_product or node.state >= State.FULL:
+        if not node.after_product or node.state >= Kind.FULL:
             continue
         readers = _readers(node)
         if _is_product(node) and readers and solved.issuperset(readers):
             node.kind, node.reason = Kind.FULL, f"feeds only {_names(readers)}"
-        if node.asked is Asked.EPSILON and not logged.isdisjoint(readers):
+        if node.has_epsilon and not logged.isdisjoint(readers):
             logged.add(node)
         if node.kind is not Kind.INFER:
             continue
         # What the author casts to float32 is the author's half up to there.
-        full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT) or user.state >= State.FULL]
+        full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT) or user.state >= Kind.FULL]
         full = [user for user in full if user.name != _CAST]
         if not solved.isdisjoint(full):
             solved.add(node)
@@ -466,7 +466,7 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
             reason = f"feeds only {_names(full)}"
         elif (reason := needed.get(node, "")) == "":
             continue
-        node.kind, node.state, node.reason = Kind.FULL, State.FULL, reason
+        node.kind, node.state, node.reason = Kind.FULL, Kind.FULL, reason
 
 
 def _is_stream(node: Node) -> bool:

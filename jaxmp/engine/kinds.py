@@ -1,4 +1,4 @@
-"""The words of the graph: which dtypes it speaks of, what a value is, and what it brings along."""
+"""The words of the graph: which dtypes it speaks of, and what an operation is."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ REAL = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, bfloat16)
 
 
 class Kind(enum.IntEnum):
-    """What a node is before its neighbours have a say."""
+    """What a node is before its neighbours have a say; the first four also what a value brings along to its readers."""
 
     SOURCE = 0
-    """An argument or a constant."""
+    """An argument, a constant, or what is made of such only."""
     HALF = 1
     """A matrix product or convolution."""
     FULL = 2
@@ -30,29 +30,6 @@ class Kind(enum.IntEnum):
     """Several values become one: a loop's carry, a conditional's result."""
     KEPT = 7
     """Keeps the dtypes it was written with."""
-
-
-class Asked(enum.StrEnum):
-    """What asks for the kind of an operation in place of its class."""
-
-    NOTHING = ""
-    REGION = "region"
-    PATH = "path"
-    PRIMITIVE = "primitive"
-    CLASS = "class"
-    """An override of its class."""
-    EPSILON = "epsilon"
-    """A constant below the half dtype's smallest normal number, which would vanish."""
-
-
-class State(enum.IntEnum):
-    """What a value brings along to the operations that read it."""
-
-    NEUTRAL = 0
-    """An argument, or made from arguments only."""
-    HALF = 1
-    FULL = 2
-    STRICT = 3
 
 
 def is_real(aval: Any) -> bool:

@@ -8,7 +8,7 @@ from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.decide import Colour
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.groups import steps_of
-from jaxmp.engine.kinds import Kind, State
+from jaxmp.engine.kinds import Kind
 
 _FULL = (Kind.FULL, Kind.STRICT)
 _IN_FLOAT32 = (Colour.FULL, Colour.ROUND)
@@ -63,7 +63,7 @@ class Reasons:
             return f"between {self._name(self.above.get(node), step)} and {self._name(self.below.get(node), step)}"
         if node.colour == Colour.FULL:
             return f"goes on in float32 after {self._name(self.cause.get(node), step)}"
-        return "leads to no product" if node.state is State.HALF else "no product before it"
+        return "leads to no product" if node.state is Kind.HALF else "no product before it"
 
     def _name(self, node: Node | None, step: Step) -> str:
         if node is None:
@@ -105,4 +105,4 @@ def _is_half(node: Node) -> bool:
 
 
 def _drags(node: Node) -> bool:
-    return node.state is State.STRICT or (node.state is State.FULL and not node.has_half_copy)
+    return node.state is Kind.STRICT or (node.state is Kind.FULL and not node.has_half_copy)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp.dtypes import nearest
 from jaxmp.engine.classes import Class, classify, primitives_named_by
-from jaxmp.engine.kinds import REAL, Asked, Kind, is_real
+from jaxmp.engine.kinds import REAL, Kind, is_real
 from jaxmp.engine.marks import DECIDED, SPECIAL, checked_level, is_widened, path_of, region_of
 from jaxmp.patterns import matches
 
@@ -56,7 +56,8 @@ class Decision(NamedTuple):
 
     kind: Kind
     reason: str
-    asked: Asked = Asked.NOTHING
+    is_asked: bool = False
+    has_epsilon: bool = False
 
 
 @dataclasses.dataclass
@@ -80,7 +81,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         self.paths: dict[str, str] = {}
-        self.operations: dict[Asked, dict[str, tuple[str, str]]] = {Asked.PRIMITIVE: {}, Asked.CLASS: {}}
+        self.operations: dict[str, list[tuple[str, str]]] = {}  # of each primitive; its own key goes before its class
         for key, level in self.overrides.items():
             if not isinstance(key, str):
                 raise TypeError(
@@ -95,7 +96,9 @@ class Rules:
                         f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
                         "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
                     )
-                self.operations[Asked(key.partition(":")[0])].update(dict.fromkeys(named, (key, level)))
+                for name in named:
+                    place = 0 if key.startswith("primitive:") else len(self.operations.get(name, ()))
+                    self.operations.setdefault(name, []).insert(place, (key, level))
             else:
                 self.paths[key] = level
         self.key = (self.half, tuple(self.overrides.items()))
@@ -153,11 +156,11 @@ class Rules:
             decision = self._kind_by_constants(name, [(fill, fill)] if np.isfinite(fill) else [], half)
             return Decision(Kind.CLEAR, "moves data") if decision.kind is Kind.INFER else decision
         if request is not None:
-            level, reason, asked = request
+            level, reason = request
             if level == "float32":
-                return Decision(Kind.FULL, reason, asked)
-            if cls is not Class.LINALG or asked is Asked.PRIMITIVE:
-                return Decision(Kind.HALF, reason, asked)
+                return Decision(Kind.FULL, reason, is_asked=True)
+            if cls is not Class.LINALG or f"primitive:{name}" in self.overrides:
+                return Decision(Kind.HALF, reason, is_asked=True)
         if cls is Class.HALF:
             return self._kind_of_product(eqn)
         if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
@@ -167,18 +170,14 @@ class Rules:
         constants = [node.const for node in operands if node is not None and node.const is not None]
         return self._kind_by_constants(name, constants, half)
 
-    def asked_of(self, name: str, names: reading.Names) -> tuple[str, str, Asked] | None:
-        """The level that a region or an override asks of a primitive in these scopes, which one it is and its sort."""
-        paths = self._path_rules(path_of(names))
-        self.matched.update(paths)
-        operations = [(*keys[name], asked) for asked, keys in self.operations.items() if name in keys]
-        self.matched.update(key for key, _, _ in operations)
-        region = region_of(names)
+    def asked_of(self, name: str, names: reading.Names) -> tuple[str, str] | None:
+        """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
+        region, keys = region_of(names), self._path_rules(path_of(names))
+        asked = [*((key, self.paths[key]) for key in keys), *self.operations.get(name, ())]
+        self.matched.update(key for key, _ in asked)
         if region.level is not None:
-            return region.level, region.asked_by, Asked.REGION
-        if paths:
-            return self.paths[paths[0]], f"override {paths[0]!r}", Asked.PATH
-        return next(((level, f"override {key!r}", asked) for key, level, asked in operations), None)
+            return region.level, region.asked_by
+        return next(((level, f"override {key!r}") for key, level in asked), None)
 
     def _find_path_rules(self, path: reading.Names) -> list[str]:
         prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
@@ -214,7 +213,7 @@ class Rules:
         if name not in ("max", "min", "clamp") and any(largest > huge for _, largest in constants):
             return Decision(Kind.STRICT, f"a constant beyond {half.name}'s largest number")
         if any(0 < smallest < tiny for smallest, _ in constants):
-            return Decision(Kind.FULL, f"a constant below {half.name}'s smallest normal number", Asked.EPSILON)
+            return Decision(Kind.FULL, f"a constant below {half.name}'s smallest normal number", has_epsilon=True)
         return Decision(Kind.INFER, "")
 
 

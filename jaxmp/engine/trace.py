@@ -67,6 +67,36 @@ def autocast_dtype() -> np.dtype | None:
     return None if ask is None else ask()
 
 
+class Program:
+    """The program of a function for arguments like these; of arrays only, what is none stays the Python value it is.
+
+    Attributes:
+      jaxpr: an open jaxpr and its constants.
+      tree: the structure of its results.
+      leaves: what they are, with ``ARRAY`` for arrays.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        leaves, tree = jax.tree.flatten(args)
+
+        def flat(*operands: Any) -> list[Any]:
+            rest = iter(operands)
+            filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
+            results, self.tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
+            self.leaves = [ARRAY if is_array(leaf) else leaf for leaf in results]  # tracers die with the trace
+            return arrays_in(results)
+
+        self.jaxpr = reading.opened(jax.make_jaxpr(flat)(*arrays_in(leaves)))
+
+    def unflatten(self, results: Sequence[Any]) -> Any:
+        """What the function returns, with ``results`` for its arrays."""
+        rest = iter(results)
+        return jax.tree.unflatten(self.tree, [next(rest) if leaf is ARRAY else leaf for leaf in self.leaves])
+
+
+ARRAY = object()
+
+
 class Traced:
     """The program of one call, on the dtypes that the author wrote.
 
@@ -77,21 +107,10 @@ class Traced:
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rules: Rules) -> None:
         pure, arguments, self._write, _ = _of_arrays(fun, args, kwargs)
-        leaves, tree = jax.tree.flatten(arguments)
-        self.operands = [leaf for leaf in leaves if is_array(leaf)]
-
-        def flat(*operands: Any) -> list[Any]:
-            rest = iter(operands)
-            filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
-            results, written = pure(*jax.tree.unflatten(tree, filled))
-            leaves_out, self._tree = jax.tree.flatten((results, written))
-            self._written = sum(map(is_array, jax.tree.leaves(written)))
-            self._results = [_ARRAY if is_array(leaf) else leaf for leaf in leaves_out]  # tracers die with the trace
-            return [leaf for leaf in leaves_out if is_array(leaf)]
-
+        self.operands = arrays_in(jax.tree.leaves(arguments))
         with tracing(rules):
-            closed = jax.make_jaxpr(flat)(*self.operands)
-        self.jaxpr = reading.opened(closed)
+            self._program = Program(pure, arguments)
+        self.jaxpr = self._program.jaxpr
 
     def result_dtypes(self, policy: Policy | None = None) -> list[Any]:
         """The dtypes that the results have: their own, or in a policy without float32 results its output dtype.
@@ -101,18 +120,14 @@ class Traced:
         avals = [atom.aval for atom in self.jaxpr[0].outvars]
         dtypes = [aval.dtype if is_real(aval) else None for aval in avals]
         if policy is not None and policy.output_dtype.itemsize == 2:
-            returned = len(dtypes) - self._written
+            results, _written = jax.tree.unflatten(self._program.tree, self._program.leaves)
+            returned = sum(leaf is ARRAY for leaf in jax.tree.leaves(results))
             dtypes[:returned] = [dtype and policy.output_dtype for dtype in dtypes[:returned]]
         return dtypes
 
     def unflatten(self, results: Sequence[Any]) -> Any:
         """What ``fun`` returns, with ``results`` for its arrays, once its arguments have what it wrote to them."""
-        rest = iter(results)
-        leaves = [next(rest) if leaf is _ARRAY else leaf for leaf in self._results]
-        return self._write(*jax.tree.unflatten(self._tree, leaves))
-
-
-_ARRAY = object()
+        return self._write(*self._program.unflatten(results))
 
 
 def _of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,6 +137,11 @@ def _of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
         return of_arrays(fun, args, kwargs)
     return lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda results, _: results, None
+
+
+def arrays_in(leaves: Sequence[Any]) -> list[Any]:
+    """Those leaves that are traced."""
+    return [leaf for leaf in leaves if is_array(leaf)]
 
 
 def is_array(leaf: Any) -> bool:
