@@ -2,7 +2,7 @@
 
 python docs/draw_autocast.py
 
-The model is GPT-2's block of experiments/models, between the product that came before it and the one that comes after.
+The model is GPT-2's block in plain Flax, between the product that came before it and the one that comes after.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if not __package__:  # started as a file: the folder above this one has the pack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from experiments.models.gpt2 import Block
 from jaxmp._jaxpr import reading
 from jaxmp.engine import decide, graph
 from jaxmp.engine.kinds import Kind
@@ -38,6 +38,25 @@ LABELS = {
     "dot_general": "matrix product", "reduce_sum": "sum", "reduce_max": "max over keys", "integer_pow": "x³",
     "select_n": "causal mask", "square": "x²", "mul": "×", "add": "+", "sub": "−", "div": "÷", "max": "max",
 }  # fmt: skip
+
+
+class Block(nn.Module):
+    """GPT-2's block, float32 throughout: nobody thought of half precision."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, batch: int) -> jax.Array:
+        """(tokens, width) of so many texts to the same."""
+        width = x.shape[-1]
+        qkv = nn.Dense(3 * width, name="qkv")(nn.LayerNorm(name="ln_1")(x))
+        q, k, v = jnp.split(qkv.reshape(batch, -1, 3 * self.heads, width // self.heads), 3, axis=2)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+        causal = np.tril(np.ones(scores.shape[-2:], bool))
+        weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min))
+        attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+        x = x + nn.Dense(width, name="out")(attended)
+        return x + nn.Dense(width, name="down")(nn.gelu(nn.Dense(4 * width, name="up")(nn.LayerNorm(name="ln_2")(x))))
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +77,7 @@ class Box:
 
 def coloured_block() -> list[Box]:
     """The operations of a block, in order, as the library colours them."""
-    block, half = Block(heads=4, width=256), np.dtype(jnp.bfloat16)
+    block, half = Block(heads=4), np.dtype(jnp.bfloat16)
     x, w = jax.ShapeDtypeStruct((2 * 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
     params = jax.eval_shape(lambda x: block.init(jax.random.key(0), x, 2), x)
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
