@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jaxmp._dtype_fields import is_default, is_floating
+from jaxmp._adapters import is_default, is_floating
 from jaxmp._nnx_run import bare_class, decision_of
 from jaxmp._nnx_variables import is_module, items, own_variables, submodules
 from jaxmp.patterns import Path

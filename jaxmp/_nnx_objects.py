@@ -51,19 +51,19 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         made_structure, made_state = nnx.flatten(made, **refs)
         indices = [refs["ref_outer_index"].get(leaf) for _, leaf in after]
         written = {
-            n: _value(leaf)
+            n: value_of(leaf)
             for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True))
             if index is None or _identity(leaf) != given[index]
         }
         is_same = None not in indices and structure == graphdef.with_same_outer_index()
         changes = _Changes(None if is_same else structure, indices, made_structure, fill_results)
-        return (results, [_value(leaf) for _, leaf in made_state], changes), written
+        return (results, [value_of(leaf) for _, leaf in made_state], changes), written
 
     def write(results: Any, written: dict[int, Any]) -> Any:
         results, made, changes = results
         return changes.carry_out(outside, results, made, written)
 
-    return ArrayCall(pure, (plain, [_value(leaf) for _, leaf in state]), write, (tree, graphdef))
+    return ArrayCall(pure, (plain, [value_of(leaf) for _, leaf in state]), write, (tree, graphdef))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,9 +134,10 @@ def _check_may_change(node: Any) -> None:
         node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")
 
 
-def _value(leaf: Any) -> Any:
+def value_of(leaf: Any) -> Any:
+    """What a Variable holds; what is none holds itself."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _identity(leaf: Any) -> list[int]:
-    return [id(value) for value in jax.tree.leaves(_value(leaf))]
+    return [id(value) for value in jax.tree.leaves(value_of(leaf))]

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp._dtype_fields import nothing_in_half
+from jaxmp._adapters import Mode, autocast_map, is_o1, level_of, nothing_in_half
 from jaxmp._nnx_graph import Graph, Node, read_graph
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
 from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
 from jaxmp._nnx_variables import cast_variable, change_own
-from jaxmp._opt_level import autocast_map, is_o1, level_of
 from jaxmp.dtypes import is_half
 from jaxmp.patterns import Path, Pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy_map
@@ -38,18 +37,21 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     A ``dtype`` or ``param_dtype`` attribute that has the default of its class's constructor is set; one that differs
     is the author's word and stays, unless an override covers the module. A constructor may have handed its own default
-    down before the policy comes: what equals the default of a module around it counts as default too. The methods of a
-    module without a ``dtype`` attribute read its own Params in the compute dtype; their inputs are cast to it, or, if
-    the module has submodules, follow where they meet a Param. In the body of a loop with a carry (``nnx.scan``,
-    ``nnx.RNN``, ``jax.lax.scan``) the first argument of a module below the root is taken for the carry, and a result
-    like it keeps its dtype. A module with a policy of its own, nested in another, keeps it.
+    down before the policy comes: what equals the default of a module around it counts as default too. A module with a
+    ``dtype`` attribute computes as it is written. The operations of one without are decided on the graph in the compute
+    dtype of its policy, as :func:`jaxmp.autocast` decides; its code is traced in float32 if it has Params of its own,
+    and sees those. In the body of a loop with a carry (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) the first argument
+    of a module below the root is taken for the carry, and a result like it keeps its dtype. A module with a policy of
+    its own, nested in another, keeps it.
+
+    Gradients of Params are summed in float32. A call is traced as under ``jax.jit``, so that its Python code cannot
+    branch on the values of arrays; without ``jit`` a call of equal shapes runs the program that was written by the
+    first.
 
     ``"O1"`` is :func:`autocast` in ``mixed_float16``.
 
-    Sharp edges: in a method of a module without a ``dtype`` attribute ``self.kernel[...] = x`` writes to a cast of the
-    Param, and is lost, as is what is appended there to a Python list of Params; ``self.kernel = nnx.Param(x)`` is not.
-    What reads a Param outside of the methods of its module gets it as it is stored: a property called from elsewhere,
-    or a generator, which runs when its method has returned.
+    Sharp edge: what reads a Param outside of the methods of its module gets it as it is stored: a property called from
+    elsewhere, or a generator, which runs when its method has returned.
 
     Args:
       model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
@@ -108,17 +110,17 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool) -> M:
             f"jaxmp.nnx.{name} takes an instance of flax.nnx.Module, got {model!r}; make the instance first "
             f"(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
         )
-    model = nnx.clone(model, variables=False, graph=True)
-    graph = read_graph(model)
+    copy = nnx.clone(model, variables=False, graph=True)
+    graph = read_graph(copy)
     policies.check(graph.classes, graph.variables)
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
     plans = [_plan(policies, by_autocast, node, graph.classes) for node in graph.nodes]
     if is_half(policies.root.compute_dtype) and not graph.nested:
         _check_products(policies.root, plans)
-    casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]] = {}
+    casts: dict[int, nnx.Variable[Any]] = {}
     for plan in plans:
         plan.carry_out(graph, casts)
-    return model
+    return copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +147,8 @@ class _Plan:
         given = None if "dtype" in self.fills or self.autocast else self.node.given.get("dtype")
         return None if given is None else np.dtype(given)
 
-    def carry_out(self, graph: Graph, casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]]) -> None:
-        """Sets the module up; ``casts`` has Params of other modules and casts of them, by the ids of the Params."""
+    def carry_out(self, graph: Graph, casts: dict[int, nnx.Variable[Any]]) -> None:
+        """Sets the module up; ``casts`` has those of Params that were replaced already, by the ids of the Params."""
         module = self.node.module
         if not self.autocast and ("param_dtype" in self.fills or "param_dtype" not in self.node.given):
             change_own(module, lambda var: self._stored(var, casts))
@@ -154,7 +156,7 @@ class _Plan:
         is_root = self.node is graph.nodes[0]
         asked = level_of(self.policy) if self.autocast and self.pattern is not None else None
         policy = self.autocast or self.policy
-        decision = Decision(policy, is_root, self._mode(), given, asked)
+        decision = Decision(policy=policy, mode=self._mode(), asked=asked, is_root=is_root, given=given)
         # Those around it are set up already; roots inside are from an earlier call.
         alike = [other.module for other in self.node.around] if not is_root else graph.nested
         levels = [
@@ -168,7 +170,7 @@ class _Plan:
         vars(module).update(self.node.given | self.fills)
         object.__setattr__(module, "__class__", policied_class(bare_class(module), decision))
 
-    def _mode(self) -> Literal["written", "float32", "autocast"] | None:
+    def _mode(self) -> Mode:
         if self.autocast:
             return "autocast"
         if "dtype" in self.node.given:
@@ -176,14 +178,12 @@ class _Plan:
         is_float32 = self.node.own_params() or (self.pattern is not None and not self.node.is_parent())
         return "float32" if is_float32 else None
 
-    def _stored(
-        self, var: nnx.Variable[Any], casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]]
-    ) -> nnx.Variable[Any]:
+    def _stored(self, var: nnx.Variable[Any], casts: dict[int, nnx.Variable[Any]]) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):
             return var
         if id(var) not in casts:
-            casts[id(var)] = var, cast_variable(var, self.policy.param_dtype)
-        return casts[id(var)][1]
+            casts[id(var)] = cast_variable(var, self.policy.param_dtype)
+        return casts[id(var)]
 
 
 def _plan(policies: PolicyMap, by_autocast: bool, node: Node, classes: Mapping[Path, type]) -> _Plan:
