@@ -21,8 +21,8 @@ from jaxmp._jaxpr.reading import loop_of
 from jaxmp.dtypes import is_half
 from jaxmp.engine.autocast import checked_policy
 from jaxmp.engine.marks import computing, precision, widened
-from jaxmp.patterns import pattern_text
-from jaxmp.policy import Policy, PolicyMap, get_policy_map
+from jaxmp.patterns import Pattern, pattern_text
+from jaxmp.policy import Policy, PolicyMap
 
 Mode = Literal["written", "float32", "autocast"] | None
 
@@ -35,17 +35,8 @@ def is_o1(policy: Any) -> bool:
 
 
 def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> PolicyMap:
-    """The policy of a model under autocast, and the exceptions from it.
-
-    Args:
-      policy: whatever :func:`jaxmp.get_policy` reads, or ``"O1"``.
-      overrides: pattern to ``"float32"``, to ``"half"`` or to a policy that computes in one of them.
-
-    Raises:
-      ValueError: the policy is none that autocast takes, or an exception computes in neither float32 nor its compute
-        dtype.
-    """
-    default = get_policy_map("mixed_float16" if is_o1(policy) else policy)
+    """The policy of a model under autocast, and the exceptions from it: what the adapters' ``autocast`` takes."""
+    default = PolicyMap("mixed_float16" if is_o1(policy) else policy)
     checked_policy(default.root)
     given = {key: default.root if level == "half" else level for key, level in (overrides or {}).items()}
     policies = PolicyMap(default, given)
@@ -65,7 +56,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> PolicyMap:
     return policies
 
 
-def level_of(policy: Policy) -> Literal["float32", "half"]:
+def level_of(policy: Policy) -> str:
     """What :func:`jaxmp.precision` calls the compute dtype of an override."""
     return "float32" if policy.compute_dtype == np.float32 else "half"
 
@@ -86,6 +77,17 @@ def is_default(dtype: Any, default: Any) -> bool:
     if dtype is None or default is None or default is dataclasses.MISSING:
         return dtype is None
     return np.dtype(dtype) == np.dtype(default)
+
+
+def kept_from_half(policy: Policy, computes: np.dtype, pattern: Pattern | None) -> str | None:
+    """Why products of a module that ``computes`` in some dtype are not in half; None if they are.
+
+    Its ``policy`` is that of ``pattern``, and the dtype another one where that is its author's word.
+    """
+    if is_half(computes):
+        return None
+    is_own = computes != policy.compute_dtype
+    return f"its own dtype={computes.name}" if is_own else f"override {pattern_text(pattern or '**')!r}"
 
 
 def nothing_in_half(policy: Policy, kept: Mapping[str, str]) -> ValueError:
@@ -110,11 +112,13 @@ class Treatment:
         float32, and hands out what the engine decides; ``"autocast"`` if autocast decides on the whole model; None if
         it is traced on the dtypes that come in, and decided on the graph.
       asked: what an override asks of autocast.
+      kept: why its products, if it has any, are not in half; None if they are.
     """
 
     policy: Policy
     mode: Mode
     asked: str | None = None
+    kept: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def is_float32(self) -> bool:
@@ -150,11 +154,9 @@ def narrow(value: Any, dtype: np.dtype) -> Any:
 
 
 def carried_by(args: Any, around: list[Any]) -> Any | None:
-    """The first of the arguments of a module's method if it is the carry of a loop, whose body calls the method.
+    """The first of the positional arguments of a module's method if it is the carry of a loop, whose body calls it.
 
-    Args:
-      args: the positional arguments.
-      around: the traces that the method which called was in: in a loop among them it was the body, not this one.
+    ``around`` are the traces that the method which called was in: in a loop among them it was the body, not this one.
     """
     loop = loop_of(jax.tree.leaves(args[0])) if args else None
     return args[0] if loop is not None and all(loop is not trace for trace in around) else None

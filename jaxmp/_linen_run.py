@@ -29,6 +29,7 @@ from jaxmp._adapters import (
     carried_by,
     is_default,
     is_floating,
+    kept_from_half,
     level_of,
     narrow,
     nothing_in_half,
@@ -47,7 +48,7 @@ from jaxmp._linen_variables import (
 )
 from jaxmp.dtypes import is_half
 from jaxmp.engine.marks import computing
-from jaxmp.patterns import Path, is_class_pattern, pattern_text
+from jaxmp.patterns import Path, is_class_pattern
 from jaxmp.policy import Policy, PolicyMap
 
 _ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", "jaxmp_policy", "_jaxmp_decision"
@@ -88,7 +89,6 @@ class _Decision(Treatment):
 
     key: int  # the same for modules of which nn.jit may reuse a trace
     param_dtype: np.dtype
-    kept: str | None  # why its products, if it has any, are not in half
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -227,34 +227,26 @@ class Run:
 
     def _decide(self, module: nn.Module, path: Path) -> _Decision:
         policy, pattern = self.policies.resolve(self.prefix + path, self.classes)
-        key = hash((policy, pattern, self.prefix + path if self.by_path else None))
-        if self.autocast:
-            level = level_of(policy)
-            kept = f"override {pattern_text(pattern or '**')!r}" if level == "float32" else None
-            asked = None if pattern is None else level
-            return _Decision(
-                policy=policy, mode="autocast", asked=asked, key=key, param_dtype=policy.param_dtype, kept=kept
-            )
-        here = self._at(path)
-        is_parent = here is not None and has_children(here)
-        owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
-
-        # A container's None is left alone: what lies below follows its own path. A cell is one computation.
-        container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
-        dtypes = _fill_dtypes(module, policy, pattern is not None, container)
-        computes = dtypes.get("dtype", policy.compute_dtype)
-        is_own = pattern is None and computes != policy.compute_dtype
-        reason = f"its own dtype={computes.name}" if is_own else f"override {pattern_text(pattern or '**')!r}"
-        kept = None if is_half(computes) else reason
-        mode: Mode = None
-        if _has_dtype(module):
-            mode = "written"
-        elif owns_params or (pattern is not None and not is_parent):
-            mode = "float32"
-        if owns_params and mode == "float32":
-            _widen_params(module)
+        dtypes: dict[str, np.dtype] = {}
+        mode: Mode = "autocast"
+        if not self.autocast:
+            here = self._at(path)
+            is_parent = here is not None and has_children(here)
+            owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
+            # A container's None is left alone: what lies below follows its own path. A cell is one computation.
+            container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
+            dtypes = _fill_dtypes(module, policy, pattern is not None, container)
+            is_float32 = owns_params or (pattern is not None and not is_parent)
+            mode = "written" if _has_dtype(module) else "float32" if is_float32 else None
+            if owns_params and mode == "float32":
+                _widen_params(module)
         return _Decision(
-            policy=policy, mode=mode, key=key, param_dtype=dtypes.get("param_dtype", policy.param_dtype), kept=kept
+            policy=policy,
+            mode=mode,
+            asked=level_of(policy) if self.autocast and pattern is not None else None,
+            kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern),
+            key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
+            param_dtype=dtypes.get("param_dtype", policy.param_dtype),
         )
 
     # --- what is done for a call ---
@@ -287,7 +279,7 @@ class Run:
                 result = next_fun(*args, **kwargs)
         finally:
             _running.frames.pop()
-        keep_statistics(module, self._at(path) or {}, decision.policy.compute_dtype if decision.is_float32 else None)
+        keep_statistics(module, self._at(path) or {}, decision)
         if not inside:
             result = self._handed_out(result, module, decision, caller, given)
         return result if carry is None else as_carry(result, carry)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxmp import tree as _tree
-from jaxmp._adapters import like, narrow, same_structure
+from jaxmp._adapters import Treatment, like, narrow, same_structure
 from jaxmp.patterns import Path
 
 Variables = Mapping[str, Any]
@@ -49,13 +49,13 @@ def has_children(collections: Variables) -> bool:
     return any(isinstance(value, Mapping) for collection in collections.values() for value in collection.values())
 
 
-def keep_statistics(module: nn.Module, before: Variables, computed: np.dtype | None) -> None:
+def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -> None:
     """Puts what ``module`` itself wrote to its collections into the dtypes there were, or that it has when bare.
 
     Args:
       module: a method of it has just run.
       before: its collections before.
-      computed: the compute dtype of a module that is traced in float32, for what it computed.
+      decision: how it computes.
     """
     for name in list(module.variables):
         if name == PARAMS or not module.is_mutable_collection(name):
@@ -67,8 +67,8 @@ def keep_statistics(module: nn.Module, before: Variables, computed: np.dtype | N
             if name not in _ACTIVATIONS:
                 old = before.get(name, {}).get(key)
                 kept = jax.tree.map(like, value, old) if same_structure(value, old) else _tree.widen(value)
-            elif computed is not None and name in _COMPUTED:
-                kept = jax.tree.map(functools.partial(narrow, dtype=computed), value)
+            elif decision.is_float32 and name in _COMPUTED:
+                kept = jax.tree.map(functools.partial(narrow, dtype=decision.policy.compute_dtype), value)
             if any(a is not b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(value), strict=True)):
                 module.put_variable(name, key, kept)
 

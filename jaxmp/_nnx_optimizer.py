@@ -16,9 +16,8 @@ from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
 from jaxmp._nnx_objects import value_of
-from jaxmp._train_state import take_step
 from jaxmp.loss_scale import LossScale, NoOpLossScale
-from jaxmp.optimizer import get_loss_scale, get_loss_scaling_state, has_loss_scale, loss_scaling
+from jaxmp.optimizer import get_loss_scale, get_loss_scaling_state, has_loss_scale, loss_scaling, take_step
 from jaxmp.optimizer import scaled_loss as _scaled_loss
 
 _Object: Any = nnx.Optimizer  # its type parameters are of no use here
@@ -106,13 +105,8 @@ class Optimizer(_Object):
           The updates that were added to the params; -0.0 if the step was skipped.
         """
         params = nnx.as_pure(nnx.state(model, self.wrt))
-        updates, new_params, opt_state, skipped = take_step(
-            self.tx,
-            nnx.as_pure(nnx.state(grads, self.wrt)),
-            nnx.as_pure(self.opt_state),
-            params,
-            nnx.as_pure(kwargs),
-        )
+        grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
+        updates, new_params, opt_state, skipped = take_step(self.tx, grads, opt_state, params, kwargs)
         nnx.update(model, _tree.select_tree(skipped == 0, new_params, params))
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] += 1

@@ -75,15 +75,16 @@ class Report:
 def diagnose() -> Report:
     """Looks at the packages, the settings and the device, and trains one step."""
     versions = _versions()
-    findings = [*_check_versions(versions)]
+    findings = [*_check_versions(versions), *_check_platforms()]
     try:
         import jax
 
         devices, found = jax.local_device_count(), jaxmp.hardware.detect()
     except Exception as error:  # whatever stops JAX is the finding
-        findings += [*_check_platforms(), _start_failed(error)]
+        remedy = "see all of it with: python -c 'import jax; jax.devices()'; most often a fresh environment helps"
+        findings.append(Finding(f"JAX does not start: {_summary(error)}", remedy))
         return Report(None, 0, False, "not tried: JAX does not start", versions, tuple(findings))
-    findings += [*_check_platforms(), *_check_driver(found.platform, versions), *_check_settings()]
+    findings += [*_check_driver(found.platform, versions), *_check_settings()]
     trains, training, failures = _try_training(found.recommended_policy)
     return Report(found, devices, trains, training, versions, (*findings, *failures))
 
@@ -219,13 +220,6 @@ def _check_settings() -> Iterator[Finding]:
         value = getattr(jax.config, setting, None)
         if value:
             yield Finding(f"{setting} is {value}: {consequence}", remedy)
-
-
-def _start_failed(error: Exception) -> Finding:
-    return Finding(
-        f"JAX does not start: {_summary(error)}",
-        "see all of it with: python -c 'import jax; jax.devices()'; most often a fresh environment helps",
-    )
 
 
 def nvidia_driver() -> bool:

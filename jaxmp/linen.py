@@ -28,7 +28,7 @@ from jaxmp._linen_run import Root, Run, given_fields, is_running, run_with_root,
 from jaxmp._linen_variables import Variables
 from jaxmp.engine.autocast import computed, remembered
 from jaxmp.engine.rules import Rules
-from jaxmp.policy import get_policy_map
+from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -75,7 +75,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     """
     if is_o1(policy):
         return autocast(module, policy, overrides)
-    return _under(module, Root(get_policy_map(policy, overrides)), "apply_policy")
+    return _under(module, Root(PolicyMap(policy, overrides)), "apply_policy")
 
 
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:

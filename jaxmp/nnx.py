@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -15,15 +16,23 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp._adapters import Mode, autocast_map, is_o1, level_of, nothing_in_half
-from jaxmp._nnx_graph import Graph, Node, read_graph
+from jaxmp._adapters import (
+    Mode,
+    autocast_map,
+    is_default,
+    is_floating,
+    is_o1,
+    kept_from_half,
+    level_of,
+    nothing_in_half,
+)
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
 from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
-from jaxmp._nnx_variables import cast_variable, change_own
+from jaxmp._nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.dtypes import is_half
-from jaxmp.patterns import Path, Pattern, pattern_text
-from jaxmp.policy import Policy, PolicyMap, get_policy_map
+from jaxmp.patterns import Path
+from jaxmp.policy import Policy, PolicyMap
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -72,7 +81,7 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     """
     if is_o1(policy):
         return autocast(model, policy, overrides)
-    return _under(model, get_policy_map(policy, overrides), by_autocast=False)
+    return _under(model, PolicyMap(policy, overrides), by_autocast=False)
 
 
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -111,101 +120,190 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool) -> M:
             f"(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
         )
     copy = nnx.clone(model, variables=False, graph=True)
-    graph = read_graph(copy)
+    graph = _read_graph(copy)
     policies.check(graph.classes, graph.variables)
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
-    plans = [_plan(policies, by_autocast, node, graph.classes) for node in graph.nodes]
+    decisions = [_decide(policies, by_autocast, node, graph) for node in graph.nodes]
     if is_half(policies.root.compute_dtype) and not graph.nested:
-        _check_products(policies.root, plans)
+        _check_products(policies.root, graph.nodes, decisions)
     casts: dict[int, nnx.Variable[Any]] = {}
-    for plan in plans:
-        plan.carry_out(graph, casts)
+    for node, decision in zip(graph.nodes, decisions, strict=True):
+        _set_up(node, decision, graph, casts)
     return copy
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What is to be done with a module.
+def _decide(policies: PolicyMap, by_autocast: bool, node: _Node, graph: _Graph) -> Decision:
+    order = [*policies.patterns, None]  # of the policies for the several paths of a shared module, the first pattern's
+    found = (policies.resolve(path, graph.classes) for path in node.paths)
+    policy, pattern = min(found, key=lambda each: order.index(each[1]))
+    overridden = pattern is not None
+    filled = [name for name in node.given if not by_autocast and node.is_filled(name, overridden)]
+    own = None if by_autocast or "dtype" in filled else node.given.get("dtype")
+    mode: Mode = None
+    if by_autocast:
+        mode = "autocast"
+    elif "dtype" in node.given:
+        mode = "written"
+    elif node.own_params() or (overridden and not node.is_parent()):
+        mode = "float32"
+    return Decision(
+        policy=policies.root if by_autocast else policy,
+        mode=mode,
+        asked=level_of(policy) if by_autocast and overridden else None,
+        kept=kept_from_half(policy, policy.compute_dtype if own is None else np.dtype(own), pattern),
+        is_root=node is graph.nodes[0],
+        given=tuple((name, node.given[name]) for name in filled),
+    )
 
-    Attributes:
-      node: the module.
-      policy: its policy.
-      pattern: the pattern that gave it; None for the default.
-      fills: the dtype attributes to be set.
-      autocast: the policy of the whole model, if autocast decides and the attributes are left as they are.
-    """
 
-    node: Node
-    policy: Policy
-    pattern: Pattern | None
-    fills: dict[str, np.dtype]
-    autocast: Policy | None
+def _check_products(policy: Policy, nodes: list[_Node], decisions: list[Decision]) -> None:
+    """Raises if the half ``policy`` leaves every product as it was."""
+    kept = {}
+    for node, decision in zip(nodes, decisions, strict=True):
+        leaves = jax.tree.leaves([var.get_raw_value() for var in node.own_params()])
+        if isinstance(node.module, nnx.Embed) or all(len(getattr(leaf, "shape", ())) < 2 for leaf in leaves):
+            continue  # no product
+        if decision.kept is None:
+            return
+        kept["/".join(node.paths[0]) or bare_class(node.module).__name__] = decision.kept
+    if kept:
+        raise nothing_in_half(policy, kept)
 
-    @property
-    def own_dtype(self) -> np.dtype | None:
-        """The dtype that its author made it compute in, where that stays."""
-        given = None if "dtype" in self.fills or self.autocast else self.node.given.get("dtype")
-        return None if given is None else np.dtype(given)
 
-    def carry_out(self, graph: Graph, casts: dict[int, nnx.Variable[Any]]) -> None:
-        """Sets the module up; ``casts`` has those of Params that were replaced already, by the ids of the Params."""
-        module = self.node.module
-        if not self.autocast and ("param_dtype" in self.fills or "param_dtype" not in self.node.given):
-            change_own(module, lambda var: self._stored(var, casts))
-        given = tuple((name, self.node.given[name]) for name in self.fills)
-        is_root = self.node is graph.nodes[0]
-        asked = level_of(self.policy) if self.autocast and self.pattern is not None else None
-        policy = self.autocast or self.policy
-        decision = Decision(policy=policy, mode=self._mode(), asked=asked, is_root=is_root, given=given)
-        # Those around it are set up already; roots inside are from an earlier call.
-        alike = [other.module for other in self.node.around] if not is_root else graph.nested
-        levels = [
-            other.level
-            for module in alike
-            if bare_class(module) is bare_class(self.node.module)
-            and (other := decision_of(module)) is not None
-            and dataclasses.replace(other, level=0) == decision
-        ]
-        decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
-        vars(module).update(self.node.given | self.fills)
-        object.__setattr__(module, "__class__", policied_class(bare_class(module), decision))
+def _set_up(node: _Node, decision: Decision, graph: _Graph, casts: dict[int, nnx.Variable[Any]]) -> None:
+    """Does to a module what was decided; ``casts`` has those of Params that were met, by the ids of the Params."""
+    policy, bare = decision.policy, bare_class(node.module)
+    dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
+    fills = {name: dtypes[name] for name, _ in decision.given}
 
-    def _mode(self) -> Mode:
-        if self.autocast:
-            return "autocast"
-        if "dtype" in self.node.given:
-            return "written"
-        is_float32 = self.node.own_params() or (self.pattern is not None and not self.node.is_parent())
-        return "float32" if is_float32 else None
-
-    def _stored(self, var: nnx.Variable[Any], casts: dict[int, nnx.Variable[Any]]) -> nnx.Variable[Any]:
+    def stored(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):
             return var
         if id(var) not in casts:
-            casts[id(var)] = cast_variable(var, self.policy.param_dtype)
+            casts[id(var)] = cast_variable(var, policy.param_dtype)
         return casts[id(var)]
 
+    if decision.mode != "autocast" and ("param_dtype" in fills or "param_dtype" not in node.given):
+        change_own(node.module, stored)
+    # Those around it are set up already; roots inside are from an earlier call.
+    related = graph.nested if decision.is_root else [other.module for other in node.around]
+    known = [decision_of(module) for module in related if bare_class(module) is bare]
+    levels = [each.level for each in known if each is not None and dataclasses.replace(each, level=0) == decision]
+    decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
+    vars(node.module).update(node.given | fills)
+    object.__setattr__(node.module, "__class__", policied_class(bare, decision))
 
-def _plan(policies: PolicyMap, by_autocast: bool, node: Node, classes: Mapping[Path, type]) -> _Plan:
-    order = [*policies.patterns, None]  # of the policies for the several paths of a shared module, the first pattern's
-    policy, pattern = min((policies.resolve(p, classes) for p in node.paths), key=lambda found: order.index(found[1]))
-    dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
-    filled = [name for name in node.given if not by_autocast and node.is_filled(name, pattern is not None)]
-    fills = {name: dtypes[name] for name in filled}
-    return _Plan(node, policy, pattern, fills, policies.root if by_autocast else None)
+
+# --- the modules of a model, before a policy is put on them ---
+
+_DTYPES = ("param_dtype", "dtype")
+_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # their dtype is that of the Params of another that they write
 
 
-def _check_products(policy: Policy, plans: list[_Plan]) -> None:
-    """Raises if the half ``policy`` leaves every product as it was."""
-    kept = {}
-    for plan in plans:
-        leaves = jax.tree.leaves([var.get_raw_value() for var in plan.node.own_params()])
-        if isinstance(plan.node.module, nnx.Embed) or all(len(getattr(leaf, "shape", ())) < 2 for leaf in leaves):
-            continue  # no product
-        if is_half(plan.own_dtype or plan.policy.compute_dtype):
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """A module of a model.
+
+    Attributes:
+      module: the object itself.
+      paths: all that lead to it, as a module may be shared.
+      around: the modules that it lies in, by the first path.
+      given: its ``dtype`` and ``param_dtype`` attributes as its author gave them, where it has them and they are
+        floating or None.
+    """
+
+    module: Any
+    paths: list[Path]
+    around: list[_Node]
+    given: dict[str, Any]
+
+    def is_filled(self, name: str, overridden: bool) -> bool:
+        """Whether a policy sets the attribute ``name``.
+
+        An override does, and any policy where it has its default: its own, or one that a constructor around handed on.
+        """
+        if name == "dtype" and isinstance(self.module, _WRITE_PARAMS):
+            return False
+        given = self.given[name]
+        if overridden or is_default(given, _default(self.module, name)):
+            return True
+        for outer in self.around:
+            default = _default(outer.module, name)
+            if default is None or not is_floating(default) or np.dtype(default) != np.dtype(given):
+                continue
+            if is_default(outer.given.get(name, default), default):
+                return True
+        return False
+
+    def own_params(self) -> list[nnx.Param[Any]]:
+        """The Params that belong to the module and not to its submodules."""
+        return [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
+
+    def is_parent(self) -> bool:
+        """Whether a submodule has Variables other than the state of random number generators."""
+        below = (var for module in submodules(self.module) for var in own_variables(module))
+        return any(not isinstance(var, nnx.RngState) for var in below)
+
+
+@dataclasses.dataclass
+class _Graph:
+    """All modules of a model, the model itself first.
+
+    Attributes:
+      nodes: those that get a policy.
+      classes: of all modules, by path.
+      variables: the paths of all Variables.
+      nested: modules that have policies of their own.
+    """
+
+    nodes: list[_Node]
+    classes: dict[Path, type]
+    variables: list[Path]
+    nested: list[nnx.Module]
+
+
+def _read_graph(model: nnx.Module) -> _Graph:
+    """The modules of ``model``, parents before children."""
+    nodes: dict[int, _Node] = {}
+    graph = _Graph([], {}, [], [])
+
+    def visit(value: Any, path: Path, around: list[_Node]) -> None:
+        if isinstance(value, nnx.Variable):
+            graph.variables.append(path)
             return
-        name = "/".join(plan.node.paths[0]) or bare_class(plan.node.module).__name__
-        own = plan.own_dtype
-        kept[name] = f"its own dtype={own.name}" if own else f"override {pattern_text(plan.pattern or '**')!r}"
-    if kept:
-        raise nothing_in_half(policy, kept)
+        if is_module(value):
+            graph.classes[path] = bare_class(value)
+            decision = decision_of(value)
+            if decision is not None and decision.is_root and path:
+                graph.nested.append(value)
+                return
+            if any(value is outer.module for outer in around):
+                return
+            node = nodes.setdefault(id(value), _Node(value, [], around, _given(value)))
+            node.paths.append(path)
+            around = [*around, node]
+        for name, item in items(value):
+            visit(item, (*path, name), around)
+
+    visit(model, (), [])
+    graph.nodes.extend(nodes.values())
+    return graph
+
+
+def _given(module: nnx.Module) -> dict[str, Any]:
+    decision = decision_of(module)
+    attributes = vars(module) | dict(decision.given if decision is not None else ())
+    given = {name: attributes[name] for name in _DTYPES if name in attributes and is_floating(attributes[name])}
+    # Without a dtype, an Embed gives itself that of its params.
+    if isinstance(module, nnx.Embed) and given.get("dtype") == given.get("param_dtype"):
+        given["dtype"] = None
+    return given
+
+
+def _default(module: nnx.Module, name: str) -> Any:
+    """What the constructor takes for ``name`` when it is not given; a class may hand keywords on to its base."""
+    for cls in bare_class(module).__mro__:
+        parameter = inspect.signature(cls.__init__).parameters.get(name) if "__init__" in vars(cls) else None
+        if parameter is not None:
+            return None if parameter.default is inspect.Parameter.empty else parameter.default
+    return None

@@ -168,15 +168,10 @@ def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
         prevent_cse = (False,) * len(consts) + prevent_cse
-    params = {**eqn.params, "jaxpr": without_consts(jaxpr), "prevent_cse": prevent_cse}
+    if jaxpr.constvars:
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": prevent_cse}
     return list(eqn.primitive.bind(*consts, *operands, **params))
-
-
-def without_consts(jaxpr: Any) -> Any:
-    """An open jaxpr whose constants are its first arguments."""
-    if not jaxpr.constvars:
-        return jaxpr
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def _evaluate(rule: Rule, traced: tuple[Any, list[Any]], args: Values, dtypes: Sequence[Any]) -> list[Any]:
