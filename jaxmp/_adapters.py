@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -140,6 +140,20 @@ class Treatment:
         if self.mode == "autocast" or wanted == (caller.policy.matmul_precision if caller else None):
             return contextlib.nullcontext()
         return jax.default_matmul_precision(wanted or ambient)
+
+
+def handed_out(
+    result: Any, own: Treatment, caller: Treatment | None, given: set[int], arrays: Callable[..., Any] = jax.tree.map
+) -> Any:
+    """What a method returns, as the code that called it wants it.
+
+    What it only passes on, whose ids are ``given``, keeps its digits. ``arrays`` maps a function over its arrays.
+    """
+    if caller is not None and caller.is_float32:
+        return arrays(widen, result)
+    if own.is_float32:
+        return arrays(lambda leaf: leaf if id(leaf) in given else narrow(leaf, own.policy.compute_dtype), result)
+    return result
 
 
 def widen(value: Any) -> Any:

@@ -27,11 +27,11 @@ from jaxmp._adapters import (
     Treatment,
     as_carry,
     carried_by,
+    handed_out,
     is_default,
     is_floating,
     kept_from_half,
     level_of,
-    narrow,
     nothing_in_half,
     widen,
 )
@@ -280,23 +280,12 @@ class Run:
         finally:
             _running.frames.pop()
         keep_statistics(module, self._at(path) or {}, decision)
-        if not inside:
-            result = self._handed_out(result, module, decision, caller, given)
-        return result if carry is None else as_carry(result, carry)
-
-    def _handed_out(
-        self, result: Any, module: nn.Module, decision: _Decision, caller: _Frame | None, given: set[int]
-    ) -> Any:
-        """What a method returns, as the code that called it wants it."""
         if caller is not None and caller.run is self:
-            if caller.decision.is_float32:
-                return jax.tree.map(widen, result)
-            if decision.is_float32:  # what only passes through keeps its digits
-                dtype = decision.policy.compute_dtype
-                return jax.tree.map(lambda leaf: leaf if id(leaf) in given else narrow(leaf, dtype), result)
+            if not inside:
+                result = handed_out(result, decision, caller.decision, given)
         elif self.method is not None and (module is self.module or module is self.copy()):
-            return self.cast_output(result)  # before Linen captures it as an intermediate
-        return result
+            result = self.cast_output(result)  # before Linen captures it as an intermediate
+        return result if carry is None else as_carry(result, carry)
 
     def cast_output(self, result: Any) -> Any:
         return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
@@ -370,11 +359,7 @@ def given_fields(module: nn.Module) -> dict[str, Any]:
 def _fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool) -> dict[str, np.dtype]:
     """Fills the ``dtype`` and ``param_dtype`` fields of ``module`` that have their defaults; returns all it has then.
 
-    Args:
-      module: its fields are set in place.
-      policy: says what to.
-      overridden: whether an override covers the module: then they are set whatever its author gave.
-      container: whether a ``dtype`` of None is left alone.
+    If it is ``overridden`` they are set whatever its author gave; a ``dtype`` of None is left alone in a ``container``.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(module)}
     dtypes = {}

@@ -50,12 +50,9 @@ def has_children(collections: Variables) -> bool:
 
 
 def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -> None:
-    """Puts what ``module`` itself wrote to its collections into the dtypes there were, or that it has when bare.
+    """Puts what a method of ``module`` itself wrote to its collections into the dtypes that it has when bare.
 
-    Args:
-      module: a method of it has just run.
-      before: its collections before.
-      decision: how it computes.
+    Those are the dtypes ``before``, where there was something.
     """
     for name in list(module.variables):
         if name == PARAMS or not module.is_mutable_collection(name):
@@ -76,15 +73,10 @@ def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -
 def store_params(
     module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
 ) -> None:
-    """Puts the params that were made in or below ``module`` into their param dtypes.
+    """Puts the params that were made in or below ``module`` into the dtypes that are ``wanted`` at their paths, if any.
 
-    Those that were stored rounded, as ``nn.map_variables`` does, are made again without policies.
-
-    Args:
-      module: whose collection of params is changed.
-      wanted: the param dtype of the module that owns the param at a path, None where it is not known.
-      foreseen: the shapes of the bare module's variables.
-      make_bare: makes the bare module's variables.
+    Those that were stored rounded, as ``nn.map_variables`` does, are made again without policies, by ``make_bare``:
+    they have not the dtypes that were ``foreseen`` for the bare module.
     """
     if not module.is_mutable_collection(PARAMS):
         return

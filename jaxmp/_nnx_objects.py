@@ -13,19 +13,12 @@ from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 
 
 class ArrayCall(NamedTuple):
-    """A call of a function of NNX objects, as one of a function without any.
+    """A call of a function of NNX objects, as one of a function without any."""
 
-    Attributes:
-      pure: takes ``arguments``; returns what the function returns and, apart from that, what it wrote to its arguments.
-      arguments: what ``pure`` takes.
-      write: takes both results of ``pure``; changes the objects of this call and returns what the function returns.
-      key: what ``pure`` depends on besides the function and ``arguments``.
-    """
-
-    pure: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    write: Callable[..., Any]
-    key: Any
+    pure: Callable[..., Any]  # returns what the function returns and, apart from that, what it wrote to its arguments
+    arguments: tuple[Any, ...]  # what ``pure`` takes
+    write: Callable[..., Any]  # takes both results, changes the objects of this call, returns what the function returns
+    key: Any  # what ``pure`` depends on besides the function and ``arguments``
 
 
 def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
@@ -68,19 +61,12 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Changes:
-    """What a traced function did to its objects, apart from arrays.
+    """What a traced function did to its objects, apart from arrays."""
 
-    Attributes:
-      structure: of its arguments afterwards; None if only Variables have changed.
-      indices: of the leaves of the arguments, the numbers that they had before.
-      made: the structure of the objects among its results.
-      fill: makes its results of what is no object and of objects.
-    """
-
-    structure: Any
-    indices: list[Any]
-    made: Any
-    fill: Callable[..., Any]
+    structure: Any  # of its arguments afterwards; None if only Variables have changed
+    indices: list[Any]  # of the leaves of the arguments, the numbers that they had before
+    made: Any  # the structure of the objects among its results
+    fill: Callable[..., Any]  # makes its results of what is no object and of objects
 
     def carry_out(self, outside: IndexMap, results: Any, made: list[Any], written: dict[int, Any]) -> Any:
         """Changes the objects of a call by their numbers, and returns its results."""

@@ -20,7 +20,7 @@ import jax
 from flax import nnx
 
 from jaxmp import tree as _tree
-from jaxmp._adapters import Treatment, as_carry, carried_by, like, narrow, widen
+from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, widen
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp._nnx_objects import of_arrays
 from jaxmp._nnx_variables import is_object, own_variables
@@ -113,17 +113,11 @@ def _entrance(method: Any) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
-    """One call of a root, or of a module below one by itself, with all that runs in it.
+    """One call of a root, or of a module below one by itself, with all that runs in it."""
 
-    Attributes:
-      cls: the class of the root.
-      ambient_precision: of products, around it all.
-      paths: the modules, which live as long as this has them, and their paths, by the ids of the modules.
-    """
-
-    cls: type
-    ambient_precision: str | None
-    paths: dict[int, tuple[Any, Path]]
+    cls: type  # of the root
+    ambient_precision: str | None  # of products, around it all
+    paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which live as long as this has them
 
     def find(self, module: Any, path: Path) -> None:
         """Notes the paths of a module and of those below it."""
@@ -221,13 +215,10 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
     if decision.mode == "autocast":
         return result
-    if here is not None and here.decision.is_float32:
-        result = _arrays(widen, result)
-    elif here is None and decision.is_root:
+    if here is None and decision.is_root:
         result = _arrays(decision.policy.cast_to_output, result)
-    elif decision.is_float32:  # what only passes through keeps its digits
-        dtype = decision.policy.compute_dtype
-        result = _arrays(lambda leaf: leaf if id(leaf) in given else narrow(leaf, dtype), result)
+    else:
+        result = handed_out(result, decision, here.decision if here else None, given, _arrays)
     return result if carry is None else as_carry(result, carry)
 
 

@@ -53,23 +53,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What ``jaxmp doctor`` found.
+    """What ``jaxmp doctor`` found."""
 
-    Attributes:
-      hardware: the first device; None if JAX cannot start.
-      devices: how many devices this process has.
-      trains: whether a mixed-precision training step ran here and gave the right numbers.
-      training: what was tried, and what came of it.
-      versions: version by package, None where it is missing.
-      findings: what to fix, or to know; empty is best.
-    """
-
-    hardware: Hardware | None
-    devices: int
-    trains: bool
-    training: str
-    versions: dict[str, str | None]
-    findings: tuple[Finding, ...]
+    hardware: Hardware | None  # the first device; None if JAX cannot start
+    devices: int  # how many this process has
+    trains: bool  # whether a mixed-precision training step ran here and gave the right numbers
+    training: str  # what was tried, and what came of it
+    versions: dict[str, str | None]  # by package, None where it is missing
+    findings: tuple[Finding, ...]  # what to fix, or to know; empty is best
 
 
 def diagnose() -> Report:

@@ -202,20 +202,12 @@ _WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # their dtype is that of the
 
 @dataclasses.dataclass(eq=False)
 class _Node:
-    """A module of a model.
-
-    Attributes:
-      module: the object itself.
-      paths: all that lead to it, as a module may be shared.
-      around: the modules that it lies in, by the first path.
-      given: its ``dtype`` and ``param_dtype`` attributes as its author gave them, where it has them and they are
-        floating or None.
-    """
+    """A module of a model."""
 
     module: Any
-    paths: list[Path]
-    around: list[_Node]
-    given: dict[str, Any]
+    paths: list[Path]  # all that lead to it, as it may be shared
+    around: list[_Node]  # the modules that it lies in, by the first path
+    given: dict[str, Any]  # its dtype attributes as its author gave them, where they are floating or None
 
     def is_filled(self, name: str, overridden: bool) -> bool:
         """Whether a policy sets the attribute ``name``.
@@ -247,19 +239,12 @@ class _Node:
 
 @dataclasses.dataclass
 class _Graph:
-    """All modules of a model, the model itself first.
+    """All modules of a model, the model itself first."""
 
-    Attributes:
-      nodes: those that get a policy.
-      classes: of all modules, by path.
-      variables: the paths of all Variables.
-      nested: modules that have policies of their own.
-    """
-
-    nodes: list[_Node]
-    classes: dict[Path, type]
-    variables: list[Path]
-    nested: list[nnx.Module]
+    nodes: list[_Node]  # those that get a policy
+    classes: dict[Path, type]  # of all modules
+    variables: list[Path]  # of all Variables
+    nested: list[nnx.Module]  # those that have policies of their own
 
 
 def _read_graph(model: nnx.Module) -> _Graph:

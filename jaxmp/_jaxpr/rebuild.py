@@ -25,14 +25,11 @@ Body = Callable[..., list[Any]]
 
 
 class Rule(NamedTuple):
-    """How derivative rules are evaluated.
+    """How derivative rules are evaluated."""
 
-    ``evaluate`` takes an open jaxpr with its constants, its operands, and the dtypes of its results (None: as they
-    come); ``tracing`` is a context in which the author's rule is traced.
-    """
-
+    # Takes an open jaxpr with its constants, its operands, and the dtypes of its results (None: as they come).
     evaluate: Callable[[tuple[Any, list[Any]], Values, Sequence[Any]], list[Any]]
-    tracing: Callable[[], contextlib.AbstractContextManager[None]]
+    tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the author's rule is traced
 
 
 def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> Body:
