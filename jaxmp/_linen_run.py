@@ -22,10 +22,20 @@ import jax
 import numpy as np
 from flax.core import Scope
 
-from jaxmp._borders import as_carry, carried_by, narrow, widen
-from jaxmp._dtype_fields import nothing_in_half
+from jaxmp._adapters import (
+    Mode,
+    Treatment,
+    as_carry,
+    carried_by,
+    handed_out,
+    is_default,
+    is_floating,
+    kept_from_half,
+    level_of,
+    nothing_in_half,
+    widen,
+)
 from jaxmp._jaxpr.reading import traces_around
-from jaxmp._linen_fields import fill_dtypes, has_dtype, widen_params
 from jaxmp._linen_variables import (
     PARAMS,
     Variables,
@@ -36,10 +46,9 @@ from jaxmp._linen_variables import (
     own_leaves,
     store_params,
 )
-from jaxmp._opt_level import level_of
 from jaxmp.dtypes import is_half
-from jaxmp.engine.marks import computing, precision
-from jaxmp.patterns import Path, is_class_pattern, pattern_text
+from jaxmp.engine.marks import computing
+from jaxmp.patterns import Path, is_class_pattern
 from jaxmp.policy import Policy, PolicyMap
 
 _ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", "jaxmp_policy", "_jaxmp_decision"
@@ -74,17 +83,12 @@ def _set_flag(scope: Scope, name: str, value: int) -> None:
         scope.flags = scope.flags.copy({name: value})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Decision:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Decision(Treatment):
     """How one module computes."""
 
-    policy: Policy
     key: int  # the same for modules of which nn.jit may reuse a trace
     param_dtype: np.dtype
-    kept: str | None  # why its products, if it has any, are not in half
-    is_written: bool = False  # whether it computes as it is written, in the dtype of its field
-    is_float32: bool = False  # whether it is traced in float32, and hands out what the engine decides
-    asked: str | None = None  # what an override asks of autocast
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,8 +98,7 @@ class _Frame:
     run: Run
     module: nn.Module
     path: Path
-    policy: Policy
-    is_float32: bool
+    decision: _Decision
     traces: list[Any]
 
     def is_around(self, run: Run, module: nn.Module) -> bool:
@@ -108,7 +111,6 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.frames: list[_Frame] = []
-        self.intercepting = False
 
     def run_of(self, module: nn.Module) -> Run | None:
         """The innermost run that ``module`` belongs to."""
@@ -133,34 +135,23 @@ def run_with_root(module: nn.Module) -> Run | None:
 
 
 @contextlib.contextmanager
-def running(
-    module: nn.Module, root: Root, make_variables: Callable[[], Variables] | None, method: str | None
-) -> Iterator[Run]:
-    """A run of ``module`` as the root.
-
-    Args:
-      module: bound to a scope.
-      root: its policies.
-      make_variables: when variables are about to be made, makes those of the module without policies.
-      method: the name of the method that runs; None if it is a function that calls some.
-    """
-    root.mark(module)
-    run = Run(module, root, make_variables, method)
+def running(run: Run) -> Iterator[Run]:
+    """While this lasts, ``run`` is under way, and checked at the end."""
     outer_token = run.module.scope.flags.get(_OUTER_FLAG)
     for outer in _running.runs:
         if outer.token == outer_token and outer.covers(run.path):
-            outer.nested.append(run.path[len(outer.path) :])
-            outer.classes.setdefault(outer.prefix + run.path[len(outer.path) :], type(module))
-    first, _running.intercepting = not _running.intercepting, True
+            below = run.path[len(outer.path) :]
+            outer.nested.append(below)
+            outer.classes.setdefault(outer.prefix + below, type(run.module))
+    first = not _running.runs
     _running.runs.append(run)
     try:
-        run.decide(module)
+        run.decide(run.module)
         with nn.intercept_methods(_intercept) if first else contextlib.nullcontext():
             yield run
         run.finish()
     finally:
         _running.runs.remove(run)
-        _running.intercepting = not first
 
 
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -172,11 +163,19 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
 
 
 class Run:
-    """The modules met while a method of a root runs, and what was decided for each. Paths are relative to the root."""
+    """The modules met while a method of a root runs, and what was decided for each. Paths are relative to the root.
+
+    Args:
+      module: the root, bound to a scope.
+      root: its policies.
+      make_variables: when variables are about to be made, makes those of the module without policies.
+      method: the name of the method that runs; None if it is a function that calls some.
+    """
 
     def __init__(
         self, module: Any, root: Root, make_variables: Callable[[], Variables] | None, method: str | None
     ) -> None:
+        root.mark(module)
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
         self.copy: Any = lambda: None  # a reference to that of the module in the engine's trace, which ends before
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
@@ -206,8 +205,8 @@ class Run:
         """The collections at ``path`` before the run, or as they will be; None where they could not be foreseen."""
         if self.variables is None:
             return None
-        found = {name: descend(collection, path) for name, collection in self.variables.items()}
-        return {name: collection for name, collection in found.items() if isinstance(collection, Mapping)}
+        there = {name: descend(collection, path) for name, collection in self.variables.items()}
+        return {name: collection for name, collection in there.items() if isinstance(collection, Mapping)}
 
     # --- what is decided for a module ---
 
@@ -228,28 +227,27 @@ class Run:
 
     def _decide(self, module: nn.Module, path: Path) -> _Decision:
         policy, pattern = self.policies.resolve(self.prefix + path, self.classes)
-        key = hash((policy, pattern, self.prefix + path if self.by_path else None))
-        if self.autocast:
-            level = level_of(policy)
-            kept = f"override {pattern_text(pattern or '**')!r}" if level == "float32" else None
-            return _Decision(policy, key, policy.param_dtype, kept, asked=None if pattern is None else level)
-        here = self._at(path)
-        is_parent = here is not None and has_children(here)
-        owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
-
-        # A container's None is left alone: what lies below follows its own path. A cell is one computation.
-        container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
-        computes, param_dtype = fill_dtypes(module, policy, pattern is not None, container)
-        computes = computes or policy.compute_dtype
-        is_own = pattern is None and computes != policy.compute_dtype
-        reason = f"its own dtype={computes.name}" if is_own else f"override {pattern_text(pattern or '**')!r}"
-        kept = None if is_half(computes) else reason
-        if has_dtype(module):
-            return _Decision(policy, key, param_dtype, kept, is_written=True)
-        if owns_params:
-            widen_params(module)
-        is_float32 = owns_params or (pattern is not None and not is_parent)
-        return _Decision(policy, key, param_dtype, kept, is_float32=is_float32)
+        dtypes: dict[str, np.dtype] = {}
+        mode: Mode = "autocast"
+        if not self.autocast:
+            here = self._at(path)
+            is_parent = here is not None and has_children(here)
+            owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
+            # A container's None is left alone: what lies below follows its own path. A cell is one computation.
+            container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
+            dtypes = _fill_dtypes(module, policy, pattern is not None, container)
+            is_float32 = owns_params or (pattern is not None and not is_parent)
+            mode = "written" if _has_dtype(module) else "float32" if is_float32 else None
+            if owns_params and mode == "float32":
+                _widen_params(module)
+        return _Decision(
+            policy=policy,
+            mode=mode,
+            asked=level_of(policy) if self.autocast and pattern is not None else None,
+            kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern),
+            key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
+            param_dtype=dtypes.get("param_dtype", policy.param_dtype),
+        )
 
     # --- what is done for a call ---
 
@@ -266,47 +264,28 @@ class Run:
             self.products[path] = decision
 
         if self.autocast:
-            with precision(decision.asked) if decision.asked else contextlib.nullcontext():
+            with decision.mark():
                 return next_fun(*args, **kwargs)
-        policy, caller = decision.policy, _running.frames[-1] if _running.frames else None
+        caller = _running.frames[-1] if _running.frames else None
         inside = caller is not None and caller.is_around(self, module)
         carry = None if inside else carried_by(args, caller.traces if caller else [])
         if decision.is_float32 and not inside:
             args, kwargs = jax.tree.map(widen, (args, kwargs))
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
         traces = caller.traces if caller is not None and inside else traces_around()
-        frame = _Frame(self, module, module.path, policy, decision.is_float32, traces)
-        _running.frames.append(frame)
+        _running.frames.append(_Frame(self, module, module.path, decision, traces))
         try:
-            computed = None if decision.is_written else policy.compute_dtype
-            with computing(computed, policy.matmul_precision), self._precision(policy, caller):
+            with decision.mark(), decision.products(caller.decision if caller else None, self.ambient_precision):
                 result = next_fun(*args, **kwargs)
         finally:
             _running.frames.pop()
-        keep_statistics(module, self._at(path) or {}, policy.compute_dtype if decision.is_float32 else None)
-        if not inside:
-            result = self._handed_out(result, module, decision, caller, given)
-        return result if carry is None else as_carry(result, carry)
-
-    def _handed_out(
-        self, result: Any, module: nn.Module, decision: _Decision, caller: _Frame | None, given: set[int]
-    ) -> Any:
-        """What a method returns, as the code that called it wants it."""
+        keep_statistics(module, self._at(path) or {}, decision)
         if caller is not None and caller.run is self:
-            if caller.is_float32:
-                return jax.tree.map(widen, result)
-            if decision.is_float32:  # what only passes through keeps its digits
-                dtype = decision.policy.compute_dtype
-                return jax.tree.map(lambda leaf: leaf if id(leaf) in given else narrow(leaf, dtype), result)
+            if not inside:
+                result = handed_out(result, decision, caller.decision, given)
         elif self.method is not None and (module is self.module or module is self.copy()):
-            return self.cast_output(result)  # before Linen captures it as an intermediate
-        return result
-
-    def _precision(self, policy: Policy, caller: _Frame | None) -> contextlib.AbstractContextManager[Any]:
-        # Only where it changes: a module may have set a precision of its own around a submodule.
-        if policy.matmul_precision == (caller.policy.matmul_precision if caller else None):
-            return contextlib.nullcontext()
-        return jax.default_matmul_precision(policy.matmul_precision or self.ambient_precision)
+            result = self.cast_output(result)  # before Linen captures it as an intermediate
+        return result if carry is None else as_carry(result, carry)
 
     def cast_output(self, result: Any) -> Any:
         return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
@@ -365,3 +344,49 @@ def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) 
     if run is not None and isinstance(child, nn.Module):
         run.decide(child, made)
     return made
+
+
+# --- the fields and params of one module ---
+
+_GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave and a policy replaced
+
+
+def given_fields(module: nn.Module) -> dict[str, Any]:
+    """The fields of ``module`` that a policy replaced, as its author gave them."""
+    return vars(module).get(_GIVEN, {})
+
+
+def _fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool) -> dict[str, np.dtype]:
+    """Fills the ``dtype`` and ``param_dtype`` fields of ``module`` that have their defaults; returns all it has then.
+
+    If it is ``overridden`` they are set whatever its author gave; a ``dtype`` of None is left alone in a ``container``.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(module)}
+    dtypes = {}
+    for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
+        if name not in defaults or not is_floating(getattr(module, name)):
+            continue
+        given = getattr(module, name)
+        if name == "dtype" and given is None and container:
+            continue
+        if overridden or is_default(given, defaults[name]):
+            vars(module).setdefault(_GIVEN, {}).setdefault(name, given)
+            object.__setattr__(module, name, dtype)
+        dtypes[name] = np.dtype(getattr(module, name))
+    return dtypes
+
+
+def _has_dtype(module: Any) -> bool:
+    """Whether ``module`` has a ``dtype`` field, and so says itself what it computes in."""
+    return any(field.name == "dtype" for field in dataclasses.fields(module)) and is_floating(module.dtype)
+
+
+def _widen_params(module: Any) -> None:
+    """Makes ``module.param`` return half params widened, for a module that is traced in float32."""
+    make = type(module).param
+    reference = weakref.ref(module)  # a cycle would keep tracers alive
+
+    def param(*args: Any, **kwargs: Any) -> Any:
+        return jax.tree.map(widen, make(reference(), *args, **kwargs))
+
+    object.__setattr__(module, "param", param)

@@ -8,11 +8,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import tree as _tree
-from jaxmp._borders import narrow, same_structure
+from jaxmp._adapters import Treatment, like, narrow, same_structure
 from jaxmp.patterns import Path
 
 Variables = Mapping[str, Any]
@@ -22,24 +21,15 @@ _COMPUTED = ("cache", "intermediates")
 _ACTIVATIONS = (*_COMPUTED, "perturbations")
 
 
-def shapes(tree: Any) -> Any:
-    """``tree`` with its arrays replaced by their shapes and dtypes."""
-
-    def shape(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
-
-    return jax.tree.map(shape, tree)
-
-
 def leaves(collection: Any) -> Iterator[tuple[Path, Any]]:
     """Every leaf of ``collection`` and its path, as strings."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(collection):
-        yield tuple(map(key_name, path)), leaf
+    for keys, leaf in jax.tree.leaves_with_path(collection):
+        yield _names(keys), leaf
 
 
-def key_name(key: Any) -> str:
-    """The name of one step of a path of JAX."""
-    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
+def _names(keys: Any) -> Path:
+    """A path of JAX's as strings."""
+    return tuple(_tree.path_name((key,)) for key in keys)
 
 
 def descend(collection: Any, path: Path) -> Any:
@@ -59,25 +49,10 @@ def has_children(collections: Variables) -> bool:
     return any(isinstance(value, Mapping) for collection in collections.values() for value in collection.values())
 
 
-def like(new: Any, old: Any) -> Any:
-    """``new`` with its floating leaves in the dtypes of those of ``old``; without an old one, at least in float32."""
-    if not same_structure(new, old):
-        return _tree.widen(new)
+def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -> None:
+    """Puts what a method of ``module`` itself wrote to its collections into the dtypes that it has when bare.
 
-    def leaf_like(leaf: Any, known: Any) -> Any:
-        dtype = jnp.result_type(known) if hasattr(known, "dtype") else None
-        return _tree.cast(leaf, dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else leaf
-
-    return jax.tree.map(leaf_like, new, old)
-
-
-def keep_statistics(module: nn.Module, before: Variables, computed: np.dtype | None) -> None:
-    """Puts what ``module`` itself wrote to its collections into the dtypes there were, or that it has when bare.
-
-    Args:
-      module: a method of it has just run.
-      before: its collections before.
-      computed: the compute dtype of a module that is traced in float32, for what it computed.
+    Those are the dtypes ``before``, where there was something.
     """
     for name in list(module.variables):
         if name == PARAMS or not module.is_mutable_collection(name):
@@ -87,9 +62,10 @@ def keep_statistics(module: nn.Module, before: Variables, computed: np.dtype | N
                 continue  # a submodule's
             kept = value
             if name not in _ACTIVATIONS:
-                kept = like(value, before.get(name, {}).get(key))
-            elif computed is not None and name in _COMPUTED:
-                kept = jax.tree.map(functools.partial(narrow, dtype=computed), value)
+                old = before.get(name, {}).get(key)
+                kept = jax.tree.map(like, value, old) if same_structure(value, old) else _tree.widen(value)
+            elif decision.is_float32 and name in _COMPUTED:
+                kept = jax.tree.map(functools.partial(narrow, dtype=decision.policy.compute_dtype), value)
             if any(a is not b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(value), strict=True)):
                 module.put_variable(name, key, kept)
 
@@ -97,15 +73,10 @@ def keep_statistics(module: nn.Module, before: Variables, computed: np.dtype | N
 def store_params(
     module: Any, wanted: Callable[[Path], np.dtype | None], foreseen: Variables, make_bare: Callable[[], Variables]
 ) -> None:
-    """Puts the params that were made in or below ``module`` into their param dtypes.
+    """Puts the params that were made in or below ``module`` into the dtypes that are ``wanted`` at their paths, if any.
 
-    Those that were stored rounded, as ``nn.map_variables`` does, are made again without policies.
-
-    Args:
-      module: whose collection of params is changed.
-      wanted: the param dtype of the module that owns the param at a path, None where it is not known.
-      foreseen: the shapes of the bare module's variables.
-      make_bare: makes the bare module's variables.
+    Those that were stored rounded, as ``nn.map_variables`` does, are made again without policies, by ``make_bare``:
+    they have not the dtypes that were ``foreseen`` for the bare module.
     """
     if not module.is_mutable_collection(PARAMS):
         return
@@ -113,7 +84,8 @@ def store_params(
     bare_dtypes = {path: leaf.dtype for path, leaf in leaves(foreseen.get(PARAMS, {})) if hasattr(leaf, "dtype")}
     exact: dict[Path, Any] = {}
 
-    def stored(path: Path, leaf: Any) -> Any:
+    def stored(above: Path, keys: Any, leaf: Any) -> Any:
+        path = above + _names(keys)
         dtype = wanted(path)
         if dtype is None or not _tree.is_float_array(leaf):
             return leaf
@@ -127,8 +99,6 @@ def store_params(
             if isinstance(value, dict):
                 store(value, (*path, name))
             else:
-                flat, structure = jax.tree_util.tree_flatten_with_path(value)
-                changed = [stored((*path, name, *map(key_name, keys)), leaf) for keys, leaf in flat]
-                collection[name] = jax.tree.unflatten(structure, changed)
+                collection[name] = jax.tree.map_with_path(functools.partial(stored, (*path, name)), value)
 
     store(params, ())

@@ -13,19 +13,12 @@ from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 
 
 class ArrayCall(NamedTuple):
-    """A call of a function of NNX objects, as one of a function without any.
+    """A call of a function of NNX objects, as one of a function without any."""
 
-    Attributes:
-      pure: takes ``arguments``; returns what the function returns and, apart from that, what it wrote to its arguments.
-      arguments: what ``pure`` takes.
-      write: takes both results of ``pure``; changes the objects of this call and returns what the function returns.
-      key: what ``pure`` depends on besides the function and ``arguments``.
-    """
-
-    pure: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    write: Callable[..., Any]
-    key: Any
+    pure: Callable[..., Any]  # returns what the function returns and, apart from that, what it wrote to its arguments
+    arguments: tuple[Any, ...]  # what ``pure`` takes
+    write: Callable[..., Any]  # takes both results, changes the objects of this call, returns what the function returns
+    key: Any  # what ``pure`` depends on besides the function and ``arguments``
 
 
 def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
@@ -51,36 +44,29 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         made_structure, made_state = nnx.flatten(made, **refs)
         indices = [refs["ref_outer_index"].get(leaf) for _, leaf in after]
         written = {
-            n: _value(leaf)
+            n: value_of(leaf)
             for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True))
             if index is None or _identity(leaf) != given[index]
         }
         is_same = None not in indices and structure == graphdef.with_same_outer_index()
         changes = _Changes(None if is_same else structure, indices, made_structure, fill_results)
-        return (results, [_value(leaf) for _, leaf in made_state], changes), written
+        return (results, [value_of(leaf) for _, leaf in made_state], changes), written
 
     def write(results: Any, written: dict[int, Any]) -> Any:
         results, made, changes = results
         return changes.carry_out(outside, results, made, written)
 
-    return ArrayCall(pure, (plain, [_value(leaf) for _, leaf in state]), write, (tree, graphdef))
+    return ArrayCall(pure, (plain, [value_of(leaf) for _, leaf in state]), write, (tree, graphdef))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Changes:
-    """What a traced function did to its objects, apart from arrays.
+    """What a traced function did to its objects, apart from arrays."""
 
-    Attributes:
-      structure: of its arguments afterwards; None if only Variables have changed.
-      indices: of the leaves of the arguments, the numbers that they had before.
-      made: the structure of the objects among its results.
-      fill: makes its results of what is no object and of objects.
-    """
-
-    structure: Any
-    indices: list[Any]
-    made: Any
-    fill: Callable[..., Any]
+    structure: Any  # of its arguments afterwards; None if only Variables have changed
+    indices: list[Any]  # of the leaves of the arguments, the numbers that they had before
+    made: Any  # the structure of the objects among its results
+    fill: Callable[..., Any]  # makes its results of what is no object and of objects
 
     def carry_out(self, outside: IndexMap, results: Any, made: list[Any], written: dict[int, Any]) -> Any:
         """Changes the objects of a call by their numbers, and returns its results."""
@@ -134,9 +120,10 @@ def _check_may_change(node: Any) -> None:
         node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")
 
 
-def _value(leaf: Any) -> Any:
+def value_of(leaf: Any) -> Any:
+    """What a Variable holds; what is none holds itself."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _identity(leaf: Any) -> list[int]:
-    return [id(value) for value in jax.tree.leaves(_value(leaf))]
+    return [id(value) for value in jax.tree.leaves(value_of(leaf))]

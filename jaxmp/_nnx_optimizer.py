@@ -15,9 +15,9 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
-from jaxmp._train_state import take_step
+from jaxmp._nnx_objects import value_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
-from jaxmp.optimizer import get_loss_scale, get_loss_scaling_state, has_loss_scale, loss_scaling
+from jaxmp.optimizer import get_loss_scale, get_loss_scaling_state, has_loss_scale, loss_scaling, take_step
 from jaxmp.optimizer import scaled_loss as _scaled_loss
 
 _Object: Any = nnx.Optimizer  # its type parameters are of no use here
@@ -105,13 +105,8 @@ class Optimizer(_Object):
           The updates that were added to the params; -0.0 if the step was skipped.
         """
         params = nnx.as_pure(nnx.state(model, self.wrt))
-        updates, new_params, opt_state, skipped = take_step(
-            self.tx,
-            nnx.as_pure(nnx.state(grads, self.wrt)),
-            nnx.as_pure(self.opt_state),
-            params,
-            nnx.as_pure(kwargs),
-        )
+        grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
+        updates, new_params, opt_state, skipped = take_step(self.tx, grads, opt_state, params, kwargs)
         nnx.update(model, _tree.select_tree(skipped == 0, new_params, params))
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] += 1
@@ -124,15 +119,11 @@ class Optimizer(_Object):
 def _values(model: Any) -> dict[str, Any]:
     """What every Variable and array of ``model`` holds, by its path; the state of random number generators left out."""
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
-    return {_name(path): _value(leaf) for path, leaf in leaves}
+    return {_name(path): value_of(leaf) for path, leaf in leaves}
 
 
 def _name(path: Any) -> str:
     return json.dumps(path, default=str)
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _changed(model: Any, before: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +136,7 @@ def _put_back(finite: jax.Array, model: Any, before: dict[str, Any]) -> None:
     """Gives ``model`` the values ``before`` unless ``finite``."""
     arrays = []
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
-        old, new = before.get(_name(path)), _value(leaf)
+        old, new = before.get(_name(path)), value_of(leaf)
         if _name(path) not in before or not _is_alike(new, old):
             continue  # made by the step, or of another shape by now, as an intermediate may be
         value = _tree.select_tree(finite, new, old)

@@ -14,21 +14,19 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
 
 from jaxmp import tree as _tree
-from jaxmp._borders import as_carry, carried_by, like, narrow, widen
+from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, widen
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp._nnx_objects import of_arrays
 from jaxmp._nnx_variables import is_object, own_variables
 from jaxmp.engine.autocast import autocast, remembered
-from jaxmp.engine.marks import computing, precision
 from jaxmp.engine.rules import Rules
 from jaxmp.patterns import Path
-from jaxmp.policy import Policy
 
 # What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
@@ -37,35 +35,22 @@ _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "pow", "rshift", "or", "
 _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for name in _OPERATORS for r in ("", "r"))}
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision(Treatment):
     """How a module computes; the same for modules of one class that differ in nothing else, as transforms want it.
 
+    Under autocast the policy is that of the whole model.
+
     Attributes:
-      policy: what it computes in; under autocast that of the whole model.
       is_root: whether its results are cast to the policy's output dtype.
-      mode: ``"written"`` if it computes as it is written, in the dtype of its attribute; ``"float32"`` if it is traced
-        in float32, and hands out what the engine decides; ``"autocast"`` if autocast decides on the whole model; None
-        if it is traced on the dtypes that come in, and decided on the graph.
       given: the attributes that the policy replaced, as the author gave them.
-      asked: what an override asks of autocast.
       level: how many modules of the same class are around it for which the same was decided, so that one that is nested
         in another is told from a copy that a transform has made.
     """
 
-    policy: Policy
     is_root: bool
-    mode: Literal["written", "float32", "autocast"] | None
     given: tuple[tuple[str, Any], ...]
-    asked: Literal["float32", "half"] | None = None
     level: int = 0
-
-    def mark(self) -> contextlib.AbstractContextManager[None]:
-        """What tells the engine how to compute the code of a method."""
-        if self.mode == "autocast":
-            return precision(self.asked) if self.asked else contextlib.nullcontext()
-        dtype = None if self.mode == "written" else self.policy.compute_dtype
-        return computing(dtype, self.policy.matmul_precision)
 
 
 def decision_of(module: Any) -> Decision | None:
@@ -128,17 +113,11 @@ def _entrance(method: Any) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
-    """One call of a root, or of a module below one by itself, with all that runs in it.
+    """One call of a root, or of a module below one by itself, with all that runs in it."""
 
-    Attributes:
-      cls: the class of the root.
-      ambient_precision: of products, around it all.
-      paths: the modules, which live as long as this has them, and their paths, by the ids of the modules.
-    """
-
-    cls: type
-    ambient_precision: str | None
-    paths: dict[int, tuple[Any, Path]]
+    cls: type  # of the root
+    ambient_precision: str | None  # of products, around it all
+    paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which live as long as this has them
 
     def find(self, module: Any, path: Path) -> None:
         """Notes the paths of a module and of those below it."""
@@ -153,19 +132,9 @@ class _Frame:
     run: _Run
     module: Any
     path: Path
+    decision: Decision
     traces: list[Any]
     caller: _Frame | None
-
-    @property
-    def decision(self) -> Decision:
-        """How its module computes."""
-        decision: Decision = type(self.module).jaxmp_decision
-        return decision
-
-    @property
-    def is_float32(self) -> bool:
-        """Whether its code is traced in float32."""
-        return self.decision.mode == "float32"
 
     def is_in_run_of(self, cls: type) -> bool:
         """Whether a run of a root of a class is under way."""
@@ -176,7 +145,7 @@ class _Frame:
         """While this lasts, what is called is called by it."""
         token = _innermost.set(self)
         try:
-            with _float32_caller(type(self.module) if self.is_float32 else None):
+            with _float32_caller(type(self.module) if self.decision.is_float32 else None):
                 yield
         finally:
             _innermost.reset(token)
@@ -210,7 +179,7 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     carry = None if decision.is_root else carried_by(args, [])
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
     result = call.write(*remembered(programs, (method, call.key), call.pure, Rules(None), call.arguments))
-    if caller is not None and caller.is_float32:
+    if caller is not None and caller.decision.is_float32:
         result = _arrays(widen, result)
     return result if carry is None else as_carry(result, carry)
 
@@ -230,39 +199,27 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     path = known[1]
     scope = "/".join(path[len(around) :] if path[: len(around)] == around else path)
 
-    is_float32 = decision.mode == "float32"
     carry = carried_by(args, here.traces) if here is not None and not decision.is_root else None
-    if is_float32:
+    if decision.is_float32:
         args, kwargs = _arrays(widen, (args, kwargs))
     given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
-    frame = _Frame(run, module, path, traces_around(), caller)
+    frame = _Frame(run, module, path, decision, traces_around(), caller)
     with (
         frame.running(),
         jax.named_scope(scope) if scope else contextlib.nullcontext(),
         decision.mark(),
-        _precision(frame, caller),
+        decision.products(caller.decision if caller else None, run.ambient_precision),
         _dtypes_kept(module, decision),
     ):
         result = bound(*args, **kwargs)
 
     if decision.mode == "autocast":
         return result
-    if here is not None and here.is_float32:
-        result = _arrays(widen, result)
-    elif here is None and decision.is_root:
+    if here is None and decision.is_root:
         result = _arrays(decision.policy.cast_to_output, result)
-    elif is_float32:  # what only passes through keeps its digits
-        dtype = decision.policy.compute_dtype
-        result = _arrays(lambda leaf: leaf if id(leaf) in given else narrow(leaf, dtype), result)
+    else:
+        result = handed_out(result, decision, here.decision if here else None, given, _arrays)
     return result if carry is None else as_carry(result, carry)
-
-
-def _precision(frame: _Frame, caller: _Frame | None) -> contextlib.AbstractContextManager[Any]:
-    wanted = frame.decision.policy.matmul_precision
-    # Only where it changes: a module may have set a precision of its own around a submodule.
-    if frame.decision.mode == "autocast" or wanted == (caller.decision.policy.matmul_precision if caller else None):
-        return contextlib.nullcontext()
-    return jax.default_matmul_precision(wanted or frame.run.ambient_precision)
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
@@ -273,10 +230,10 @@ def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
 @contextlib.contextmanager
 def _half_params_widened(modules: list[Any]) -> Iterator[None]:
     """While this lasts, half Params of those of ``modules`` that are traced in float32 are float32."""
-    stored: list[tuple[nnx.Variable[Any], Any, Any]] = []
+    stored = []
     for module in modules:
         decision = decision_of(module)
-        for var in own_variables(module) if decision is not None and decision.mode == "float32" else ():
+        for var in own_variables(module) if decision is not None and decision.is_float32 else ():
             value = var.get_raw_value()
             wide = jax.tree.map(widen, value) if isinstance(var, nnx.Param) else value
             if wide is not value:
@@ -310,7 +267,7 @@ def _dtypes_kept(module: Any, decision: Decision) -> Iterator[None]:
                 stored = _tree.cast(new, vars(module).get("param_dtype", decision.policy.param_dtype))
         elif not isinstance(var, _ACTIVATIONS):
             stored = like(new, old)
-        elif decision.mode == "float32":
+        elif decision.is_float32:
             stored = jax.tree.map(lambda leaf: narrow(leaf, decision.policy.compute_dtype), new)
         if stored is not new:
             var.set_raw_value(stored)

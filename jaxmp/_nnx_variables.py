@@ -1,4 +1,4 @@
-"""The Variables of NNX modules: what belongs to a module and not to its submodules."""
+"""What belongs to an NNX module and not to its submodules."""
 
 from __future__ import annotations
 
@@ -32,44 +32,38 @@ def items(node: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(node, nnx.Pytree):
         yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith("_pytree__"))
     elif not is_object(node):
-        for path, value in jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda leaf: leaf is not node):
+        for path, value in jax.tree.leaves_with_path(node, is_leaf=lambda leaf: leaf is not node):
             if path:
                 yield _tree.path_name(path), value
 
 
-def own_variables(node: Any) -> Iterator[nnx.Variable[Any]]:
-    """The Variables that belong to a module itself, those in its containers included."""
+def own(node: Any) -> Iterator[Any]:
+    """What belongs to a module itself, that in its containers included; its submodules, but not what they hold."""
     for _, value in items(node):
-        if isinstance(value, nnx.Variable):
-            yield value
-        elif not is_module(value):
-            yield from own_variables(value)
-
-
-def own_containers(node: Any) -> Iterator[nnx.Pytree]:
-    """The containers of NNX that belong to a module itself."""
-    for _, value in items(node):
+        yield value
         if not is_module(value):
-            if isinstance(value, nnx.Pytree):
-                yield value
-            yield from own_containers(value)
+            yield from own(value)
+
+
+def own_variables(node: Any) -> Iterator[nnx.Variable[Any]]:
+    """The Variables that belong to a module itself."""
+    return (value for value in own(node) if isinstance(value, nnx.Variable))
 
 
 def submodules(node: Any, seen: set[int] | None = None) -> Iterator[nnx.Module]:
     """All modules below a module, each once."""
     seen = {id(node)} if seen is None else seen
-    for _, value in items(node):
+    for value in own(node):
         if is_module(value) and id(value) not in seen:
             seen.add(id(value))
             yield value
-            yield from submodules(value, seen)
-        elif not is_module(value):
             yield from submodules(value, seen)
 
 
 def change_own(node: Any, change: Callable[[nnx.Variable[Any]], nnx.Variable[Any]]) -> None:
     """Puts ``change`` of each Variable that belongs to a module itself in its place."""
-    for container in (node, *own_containers(node)):
+    containers = [value for value in own(node) if isinstance(value, nnx.Pytree) and not is_module(value)]
+    for container in (node, *containers):
         for name, value in list(items(container)):
             if isinstance(value, nnx.Variable):
                 vars(container)[name] = change(value)

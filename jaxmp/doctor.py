@@ -53,37 +53,29 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What ``jaxmp doctor`` found.
+    """What ``jaxmp doctor`` found."""
 
-    Attributes:
-      hardware: the first device; None if JAX cannot start.
-      devices: how many devices this process has.
-      trains: whether a mixed-precision training step ran here and gave the right numbers.
-      training: what was tried, and what came of it.
-      versions: version by package, None where it is missing.
-      findings: what to fix, or to know; empty is best.
-    """
-
-    hardware: Hardware | None
-    devices: int
-    trains: bool
-    training: str
-    versions: dict[str, str | None]
-    findings: tuple[Finding, ...]
+    hardware: Hardware | None  # the first device; None if JAX cannot start
+    devices: int  # how many this process has
+    trains: bool  # whether a mixed-precision training step ran here and gave the right numbers
+    training: str  # what was tried, and what came of it
+    versions: dict[str, str | None]  # by package, None where it is missing
+    findings: tuple[Finding, ...]  # what to fix, or to know; empty is best
 
 
 def diagnose() -> Report:
     """Looks at the packages, the settings and the device, and trains one step."""
     versions = _versions()
-    findings = [*_check_versions(versions)]
+    findings = [*_check_versions(versions), *_check_platforms()]
     try:
         import jax
 
         devices, found = jax.local_device_count(), jaxmp.hardware.detect()
     except Exception as error:  # whatever stops JAX is the finding
-        findings += [*_check_platforms(), _start_failed(error)]
+        remedy = "see all of it with: python -c 'import jax; jax.devices()'; most often a fresh environment helps"
+        findings.append(Finding(f"JAX does not start: {_summary(error)}", remedy))
         return Report(None, 0, False, "not tried: JAX does not start", versions, tuple(findings))
-    findings += [*_check_platforms(), *_check_driver(found.platform, versions), *_check_settings()]
+    findings += [*_check_driver(found.platform, versions), *_check_settings()]
     trains, training, failures = _try_training(found.recommended_policy)
     return Report(found, devices, trains, training, versions, (*findings, *failures))
 
@@ -219,13 +211,6 @@ def _check_settings() -> Iterator[Finding]:
         value = getattr(jax.config, setting, None)
         if value:
             yield Finding(f"{setting} is {value}: {consequence}", remedy)
-
-
-def _start_failed(error: Exception) -> Finding:
-    return Finding(
-        f"JAX does not start: {_summary(error)}",
-        "see all of it with: python -c 'import jax; jax.devices()'; most often a fresh environment helps",
-    )
 
 
 def nvidia_driver() -> bool:

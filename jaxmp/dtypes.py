@@ -10,23 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+NAMES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _ALIASES = {
-    "f64": "float64",
-    "fp64": "float64",
-    "double": "float64",
-    "f32": "float32",
-    "fp32": "float32",
-    "full": "float32",
-    "single": "float32",
-    "f16": "float16",
-    "fp16": "float16",
+    **dict.fromkeys(("f64", "fp64", "double"), "float64"),
+    **dict.fromkeys(("f32", "fp32", "full", "single"), "float32"),
+    **dict.fromkeys(("f16", "fp16"), "float16"),
     "bf16": "bfloat16",
-    "f8_e4m3": "float8_e4m3fn",
-    "e4m3": "float8_e4m3fn",
-    "f8_e5m2": "float8_e5m2",
-    "e5m2": "float8_e5m2",
+    **dict.fromkeys(("f8_e4m3", "e4m3"), "float8_e4m3fn"),
+    **dict.fromkeys(("f8_e5m2", "e5m2"), "float8_e5m2"),
 }
-_NAMES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 class UnknownDtypeError(ValueError):
@@ -56,18 +48,18 @@ def canonical_dtype(dtype: Any) -> np.dtype:
         if text == "half":
             return half_dtype()
         name = _ALIASES.get(text, text)
-        if name in _NAMES:
+        if name in NAMES:
             return np.dtype(getattr(jnp, name))
     result = _numpy_dtype(dtype)
     if result is None:
-        known = [*_NAMES, *_ALIASES, "half"]
+        known = [*NAMES, *_ALIASES, "half"]
         raise UnknownDtypeError(
             f"unknown dtype {dtype!r}; known names, nearest first: {nearest(str(dtype), known)}"
         ) from None
     if not jnp.issubdtype(result, jnp.floating):
         raise ValueError(
             f"a policy's dtypes must be floating, got {result.name}: integers, bools and keys are never cast; "
-            f"use one of {', '.join(_NAMES)}"
+            f"use one of {', '.join(NAMES)}"
         )
     return result
 

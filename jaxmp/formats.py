@@ -11,8 +11,6 @@ import numpy as np
 
 from jaxmp import dtypes
 
-_DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -57,7 +55,7 @@ def formats() -> tuple[Format, ...]:
     >>> {row.name: row.largest for row in jaxmp.formats.formats()}["float16"]
     65504.0
     """
-    rows = [format_of(getattr(jnp, name)) for name in _DTYPES]
+    rows = [format_of(getattr(jnp, name)) for name in dtypes.NAMES]
     # NVIDIA A100 architecture whitepaper (2020): the range of float32, the precision of float16
     rows.append(ieee_format("tensorfloat32", exponent_bits=8, mantissa_bits=10))
     return tuple(sorted(rows, key=lambda row: (-row.bits, -row.exponent_bits, -row.mantissa_bits)))
@@ -88,7 +86,7 @@ def format_of(dtype: np.typing.DTypeLike) -> Format:
     if jnp.finfo(dtype).bits != bits or decode(one | 1 << (bits - 1)) != -1.0:
         raise ValueError(
             f"format_of reads formats of whole bytes whose top bit is the sign, got {dtype.name}; "
-            f"those of formats() are {', '.join(_DTYPES)}"
+            f"those of formats() are {', '.join(dtypes.NAMES)}"
         )
     eps = decode(one + 1) - 1.0
     mantissa_bits = -round(math.log2(eps))

@@ -21,13 +21,7 @@ _SINCE = (
 # Turing chips (TU116, TU117) that report compute capability 7.5 and have no tensor cores
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]\d0\b|\bT(4|5|6|10|12|20)00\b|\bT550\b")
 
-_COLUMNS = (
-    ("float32",),
-    ("tensorfloat32",),
-    ("float16", "bfloat16"),
-    ("float8_e4m3fn", "float8_e5m2"),
-    ("int8",),
-)
+_COLUMNS = (("float32",), ("tensorfloat32",), ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2"), ("int8",))
 # Peak rates by device kind, dense (no structured sparsity), with float32 accumulation: TFLOP/s for the dtypes of each
 # of _COLUMNS (int8: TOP/s), then GB/s of memory. Names are matched whole: a MIG slice or a laptop part has other rates.
 # These are the vendors' nominal figures as remembered, a few of them compared with third-party pages; none has been

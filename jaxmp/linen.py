@@ -23,13 +23,12 @@ from flax.core import Scope, lift
 from flax.linen import module as _linen_module
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._linen_fields import given_fields
-from jaxmp._linen_run import Root, is_running, run_with_root, running
+from jaxmp._adapters import autocast_map, is_o1
+from jaxmp._linen_run import Root, Run, given_fields, is_running, run_with_root, running
 from jaxmp._linen_variables import Variables
-from jaxmp._opt_level import autocast_map, is_o1
 from jaxmp.engine.autocast import computed, remembered
 from jaxmp.engine.rules import Rules
-from jaxmp.policy import get_policy_map
+from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -76,7 +75,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     """
     if is_o1(policy):
         return autocast(module, policy, overrides)
-    return _under(module, Root(get_policy_map(policy, overrides)), "apply_policy")
+    return _under(module, Root(PolicyMap(policy, overrides)), "apply_policy")
 
 
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -110,7 +109,7 @@ def _under(module: M, root: Root, name: str) -> M:
             f"(Model(...)), or use jaxmp.nnx.{name} for NNX modules"
         )
     scope = module.scope.rewound() if module.scope else None
-    return _with_root(module, root, parent=scope, name=module.name)
+    return _with_root(module, root, scope)
 
 
 _Object: Any = object  # the class that it is mixed into comes after it
@@ -136,13 +135,13 @@ class _Policied(_Object):
             run.copy = weakref.ref(self)
             run.decide(self)  # before its submodules get scopes
             return call()
-        in_engine = _in_engine.take()
+        in_engine, _in_engine.is_on = _in_engine.is_on, False
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
         bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
         if not (creates or in_engine or name == "setup"):
             lifted = functools.partial(_through_engine, self.jaxmp_root.half)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
-        with running(self, self.jaxmp_root, bare_variables, name) as run:
+        with running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
             return run.cast_output(call())
 
     def _register_submodules(self, name: str, value: Any) -> None:
@@ -157,7 +156,7 @@ class _Policied(_Object):
             return bare(variables, *args, rngs=rngs, **kwargs)
 
         def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
-            with _in_engine.on():
+            with _in_engine.turned(True):
                 return bare(variables, *args, rngs=rngs, **kwargs)
 
         call, rules = (variables, args, rngs, kwargs), Rules(self.jaxmp_root.half)
@@ -170,7 +169,7 @@ class _Policied(_Object):
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
 
     def clone(self, **kwargs: Any) -> Any:
-        with _views.off():
+        with _views.turned(False):
             return super().clone(**kwargs)
 
     # `model.bind(variables).encoder(x)` reaches a submodule with no method of the root running: what is handed out then
@@ -246,17 +245,17 @@ def _base(cls: Any) -> Any:
 
 def _fields(module: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(module) if field.init]
-    with _views.off():
+    with _views.turned(False):
         fields = {name: getattr(module, name) for name in names if name not in ("parent", "name")}
     return {**fields, **given_fields(module)}
 
 
-def _with_root(module: Any, root: Root, **kwargs: Any) -> Any:
-    return _policied_class(_base(type(module)), root)(**_fields(module), **kwargs)
+def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None, parent: Scope | None = None) -> Any:
+    return _policied_class(base, root)(**fields, name=name, parent=parent)
 
 
-def _rebuild(base: Any, fields: dict[str, Any], root: Root, name: str | None) -> nn.Module:
-    return _policied_class(base, root)(**fields, name=name, parent=None)
+def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
+    return _rebuild(_base(type(module)), _fields(module), root, module.name, parent)
 
 
 def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
@@ -277,25 +276,23 @@ def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: 
     return make
 
 
-class _InEngine(threading.local):
-    """Whether the next run of a root begins in the engine's trace already."""
+class _Switch(threading.local):
+    """Something that is on or off in this thread."""
 
-    is_on = False
+    def __init__(self, is_on: bool) -> None:
+        self.is_on = is_on
 
     @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        self.is_on = True
+    def turned(self, is_on: bool) -> Iterator[None]:
+        before, self.is_on = self.is_on, is_on
         try:
             yield
         finally:
-            self.is_on = False
-
-    def take(self) -> bool:
-        was, self.is_on = self.is_on, False
-        return was
+            self.is_on = before
 
 
-_in_engine = _InEngine()
+_in_engine = _Switch(False)  # whether the next run of a root begins in the engine's trace already
+_views = _Switch(True)  # whether an attribute of a bound module is handed out under its policies
 
 
 def is_watched() -> bool:
@@ -303,25 +300,10 @@ def is_watched() -> bool:
     return bool(_linen_module._context.call_info_stack) or bool(_linen_module._global_interceptor_stack)
 
 
-class _Views(threading.local):
-    on = True
-
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        before, self.on = self.on, False
-        try:
-            yield
-        finally:
-            self.on = before
-
-
-_views = _Views()
-
-
 def _view(parent: Any, name: str, value: Any) -> Any:
     if not isinstance(value, (nn.Module, list, tuple, Mapping)) or name.startswith("_") or name == "parent":
         return value
-    if parent.scope is None or is_running() or not _views.on:
+    if parent.scope is None or is_running() or not _views.is_on:
         return value
 
     def view(child: Any) -> Any:
@@ -329,6 +311,6 @@ def _view(parent: Any, name: str, value: Any) -> Any:
             return child
         prefix = parent.jaxmp_root.prefix + child.path[len(parent.path) :]
         root = dataclasses.replace(parent.jaxmp_root, prefix=prefix)
-        return _with_root(child, root, parent=child.scope.rewound(), name=child.name)
+        return _with_root(child, root, child.scope.rewound())
 
     return jax.tree.map(view, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module))

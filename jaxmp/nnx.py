@@ -8,23 +8,31 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp._dtype_fields import nothing_in_half
-from jaxmp._nnx_graph import Graph, Node, read_graph
+from jaxmp._adapters import (
+    Mode,
+    autocast_map,
+    is_default,
+    is_floating,
+    is_o1,
+    kept_from_half,
+    level_of,
+    nothing_in_half,
+)
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
 from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
-from jaxmp._nnx_variables import cast_variable, change_own
-from jaxmp._opt_level import autocast_map, is_o1, level_of
+from jaxmp._nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.dtypes import is_half
-from jaxmp.patterns import Path, Pattern, pattern_text
-from jaxmp.policy import Policy, PolicyMap, get_policy_map
+from jaxmp.patterns import Path
+from jaxmp.policy import Policy, PolicyMap
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -38,18 +46,21 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     A ``dtype`` or ``param_dtype`` attribute that has the default of its class's constructor is set; one that differs
     is the author's word and stays, unless an override covers the module. A constructor may have handed its own default
-    down before the policy comes: what equals the default of a module around it counts as default too. The methods of a
-    module without a ``dtype`` attribute read its own Params in the compute dtype; their inputs are cast to it, or, if
-    the module has submodules, follow where they meet a Param. In the body of a loop with a carry (``nnx.scan``,
-    ``nnx.RNN``, ``jax.lax.scan``) the first argument of a module below the root is taken for the carry, and a result
-    like it keeps its dtype. A module with a policy of its own, nested in another, keeps it.
+    down before the policy comes: what equals the default of a module around it counts as default too. A module with a
+    ``dtype`` attribute computes as it is written. The operations of one without are decided on the graph in the compute
+    dtype of its policy, as :func:`jaxmp.autocast` decides; its code is traced in float32 if it has Params of its own,
+    and sees those. In the body of a loop with a carry (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) the first argument
+    of a module below the root is taken for the carry, and a result like it keeps its dtype. A module with a policy of
+    its own, nested in another, keeps it.
+
+    Gradients of Params are summed in float32. A call is traced as under ``jax.jit``, so that its Python code cannot
+    branch on the values of arrays; without ``jit`` a call of equal shapes runs the program that was written by the
+    first.
 
     ``"O1"`` is :func:`autocast` in ``mixed_float16``.
 
-    Sharp edges: in a method of a module without a ``dtype`` attribute ``self.kernel[...] = x`` writes to a cast of the
-    Param, and is lost, as is what is appended there to a Python list of Params; ``self.kernel = nnx.Param(x)`` is not.
-    What reads a Param outside of the methods of its module gets it as it is stored: a property called from elsewhere,
-    or a generator, which runs when its method has returned.
+    Sharp edge: what reads a Param outside of the methods of its module gets it as it is stored: a property called from
+    elsewhere, or a generator, which runs when its method has returned.
 
     Args:
       model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
@@ -70,7 +81,7 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     """
     if is_o1(policy):
         return autocast(model, policy, overrides)
-    return _under(model, get_policy_map(policy, overrides), by_autocast=False)
+    return _under(model, PolicyMap(policy, overrides), by_autocast=False)
 
 
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -108,104 +119,176 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool) -> M:
             f"jaxmp.nnx.{name} takes an instance of flax.nnx.Module, got {model!r}; make the instance first "
             f"(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
         )
-    model = nnx.clone(model, variables=False, graph=True)
-    graph = read_graph(model)
+    copy = nnx.clone(model, variables=False, graph=True)
+    graph = _read_graph(copy)
     policies.check(graph.classes, graph.variables)
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
-    plans = [_plan(policies, by_autocast, node, graph.classes) for node in graph.nodes]
+    decisions = [_decide(policies, by_autocast, node, graph) for node in graph.nodes]
     if is_half(policies.root.compute_dtype) and not graph.nested:
-        _check_products(policies.root, plans)
-    casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]] = {}
-    for plan in plans:
-        plan.carry_out(graph, casts)
-    return model
+        _check_products(policies.root, graph.nodes, decisions)
+    casts: dict[int, nnx.Variable[Any]] = {}
+    for node, decision in zip(graph.nodes, decisions, strict=True):
+        _set_up(node, decision, graph, casts)
+    return copy
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What is to be done with a module.
+def _decide(policies: PolicyMap, by_autocast: bool, node: _Node, graph: _Graph) -> Decision:
+    order = [*policies.patterns, None]  # of the policies for the several paths of a shared module, the first pattern's
+    found = (policies.resolve(path, graph.classes) for path in node.paths)
+    policy, pattern = min(found, key=lambda each: order.index(each[1]))
+    overridden = pattern is not None
+    filled = [name for name in node.given if not by_autocast and node.is_filled(name, overridden)]
+    own = None if by_autocast or "dtype" in filled else node.given.get("dtype")
+    mode: Mode = None
+    if by_autocast:
+        mode = "autocast"
+    elif "dtype" in node.given:
+        mode = "written"
+    elif node.own_params() or (overridden and not node.is_parent()):
+        mode = "float32"
+    return Decision(
+        policy=policies.root if by_autocast else policy,
+        mode=mode,
+        asked=level_of(policy) if by_autocast and overridden else None,
+        kept=kept_from_half(policy, policy.compute_dtype if own is None else np.dtype(own), pattern),
+        is_root=node is graph.nodes[0],
+        given=tuple((name, node.given[name]) for name in filled),
+    )
 
-    Attributes:
-      node: the module.
-      policy: its policy.
-      pattern: the pattern that gave it; None for the default.
-      fills: the dtype attributes to be set.
-      autocast: the policy of the whole model, if autocast decides and the attributes are left as they are.
-    """
 
-    node: Node
-    policy: Policy
-    pattern: Pattern | None
-    fills: dict[str, np.dtype]
-    autocast: Policy | None
+def _check_products(policy: Policy, nodes: list[_Node], decisions: list[Decision]) -> None:
+    """Raises if the half ``policy`` leaves every product as it was."""
+    kept = {}
+    for node, decision in zip(nodes, decisions, strict=True):
+        leaves = jax.tree.leaves([var.get_raw_value() for var in node.own_params()])
+        if isinstance(node.module, nnx.Embed) or all(len(getattr(leaf, "shape", ())) < 2 for leaf in leaves):
+            continue  # no product
+        if decision.kept is None:
+            return
+        kept["/".join(node.paths[0]) or bare_class(node.module).__name__] = decision.kept
+    if kept:
+        raise nothing_in_half(policy, kept)
 
-    @property
-    def own_dtype(self) -> np.dtype | None:
-        """The dtype that its author made it compute in, where that stays."""
-        given = None if "dtype" in self.fills or self.autocast else self.node.given.get("dtype")
-        return None if given is None else np.dtype(given)
 
-    def carry_out(self, graph: Graph, casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]]) -> None:
-        """Sets the module up; ``casts`` has Params of other modules and casts of them, by the ids of the Params."""
-        module = self.node.module
-        if not self.autocast and ("param_dtype" in self.fills or "param_dtype" not in self.node.given):
-            change_own(module, lambda var: self._stored(var, casts))
-        given = tuple((name, self.node.given[name]) for name in self.fills)
-        is_root = self.node is graph.nodes[0]
-        asked = level_of(self.policy) if self.autocast and self.pattern is not None else None
-        policy = self.autocast or self.policy
-        decision = Decision(policy, is_root, self._mode(), given, asked)
-        # Those around it are set up already; roots inside are from an earlier call.
-        alike = [other.module for other in self.node.around] if not is_root else graph.nested
-        levels = [
-            other.level
-            for module in alike
-            if bare_class(module) is bare_class(self.node.module)
-            and (other := decision_of(module)) is not None
-            and dataclasses.replace(other, level=0) == decision
-        ]
-        decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
-        vars(module).update(self.node.given | self.fills)
-        object.__setattr__(module, "__class__", policied_class(bare_class(module), decision))
+def _set_up(node: _Node, decision: Decision, graph: _Graph, casts: dict[int, nnx.Variable[Any]]) -> None:
+    """Does to a module what was decided; ``casts`` has those of Params that were met, by the ids of the Params."""
+    policy, bare = decision.policy, bare_class(node.module)
+    dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
+    fills = {name: dtypes[name] for name, _ in decision.given}
 
-    def _mode(self) -> Literal["written", "float32", "autocast"] | None:
-        if self.autocast:
-            return "autocast"
-        if "dtype" in self.node.given:
-            return "written"
-        is_float32 = self.node.own_params() or (self.pattern is not None and not self.node.is_parent())
-        return "float32" if is_float32 else None
-
-    def _stored(
-        self, var: nnx.Variable[Any], casts: dict[int, tuple[nnx.Variable[Any], nnx.Variable[Any]]]
-    ) -> nnx.Variable[Any]:
+    def stored(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
         if not isinstance(var, nnx.Param):
             return var
         if id(var) not in casts:
-            casts[id(var)] = var, cast_variable(var, self.policy.param_dtype)
-        return casts[id(var)][1]
+            casts[id(var)] = cast_variable(var, policy.param_dtype)
+        return casts[id(var)]
+
+    if decision.mode != "autocast" and ("param_dtype" in fills or "param_dtype" not in node.given):
+        change_own(node.module, stored)
+    # Those around it are set up already; roots inside are from an earlier call.
+    related = graph.nested if decision.is_root else [other.module for other in node.around]
+    known = [decision_of(module) for module in related if bare_class(module) is bare]
+    levels = [each.level for each in known if each is not None and dataclasses.replace(each, level=0) == decision]
+    decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
+    vars(node.module).update(node.given | fills)
+    object.__setattr__(node.module, "__class__", policied_class(bare, decision))
 
 
-def _plan(policies: PolicyMap, by_autocast: bool, node: Node, classes: Mapping[Path, type]) -> _Plan:
-    order = [*policies.patterns, None]  # of the policies for the several paths of a shared module, the first pattern's
-    policy, pattern = min((policies.resolve(p, classes) for p in node.paths), key=lambda found: order.index(found[1]))
-    dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
-    filled = [name for name in node.given if not by_autocast and node.is_filled(name, pattern is not None)]
-    fills = {name: dtypes[name] for name in filled}
-    return _Plan(node, policy, pattern, fills, policies.root if by_autocast else None)
+# --- the modules of a model, before a policy is put on them ---
+
+_DTYPES = ("param_dtype", "dtype")
+_WRITE_PARAMS = (nnx.WeightNorm, nnx.SpectralNorm)  # their dtype is that of the Params of another that they write
 
 
-def _check_products(policy: Policy, plans: list[_Plan]) -> None:
-    """Raises if the half ``policy`` leaves every product as it was."""
-    kept = {}
-    for plan in plans:
-        leaves = jax.tree.leaves([var.get_raw_value() for var in plan.node.own_params()])
-        if isinstance(plan.node.module, nnx.Embed) or all(len(getattr(leaf, "shape", ())) < 2 for leaf in leaves):
-            continue  # no product
-        if is_half(plan.own_dtype or plan.policy.compute_dtype):
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """A module of a model."""
+
+    module: Any
+    paths: list[Path]  # all that lead to it, as it may be shared
+    around: list[_Node]  # the modules that it lies in, by the first path
+    given: dict[str, Any]  # its dtype attributes as its author gave them, where they are floating or None
+
+    def is_filled(self, name: str, overridden: bool) -> bool:
+        """Whether a policy sets the attribute ``name``.
+
+        An override does, and any policy where it has its default: its own, or one that a constructor around handed on.
+        """
+        if name == "dtype" and isinstance(self.module, _WRITE_PARAMS):
+            return False
+        given = self.given[name]
+        if overridden or is_default(given, _default(self.module, name)):
+            return True
+        for outer in self.around:
+            default = _default(outer.module, name)
+            if default is None or not is_floating(default) or np.dtype(default) != np.dtype(given):
+                continue
+            if is_default(outer.given.get(name, default), default):
+                return True
+        return False
+
+    def own_params(self) -> list[nnx.Param[Any]]:
+        """The Params that belong to the module and not to its submodules."""
+        return [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
+
+    def is_parent(self) -> bool:
+        """Whether a submodule has Variables other than the state of random number generators."""
+        below = (var for module in submodules(self.module) for var in own_variables(module))
+        return any(not isinstance(var, nnx.RngState) for var in below)
+
+
+@dataclasses.dataclass
+class _Graph:
+    """All modules of a model, the model itself first."""
+
+    nodes: list[_Node]  # those that get a policy
+    classes: dict[Path, type]  # of all modules
+    variables: list[Path]  # of all Variables
+    nested: list[nnx.Module]  # those that have policies of their own
+
+
+def _read_graph(model: nnx.Module) -> _Graph:
+    """The modules of ``model``, parents before children."""
+    nodes: dict[int, _Node] = {}
+    graph = _Graph([], {}, [], [])
+
+    def visit(value: Any, path: Path, around: list[_Node]) -> None:
+        if isinstance(value, nnx.Variable):
+            graph.variables.append(path)
             return
-        name = "/".join(plan.node.paths[0]) or bare_class(plan.node.module).__name__
-        own = plan.own_dtype
-        kept[name] = f"its own dtype={own.name}" if own else f"override {pattern_text(plan.pattern or '**')!r}"
-    if kept:
-        raise nothing_in_half(policy, kept)
+        if is_module(value):
+            graph.classes[path] = bare_class(value)
+            decision = decision_of(value)
+            if decision is not None and decision.is_root and path:
+                graph.nested.append(value)
+                return
+            if any(value is outer.module for outer in around):
+                return
+            node = nodes.setdefault(id(value), _Node(value, [], around, _given(value)))
+            node.paths.append(path)
+            around = [*around, node]
+        for name, item in items(value):
+            visit(item, (*path, name), around)
+
+    visit(model, (), [])
+    graph.nodes.extend(nodes.values())
+    return graph
+
+
+def _given(module: nnx.Module) -> dict[str, Any]:
+    decision = decision_of(module)
+    attributes = vars(module) | dict(decision.given if decision is not None else ())
+    given = {name: attributes[name] for name in _DTYPES if name in attributes and is_floating(attributes[name])}
+    # Without a dtype, an Embed gives itself that of its params.
+    if isinstance(module, nnx.Embed) and given.get("dtype") == given.get("param_dtype"):
+        given["dtype"] = None
+    return given
+
+
+def _default(module: nnx.Module, name: str) -> Any:
+    """What the constructor takes for ``name`` when it is not given; a class may hand keywords on to its base."""
+    for cls in bare_class(module).__mro__:
+        parameter = inspect.signature(cls.__init__).parameters.get(name) if "__init__" in vars(cls) else None
+        if parameter is not None:
+            return None if parameter.default is inspect.Parameter.empty else parameter.default
+    return None

@@ -8,7 +8,7 @@ Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -260,6 +260,35 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
     return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
 
 
+def take_step(
+    tx: optax.GradientTransformationExtraArgs, grads: Any, opt_state: Any, params: Any, extra_args: Mapping[str, Any]
+) -> tuple[Any, Any, Any, jax.Array]:
+    """One step of an optimizer with ``loss_scaling`` in it.
+
+    Returns:
+      The updates; the new params, float32, which are not to be used if the step was skipped; the new state, of which
+      only the loss scale changed then; and whether it was, int32 0 or 1.
+    """
+    updates, new_state = tx.update(grads, opt_state, params, **extra_args)
+    skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
+    if not isinstance(new_state, LossScalingState):
+        # A transform around loss_scaling may drop bad gradients before it (MultiSteps), or go on when it skips.
+        skipped = jnp.maximum(skipped, 1 - all_finite(grads).astype(jnp.int32))
+        new_state = _keep_scale(skipped == 0, new_state, opt_state)
+    return updates, optax.apply_updates(widen(params), updates), new_state, skipped
+
+
+def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
+    """An optimizer's state ``new`` where ``finite``, else ``old``, but for the loss scale and its counters."""
+
+    def keep(new: Any, old: Any) -> Any:
+        if isinstance(new, LossScalingState):
+            return new._replace(inner_state=select_tree(finite, new.inner_state, old.inner_state))
+        return select_tree(finite, new, old)
+
+    return jax.tree.map(keep, new, old, is_leaf=lambda node: isinstance(node, LossScalingState))
+
+
 def _find(opt_state: optax.OptState) -> list[LossScalingState]:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
     return [node for node in nodes if isinstance(node, LossScalingState)]
@@ -276,7 +305,7 @@ def _float32_loss(loss: Any) -> jax.Array:
 
 
 def _check_differentiable(tree: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree.leaves_with_path(tree):
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
@@ -304,7 +333,7 @@ def _check_same_structure(own: Any, given: Any) -> None:
 
 
 def _check_same_shapes(updates: Any, grads: Any) -> None:
-    for (path, update), grad in zip(jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(grads), strict=True):
+    for (path, update), grad in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(grads), strict=True):
         if jnp.shape(update) != jnp.shape(grad):
             raise ValueError(
                 f"an update must have its gradient's shape, but for {path_name(path)!r} the optimizer made "
@@ -313,7 +342,7 @@ def _check_same_shapes(updates: Any, grads: Any) -> None:
 
 
 def _check_gradients(grads: Any, params: Any) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    leaves = jax.tree.leaves_with_path(grads)
     masked = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     if not leaves and not masked:
         raise ValueError("an update needs gradients, got an empty tree; pass the gradients of the params given to init")
@@ -326,7 +355,7 @@ def _check_gradients(grads: Any, params: Any) -> None:
     if params is None:
         return
     grad_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in leaves}
-    param_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    param_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     differing = [name for name in {**grad_shapes, **param_shapes} if grad_shapes.get(name) != param_shapes.get(name)]
     if differing:
         shown = "; ".join(

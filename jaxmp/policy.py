@@ -68,9 +68,9 @@ class Policy:
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which products run at ``matmul_precision``; it changes nothing when that is None."""
-        return (
-            jax.default_matmul_precision(self.matmul_precision) if self.matmul_precision else contextlib.nullcontext()
-        )
+        if self.matmul_precision is None:
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(self.matmul_precision)
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of ``tree`` to the param dtype (see :func:`jaxmp.tree.cast`)."""
@@ -189,11 +189,8 @@ class PolicyMap:
             unseen = not complete if on_class else any(matches(pattern, path, None) for path in paths)
             if not strict or matched or unseen:
                 continue
-            known = (
-                {cls.__name__ for cls in modules.values()}
-                if on_class
-                else {"/".join(path) for path in paths.union(modules)}
-            )
+            names = {cls.__name__ for cls in modules.values()}
+            known = names if on_class else {"/".join(path) for path in paths.union(modules)}
             near = nearest(pattern_text(pattern), sorted(known - {""})) or "none, the model has no submodules"
             raise ValueError(
                 f"every pattern of a policy must match a module, but {pattern_text(pattern)!r} matched none; "
@@ -244,11 +241,6 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
         f"a policy is a preset's name, a string such as 'params=float32,compute=float16,output=float32', a Policy or a "
         f"PolicyMap, got {policy!r}; presets: {', '.join(PRESETS)}"
     )
-
-
-def get_policy_map(policy: Any, overrides: Mapping[Any, Any] | None = None) -> PolicyMap:
-    """``policy`` with ``overrides`` in front of its own rules, as the adapters take them."""
-    return PolicyMap(get_policy(policy), overrides or {})
 
 
 def _single(policy: Any) -> Policy:

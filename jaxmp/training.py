@@ -1,4 +1,7 @@
-"""A jitted train step that skips non-finite steps whole: params, optimizer, batch statistics and EMA together."""
+"""What training carries from step to step, and a jitted step that skips a non-finite one whole.
+
+Params, optimizer, batch statistics and moving average go together.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
 from jaxmp._jaxpr.walk import product_dtypes
-from jaxmp._train_state import TrainState as TrainState
-from jaxmp._train_state import require_same_structure
 from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.autocast import checked_policy as one_policy_of
 from jaxmp.loss_scale import NoOpLossScale
-from jaxmp.optimizer import get_loss_scale, scaled_value_and_grad, unscale
+from jaxmp.optimizer import get_loss_scale, has_loss_scale, loss_scaling, scaled_value_and_grad, take_step, unscale
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
 """``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
@@ -33,6 +36,121 @@ _REMAT: dict[str, Any] = {
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 _OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """What training carries from step to step; Flax's ``TrainState`` and what mixed precision adds. A pytree.
+
+    Attributes:
+      step: int32 scalar, the calls so far, skipped ones included.
+      skipped: int32 scalar, the calls that changed nothing.
+      stuck: int32 scalar, the calls in a row that were skipped although the loss scale could not fall.
+      params: the params, in their param dtype.
+      opt_state: the state of ``tx``, with the loss scale in it.
+      model_state: other variables of the model, such as ``{"batch_stats": …}``; None if there are none.
+      ema_params: float32 exponential moving average of the params, or None.
+      rng: the key that each step splits, or None.
+      apply_fn: the model's apply function, static.
+      tx: the optimizer, static.
+    """
+
+    step: jax.Array
+    skipped: jax.Array
+    stuck: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    ema_params: Any
+    rng: Any
+    apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
+    tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        params: Any,
+        tx: optax.GradientTransformation,
+        apply_fn: Callable[..., Any] | None = None,
+        model_state: Any = None,
+        rng: Any = None,
+        ema: bool = False,
+        **fields: Any,
+    ) -> TrainState:
+        """A fresh state.
+
+        Args:
+          params: the params. The state takes over these arrays, like those of ``model_state`` and ``rng``, and a step
+            that donates its state deletes them.
+          tx: an optimizer in :func:`jaxmp.loss_scaling`; a bare one is wrapped with ``NoOpLossScale``, which skips
+            non-finite steps and scales nothing.
+          apply_fn: kept for the user, not used here.
+          model_state: variables that the loss function returns anew (batch statistics).
+          rng: a PRNG key, or an int to make one of; None for loss functions that draw nothing. Flax writes no typed
+            keys into bytes: use ``jax.random.PRNGKey`` with ``flax.serialization.to_bytes``.
+          ema: whether to keep a float32 moving average of the params, which ``make_train_step(ema_decay=…)`` updates.
+          **fields: further fields of a subclass.
+
+        Raises:
+          ValueError: the optimizer has several loss scales.
+        """
+        if not hasattr(tx, "init"):
+            raise TypeError(f"tx must be an optax optimizer, got {tx!r}; jaxmp.loss_scaling(optax.adam(1e-3), {tx!r})")
+        if not has_loss_scale(jax.eval_shape(tx.init, params)):
+            tx = loss_scaling(tx, NoOpLossScale())
+        opt_state = tx.init(params)
+        get_loss_scale(opt_state)  # raises if there are several
+        state = cls(
+            step=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32),
+            stuck=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=opt_state,
+            model_state=model_state,
+            ema_params=_tree.widen(params) if ema else None,
+            rng=jax.random.key(rng) if isinstance(rng, (int, np.integer)) else rng,
+            apply_fn=apply_fn,
+            tx=optax.with_extra_args_support(tx),
+            **fields,
+        )
+        return _settled(state)
+
+    def apply_gradients(
+        self,
+        *,
+        grads: Any,
+        model_state: Any = None,
+        ema_decay: float | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> TrainState:
+        """The state after one optimizer step with ``grads``, the gradients of the scaled loss.
+
+        When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and
+        the moving average are those of before, bit for bit. Other ``changes`` are set in any case. ``extra_args`` go to
+        the optimizer's update (``{"value": loss}`` for ``optax.contrib.reduce_on_plateau``).
+
+        Raises:
+          ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
+        """
+        _, params, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {})
+        new = {"params": params}  # float32 still; the selection below brings the params' own dtypes back
+        if model_state is not None:
+            new["model_state"] = _require_same_structure(model_state, self.model_state)
+        if ema_decay is not None:
+            if self.ema_params is None:
+                raise ValueError("ema_decay needs a moving average to update: TrainState.create(..., ema=True)")
+            new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
+        kept = _tree.select_tree(skipped == 0, new, {name: getattr(self, name) for name in new})
+        new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
+        return self.replace(
+            step=self.step + 1,
+            skipped=self.skipped + skipped,
+            stuck=jnp.where((skipped > 0) & new_scale.is_stuck(scale), self.stuck + 1, 0),
+            opt_state=opt_state,
+            **kept,
+            **changes,
+        )
 
 
 def make_train_step(
@@ -100,12 +218,7 @@ class TrainStep:
     """What :func:`make_train_step` returns. ``jitted`` is the compiled function, for ``lower`` and ``compile``."""
 
     def __init__(
-        self,
-        loss_fn: LossFn,
-        accumulate_steps: int,
-        ema_decay: float | None,
-        donate: bool,
-        max_consecutive_skips: int,
+        self, loss_fn: LossFn, accumulate_steps: int, ema_decay: float | None, donate: bool, max_consecutive_skips: int
     ) -> None:
         self._loss_fn = loss_fn
         self._accumulate_steps = accumulate_steps
@@ -152,7 +265,7 @@ class TrainStep:
 
             fun = scaled_value_and_grad(loss_fn, state.opt_state, has_aux=True)
             (loss, (new_model_state, metrics)), grads = fun(state.params)
-            return loss, grads, require_same_structure(new_model_state, model_state), metrics
+            return loss, grads, _require_same_structure(new_model_state, model_state), metrics
 
         n = self._accumulate_steps
         if n == 1:
@@ -166,7 +279,7 @@ class TrainStep:
 
         rngs = None if rng is None else jax.random.split(rng, n)
         zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params))
-        microbatches = jax.tree_util.tree_map_with_path(lambda path, leaf: _split(path, leaf, n), batch)
+        microbatches = jax.tree.map_with_path(lambda path, leaf: _split(path, leaf, n), batch)
         (total, model_state), (loss, metrics) = jax.lax.scan(
             accumulate, (zeros, state.model_state), (microbatches, rngs)
         )
@@ -328,5 +441,47 @@ def _is_deleted(batch: Any) -> bool:
 
 
 def _non_finite(tree: Any) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree.leaves_with_path(tree)
     return [_tree.path_name(path) for path, leaf in leaves if not bool(_tree.all_finite(leaf))]
+
+
+def _require_same_structure(new: Any, old: Any) -> Any:
+    """The model state ``new``, if it has the structure and the shapes of ``old``."""
+    returned: Any = jax.tree.structure(new)
+    given: Any = jax.tree.structure(old)
+    if returned != given:
+        raise ValueError(
+            f"the loss function must return a model state of the structure it was given, but it was given {given} and "
+            f"returned {returned}; pass the whole of it to "
+            "TrainState.create(model_state=…), or return None if there is none"
+        )
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        if jnp.shape(leaf) != jnp.shape(other):
+            raise ValueError(
+                "the loss function must return a model state of the shapes it was given, but "
+                f"{_tree.path_name(path)!r} had {jnp.shape(other)} and has {jnp.shape(leaf)}; "
+                "make it the same in every batch"
+            )
+    return new
+
+
+def _settled(state: TrainState) -> TrainState:
+    """``state`` in the form that a step gives it, so that the first step and those after it share one compilation.
+
+    That is arrays of strong type on all devices of sharded params; and none twice, for a buffer can be donated only
+    once.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(state.params) if isinstance(leaf, jax.Array)]
+    shardings = [leaf.sharding for leaf in arrays if not isinstance(leaf, jax.core.Tracer)]
+    mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+    seen: set[int] = set()
+
+    def settle(leaf: Any) -> Any:
+        again = id(leaf) in seen
+        seen.add(id(leaf))
+        leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=again)
+        if mesh is None or isinstance(leaf, jax.core.Tracer) or isinstance(leaf.sharding, NamedSharding):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(settle, state)

@@ -242,7 +242,7 @@ def test_the_user_s_own_error_is_raised_as_it_is_and_leaves_nothing_behind(where
         with pytest.raises((RuntimeError, TypeError), match=r"the user's own|reshape"):
             call()
         running = _linen_run._running
-        assert (running.runs, running.frames, running.intercepting) == ([], [], False)
+        assert (running.runs, running.frames) == ([], [])
         assert not nn.module._global_interceptor_stack
         assert jax.config.jax_default_matmul_precision is None
     assert model_products(MLP(), X) == ["float32", "float32"]

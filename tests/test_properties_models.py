@@ -106,7 +106,7 @@ def test_a_nested_policy_ends_where_it_ends_also_with_an_exception(api):
     with pytest.raises(RuntimeError, match="the user's own"):
         failing.init(rngs(), X) if api is Linen else failing(X)
     assert jax.config.jax_default_matmul_precision is None
-    assert (_linen_run._running.runs, _linen_run._running.frames, _linen_run._running.intercepting) == ([], [], False)
+    assert (_linen_run._running.runs, _linen_run._running.frames) == ([], [])
     assert _nnx_run._innermost.get() is None
     assert products(*pure(api.dense(), X), X) == ["float32"]
 

@@ -7,17 +7,17 @@ program and its memory, and everything but time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-
-from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
 
 INSTALL = "pip install -e '.[experiments,compile-only]'"
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -148,6 +148,23 @@ def on(device: Any, tree: Any) -> Any:
     """The ShapeDtypeStructs of a pytree of arrays or ShapeDtypeStructs, placed on ``device``."""
     sharding = SingleDeviceSharding(device)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
+@contextlib.contextmanager
+def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
+    """Within it JAX takes this version of cuDNN for the installed one.
+
+    JAX asks the library when it traces a fused attention, and the library is not needed to compile one.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused  # may move
+
+    original = fused.check_cudnn_version
+    major, minor, patch = version
+    fused.check_cudnn_version = lambda: 10_000 * major + 100 * minor + patch
+    try:
+        yield
+    finally:
+        fused.check_cudnn_version = original
 
 
 def _bundled(path: str) -> bool:

@@ -165,13 +165,12 @@ def loop_of(values: list[Any]) -> Any | None:
 
 def _in_program(value: Any) -> Any:
     """What stands for a value in the program that is traced, below batches and tangents of it."""
-    while not hasattr(value._trace, "frame") and isinstance(inner := _below(value), core.Tracer):
-        value = inner
+    while not hasattr(value._trace, "frame"):
+        below = getattr(value, "primal", getattr(value, "val", None))
+        if not isinstance(below, core.Tracer):
+            break
+        value = below
     return value
-
-
-def _below(value: Any) -> Any:
-    return getattr(value, "primal", getattr(value, "val", None))
 
 
 def is_batched(value: Any) -> bool:

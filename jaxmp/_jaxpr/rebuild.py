@@ -25,14 +25,11 @@ Body = Callable[..., list[Any]]
 
 
 class Rule(NamedTuple):
-    """How derivative rules are evaluated.
+    """How derivative rules are evaluated."""
 
-    ``evaluate`` takes an open jaxpr with its constants, its operands, and the dtypes of its results (None: as they
-    come); ``tracing`` is a context in which the author's rule is traced.
-    """
-
+    # Takes an open jaxpr with its constants, its operands, and the dtypes of its results (None: as they come).
     evaluate: Callable[[tuple[Any, list[Any]], Values, Sequence[Any]], list[Any]]
-    tracing: Callable[[], contextlib.AbstractContextManager[None]]
+    tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the author's rule is traced
 
 
 def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> Body:
@@ -168,15 +165,10 @@ def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
         prevent_cse = (False,) * len(consts) + prevent_cse
-    params = {**eqn.params, "jaxpr": without_consts(jaxpr), "prevent_cse": prevent_cse}
+    if jaxpr.constvars:
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": prevent_cse}
     return list(eqn.primitive.bind(*consts, *operands, **params))
-
-
-def without_consts(jaxpr: Any) -> Any:
-    """An open jaxpr whose constants are its first arguments."""
-    if not jaxpr.constvars:
-        return jaxpr
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def _evaluate(rule: Rule, traced: tuple[Any, list[Any]], args: Values, dtypes: Sequence[Any]) -> list[Any]:

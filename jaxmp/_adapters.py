@@ -1,0 +1,196 @@
+"""What the adapters for Linen and NNX have in common.
+
+A module with a ``dtype`` field computes as it is written. One that has params and no such field is traced in float32,
+and the engine decides what in it is half: half values are widened on their way into it, which the engine sees through,
+and what it computes leaves it in its compute dtype. Under autocast, in float16 O1 as Apex calls it, no field counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp import tree as _tree
+from jaxmp._jaxpr.reading import loop_of
+from jaxmp.dtypes import is_half
+from jaxmp.engine.autocast import checked_policy
+from jaxmp.engine.marks import computing, precision, widened
+from jaxmp.patterns import Pattern, pattern_text
+from jaxmp.policy import Policy, PolicyMap
+
+Mode = Literal["written", "float32", "autocast"] | None
+
+# --- policies ---
+
+
+def is_o1(policy: Any) -> bool:
+    """Whether ``policy`` asks for autocast and not for dtypes of modules."""
+    return isinstance(policy, str) and policy.strip().upper() == "O1"
+
+
+def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> PolicyMap:
+    """The policy of a model under autocast, and the exceptions from it: what the adapters' ``autocast`` takes."""
+    default = PolicyMap("mixed_float16" if is_o1(policy) else policy)
+    checked_policy(default.root)
+    given = {key: default.root if level == "half" else level for key, level in (overrides or {}).items()}
+    policies = PolicyMap(default, given)
+    half = policies.root.compute_dtype
+    if not is_half(half):
+        raise ValueError(
+            f"a model under autocast needs a policy with a half compute dtype, got {half.name}; use 'mixed_bfloat16' "
+            "or 'mixed_float16'"
+        )
+    for pattern, exception in (*policies.overrides, *default.overrides):
+        if exception.compute_dtype not in (np.float32, half):
+            raise ValueError(
+                f"under autocast a model computes in its policy's {half.name}, and in float32 where an override says "
+                f"so, but the one for {pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write "
+                "'float32' or 'half' there"
+            )
+    return policies
+
+
+def level_of(policy: Policy) -> str:
+    """What :func:`jaxmp.precision` calls the compute dtype of an override."""
+    return "float32" if policy.compute_dtype == np.float32 else "half"
+
+
+# --- fields ---
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether ``dtype`` is what a policy may replace: a floating dtype, or None for "infer it"."""
+    try:
+        return dtype is None or bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def is_default(dtype: Any, default: Any) -> bool:
+    """Whether a floating ``dtype`` (or None) is the ``default`` of its field; without a default, None is."""
+    if dtype is None or default is None or default is dataclasses.MISSING:
+        return dtype is None
+    return np.dtype(dtype) == np.dtype(default)
+
+
+def kept_from_half(policy: Policy, computes: np.dtype, pattern: Pattern | None) -> str | None:
+    """Why products of a module that ``computes`` in some dtype are not in half; None if they are.
+
+    Its ``policy`` is that of ``pattern``, and the dtype another one where that is its author's word.
+    """
+    if is_half(computes):
+        return None
+    is_own = computes != policy.compute_dtype
+    return f"its own dtype={computes.name}" if is_own else f"override {pattern_text(pattern or '**')!r}"
+
+
+def nothing_in_half(policy: Policy, kept: Mapping[str, str]) -> ValueError:
+    """The error of a half ``policy`` that changes no product; ``kept``: modules with products, and why they stay."""
+    shown = ", ".join([f"{name} ({reason})" for name, reason in kept.items()][:8]) + (", …" if len(kept) > 8 else "")
+    return ValueError(
+        f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was: {shown}; to overrule "
+        f"a dtype that a module was given, name the module in overrides, e.g. overrides={{'**': '{policy}'}}"
+    )
+
+
+# --- borders ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """How the code of a module is computed.
+
+    Attributes:
+      policy: what it computes in.
+      mode: ``"written"`` if it computes as it is written, in the dtype of its field; ``"float32"`` if it is traced in
+        float32, and hands out what the engine decides; ``"autocast"`` if autocast decides on the whole model; None if
+        it is traced on the dtypes that come in, and decided on the graph.
+      asked: what an override asks of autocast.
+      kept: why its products, if it has any, are not in half; None if they are.
+    """
+
+    policy: Policy
+    mode: Mode
+    asked: str | None = None
+    kept: str | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether its code is traced in float32."""
+        return self.mode == "float32"
+
+    def mark(self) -> contextlib.AbstractContextManager[None]:
+        """What tells the engine how to compute the code of a method."""
+        if self.mode == "autocast":
+            return precision(self.asked) if self.asked else contextlib.nullcontext()
+        return computing(None if self.mode == "written" else self.policy.compute_dtype, self.policy.matmul_precision)
+
+    def products(self, caller: Treatment | None, ambient: str | None) -> contextlib.AbstractContextManager[Any]:
+        """The precision of products, where it is not that of the module that calls; ``ambient``: that around them all.
+
+        Only where it changes: a module may have set a precision of its own around a submodule.
+        """
+        wanted = self.policy.matmul_precision
+        if self.mode == "autocast" or wanted == (caller.policy.matmul_precision if caller else None):
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(wanted or ambient)
+
+
+def handed_out(
+    result: Any, own: Treatment, caller: Treatment | None, given: set[int], arrays: Callable[..., Any] = jax.tree.map
+) -> Any:
+    """What a method returns, as the code that called it wants it.
+
+    What it only passes on, whose ids are ``given``, keeps its digits. ``arrays`` maps a function over its arrays.
+    """
+    if caller is not None and caller.is_float32:
+        return arrays(widen, result)
+    if own.is_float32:
+        return arrays(lambda leaf: leaf if id(leaf) in given else narrow(leaf, own.policy.compute_dtype), result)
+    return result
+
+
+def widen(value: Any) -> Any:
+    """A leaf for code that is traced in float32: half arrays are widened."""
+    return widened(jnp.asarray(value)) if _tree.is_float_array(value) and is_half(value.dtype) else value
+
+
+def narrow(value: Any, dtype: np.dtype) -> Any:
+    """A leaf as code that is traced in float32 hands it out: in the compute dtype of its module, where that is half."""
+    is_rounded = _tree.is_float_array(value) and value.dtype == np.float32 and is_half(dtype)
+    return value.astype(dtype) if is_rounded else value
+
+
+def carried_by(args: Any, around: list[Any]) -> Any | None:
+    """The first of the positional arguments of a module's method if it is the carry of a loop, whose body calls it.
+
+    ``around`` are the traces that the method which called was in: in a loop among them it was the body, not this one.
+    """
+    loop = loop_of(jax.tree.leaves(args[0])) if args else None
+    return args[0] if loop is not None and all(loop is not trace for trace in around) else None
+
+
+def as_carry(result: Any, carry: Any) -> Any:
+    """The ``result`` of a loop's body with the new carry, all of it or its first part, in the dtypes of ``carry``."""
+    if same_structure(result, carry):
+        return jax.tree.map(like, result, carry)
+    if isinstance(result, tuple) and result and same_structure(result[0], carry):
+        return (jax.tree.map(like, result[0], carry), *result[1:])
+    return result
+
+
+def same_structure(tree: Any, other: Any) -> bool:
+    """Whether two pytrees have the same structure."""
+    structure: Any = jax.tree.structure
+    return bool(structure(tree) == structure(other))
+
+
+def like(new: Any, old: Any) -> Any:
+    """``new`` in the dtype of ``old``, if that is a floating array."""
+    return _tree.cast(new, old.dtype) if _tree.is_float_array(old) else new
