@@ -171,8 +171,7 @@ def _check_versions(versions: dict[str, str | None]) -> Iterator[Finding]:
 
 
 def _check_platforms() -> Iterator[Finding]:
-    forced = os.environ.get("JAX_PLATFORMS")
-    if forced:
+    if forced := os.environ.get("JAX_PLATFORMS"):
         yield Finding(
             f"JAX_PLATFORMS={forced} is set: JAX looks at no other kind of device",
             "unset JAX_PLATFORMS, unless that is meant",
@@ -208,8 +207,7 @@ def _check_settings() -> Iterator[Finding]:
     import jax
 
     for setting, (consequence, remedy) in _SETTINGS.items():
-        value = getattr(jax.config, setting, None)
-        if value:
+        if value := getattr(jax.config, setting, None):
             yield Finding(f"{setting} is {value}: {consequence}", remedy)
 
 

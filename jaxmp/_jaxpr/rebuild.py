@@ -45,6 +45,8 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> 
       A function that wants carries in the dtypes that the body returns. That of ``jit`` is jitted.
     """
     params, name = eqn.params, eqn.primitive.name
+    if name in _OPENED:
+        return functions[0]
     if name == "jit":
         return _jit(params, functions[0])
     if name == "remat2":
@@ -85,10 +87,6 @@ def function_name(eqn: Any) -> str:
     """The name of the function that has a derivative rule."""
     jaxpr, _ = opened(eqn.params["call_jaxpr"])
     return str(getattr(jaxpr.debug_info, "func_name", "") or eqn.primitive.name)
-
-
-def _closed_call(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
-    return functions[0](*operands)
 
 
 def _composite(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
@@ -145,12 +143,9 @@ def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any
     return jax.lax.switch(index, list(functions), *rest)
 
 
+# Of `remat_opt` JAX then leaves out under checkpoint what nobody reads, equation by equation.
+_OPENED = ("closed_call", "call", "remat_opt", "eval_jaxpr")
 _REBUILT = {
-    "closed_call": _closed_call,
-    "call": _closed_call,
-    # Opened: under checkpoint JAX then leaves out what nobody reads of it, equation by equation.
-    "remat_opt": _closed_call,
-    "eval_jaxpr": _closed_call,
     "composite": _composite,
     "shard_map": _shard_map,
     "scan": _scan,
