@@ -38,8 +38,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> PolicyMap:
     """The policy of a model under autocast, and the exceptions from it: what the adapters' ``autocast`` takes."""
     default = PolicyMap("mixed_float16" if is_o1(policy) else policy)
     checked_policy(default.root)
-    given = {key: default.root if level == "half" else level for key, level in (overrides or {}).items()}
-    policies = PolicyMap(default, given)
+    policies = PolicyMap(default, overrides)
     half = policies.root.compute_dtype
     if not is_half(half):
         raise ValueError(

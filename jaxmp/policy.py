@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmp import tree as _tree
-from jaxmp.dtypes import UnknownDtypeError, canonical_dtype, nearest
+from jaxmp.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest
 from jaxmp.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pattern_text
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Policy:
     et al., "Mixed Precision Training", arXiv:1710.03740; the names are jmp's.
 
     Raises:
-      ValueError: a dtype is unknown or not floating, or the precision is none that JAX knows.
+      ValueError: a dtype is unknown, not floating or float8, or the precision is none that JAX knows.
 
     >>> policy = Policy("float32", "float16", "float32")
     >>> policy.cast_to_compute(jax.numpy.ones(3)).dtype
@@ -56,7 +56,13 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
-            object.__setattr__(self, name, canonical_dtype(getattr(self, name)))
+            dtype = canonical_dtype(getattr(self, name))
+            if dtype.itemsize == 1:
+                raise ValueError(
+                    f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}: a float8 product needs a scale "
+                    "for each operand, which no cast has; use bfloat16"
+                )
+            object.__setattr__(self, name, dtype)
         if self.matmul_precision is not None:
             try:
                 jax.default_matmul_precision(self.matmul_precision)  # checks its argument when it is made
@@ -137,8 +143,8 @@ class PolicyMap:
 
     def __init__(self, default: Any, overrides: Mapping[Any, Any] | None = None, *, strict: bool = True) -> None:
         pairs = overrides.items() if isinstance(overrides, Mapping) else (overrides or ())
-        rules = {check_pattern(pattern): _single(policy) for pattern, policy in pairs}
         default = get_policy(default)
+        rules = {check_pattern(pattern): _of_override(policy, default, pattern) for pattern, policy in pairs}
         if isinstance(default, PolicyMap) and (default.strict == strict or not rules):  # one map for equal meanings
             rules = rules | {pattern: policy for pattern, policy in default.overrides if pattern not in rules}
             default, strict = default.default, default.strict
@@ -150,6 +156,26 @@ class PolicyMap:
     def root(self) -> Policy:
         """The policy of modules that no pattern matches; the root's output is cast to its output dtype."""
         return self.default.root if isinstance(self.default, PolicyMap) else self.default
+
+    @property
+    def param_dtype(self) -> np.dtype:
+        """That of the root."""
+        return self.root.param_dtype
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """That of the root."""
+        return self.root.compute_dtype
+
+    @property
+    def output_dtype(self) -> np.dtype:
+        """That of the root."""
+        return self.root.output_dtype
+
+    @property
+    def matmul_precision(self) -> str | None:
+        """That of the root."""
+        return self.root.matmul_precision
 
     @property
     def patterns(self) -> list[Pattern]:
@@ -216,11 +242,14 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
     """Reads a policy from whatever names one.
 
     Args:
-      policy: a preset (``float32`` = ``O0``, ``tensorfloat32``, ``mixed_float16``, ``mixed_bfloat16``, ``float16`` =
-        ``O3``, ``bfloat16``, ``O2``: a :class:`PolicyMap`, mixed_float16 with norms in float32); a bare dtype for all
-        three; a string in jmp's long or short form (a missing compute dtype follows params, a missing output dtype
-        follows compute); ``"auto"`` for what suits the attached device; a Policy, a PolicyMap, or any object with jmp's
-        three attributes. Case and spaces are forgiven.
+      policy: a preset (``float32`` = ``O0``, ``tensorfloat32``, ``mixed_float16`` = ``mixed_fp16`` = ``16-mixed``,
+        ``mixed_bfloat16`` = ``mixed_bf16`` = ``bf16-mixed``, ``float16`` = ``O3``, ``bfloat16``, ``O2``: a
+        :class:`PolicyMap`, mixed_float16 with norms in float32); a bare dtype for all three, so that ``"fp16"`` is pure
+        half, params too, and not what accelerate and Lightning call by that name; a string in jmp's long or short form
+        (a missing compute dtype follows params, a missing output dtype follows compute); ``"auto"`` for what suits the
+        attached device; a Policy, a PolicyMap, or any object with jmp's three attributes. Case and spaces are forgiven.
+        The preset ``float32`` has ``matmul_precision="highest"``, true float32 products on a GPU too;
+        ``"params=float32,compute=float32"`` has JAX's default, as ``str`` shows.
 
     Raises:
       ValueError: the name, the key or a dtype is unknown (known ones are listed, nearest first), or O1 was asked for.
@@ -243,7 +272,16 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
     )
 
 
-def _single(policy: Any) -> Policy:
+def _of_override(policy: Any, default: Policy | PolicyMap, pattern: Pattern) -> Policy:
+    """The policy that an override names, with ``"half"`` for that of the model: another half dtype is never meant."""
+    if isinstance(policy, str) and policy.strip().lower() == "half":
+        root = default.root if isinstance(default, PolicyMap) else default
+        if not is_half(root.compute_dtype):
+            raise ValueError(
+                f"'half' in overrides is the compute dtype of the policy, but {default} computes in "
+                f"{root.compute_dtype.name}; for {pattern_text(pattern)!r} name a policy such as 'mixed_bfloat16'"
+            )
+        return root
     result = get_policy(policy)
     if isinstance(result, PolicyMap):
         raise TypeError(
@@ -259,6 +297,7 @@ def _parse(text: str) -> Policy | PolicyMap:
         return PolicyMap(_parse(default), dict(_parse_rules(rules)))
     name = "".join(text.split())
     presets = {preset.lower(): value for preset, value in PRESETS.items()}
+    name = _ALIASES.get(name.lower(), name)
     if name.lower() in presets:
         return presets[name.lower()]
     if name.lower() == "auto":
@@ -284,7 +323,7 @@ def _parse(text: str) -> Policy | PolicyMap:
     return presets.get(dtype.name, Policy(dtype, dtype, dtype))
 
 
-def _parse_rules(rules: list[str]) -> Iterator[tuple[str, Policy | PolicyMap]]:
+def _parse_rules(rules: list[str]) -> Iterator[tuple[str, str]]:
     seen = set()
     for rule in filter(str.strip, rules):
         pattern, arrow, policy = (part.strip() for part in rule.partition("->"))
@@ -294,7 +333,7 @@ def _parse_rules(rules: list[str]) -> Iterator[tuple[str, Policy | PolicyMap]]:
                 "write e.g. 'mixed_float16; **/BatchNorm_* -> float32'"
             )
         seen.add(pattern)
-        yield pattern, _parse(policy)
+        yield pattern, policy
 
 
 def _parse_fields(text: str) -> Policy:
@@ -334,6 +373,11 @@ PRESETS: Mapping[str, Policy | PolicyMap] = {
     "O0": _FLOAT32,
     "O2": PolicyMap(_MIXED_FLOAT16, {norm: _FLOAT32 for norm in _NORMS}, strict=False),
     "O3": _FLOAT16,
+}
+_ALIASES = {  # what Lightning and accelerate call them, and what people make of that
+    **dict.fromkeys(("mixed_fp16", "mixed_f16", "fp16-mixed", "16-mixed"), "mixed_float16"),
+    **dict.fromkeys(("mixed_bf16", "bf16-mixed"), "mixed_bfloat16"),
+    **{"16-true": "float16", "bf16-true": "bfloat16", "32-true": "float32"},
 }
 _KEYS = {
     **dict.fromkeys(("p", "params", "param", "param_dtype"), "param_dtype"),

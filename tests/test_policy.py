@@ -137,6 +137,47 @@ def test_auto_is_what_suits_the_attached_device():
     assert get_policy("auto") == get_policy(jaxmp.hardware.recommended_policy())
 
 
+@pytest.mark.parametrize(
+    ("names", "preset"),
+    [
+        (("mixed_fp16", "Mixed_F16", "16-mixed", "fp16-mixed"), "mixed_float16"),
+        (("mixed_bf16", "bf16-mixed"), "mixed_bfloat16"),
+        (("fp16", "16-true", "O3"), "float16"),
+        (("bf16", "bf16-true"), "bfloat16"),
+        (("32-true", "O0"), "float32"),
+    ],
+)
+def test_the_names_of_lightning_and_accelerate_are_read(names, preset):
+    assert {get_policy(name) for name in names} == {get_policy(preset)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, "float8_e5m2", "e4m3"])
+def test_a_policy_in_float8_is_refused_with_a_remedy(dtype):
+    for fields in ((dtype,) * 3, ("float32", dtype, "float32")):
+        with pytest.raises(ValueError, match=r"16 bits or more, got .*_dtype=float8_.*needs a scale.*use bfloat16"):
+            Policy(*fields)
+
+
+def test_a_map_has_the_dtypes_of_its_root():
+    policies = PolicyMap("O2", {"**/head": "bfloat16"})
+    for name in ("param_dtype", "compute_dtype", "output_dtype", "matmul_precision"):
+        assert getattr(policies, name) == getattr(policies.root, name)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "O2"])
+def test_half_in_an_override_is_the_policy_at_hand(policy):
+    policies = PolicyMap(PolicyMap(policy, {"body": "float32"}), {"body/head": "half"})
+    assert policies.resolve(("body", "head"))[0] == policies.root == PolicyMap(policy).root
+    assert get_policy("mixed_bfloat16; body/head -> half; body -> float32").resolve(("body", "head"))[0] == get_policy(
+        "mixed_bfloat16"
+    )
+
+
+def test_half_in_an_override_of_a_policy_without_one_is_refused():
+    with pytest.raises(ValueError, match=r"'half'.*computes in float32; for '\*\*/head' name a policy"):
+        PolicyMap("float32", {"**/head": "half"})
+
+
 def test_a_policy_as_a_static_argument_compiles_once_for_equal_ones():
     traces = []
 
