@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -277,6 +278,7 @@ DISTANCES = {
     "sum(G * eye)": of_the_diagonal(lambda g: jnp.sum(g * jnp.eye(len(g)), 1)),
     "G[i, i]": of_the_diagonal(lambda g: g[jnp.arange(len(g)), jnp.arange(len(g))]),
     "sum(h**2)": of_norms(lambda h: jnp.sum(h**2, -1)),
+    "sum(abs(h)**2)": of_norms(lambda h: jnp.sum(jnp.abs(h) ** 2, -1)),
     "sum(h * h)": of_norms(lambda h: jnp.sum(h * h, -1)),
     "norm(h)**2": of_norms(lambda h: jnp.linalg.norm(h, axis=-1) ** 2),
     "square(norm(h))": of_norms(lambda h: jnp.square(jnp.linalg.norm(h, axis=-1))),
@@ -301,12 +303,35 @@ def test_distances_are_float32_in_every_spelling(spelling, policy):
     assert jaxmp.cast_plan(fun, policy)(x).summary.groups["distances"] >= 1
 
 
+def test_distances_are_float32_in_their_gradient():
+    def slope(x):
+        return jax.grad(lambda x: jnp.sum(jnp.exp(-DISTANCES["sum(h**2)"](x))))(x)
+
+    x = (5 + normal(0, 32, 8)).astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(half(slope)(x), slope(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.sum((x @ W) * 0.5) + jnp.sum(W**2),  # a penalty
+        lambda x: x @ x.T - (x @ W)[:, :1],
+        lambda x: jax.nn.relu(x @ W) ** 2 @ W - x @ W,
+    ],
+)
+def test_products_that_no_squares_cancel_stay_half(fun):
+    assert set(products(half(fun), normal(0, 4, 8))) == {"bfloat16"}
+
+
 LOG_PROBABILITIES = {
     "log_softmax(h)": jax.nn.log_softmax,
     "h - logsumexp(h)": lambda h: h - jax.nn.logsumexp(h, -1, keepdims=True),
     "h - log(sum(exp(h)))": lambda h: h - jnp.log(jnp.sum(jnp.exp(h), -1, keepdims=True)),
     "log(softmax(h))": lambda h: jnp.log(jax.nn.softmax(h)),
     "log(softmax(h) + eps)": lambda h: jnp.log(jax.nn.softmax(h) + 1e-8),
+    "log(p) - log_softmax(h)": lambda h: jnp.log(0.125) - jax.nn.log_softmax(h),
+    "where(mask, log_softmax(h), 0)": lambda h: jnp.where(jnp.arange(8) < 5, jax.nn.log_softmax(h), 0),
+    "log(sigmoid(h) + eps)": lambda h: jnp.log(jax.nn.sigmoid(h) + 1e-8),
     "log(clip(softmax(h)))": lambda h: jnp.log(jnp.clip(jax.nn.softmax(h), 1e-7, 1.0)),
     "log(e / sum(e) + eps)": lambda h: jnp.log(jnp.exp(h) / jnp.sum(jnp.exp(h), -1, keepdims=True) + 1e-8),
 }
@@ -324,6 +349,20 @@ def test_products_of_log_probabilities_are_float32_in_every_spelling(spelling, a
     x = (5 * normal(9, 4, 8)).astype(HALVES[policy]).astype(jnp.float32)
     np.testing.assert_allclose(half(fun, policy)(x), fun(x), rtol=1e-6, atol=1e-6)
     assert jaxmp.cast_plan(fun, policy)(x).summary.groups["log-probabilities"] == 1
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda h, y: jax.nn.logsumexp(h, -1) - jnp.einsum("ij,ij->i", h, y),
+        lambda h, y: jnp.mean(jax.nn.logsumexp(h, -1)) - jnp.vdot(h, y) / 4,
+        lambda h, y: jnp.vdot(h, y) - jnp.sum(jax.nn.logsumexp(h, -1)),
+    ],
+)
+def test_a_product_that_a_logsumexp_of_the_same_cancels_is_float32(loss):
+    x, y = (30 + normal(9, 4, 8)).astype(jnp.bfloat16).astype(jnp.float32), jax.nn.softmax(normal(2, 4, 8))
+    result = half(lambda x, y: loss(x @ W, y))(x, y)  # of which one rounding of 30 is an error of 10 %
+    np.testing.assert_allclose(result, loss(x, y), rtol=1e-4)
 
 
 def pixels():
@@ -359,6 +398,9 @@ COORDINATES = {
     "a kernel around positions": (lambda p, r: jnp.abs((p @ r.T)[..., None] - jnp.arange(32.0)), POINTS, ROTATION),
     "sin(2 pi x b)": (lambda x, b: jnp.sin(2 * jnp.pi * (x @ b)), normal(5, 100, 3), FREQUENCIES),
     "sin and cos": (lambda x, b: jnp.stack([jnp.sin(x @ b), jnp.cos(x @ b)]), normal(5, 100, 3), FREQUENCIES),
+    "sin(s x b)": (lambda x, s: jnp.sin(s * (x @ FREQUENCIES)), normal(5, 100, 3), normal(6, 16)),
+    "sin(exp(s) x b)": (lambda x, s: jnp.sin((x @ FREQUENCIES) * jnp.exp(s)), normal(5, 100, 3), normal(6, 16)),
+    "points on rays": (lambda t, r: jnp.sin(8 * (POINTS[0] + (POINTS[1] @ r) * t)), normal(5, 100, 1), ROTATION),
     "exp(i x b)": (lambda x, b: jnp.exp(jax.lax.complex(jnp.zeros((100, 16)), x @ b)), normal(5, 100, 3), FREQUENCIES),
 }
 
@@ -371,11 +413,17 @@ def test_coordinates_and_phases_are_float32(spelling, policy):
     assert jaxmp.cast_plan(fun, policy)(*args).summary.groups["coordinates"] >= 1
 
 
+def rounded(x):
+    return x + jax.lax.stop_gradient(jnp.round(x) - x)
+
+
 NO_COORDINATES = {
     "quantised activations": lambda x: jnp.clip(jnp.round((x @ W) / 0.1), -128, 127) @ W,
     "a straight-through gradient": lambda x: (x @ W + jax.lax.stop_gradient(jnp.round(x @ W) - x @ W)) @ W,
     "int8": lambda x: jnp.round((x @ W) / 0.1).astype(jnp.int8),
     "a rotary embedding": lambda x: ((x @ W) * jnp.cos(jnp.arange(8.0))) @ W,
+    "the gradient of a clip": lambda x: jax.grad(lambda w: jnp.sum(jnp.clip(x @ w, 0, 6) @ w))(W),
+    "learned steps": lambda x: jax.grad(lambda w, s: jnp.sum(rounded(jnp.clip(x @ w / s, -8, 7)) * s @ w))(W, 0.1),
     "a threshold": lambda x: jnp.where(x @ W > 0, x, 0.0) @ W,
     "the largest": lambda x: jnp.argmax(x @ W, -1),
     "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,
@@ -385,6 +433,30 @@ NO_COORDINATES = {
 @pytest.mark.parametrize("name", NO_COORDINATES)
 def test_products_that_make_no_places_stay_half(name):
     assert set(products(half(NO_COORDINATES[name]), normal(0, 4, 8))) == {"bfloat16"}
+
+
+CHAINS = {
+    "scaled": (lambda h: h * 1.001, 1000),
+    "logged": (lambda h: jnp.where(jnp.log(h) > 0, h, h * 1.01), 300),
+    "reduced": (lambda h: (h - h @ W) * 1.01, 300),
+    "squared": (jnp.square, 64),  # of a complex number each part would be counted 2**64 times
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_time_to_find_groups_is_linear(chain):
+    turn, count = CHAINS[chain]
+
+    def fun(x):
+        h = x @ W
+        h = h.astype(jnp.complex64) if chain == "squared" else h
+        for _ in range(count):
+            h = turn(h)
+        return jnp.floor(h.real)
+
+    start = time.process_time()
+    jaxmp.cast_plan(fun, "mixed_bfloat16")(normal(0, 4, 8))
+    assert time.process_time() - start < 10  # a second; a chain that each operation follows to its start takes 20
 
 
 def variances(x):

@@ -29,9 +29,10 @@ _CAST = "convert_element_type"
 _EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 _ROUNDINGS = frozenset({"floor", "ceil", "round"})
 _LOGARITHMS = frozenset({"log", "log1p", "log2"})
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "lt_to", "le_to"})
-_SUMS = frozenset({"add", "sub"})
+_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is the derivative of max
+_SUMS = frozenset({"add", "sub", "add_any"})
 _SCALES = frozenset({"mul", "div", "neg"})
+_MEANS = _SCALES | {"reduce_sum"}
 _LIMITS = frozenset({"max", "min", "clamp"})
 _AFFINE = _SUMS | _SCALES | _LIMITS | {"select_n"}
 
@@ -56,7 +57,7 @@ class Group:
 def find(graph: Graph) -> list[Group]:
     """The groups of a graph; those that have products become float32, but for what somebody asked for in half."""
     steps = list(steps_of(graph.body))
-    found = list(_coordinates(steps))
+    found = list(_coordinates(graph, steps))
     for step in steps:
         for recognised, ends in GROUPS:
             if step.eqn.primitive.name in ends and step.node is not None and step.node.inputs:
@@ -103,23 +104,28 @@ def _logarithms(node: Node, _: Step) -> Iterator[Group]:
         yield from [Group("softplus", (node, *inner))][: len(inner)]
         return
     if inner and total.name == "reduce_sum":
+        known = {_origin(each.inputs[0]) for each in inner}
         largest = [user for user in _readers(node) if user.name == "add"]  # which was subtracted before
         logs = [user for each in (node, *largest) for user in _readers(each) if user.name == "sub"]
-        of_all = [log for log in logs if _origin(log.inputs[0]) in {_origin(each.inputs[0]) for each in inner}]
+        of_all = [log for log in logs if _origin(log.inputs[0]) in known]
         picked = {reader.name for log in of_all for reader in _readers(log, {"mul", "neg", "gather"})}
         is_loss = picked & {"reduce_sum", "gather"} if of_all else logs
         name = "cross-entropy" if is_loss else "log-softmax" if of_all else "logsumexp"
         yield Group(name, (*way, total, *inner, *largest, *logs))
+        less = [user for each in (node, *largest) for user in _readers(each, _MEANS) if user.name in _SUMS]
+        terms = [_origin(term, _MEANS) for user in less for term in user.inputs]
+        if picks := [term for term in terms if term.name in _PRODUCTS and known & {*map(_origin, term.inputs)}]:
+            yield Group("cross-entropy", (*picks, *less), "a product of what logsumexp is of")
     elif total.name in _PRODUCTS and any(map(_exponential, total.inputs)):
         yield Group("logsumexp", (total, *way), "a logarithm of a product of exponentials")
-    elif total.name != "div" or not _exponential(total.inputs[0]):
+    elif total.name != "logistic" and (total.name != "div" or not _exponential(total.inputs[0])):
         return
     yield from _read_by_products("log-probabilities", logs, "a product of log-probabilities")
 
 
 def _read_by_products(name: str, terms: Sequence[Node], reason: str) -> Iterator[Group]:
-    """The products that add terms up or select some, each scaled or some summed before."""
-    read = {reader: None for term in terms for reader in _readers(term, _SCALES | {"reduce_sum"})}
+    """The products that add terms up or select some, each masked, scaled or compared or some summed before."""
+    read = {reader: None for term in terms for reader in _readers(term, (_AFFINE | _MEANS) - {"add", "add_any"})}
     if products := [reader for reader in read if reader.name in _PRODUCTS]:
         yield Group(name, (*products, *terms), reason)
 
@@ -188,7 +194,7 @@ def _is_norm(node: Node) -> bool:
 def _vector(norm: Node) -> Node | None:
     """The vector whose squares a value sums, or that a product multiplies with itself, a multiple or product of it."""
     if norm.name == "reduce_sum" and (square := _square(_origin(norm.inputs[0], _AFFINE))):
-        return _origin(square[0].inputs[0], _SCALES)
+        return _origin(square[0].inputs[0], _SCALES | {"abs"})
     pair = [_origin(operand, _SCALES) for operand in norm.inputs[:2]] if norm.name in _PRODUCTS else []
     for one, other in zip(pair, pair[::-1], strict=True):
         if one is other or (other.name in {"mul", *_PRODUCTS} and one in [_origin(x, _SCALES) for x in other.inputs]):
@@ -202,17 +208,24 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
     def is_multiplied(node: Node) -> bool:
         return node.name in ("mul", "square", "integer_pow") and not _passed(node, _SCALES)
 
-    if len(node.users) == 1 and any(reader.name in _SUMS for reader in _readers(node)):  # a part of a larger sum
-        return
+    def is_twice(node: Node) -> bool:
+        return sum(node in term.inputs for term in terms) > 1
+
+    end = node
+    while len(end.users) == 1 and (end.users[0].name in _SUMS or _passed(end.users[0], _SCALES) is end):
+        end = end.users[0]
+        if end.name in _SUMS:  # a larger sum
+            return
     terms = [node, *walk(node.inputs, _terms)]
     products = {term: [_origin(each, _SCALES) for each in term.inputs] for term in terms if term.name in _PRODUCTS}
-    has_parts = any(term.name in ("gather", "slice", "dynamic_slice", "reduce_sum") for term in terms)
-    for norm, vector in [(term, _vector(term)) for term in terms] if products else ():
+    summed = set(walk((term for term in terms if term.name == "reduce_sum"), _terms))
+    parts = summed.union(walk((term for term in terms if term.name in ("gather", "slice", "dynamic_slice")), _terms))
+    for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms] if products else ():
         is_whole = norm in products and len(norm.shape) >= len(norm.inputs[0].shape)  # not one number for each vector
-        if vector is None or (is_whole and not has_parts):
+        if vector is None or (is_whole and norm not in parts):
             continue
-        is_twice = sum(norm in term.inputs for term in terms) > 1
-        if cancelled := [each for each in products if vector in products[each] and (each is not norm or is_twice)]:
+        cancelled = [each for each in products if vector in products[each]]
+        if cancelled := [each for each in cancelled if not (each is norm or each in summed) or is_twice(each)]:
             inner = [each for each in products.get(norm, ()) if each is not vector]  # of x A xᵀ, the product x A
             nodes = dict.fromkeys(sorted((*cancelled, norm, *inner), key=lambda each: -len(each.shape)))
             yield Group("distances", tuple(nodes), "a product that sums of squares cancel")
@@ -223,6 +236,12 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
         for means in squared:
             if all(mean.name in _PRODUCTS and not known.isdisjoint(map(_origin, mean.inputs)) for mean in means):
                 yield Group("moments", (second, *means), "a mean of a product less the product of the means")
+
+
+def _weighed(term: Node) -> Node | None:
+    """What a factor of a product sums up: the gradient of distances is ``x * sum(g) - g @ y``."""
+    sums = [each for each in map(_origin, term.inputs) if each.name == "reduce_sum"] if term.name == "mul" else []
+    return _origin(sums[0].inputs[0], _MEANS) if sums else None
 
 
 def _terms(node: Node) -> Sequence[Node]:
@@ -287,85 +306,93 @@ GROUPS = (
 """The functions that recognise groups, and the operations that their groups end in."""
 
 
-def _coordinates(steps: Sequence[Step]) -> Iterator[Group]:
+def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
     """Products that make places or phases: rounded, cast to integers, compared with positions, or read by sin and cos.
 
     Nothing but moves, offsets and scales lies between. In bfloat16 a place of 300.4 is 300, and a phase of 300.4 noise.
     """
-    complexes: dict[Any, list[Node]] = {}  # the real numbers that a complex one is made of: exp(ix) is a wave too
+    products = [node for node in graph.nodes if node.name in _PRODUCTS]
+    computed = set(walk(products, lambda node: node.users))
+    keeping = {node for node in graph.nodes if _keeps_places(node, computed)}
+
+    def places_made(start: Iterable[Node]) -> set[Node]:
+        return set(walk(start, lambda node: [user for user in node.users if user in keeping]))
+
+    of_products = places_made(products)
+    of_iota = places_made(node for node in graph.nodes if node.name == "iota")
+    of_integers = places_made(node for node in graph.nodes if node.name == _CAST and not node.inputs)
     casts = [step for step in steps if step.eqn.primitive.name == _CAST]
-    coarse = {cast.operands[0] for cast in casts if cast.eqn.outvars[0].aval.dtype.name in ("int8", "int4", "int2")}
+    coarse = {step.operands[0] for step in casts if step.eqn.outvars[0].aval.dtype.name in ("int8", "int4", "int2")}
+    read = [*filter(None, coarse), *(operand for node in products for operand in node.inputs)]
+    leading = set(walk(read, lambda node: () if node.name in _PRODUCTS else node.inputs))  # to products
+    complexes: dict[Any, list[Node]] = {}  # the real numbers that a complex one is made of: exp(ix) is a wave too
+    handed: dict[Node, str] = {}
     for step in steps:
-        name, reals = step.eqn.primitive.name, [node for node in step.operands if node]
-        if name in (_CAST, "complex", "mul", "neg", "exp") and _is(np.complexfloating, step.eqn.outvars[0]):
+        name, node, out = step.eqn.primitive.name, step.node, next(iter(step.eqn.outvars), None)
+        reals = [operand for operand in step.operands if operand]
+        if name in (_CAST, "complex", "mul", "neg", "exp") and _is(np.complexfloating, out):
             atoms = (atom for atom in step.eqn.invars if not reading.is_literal(atom))
-            reals += [node for atom in atoms for node in complexes.get(atom, ())]
-            complexes[step.eqn.outvars[0]] = reals
-        is_wave = name in ("sin", "cos", "tan", "exp")
-        places = _places(_ends(step, reals, coarse), is_wave)
-        if products := [node for node in places if _is_product(node)]:
-            way = (node for node in places if _keeps_places(node, is_wave))
-            way = (node for node in way if any(map(_is_product, _places([node], is_wave))))
-            yield Group("coordinates", tuple(dict.fromkeys((*products, *way))), f"handed to {name}")
+            reals = [*dict.fromkeys((*reals, *(real for atom in atoms for real in complexes.get(atom, ()))))]
+            complexes[out] = reals
+        ends = list[Node]()
+        if name in _COMPARISONS or name in ("abs", "square", "integer_pow", "mul"):  # |x - position|: an interpolation
+            squared = _square(node)[1:] if node else []
+            pair, positions = (squared[0].inputs, of_iota) if squared else (reals, of_iota | of_integers)
+            others = zip(pair, pair[::-1], strict=True) if squared or name in _COMPARISONS else ()
+            ends = [one for one, other in others if other in positions and other not in of_products]
+        elif name in ("sin", "cos", "tan") or (name == "exp" and node is None):
+            ends = [real for real in reals if _origin(real).name not in _LIMITS]  # no activation
+        elif name == "rem":
+            ends = reals[:1]
+        elif name == _CAST and _is(np.integer, out):
+            ends = [real for real in reals if real not in coarse]
+        elif name in _ROUNDINGS and node is not None and not (node in leading and _is_quantised(node)):
+            ends = reals
+        handed |= dict.fromkeys(ends, name)
+    places = set(walk(handed, lambda node: node.inputs if node in keeping else ()))
+    between = places_made(node for node in products if node in places) & keeping & places
+    found = [node for node in graph.nodes if node in between]
+    reason = "handed to " + ", ".join(sorted({handed[node] for node in found if node in handed}))
+    for node in [*filter(_is_product, found)]:
+        yield Group("coordinates", (node, *found), reason)
+        found = []  # the first says it of all between
 
 
-def _ends(step: Step, reals: list[Node], coarse: set[Node | None]) -> list[Node]:
-    """Which of the real numbers that an operation reads it takes for places or phases."""
-    name, node = step.eqn.primitive.name, step.node
-    if name in ("sin", "cos", "tan", "rem") or (name == "exp" and node is None):
-        return reals if name != "rem" else reals[:1]
-    if name == _CAST:
-        return reals if _is(np.integer, step.eqn.outvars[0]) and coarse.isdisjoint(reals) else []
-    if name in _ROUNDINGS:
-        return reals if node is not None and not _is_quantised(node, coarse) else []
-    if name in _COMPARISONS:
-        pair, positions = reals, {"iota", _CAST}
-    else:  # |x - position|, as kernels of an interpolation have it
-        differences = _square(node)[1:] if node is not None and name in ("abs", "square", "integer_pow", "mul") else []
-        pair, positions = [operand for difference in differences for operand in difference.inputs], {"iota"}
-    made_of = [{each.name for each in _places([other]) if not each.inputs or each.name in _PRODUCTS} for other in pair]
-    are_positions = [names & positions and names.isdisjoint(_PRODUCTS) for names in made_of[::-1]]
-    return [one for one, is_position in zip(pair, are_positions, strict=True) if is_position]
-
-
-def _places(ends: Iterable[Node], is_wave: bool = False) -> list[Node]:
-    """What places are computed from, and what that is computed from, as long as it is places."""
-    return walk(ends, lambda node: node.inputs if _keeps_places(node, is_wave) else ())
-
-
-def _keeps_places(node: Node, is_wave: bool) -> bool:
-    """Whether places are computed from places: by products, moves, offsets, scales, bounds and perspective."""
-    unknown = [operand for operand in node.inputs if not _is_given(operand, constant=is_wave)]
+def _keeps_places(node: Node, computed: Collection[Node]) -> bool:
+    """Whether places are made of places: by products, moves, offsets, scales that no product computed, and bounds."""
+    unknown = [operand for operand in node.inputs if operand in computed]
     if (node.name in _SUMS and len(unknown) > 1) or node.name in _LIMITS:  # but no residual stream, no activation
-        readers = {reader.name for reader in _readers(node)}
-        return readers.isdisjoint({*_PRODUCTS, "reduce_sum"}) and not (is_wave and node.name in _LIMITS)
-    if node.name in ("mul", "div"):
-        return len(unknown) < 2 or (node.name == "div" and not is_wave)
+        return {reader.name for reader in _readers(node)}.isdisjoint({*_PRODUCTS, "reduce_sum"})
     is_moved = node.kind in (Kind.CLEAR, Kind.JOIN) or node.name in MOVES
-    return is_moved or node.name in _AFFINE | _PRODUCTS or _passed(node, ()) is not None
+    is_passed = is_moved or node.name in _AFFINE | _PRODUCTS or _passed(node, ()) is not None
+    return len(unknown) < 2 if node.name == "mul" else is_passed
 
 
-def _is_quantised(rounded: Node, coarse: set[Node | None]) -> bool:
-    """Whether rounding makes numbers of a network coarse: a product reads them, and nobody what was rounded off."""
+def _is_quantised(rounded: Node) -> bool:
+    """Whether rounding makes numbers of a network coarse: nobody reads what was rounded off."""
     whole = _origin(rounded.inputs[0], _SCALES, constant=False)
 
     def differs_from_whole(node: Node) -> bool:
         return node.name in _SUMS and whole in [_origin(each, _SCALES, constant=False) for each in node.inputs]
 
     rests = filter(differs_from_whole, _readers(rounded, _SCALES | _LIMITS | {"select_n"}))
-    if any(rest.name == "sub" and not any(map(differs_from_whole, _readers(rest))) for rest in rests):
-        return False  # which a straight-through gradient would add to the whole again
-    after = walk([rounded], lambda node: () if node.name in _PRODUCTS else node.users)
-    return any(node.name in _PRODUCTS or node in coarse for node in after)
+    # A straight-through gradient would add it to the whole again.
+    return all(rest.name == "add" or any(map(differs_from_whole, _readers(rest))) for rest in rests)
 
 
 def _is_product(node: Node) -> bool:
     return node.kind is Kind.HALF and not node.is_asked
 
 
+_FAR = 64
+"""No chain that people write is longer; of a chain of thousands each would be followed to its start again and again."""
+
+
 def _origin(node: Node, through: Collection[str] = (), way: list[Node] | None = None, constant: bool = True) -> Node:
     """What a value was before it was moved and went ``through`` operations with constants, which ``way`` gathers."""
-    while (below := _passed(node, through, constant)) is not None:
+    for _ in range(_FAR):
+        if (below := _passed(node, through, constant)) is None:
+            break
         if way is not None and node.kind is not Kind.CLEAR:
             way.append(node)
         node = below
