@@ -271,11 +271,15 @@ class Run:
         policy, caller = decision.policy, _running.frames[-1] if _running.frames else None
         inside = caller is not None and caller.is_around(self, module)
         carry = None if inside else carried_by(args, caller.traces if caller else [])
-        if decision.is_float32 and not inside:
+        # What float32 code hands over is float32: what the submodules here give must not be half beside it.
+        is_float32 = decision.is_float32 or (
+            not decision.is_written and caller is not None and caller.run is self and caller.is_float32
+        )
+        if is_float32 and not inside:
             args, kwargs = jax.tree.map(widen, (args, kwargs))
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
         traces = caller.traces if caller is not None and inside else traces_around()
-        frame = _Frame(self, module, module.path, policy, decision.is_float32, traces)
+        frame = _Frame(self, module, module.path, policy, is_float32, traces)
         _running.frames.append(frame)
         try:
             computed = None if decision.is_written else policy.compute_dtype
