@@ -271,7 +271,7 @@ class Run:
         policy, caller = decision.policy, _running.frames[-1] if _running.frames else None
         inside = caller is not None and caller.is_around(self, module)
         carry = None if inside else carried_by(args, caller.traces if caller else [])
-        # What float32 code hands over is float32: what the submodules here give must not be half beside it.
+        # What it gets from float32 code is float32: half results of submodules beside that would be widened for good.
         is_float32 = decision.is_float32 or (
             not decision.is_written and caller is not None and caller.run is self and caller.is_float32
         )

@@ -164,8 +164,10 @@ class _Frame:
 
     @property
     def is_float32(self) -> bool:
-        """Whether its code is traced in float32."""
-        return self.decision.mode == "float32"
+        """Whether its code is traced in float32: as it asks, or because what it gets from float32 code is float32."""
+        if self.decision.mode is not None or self.caller is None or self.caller.run is not self.run:
+            return self.decision.mode == "float32"
+        return self.caller.is_float32
 
     def is_in_run_of(self, cls: type) -> bool:
         """Whether a run of a root of a class is under way."""

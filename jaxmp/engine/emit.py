@@ -106,12 +106,13 @@ class Note:
         """``value`` with the cast of its author that was put off."""
         return value if node is None or node.late is None else self.cast(value, node.late)
 
-    def repeat(self, value: Any, dtype: np.dtype, shape: tuple[int, ...], like: Any, is_normalised: bool) -> Any:
+    def repeat(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
         """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example where ``like`` is batched."""
+        shape = step.eqn.outvars[0].aval.shape
         if (value.shape == shape and not reading.is_batched(like)) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
         self.casts.append(value.size * dtype.itemsize)
-        return cast_repeated(value, dtype, shape, like, is_normalised)
+        return cast_repeated(value, dtype, shape, like, step.node is not None and _is_normalised(step.node))
 
 
 class _Values:
@@ -129,17 +130,14 @@ class _Values:
         """The value as it is."""
         return atom.val if reading.is_literal(atom) else self.env[atom]
 
-    def read_as(
-        self, atom: Any, node: Node, dtype: np.dtype, repeat: tuple[tuple[int, ...], Any, bool] | None = None
-    ) -> Any:
+    def read_as(self, atom: Any, node: Node, dtype: np.dtype, repeat: tuple[Step, Any] | None = None) -> Any:
         """The value in ``dtype``, for an operation that may repeat it.
 
         Args:
           atom: the variable or literal.
           node: its node.
           dtype: the dtype that is wanted.
-          repeat: the shape of the operation's result, another operand of it, and whether that is
-            normalised; None if it repeats nothing.
+          repeat: the step of the operation and another operand of it; None if it repeats nothing.
         """
         value = self.read(atom)
         if reading.is_literal(atom):
@@ -200,8 +198,7 @@ class _Emission:
         else:
             repeat = None
             if eqn.primitive.name in BROADCAST:
-                like = next(filter(reading.is_batched, note.operands), None)
-                repeat = eqn.outvars[0].aval.shape, like, node is not None and _is_normalised(node)
+                repeat = step, next(filter(reading.is_batched, note.operands), None)
             operands = [
                 values.read(atom) if dtype is None or operand is None else values.read_as(atom, operand, dtype, repeat)
                 for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
@@ -280,22 +277,19 @@ class _Emission:
 
 
 def _is_normalised(node: Node) -> bool:
-    """Whether a weight is added to a value before it goes into a product, as at the end of a normalisation."""
-    stack, seen = [node], {node}
+    """Whether a weight is added to each row before the next product, as at the end of a normalisation."""
+    stack, seen, size = [node], {node}, math.prod(node.shape)
     while stack:
         for user in stack.pop().users:
             if user in seen or user.name in _PRODUCTS:
                 continue
-            if user.name == "add" and any(map(_is_weight, user.inputs)):
+            weights = [other for other in user.inputs if not other.is_cast_once and other.const is None]
+            if user.name == "add" and any(math.prod(weight.shape) < size for weight in weights):
                 return True
-            if user.kind is Kind.CLEAR or math.prod(user.shape) == math.prod(node.shape):
+            if user.kind is Kind.CLEAR or math.prod(user.shape) == size:
                 seen.add(user)
                 stack.append(user)
     return False
-
-
-def _is_weight(node: Node) -> bool:
-    return not node.is_cast_once and node.const is None
 
 
 def _bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
