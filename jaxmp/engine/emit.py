@@ -385,6 +385,8 @@ def read_in(body: Body, position: int) -> np.dtype | None:
 
 
 def _wanted_by(step: Step, position: int) -> np.dtype | None:
+    if step.eqn.primitive.name == "convert_element_type" and step.node is not None:
+        return step.node.dtype  # what its author casts to half is half before as well
     if step.bodies is None:
         return operand_dtypes(step)[position]
     if step.bodies.kind == "call":
