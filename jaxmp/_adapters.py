@@ -124,6 +124,14 @@ class Treatment:
         """Whether its code is traced in float32."""
         return self.mode == "float32"
 
+    def called_by(self, caller: Treatment | None) -> Treatment:
+        """How it is computed where it is called: traced on float32 if that is what its ``caller`` has to give.
+
+        Half results of its submodules beside that would be widened for good.
+        """
+        is_given_float32 = self.mode is None and caller is not None and caller.is_float32
+        return dataclasses.replace(self, mode="float32") if is_given_float32 else self
+
     def mark(self) -> contextlib.AbstractContextManager[None]:
         """What tells the engine how to compute the code of a method."""
         if self.mode == "autocast":

@@ -98,7 +98,7 @@ class _Frame:
     run: Run
     module: nn.Module
     path: Path
-    decision: _Decision
+    decision: Treatment
     traces: list[Any]
 
     def is_around(self, run: Run, module: nn.Module) -> bool:
@@ -269,11 +269,12 @@ class Run:
         caller = _running.frames[-1] if _running.frames else None
         inside = caller is not None and caller.is_around(self, module)
         carry = None if inside else carried_by(args, caller.traces if caller else [])
-        if decision.is_float32 and not inside:
+        own = decision.called_by(caller.decision if caller is not None and caller.run is self else None)
+        if own.is_float32 and not inside:
             args, kwargs = jax.tree.map(widen, (args, kwargs))
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
         traces = caller.traces if caller is not None and inside else traces_around()
-        _running.frames.append(_Frame(self, module, module.path, decision, traces))
+        _running.frames.append(_Frame(self, module, module.path, own, traces))
         try:
             with decision.mark(), decision.products(caller.decision if caller else None, self.ambient_precision):
                 result = next_fun(*args, **kwargs)
@@ -282,7 +283,7 @@ class Run:
         keep_statistics(module, self._at(path) or {}, decision)
         if caller is not None and caller.run is self:
             if not inside:
-                result = handed_out(result, decision, caller.decision, given)
+                result = handed_out(result, own, caller.decision, given)
         elif self.method is not None and (module is self.module or module is self.copy()):
             result = self.cast_output(result)  # before Linen captures it as an intermediate
         return result if carry is None else as_carry(result, carry)

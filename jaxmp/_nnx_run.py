@@ -203,7 +203,8 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     if decision.is_float32:
         args, kwargs = _arrays(widen, (args, kwargs))
     given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
-    frame = _Frame(run, module, path, decision, traces_around(), caller)
+    own = decision.called_by(here.decision if here else None)
+    frame = _Frame(run, module, path, own, traces_around(), caller)
     with (
         frame.running(),
         jax.named_scope(scope) if scope else contextlib.nullcontext(),

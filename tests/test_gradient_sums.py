@@ -18,6 +18,7 @@ from linen_zoo import HALVES
 from program_tools import half_sums, has_loops, with_exact_sums
 
 import jaxmp
+from jaxmp._jaxpr.walk import equations
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms and cells add half and float32
 
@@ -200,6 +201,24 @@ def test_nor_does_one_where_the_loss_transforms_the_model(name, transform, way):
         gradient = half_gradient(case, way, policy, TRANSFORMS[transform])
         sums = half_sums(jax.make_jaxpr(gradient)(*case()[1:]))
         assert not sums, "\n".join(map(str, sums))
+
+
+@pytest.mark.parametrize(
+    ("layers", "fused", "apart"),
+    [
+        ((nn.Dense(8), nn.gelu, nn.Dense(8)), 2, 0),
+        ((nn.Dense(8), nn.LayerNorm(), nn.Dense(8)), 1, 1),
+        ((nn.Dense(8), lambda x: x.reshape(60, 80) + 1, nn.LayerNorm(), nn.Dense(8)), 1, 1),
+        ((nn.Dense(8), nn.tanh, nn.LayerNorm(use_bias=False), nn.Dense(8)), 2, 0),
+    ],
+)
+def test_cotangents_are_rounded_where_xla_may_sum_them_in_their_kernel_and_kept_apart_from_a_norms(
+    layers, fused, apart
+):
+    model = jaxmp.linen.apply_policy(nn.Sequential(layers), "mixed_bfloat16")
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(loss(model.apply)))(params, X))]
+    assert (names.count("reduce_precision"), names.count("optimization_barrier")) == (fused, apart)
 
 
 # XLA has no float16 kernel for what jax.nn.dot_product_attention asks of a CPU.

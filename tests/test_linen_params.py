@@ -32,6 +32,9 @@ from linen_zoo import (
 )
 
 import jaxmp
+from jaxmp._jaxpr.reading import names_of
+from jaxmp._jaxpr.walk import equations
+from jaxmp.engine.marks import path_of
 from jaxmp.linen import apply_policy
 
 X, IMAGE = data(2, 4), data(2, 4, 4, 3)
@@ -303,6 +306,26 @@ def test_a_residual_of_a_float32_input_is_added_in_float32(owns):
         variables = model.init(rngs(), X)
         layer = apply_policy(nn.Dense(4), "mixed_float16").apply({"params": variables["params"]["Dense_0"]}, X)
         same_bits(model.apply(variables, X), X + layer)
+
+
+def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_is_float32():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.LayerNorm()(x + nn.Dense(4, bias_init=normal)(x))
+
+    class Owner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scale = self.param("scale", normal, (4,))
+            return nn.Dense(4)(Block()(Block()(nn.Dense(4)(x))) * scale)
+
+    model = apply_policy(Owner(), "mixed_bfloat16")
+    with standard_promotion():
+        program = jax.make_jaxpr(model.apply)(shapes(model, X), X)
+    sums = [eqn for eqn in equations(program) if eqn.primitive.name == "add"]
+    residuals = [eqn for eqn in sums if path_of(names_of(eqn))[-1].startswith("Block_")]
+    assert [eqn.outvars[0].aval.dtype.name for eqn in residuals] == ["bfloat16", "bfloat16"]
 
 
 def test_integers_bools_keys_and_other_things_reach_the_modules_as_they_are():

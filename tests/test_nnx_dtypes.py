@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from linen_zoo import HALVES, data, same_bits
+from linen_zoo import HALVES, data, same_bits, standard_promotion
 from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_products, outcome, rngs, values
 
+from jaxmp._jaxpr.reading import names_of
+from jaxmp._jaxpr.walk import equations
+from jaxmp.engine.marks import path_of
 from jaxmp.nnx import apply_policy
 
 SEQUENCE, IMAGE = data(2, 6, 8), data(2, 5, 5, 3)
@@ -146,6 +149,36 @@ def test_in_a_module_with_params_and_submodules_inputs_follow_where_they_meet_th
     same_bits(mixed, (hidden @ jnp.diag(bare.gain[...].astype("bfloat16"))).astype("float32"))
     with jax.default_matmul_precision("highest"):
         same_bits(exact, bare.exact(SEQUENCE))
+
+
+class Block(nnx.Module):
+    """A residual and a normalisation, without params of its own."""
+
+    def __init__(self) -> None:
+        self.layer, self.norm = nnx.Linear(8, 8, rngs=rngs()), nnx.LayerNorm(8, rngs=rngs())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x + self.layer(x))
+
+
+class Owner(nnx.Module):
+    """A block in a module with params."""
+
+    def __init__(self) -> None:
+        self.first, self.last = (nnx.Linear(8, 8, rngs=rngs()) for _ in range(2))
+        self.block, self.scale = Block(), nnx.Param(jnp.ones(8))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(self.block(self.first(x)) * self.scale)
+
+
+def test_a_residual_between_half_layers_stays_half_though_a_parent_with_params_is_float32():
+    model = apply_policy(Owner(), "mixed_bfloat16")
+    with standard_promotion():  # for the LayerNorm
+        program = jax.make_jaxpr(model)(SEQUENCE)
+    sums = [eqn for eqn in equations(program) if eqn.primitive.name == "add"]
+    residuals = [eqn for eqn in sums if path_of(names_of(eqn))[-1] == "block"]
+    assert [eqn.outvars[0].aval.dtype.name for eqn in residuals] == ["bfloat16"]
 
 
 def test_the_float32_preset_asks_for_true_float32_products_and_an_override_of_it_does_so_there_only():

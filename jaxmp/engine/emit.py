@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,12 +106,13 @@ class Note:
         """``value`` with the cast of its author that was put off."""
         return value if node is None or node.late is None else self.cast(value, node.late)
 
-    def repeat(self, value: Any, dtype: np.dtype, shape: tuple[int, ...], like: Any) -> Any:
+    def repeat(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
         """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example where ``like`` is batched."""
+        shape = step.eqn.outvars[0].aval.shape
         if (value.shape == shape and not reading.is_batched(like)) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
         self.casts.append(value.size * dtype.itemsize)
-        return cast_repeated(value, dtype, shape, like)
+        return cast_repeated(value, dtype, shape, like, step.node is not None and _is_normalised(step.node))
 
 
 class _Values:
@@ -128,14 +130,14 @@ class _Values:
         """The value as it is."""
         return atom.val if reading.is_literal(atom) else self.env[atom]
 
-    def read_as(self, atom: Any, node: Node, dtype: np.dtype, repeat: tuple[tuple[int, ...], Any] | None = None) -> Any:
+    def read_as(self, atom: Any, node: Node, dtype: np.dtype, repeat: tuple[Step, Any] | None = None) -> Any:
         """The value in ``dtype``, for an operation that may repeat it.
 
         Args:
           atom: the variable or literal.
           node: its node.
           dtype: the dtype that is wanted.
-          repeat: the shape of the operation's result, and another operand of it; None if it repeats nothing.
+          repeat: the step of the operation and another operand of it; None if it repeats nothing.
         """
         value = self.read(atom)
         if reading.is_literal(atom):
@@ -196,7 +198,7 @@ class _Emission:
         else:
             repeat = None
             if eqn.primitive.name in BROADCAST:
-                repeat = eqn.outvars[0].aval.shape, next(filter(reading.is_batched, note.operands), None)
+                repeat = step, next(filter(reading.is_batched, note.operands), None)
             operands = [
                 values.read(atom) if dtype is None or operand is None else values.read_as(atom, operand, dtype, repeat)
                 for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
@@ -272,6 +274,22 @@ class _Emission:
     ) -> list[Any]:
         """A derivative rule; its operands come, and its results go, in the dtypes of the function's."""
         return coloured(jaxpr, self.rules, names, args, dtypes, force=True, in_rule=in_rule)
+
+
+def _is_normalised(node: Node) -> bool:
+    """Whether a weight is added to each row before the next product, as at the end of a normalisation."""
+    stack, seen, size = [node], {node}, math.prod(node.shape)
+    while stack:
+        for user in stack.pop().users:
+            if user in seen or user.name in _PRODUCTS:
+                continue
+            weights = [other for other in user.inputs if not other.is_cast_once and other.const is None]
+            if user.name == "add" and any(math.prod(weight.shape) < size for weight in weights):
+                return True
+            if user.kind is Kind.CLEAR or math.prod(user.shape) == size:
+                seen.add(user)
+                stack.append(user)
+    return False
 
 
 def _bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
@@ -367,6 +385,8 @@ def read_in(body: Body, position: int) -> np.dtype | None:
 
 
 def _wanted_by(step: Step, position: int) -> np.dtype | None:
+    if step.eqn.primitive.name == "convert_element_type" and step.node is not None:
+        return step.node.dtype  # what its author casts to half is half before as well
     if step.bodies is None:
         return operand_dtypes(step)[position]
     if step.bodies.kind == "call":
