@@ -19,9 +19,10 @@ import numpy as np
 from jaxmp import tree as _tree
 from jaxmp._jaxpr.reading import loop_of
 from jaxmp.dtypes import is_half
-from jaxmp.engine.autocast import checked_policy
+from jaxmp.engine.kinds import REAL
 from jaxmp.engine.marks import computing, precision, widened
-from jaxmp.patterns import Pattern, pattern_text
+from jaxmp.engine.rules import Rules
+from jaxmp.patterns import OPERATIONS, Pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
 Mode = Literal["written", "float32", "autocast"] | None
@@ -34,30 +35,25 @@ def is_o1(policy: Any) -> bool:
     return isinstance(policy, str) and policy.strip().upper() == "O1"
 
 
-def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> PolicyMap:
-    """The policy of a model under autocast, and the exceptions from it: what the adapters' ``autocast`` takes."""
-    default = PolicyMap("mixed_float16" if is_o1(policy) else policy)
-    checked_policy(default.root)
-    policies = PolicyMap(default, overrides)
-    half = policies.root.compute_dtype
-    if not is_half(half):
+def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:
+    """The policies of a model under autocast and its exceptions of operations, of what ``autocast`` is given."""
+    given = dict(overrides or {})
+    operations = {key: given.pop(key) for key in [*given] if isinstance(key, str) and key.startswith(OPERATIONS)}
+    policies = PolicyMap(PolicyMap("mixed_float16" if is_o1(policy) else policy), given)
+    half = policies.compute_dtype
+    if half not in REAL or not is_half(half):
         raise ValueError(
             f"a model under autocast needs a policy with a half compute dtype, got {half.name}; use 'mixed_bfloat16' "
             "or 'mixed_float16'"
         )
-    for pattern, exception in (*policies.overrides, *default.overrides):
+    for pattern, exception in policies.rules:
         if exception.compute_dtype not in (np.float32, half):
             raise ValueError(
                 f"under autocast a model computes in its policy's {half.name}, and in float32 where an override says "
                 f"so, but the one for {pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write "
                 "'float32' or 'half' there"
             )
-    return policies
-
-
-def level_of(policy: Policy) -> str:
-    """What :func:`jaxmp.precision` calls the compute dtype of an override."""
-    return "float32" if policy.compute_dtype == np.float32 else "half"
+    return policies, Rules(half, operations).overrides
 
 
 # --- fields ---

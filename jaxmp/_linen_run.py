@@ -31,7 +31,6 @@ from jaxmp._adapters import (
     is_default,
     is_floating,
     kept_from_half,
-    level_of,
     nothing_in_half,
     widen,
 )
@@ -47,7 +46,8 @@ from jaxmp._linen_variables import (
     store_params,
 )
 from jaxmp.dtypes import is_half
-from jaxmp.engine.marks import computing
+from jaxmp.engine.marks import computing, level_of
+from jaxmp.engine.rules import Rules
 from jaxmp.patterns import Path, is_class_pattern
 from jaxmp.policy import Policy, PolicyMap
 
@@ -64,11 +64,12 @@ class Root:
     policies: PolicyMap
     prefix: Path = ()
     autocast: bool = False
+    operations: tuple[tuple[str, str], ...] = ()
 
     @property
-    def half(self) -> np.dtype | None:
-        """The half dtype of autocast; None where each module has its own."""
-        return self.policies.root.compute_dtype if self.autocast else None
+    def rules(self) -> Rules:
+        """What is asked of the engine; each module has its own half dtype but under autocast."""
+        return Rules(self.policies.compute_dtype if self.autocast else None, dict(self.operations))
 
     def mark(self, module: nn.Module) -> None:
         """Marks the scope of ``module``, and so every scope below that is still to come, as belonging to this root."""

@@ -46,11 +46,13 @@ class Decision(Treatment):
       given: the attributes that the policy replaced, as the author gave them.
       level: how many modules of the same class are around it for which the same was decided, so that one that is nested
         in another is told from a copy that a transform has made.
+      operations: the exceptions of operations from autocast.
     """
 
     is_root: bool
     given: tuple[tuple[str, Any], ...]
     level: int = 0
+    operations: tuple[tuple[str, str], ...] = ()
 
 
 def decision_of(module: Any) -> Decision | None:
@@ -175,7 +177,7 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
             return _run(run, module, method, args, kwargs)
 
     if decision.mode == "autocast":
-        return autocast(fun, decision.policy)(module, args, kwargs)
+        return autocast(fun, decision.policy, dict(decision.operations))(module, args, kwargs)
     carry = None if decision.is_root else carried_by(args, [])
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
     result = call.write(*remembered(programs, (method, call.key), call.pure, Rules(None), call.arguments))

@@ -27,7 +27,6 @@ from jaxmp._adapters import autocast_map, is_o1
 from jaxmp._linen_run import Root, Run, given_fields, is_running, run_with_root, running
 from jaxmp._linen_variables import Variables
 from jaxmp.engine.autocast import computed, remembered
-from jaxmp.engine.rules import Rules
 from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nn.Module)
@@ -88,7 +87,7 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
       module: any Linen module, alone or to be nested in another.
       policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16, or ``"O1"``.
       overrides: pattern to ``"float32"``, ``"half"`` or a policy that computes in one of them, for parts of the module;
-        patterns are those of :class:`jaxmp.PolicyMap`.
+        patterns are those of :class:`jaxmp.PolicyMap`, and those of operations that :func:`jaxmp.autocast` takes.
 
     Raises (when the module runs, for only then its submodules exist):
       ValueError: a pattern matched no module and no variable, or every product stays float32; or (at once) the policy
@@ -99,7 +98,8 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
     >>> model.apply(variables, jnp.ones((1, 3))).dtype
     dtype('float32')
     """
-    return _under(module, Root(autocast_map(policy, overrides), autocast=True), "autocast")
+    policies, operations = autocast_map(policy, overrides)
+    return _under(module, Root(policies, autocast=True, operations=tuple(operations.items())), "autocast")
 
 
 def _under(module: M, root: Root, name: str) -> M:
@@ -139,7 +139,7 @@ class _Policied(_Object):
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
         bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
         if not (creates or in_engine or name == "setup"):
-            lifted = functools.partial(_through_engine, self.jaxmp_root.half)
+            lifted = functools.partial(_through_engine, self.jaxmp_root)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
         with running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
             return run.cast_output(call())
@@ -159,7 +159,7 @@ class _Policied(_Object):
             with _in_engine.turned(True):
                 return bare(variables, *args, rngs=rngs, **kwargs)
 
-        call, rules = (variables, args, rngs, kwargs), Rules(self.jaxmp_root.half)
+        call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules
         if is_watched():
             return computed(pure, rules, call, {})
         return remembered(type(self).jaxmp_programs, (self, method), pure, rules, call)
@@ -189,7 +189,7 @@ def _is_checked(module: Any) -> bool:
     return module.scope is not None and isinstance(module.scope.root, _linen_module.TestScope)
 
 
-def _through_engine(half: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _through_engine(root: Root, fun: Callable[..., Any]) -> Callable[..., Any]:
     """``fun``, of a scope, as the engine writes it: what it reads from the scope and writes there is traced with it."""
 
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ def _through_engine(half: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
             scope = scope_of(variables, rngs)
             return fun(scope, *args, **kwargs), repack(scope)
 
-        return computed(pure, Rules(half), (variables, rngs, args, kwargs), {})
+        return computed(pure, root.rules, (variables, rngs, args, kwargs), {})
 
     return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
 

@@ -23,7 +23,6 @@ from jaxmp._adapters import (
     is_floating,
     is_o1,
     kept_from_half,
-    level_of,
     nothing_in_half,
 )
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
@@ -31,6 +30,7 @@ from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
 from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
 from jaxmp._nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.dtypes import is_half
+from jaxmp.engine.marks import level_of
 from jaxmp.patterns import Path
 from jaxmp.policy import Policy, PolicyMap
 
@@ -96,8 +96,8 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
       model: any NNX module, with arrays or abstract; one that has a policy already loses it.
       policy: whatever :func:`jaxmp.autocast` takes, or a PolicyMap such as ``"O2"``.
       overrides: pattern to ``"float32"``, to ``"half"``, or to a policy that computes in one of them, for parts of the
-        model; patterns are those of :class:`jaxmp.PolicyMap`, paths those of ``nnx.iter_modules``:
-        ``encoder/layers/0``.
+        model; patterns are those of :class:`jaxmp.PolicyMap`, paths those of ``nnx.iter_modules``
+        (``encoder/layers/0``), and those of operations that :func:`jaxmp.autocast` takes.
 
     Raises:
       TypeError: ``model`` is not an NNX module.
@@ -109,10 +109,11 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype(bfloat16)]
     """
-    return _under(model, autocast_map(policy, overrides), by_autocast=True)
+    policies, operations = autocast_map(policy, overrides)
+    return _under(model, policies, by_autocast=True, operations=operations)
 
 
-def _under(model: M, policies: PolicyMap, by_autocast: bool) -> M:
+def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping[str, str] | None = None) -> M:
     name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
         raise TypeError(
@@ -128,7 +129,7 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool) -> M:
         _check_products(policies.root, graph.nodes, decisions)
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
-        _set_up(node, decision, graph, casts)
+        _set_up(node, dataclasses.replace(decision, operations=tuple((operations or {}).items())), graph, casts)
     return copy
 
 

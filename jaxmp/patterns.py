@@ -11,8 +11,17 @@ Pattern = str | type
 """A glob on the module path, ``"type:GLOB"`` on the name of the module's class or a base of it, or a module class."""
 
 
+OPERATIONS = ("primitive:", "class:")
+"""How the keys of overrides begin that mean operations and not modules."""
+
+
 def check_pattern(pattern: Any) -> Pattern:
-    """``pattern`` itself if it is one, else a TypeError."""
+    """``pattern`` itself if it is one, else a TypeError, or a ValueError if it is the key of an operation."""
+    if isinstance(pattern, str) and pattern.startswith(OPERATIONS):
+        raise ValueError(
+            f"a pattern of a policy means modules, got {pattern!r}, which means operations; autocast decides on those: "
+            "give it as an override to jaxmp.autocast, jaxmp.linen.autocast or jaxmp.nnx.autocast"
+        )
     if isinstance(pattern, (str, type)):
         return pattern
     raise TypeError(

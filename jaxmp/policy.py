@@ -178,6 +178,11 @@ class PolicyMap:
         return self.root.matmul_precision
 
     @property
+    def rules(self) -> list[tuple[Pattern, Policy]]:
+        """The overrides of this map and of the one it adds to, in the order in which they are tried."""
+        return [(pattern, policy) for _, pattern, policy in self._rules()]
+
+    @property
     def patterns(self) -> list[Pattern]:
         """The patterns of this map and of the one it adds to, in the order in which they are tried."""
         return [pattern for _, pattern, _ in self._rules()]

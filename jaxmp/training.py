@@ -21,8 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmp import tree as _tree
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp.dtypes import nearest
-from jaxmp.engine.autocast import autocast
-from jaxmp.engine.autocast import checked_policy as one_policy_of
+from jaxmp.engine.autocast import autocast, policy_and_exceptions
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import get_loss_scale, has_loss_scale, loss_scaling, scaled_value_and_grad, take_step, unscale
 
@@ -384,7 +383,7 @@ def _checked(loss_fn: LossFn) -> LossFn:
 
 def _under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
     """``loss_fn`` under autocast where ``policy`` computes in a half dtype."""
-    one_policy = None if policy is None else one_policy_of(policy)
+    one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
     if one_policy is None or one_policy.compute_dtype == np.float32:
         if overrides:
             raise ValueError(
@@ -393,7 +392,7 @@ def _under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | N
             )
         return loss_fn if one_policy is None else _within(one_policy.precision, loss_fn)
     # A pure policy would round the loss and the batch statistics on their way out.
-    return _within(one_policy.precision, autocast(loss_fn, one_policy.with_output_dtype(np.float32), overrides))
+    return _within(one_policy.precision, autocast(loss_fn, one_policy.with_output_dtype(np.float32), exceptions))
 
 
 def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn) -> LossFn:

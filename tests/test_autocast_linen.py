@@ -232,6 +232,13 @@ def test_a_model_runs_under_autocast_in_either_half_dtype(policy, half):
     assert model_products(kept, data(2, 4)) == [half, "float32"]
 
 
+def test_operations_are_overridden_under_autocast_and_refused_under_a_policy():
+    model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {"primitive:dot_general": "float32", "Dense_0": "half"})
+    assert model_products(model, data(2, 4)) == ["bfloat16", "float32"]
+    with pytest.raises(ValueError, match=r"means modules, got 'primitive:exp', which means operations"):
+        apply_policy(MLP(), "mixed_bfloat16", {"primitive:exp": "float32"})
+
+
 def test_a_model_under_autocast_whose_products_all_stay_float32_raises_and_names_them():
     model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {nn.Dense: "float32"})
     with pytest.raises(ValueError, match=r"every product stays as it was: Dense_0 \(override"):

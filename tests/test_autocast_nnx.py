@@ -96,6 +96,13 @@ def test_the_first_override_that_matches_wins_and_half_is_the_policys_own(half):
     assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "bfloat16", "float32"]
 
 
+def test_operations_are_overridden_under_autocast_and_refused_under_a_policy():
+    model = autocast(Mlp(rngs()), "mixed_bfloat16", {"class:half": "float32", "head": "half"})
+    assert [dtype for _, dtype in found(model, data(2, 4))] == ["float32", "float32", "bfloat16"]
+    with pytest.raises(ValueError, match="means modules, got 'class:half', which means operations"):
+        apply_policy(Mlp(rngs()), "mixed_bfloat16", {"class:half": "float32"})
+
+
 def test_a_policy_map_says_which_classes_stay_float32():
     policy = jaxmp.PolicyMap("mixed_bfloat16", {Scale: "float32"})
     dtypes = [dtype for _, dtype in found(autocast(Net(rngs()), policy, {"conv": "float32"}), X)]

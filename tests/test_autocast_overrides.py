@@ -109,8 +109,10 @@ def test_a_region_changes_nothing_outside_of_autocast():
         ),
         ({"primitive:transpose": "half"}, ValueError, "an override names operations that compute in a dtype"),
         ({"primitive:scatter-add": "half"}, ValueError, "its derivative are seen in autocast(grad(f)) only"),
-        ({"**/head": "bfloat16"}, ValueError, "in 'float32' or in 'half' (the policy's compute dtype), got 'bfloat16'"),
+        ({"**/head": "float16"}, ValueError, "or in 'half' (the policy's compute dtype), got 'float16'"),
+        ({"**/head": "O2"}, ValueError, "or in 'half' (the policy's compute dtype), got 'O2'"),
         ({jnp.tanh: "half"}, TypeError, "an override of autocast is a path such as '**/head'"),
+        ({"type:Dense": "half"}, TypeError, "a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast"),
     ],
 )
 def test_overrides_that_mean_nothing_raise(overrides, error, text):
@@ -127,20 +129,58 @@ def test_wrong_overrides_raise_before_the_call():
 @pytest.mark.parametrize(
     ("policy", "error", "text"),
     [
-        ("float64", ValueError, "autocast computes in float16 or bfloat16, got the compute dtype float64"),
-        ("O2", TypeError, "autocast takes one policy for a function, got the PolicyMap O2"),
-        ("mixed_bf16", ValueError, "unknown policy 'mixed_bf16'"),
+        ("float64", ValueError, "autocast computes in float16, bfloat16 or float32, got the compute dtype float64"),
+        ("O2", TypeError, "got 'type:*BatchNorm': a function has no modules; jaxmp.linen.autocast and"),
+        ("mixed_bf61", ValueError, "unknown policy 'mixed_bf61'"),
+        (
+            jaxmp.PolicyMap("float32", {"head": "mixed_bfloat16"}),
+            ValueError,
+            "or in 'half' (the policy's compute dtype",
+        ),
     ],
 )
-def test_policies_without_a_half_dtype_raise(policy, error, text):
+def test_policies_that_mean_nothing_for_a_function_raise(policy, error, text):
     with pytest.raises(error) as raised:
         half(model, policy)
     assert text in str(raised.value)
 
 
-def test_float32_raises_where_it_changes_nothing():
-    with pytest.raises(ValueError, match=r"got float32 outside of any other autocast.*use 'mixed_bfloat16'"):
-        half(model, "float32")(X, W)
+def test_half_under_float32_raises():
+    with pytest.raises(ValueError, match=r"'half' in overrides is the compute dtype .*, but that is float32"):
+        half(model, "float32", {"head": "half"})
+
+
+@pytest.mark.parametrize(("policy", "precision"), [("float32", "highest"), ("tensorfloat32", "tensorfloat32")])
+def test_float32_is_the_function_itself_under_its_precision_of_products(policy, precision):
+    program = jax.make_jaxpr(half(model, policy))(X, W)
+    with jax.default_matmul_precision(precision):
+        assert str(program) == str(jax.make_jaxpr(model)(X, W))
+    assert jnp.array_equal(half(model, policy)(X, W), model(X, W))
+    assert half(model, "params=float32,compute=float32,output=bfloat16")(X, W).dtype == jnp.bfloat16
+    assert half(lambda x: (x, "text", 3), policy)(X)[1:] == ("text", 3)
+
+
+def test_the_paths_of_a_policy_map_are_overrides():
+    policies = jaxmp.PolicyMap("mixed_bfloat16", {"**/head": "float32", "**/layer_0": "float32"})
+    assert products(half(model, policies), X, W) == ["float32", "bfloat16", "float32"]
+    assert products(half(model, policies, {"**/head": "half"}), X, W) == ["float32", "bfloat16", "bfloat16"]
+    assert products(half(model, "mixed_bfloat16; **/head -> float32"), X, W) == ["bfloat16", "bfloat16", "float32"]
+    plan = jaxmp.cast_plan(model, policies)(X, W)
+    assert plan.overrides == {"**/head": "float32", "**/layer_0": "float32"}
+
+
+def test_an_override_may_be_a_policy_and_tensorfloat32_is_the_cheaper_float32():
+    def precisions(level):
+        eqns = jax.make_jaxpr(half(model, overrides={"**/head": level}))(X, W).eqns
+        dots = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+        assert dots[-1].invars[0].aval.dtype == jnp.float32
+        return dots[-1].params["precision"]
+
+    highest = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    assert precisions("float32") == precisions(jaxmp.get_policy("float32")) == highest
+    assert precisions("tensorfloat32") is None
+    for level in ("half", "bfloat16", jaxmp.get_policy("mixed_bfloat16")):
+        assert products(half(model, overrides={"encoder": "float32", "**/head": level}), X, W)[-1] == "bfloat16"
 
 
 def test_float16_raises_on_a_tpu(monkeypatch):
@@ -150,7 +190,7 @@ def test_float16_raises_on_a_tpu(monkeypatch):
 
 
 def test_a_region_of_no_level_raises():
-    with pytest.raises(ValueError, match="in 'float32' or in 'half'"):
+    with pytest.raises(ValueError, match="in 'float32', in 'tensorfloat32' or in 'half'"):
         jaxmp.precision("bfloat16")
 
 

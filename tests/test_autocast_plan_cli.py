@@ -153,10 +153,10 @@ def test_wrong_arguments_are_told(here, capsys):
 def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert error(capsys, *MATMUL, "--policy", "mixed").startswith("unknown policy 'mixed'")
     assert error(capsys, *MATMUL, "--policy", "float32").startswith("cast_plan needs a policy with a half compute")
-    assert error(capsys, *MATMUL, "--policy", "O2").startswith("autocast takes one policy for a function")
+    assert error(capsys, *MATMUL, "--policy", "O2").startswith("an override of autocast is a path such as")
     assert "matched none" in error(capsys, *MATMUL, "--override", "**/head=float32")
     assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--override", "primitive:expo=half")
-    assert "'float32' or in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=full")
+    assert "'tensorfloat32' or in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
     assert error(capsys, *MATMUL, "--override", "head") == (
         "an --override is KEY=LEVEL, such as '**/head=float32', got 'head'"
     )

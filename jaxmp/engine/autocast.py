@@ -73,15 +73,15 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp.engine.emit import coloured
 from jaxmp.engine.kinds import REAL
-from jaxmp.engine.marks import DECIDED, precision
+from jaxmp.engine.marks import DECIDED, level_of, precision
 from jaxmp.engine.rules import Rules
-from jaxmp.engine.trace import Program, Traced, arrays_in, is_array, is_inside
-from jaxmp.policy import Policy, PolicyMap, get_policy
+from jaxmp.engine.trace import Program, Traced, arrays_in, is_array
+from jaxmp.policy import Policy, PolicyMap
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) -> F:
+def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) -> F:
     """``fun`` with each of its operations in the precision that suits it, decided on its whole graph.
 
     Matrix products and convolutions run in the policy's compute dtype, what needs range or adds up many terms in
@@ -95,21 +95,23 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Arguments that are no arrays (Python numbers, strings,
         None, functions) reach it as they are.
-      policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16; ``"O1"`` is mixed_float16.
-        ``"float32"`` is for a part of a larger function under autocast, which then stays float32 as a whole.
+      policy: whatever :func:`jaxmp.get_policy` reads; ``"O1"`` is mixed_float16. One that computes in float32 gives
+        ``fun`` itself under its precision of products, with its results in its output dtype: so it is on a CPU for
+        ``"auto"``, and for a part of a larger function under autocast. The patterns of a PolicyMap are overrides.
       overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"primitive:exp"`` or
-        ``"class:accumulation"`` to ``"float32"`` or ``"half"``. A path goes before an operation, a region marked with
+        ``"class:accumulation"`` to ``"float32"``, ``"tensorfloat32"`` (float32 whose products are JAX's default),
+        ``"half"`` or a policy that computes in one of them. A path goes before an operation, a region marked with
         :func:`jaxmp.precision` before both.
 
     Returns:
       A function of the same arguments; under ``jit`` it costs its casts, without it is traced in every call.
 
     Raises:
-      ValueError: the policy has no half compute dtype; float16 on a TPU; an override asks for another level, names no
+      ValueError: the policy computes in float64; float16 on a TPU; an override asks for another level, names no
         primitive or class that there is (``UnknownOperationError``), or (in the call) matched nothing
-        (``UnmatchedOverrideError``); ``"float32"`` outside of any other autocast (in the call).
-      TypeError: the policy is a PolicyMap, a key of the overrides no string; an argument is a ShapeDtypeStruct, which
-        :func:`jaxmp.cast_plan` takes (in the call).
+        (``UnmatchedOverrideError``).
+      TypeError: a key of the overrides, or a pattern of the PolicyMap, is a class of modules; an argument is a
+        ShapeDtypeStruct, which :func:`jaxmp.cast_plan` takes (in the call).
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(jax.nn.relu(x @ w) @ w)
@@ -118,19 +120,16 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, str] | None = None) ->
     >>> half(w, w).dtype, jax.grad(half)(w, w).dtype
     (dtype('float32'), dtype('float32'))
     """
-    one_policy = checked_policy(policy)
-    overrides = dict(overrides or {})
-    Rules(one_policy.compute_dtype, overrides)  # what is wrong with them is said here, not in the call
+    one_policy, exceptions = policy_and_exceptions(policy, overrides)
     programs: dict[Any, Any] = {}
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if one_policy.compute_dtype == np.float32:
-            if policy == "auto":  # this device has no fast half precision
-                return fun(*args, **kwargs)
-            return _in_float32(fun, one_policy, args, kwargs)
+            with precision(level_of(one_policy)), one_policy.precision():
+                return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
-        rules = Rules(one_policy.compute_dtype, overrides, {} if reading.is_tracing() else programs)
+        rules = Rules(one_policy.compute_dtype, exceptions, {} if reading.is_tracing() else programs)
         return computed(fun, rules, args, kwargs, one_policy)
 
     return cast(F, wrapped)
@@ -187,20 +186,23 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
 _REMEMBERED = 64
 
 
-def checked_policy(policy: Any) -> Policy:
-    """The one policy of an autocast."""
-    result = get_policy("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
-    if isinstance(result, PolicyMap):
-        raise TypeError(
-            f"autocast takes one policy for a function, got the PolicyMap {result}; pass its default and name the "
-            "exceptions by overrides={'**/head': 'float32'}"
-        )
-    if result.compute_dtype not in REAL:
+def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, Any]]:
+    """The policy of a function and the exceptions from it: ``overrides``, then those of a PolicyMap.
+
+    Raises:
+      ValueError, TypeError: as :func:`autocast`, at once.
+    """
+    policies = PolicyMap("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
+    if policies.compute_dtype not in REAL:
         raise ValueError(
-            f"autocast computes in float16 or bfloat16, got the compute dtype {result.compute_dtype.name}; use "
-            "'mixed_bfloat16' or 'mixed_float16'"
+            f"autocast computes in float16, bfloat16 or float32, got the compute dtype {policies.compute_dtype.name}; "
+            "use 'mixed_bfloat16' or 'mixed_float16'"
         )
-    return result
+    exceptions: dict[Any, Any] = dict(overrides or {})
+    for pattern, exception in policies.rules:
+        exceptions.setdefault(pattern, exception)
+    Rules(policies.compute_dtype, exceptions)  # raises
+    return policies.root, exceptions
 
 
 def check_backend(policy: Policy) -> None:
@@ -220,13 +222,3 @@ def refuse_shapes(operands: Sequence[Any]) -> None:
                 f"a function under autocast takes arrays, got {leaf}; use jaxmp.cast_plan(fun, policy) to see the "
                 "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
             )
-
-
-def _in_float32(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
-    if not is_inside():
-        raise ValueError(
-            "autocast needs a policy with a half compute dtype, got float32 outside of any other autocast, where it "
-            "has nothing to change; use 'mixed_bfloat16' or 'mixed_float16', or call the function itself"
-        )
-    with precision("float32"), policy.precision():
-        return fun(*args, **kwargs)

@@ -332,7 +332,7 @@ def _is_missing(params: dict[str, Any]) -> bool:
 
 
 def _in_dtype(step: Step, dtype: np.dtype) -> dict[str, Any]:
-    params = dict(step.eqn.params)
+    params, is_cheap = dict(step.eqn.params), step.node is not None and step.node.asked == "tensorfloat32"
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     if params.get("update_jaxpr") is not None:
@@ -341,7 +341,7 @@ def _in_dtype(step: Step, dtype: np.dtype) -> dict[str, Any]:
         # A precision or an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes that it was chosen for.
         if dtype != np.float32:
             params["precision"] = None
-        elif step.region.asked_by != OF_POLICY and not asks_for_highest(params["precision"]):
+        elif not (is_cheap or step.region.asked_by == OF_POLICY or asks_for_highest(params["precision"])):
             params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
     return params
 

@@ -29,7 +29,7 @@ class Node:
       kind: what it is by itself; the ``reason`` is a text for the plan, no more.
       name: the primitive, or ``"source"``, ``"carry"``, ``"branches"``.
       written: the dtype that the author wrote.
-      is_asked: a region or an override asks for its kind.
+      asked: the level that a region or an override asks for, empty if none does.
       half: the half dtype of the code that it stands in.
       loop: a number for the innermost loop body that it is computed in, 0 outside of any.
       in_rule: it is computed in a custom_vjp, whose rule is no derivative of it.
@@ -55,7 +55,7 @@ class Node:
     written: np.dtype
     shape: tuple[int, ...]
     reason: str = ""
-    is_asked: bool = False
+    asked: str = ""
     half: np.dtype | None = None
     loop: int = 0
     in_rule: bool = False
@@ -170,12 +170,12 @@ class _Builder:
         self.loop_count = 0
 
     def node(
-        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", is_asked: bool = False
+        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: str = ""
     ) -> Node | None:
         if not is_real(aval):
             return None
         half = self.region.half or self.rules.half
-        node = Node(kind, name, aval.dtype, aval.shape, reason, is_asked, half, self.loops[-1], self.in_rule)
+        node = Node(kind, name, aval.dtype, aval.shape, reason, asked, half, self.loops[-1], self.in_rule)
         for operand in inputs:
             node.read(operand)
         self.nodes.append(node)
@@ -298,14 +298,14 @@ class _Builder:
 
     def leaf(self, step: Step) -> None:
         eqn = step.eqn
-        step.kind, step.reason, is_asked, has_epsilon = self.rules.kind_of(eqn, step.operands, step.names)
+        step.kind, step.reason, asked, has_epsilon = self.rules.kind_of(eqn, step.operands, step.names)
         name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
         for position, var in enumerate(eqn.outvars):
             reads = inputs
             if step.kind is Kind.CLEAR and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort
                 one = step.operands[position]
                 reads = [] if one is None else [one]
-            step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason, is_asked))
+            step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason, asked))
         if step.node is not None:
             step.node.has_epsilon = has_epsilon
             if step.kind is Kind.CLEAR and len(inputs) == 1:

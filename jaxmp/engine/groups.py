@@ -381,7 +381,7 @@ def _is_quantised(rounded: Node) -> bool:
 
 
 def _is_product(node: Node) -> bool:
-    return node.kind is Kind.HALF and not node.is_asked
+    return node.kind is Kind.HALF and not node.asked
 
 
 _FAR = 64

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._jaxpr.reading import Names
+from jaxmp.policy import Policy
 
 DECIDED = "jaxmp.decided"
 """The scope around everything that the engine has written: an engine around it leaves it as it is."""
@@ -29,7 +30,7 @@ class Region(NamedTuple):
     """What the marks around an operation ask of it.
 
     Attributes:
-      level: ``"float32"`` or ``"half"``; ``"written"`` to leave it as it is; None leaves it to the engine.
+      level: one of ``LEVELS``; ``"written"`` to leave it as it is; None leaves it to the engine.
       half: the half dtype of the module around it; None for that of the whole program.
       asked_by: who asked for the level, in words.
       products: the ``matmul_precision`` of the module's policy, for derivative rules that are traced later.
@@ -41,15 +42,19 @@ class Region(NamedTuple):
     products: str = ""
 
 
+LEVELS = ("float32", "tensorfloat32", "half")
+
+
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
     """Marks the code it surrounds: within :func:`jaxmp.autocast` its operations compute in this precision.
 
     Use it where an ``astype`` would leave no trace: in a function that autocast reads, everything is float32 already.
     The mark is a scope on JAX's name stack, so that it holds in gradients, loops and jitted functions alike; outside of
-    autocast it changes nothing. Products in a float32 region run at the highest precision (no TF32).
+    autocast it changes nothing.
 
     Args:
-      level: ``"float32"`` or ``"half"``.
+      level: ``"float32"``, with products at the highest precision; ``"tensorfloat32"``, with products as JAX computes
+        them by itself; or ``"half"``, the compute dtype of the policy.
 
     Raises:
       ValueError: another level.
@@ -83,11 +88,19 @@ def is_widened(names: Names) -> bool:
 
 def checked_level(level: Any) -> str:
     """``level`` itself if it is one."""
-    if level in ("float32", "half"):
+    if level in LEVELS:
         return str(level)
     raise ValueError(
-        f"a region or an override is computed in 'float32' or in 'half' (the policy's compute dtype), got {level!r}"
+        f"a region or an override is computed in 'float32', in 'tensorfloat32' or in 'half' (the policy's compute "
+        f"dtype), got {level!r}"
     )
+
+
+def level_of(policy: Policy) -> str:
+    """The level at which a policy computes, where its half dtype is that of the policy at hand."""
+    if policy.compute_dtype != np.float32:
+        return "half"
+    return "tensorfloat32" if policy.matmul_precision == "tensorfloat32" else "float32"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in
-from jaxmp.engine.autocast import check_backend, checked_policy
+from jaxmp.engine.autocast import check_backend, policy_and_exceptions
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.decide import decide
 from jaxmp.engine.emit import Note, emitted, wanted_in_half
@@ -228,7 +228,7 @@ def cast_plan(
 
     Raises:
       ValueError: as :func:`jaxmp.autocast` does, of overrides that match nothing too.
-      TypeError: the policy is a PolicyMap.
+      TypeError: as :func:`jaxmp.autocast` does.
       What JAX raises where an override asks for half and an operation has it not, as the call would.
 
     >>> def loss(w, x):
@@ -242,19 +242,17 @@ def cast_plan(
     >>> plan.summary.groups
     {'logsumexp': 1}
     """
-    one_policy = checked_policy(policy)
+    one_policy, exceptions = policy_and_exceptions(policy, overrides)
     if one_policy.compute_dtype == np.float32:
         raise ValueError(
             "cast_plan needs a policy with a half compute dtype, got float32, which leaves every operation as it is "
             "written; use 'mixed_bfloat16' or 'mixed_float16'"
         )
-    overrides = dict(overrides or {})
-    Rules(one_policy.compute_dtype, overrides)  # what is wrong with them is said here, not in the call
 
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
-        rules = Rules(one_policy.compute_dtype, overrides)
+        rules = Rules(one_policy.compute_dtype, exceptions)
         traced = Traced(fun, args, kwargs, rules)
         graph, dtypes = build(*traced.jaxpr, rules), traced.result_dtypes(one_policy)
         wanted = wanted_in_half(graph, dtypes)
@@ -264,7 +262,7 @@ def cast_plan(
         jax.eval_shape(lambda *args: emitted(graph, rules, args, dtypes, changed, notes), *traced.operands)
         rows = _Rows(Reasons(graph, changed, wanted), notes)
         rows.add(graph.body)
-        return CastPlan(str(one_policy), overrides, tuple(rows.found), rows.summary(notes[graph.body].casts))
+        return CastPlan(str(one_policy), rules.overrides, tuple(rows.found), rows.summary(notes[graph.body].casts))
 
     return planned
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -15,8 +16,9 @@ from jaxmp._jaxpr import reading
 from jaxmp.dtypes import nearest
 from jaxmp.engine.classes import Class, classify, primitives_named_by
 from jaxmp.engine.kinds import REAL, Kind, is_real
-from jaxmp.engine.marks import DECIDED, SPECIAL, checked_level, is_widened, path_of, region_of
-from jaxmp.patterns import matches
+from jaxmp.engine.marks import DECIDED, LEVELS, SPECIAL, checked_level, is_widened, level_of, path_of, region_of
+from jaxmp.patterns import OPERATIONS, matches
+from jaxmp.policy import Policy, get_policy
 
 if TYPE_CHECKING:
     from jaxmp.engine.graph import Node
@@ -56,7 +58,7 @@ class Decision(NamedTuple):
 
     kind: Kind
     reason: str
-    is_asked: bool = False
+    asked: str = ""
     has_epsilon: bool = False
 
 
@@ -67,29 +69,38 @@ class Rules:
     Args:
       half: the compute dtype of code in no marked module; None if all of it is marked.
       overrides: ``"**/head"`` (a path of modules or scopes), ``"primitive:exp"`` or ``"class:accumulation"`` to
-        ``"float32"`` or ``"half"``; of several paths the first that matches wins, as in a PolicyMap.
+        one of :data:`jaxmp.engine.marks.LEVELS` or a policy that computes at one; of several paths the first that
+        matches wins, as in a PolicyMap.
       programs: what was made of parts of the program before, to be used again.
 
     Raises:
       UnknownOperationError: an override names a primitive or a class that there is not.
-      ValueError: an override asks for neither ``"float32"`` nor ``"half"``, or names what computes in no dtype.
+      ValueError: an override asks for another level, for ``"half"`` where there is none, or names what computes in no
+        dtype.
+      TypeError: a key is a class of modules, or no string.
     """
 
     half: np.dtype | None
-    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.paths: dict[str, str] = {}
+        levels = {}
         self.operations: dict[str, list[tuple[str, str]]] = {}  # of each primitive; its own key goes before its class
-        for key, level in self.overrides.items():
-            if not isinstance(key, str):
+        for key, value in self.overrides.items():
+            if not isinstance(key, str) or key.startswith("type:"):
                 raise TypeError(
                     f"an override of autocast is a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
-                    f"{key!r}; classes of modules are for jaxmp.linen and jaxmp.nnx"
+                    f"{key!r}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
                 )
-            checked_level(level)
-            if key.startswith(("primitive:", "class:")):
+            level = self._level(value)
+            if level == "half" and self.half == np.float32:
+                raise ValueError(
+                    f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
+                    f"{value!r}; make a half policy the default, and the rest float32 by overrides"
+                )
+            if key.startswith(OPERATIONS):
                 named = primitives_named_by(key)
                 if fixed := sorted(name for name in named if classify(name) in _FIXED):
                     raise ValueError(
@@ -101,11 +112,22 @@ class Rules:
                     self.operations.setdefault(name, []).insert(place, (key, level))
             else:
                 self.paths[key] = level
-        self.key = (self.half, tuple(self.overrides.items()))
+            levels[key] = level
+        self.overrides = levels
+        self.key = (self.half, tuple(levels.items()))
         self.matched: set[str] = set()
         self.visited: set[reading.Names] = set()
         self.primitives: set[str] = set()
         self._path_rules = functools.lru_cache(maxsize=None)(self._find_path_rules)
+
+    def _level(self, value: Any) -> str:
+        """The level that the value of an override means."""
+        if value not in LEVELS:
+            with contextlib.suppress(ValueError, TypeError):
+                policy = get_policy(value)
+                if isinstance(policy, Policy) and policy.compute_dtype in (np.float32, self.half):
+                    return level_of(policy)
+        return checked_level(value)
 
     def is_decided(self, names: reading.Names) -> bool:
         """Whether what stands in these scopes was written by an autocast inside this one."""
@@ -157,10 +179,10 @@ class Rules:
             return Decision(Kind.CLEAR, "moves data") if decision.kind is Kind.INFER else decision
         if request is not None:
             level, reason = request
-            if level == "float32":
-                return Decision(Kind.FULL, reason, is_asked=True)
+            if level != "half":
+                return Decision(Kind.FULL, reason, level)
             if cls is not Class.LINALG or f"primitive:{name}" in self.overrides:
-                return Decision(Kind.HALF, reason, is_asked=True)
+                return Decision(Kind.HALF, reason, level)
         if cls is Class.HALF:
             return self._kind_of_product(eqn)
         if cls in (Class.POINTWISE, Class.ACCUMULATION, Class.LINALG):
