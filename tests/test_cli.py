@@ -300,7 +300,7 @@ def test_the_supported_versions_are_those_of_the_package():
     floors = dict(requirement.split(">=") for requirement in project["dependencies"])
     for package, (oldest, _) in doctor.SUPPORTED.items():
         assert floors.get(package, oldest) == oldest
-    assert set(floors) - set(doctor.SUPPORTED) == {"rich"}
+    assert set(floors) - set(doctor.SUPPORTED) == {"rich", "scipy"}
     assert doctor.SUPPORTED["jax"] == doctor.SUPPORTED["jaxlib"]
     assert project["scripts"] == {"jaxmp": "jaxmp.cli:main"}
 

@@ -32,9 +32,9 @@ kernel = nn.initializers.lecun_normal()
 INSIDE = {
     "lax.scan": lambda x, w: lax.scan(lambda carry, _: (jnp.tanh(carry @ w), None), x, None, length=3)[0],
     "lax.fori_loop": lambda x, w: lax.fori_loop(0, 3, lambda _, carry: jnp.tanh(carry @ w), x),
-    "lax.cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.sin(x @ w), x),
+    "lax.cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.tanh(x @ w), x),
     "jax.jit": lambda x, w: jax.jit(lambda x: x @ w)(x),
-    "jax.checkpoint": lambda x, w: jax.checkpoint(lambda x: jnp.sin(x @ w))(x),
+    "jax.checkpoint": lambda x, w: jax.checkpoint(lambda x: jnp.tanh(x @ w))(x),
     "jax.vmap": lambda x, w: jax.vmap(lambda row: row @ w)(x),
     "jnp.einsum": lambda x, w: jnp.einsum("bi,ij->bj", x, w),
     "jax.grad": lambda x, w: jax.grad(lambda x: jnp.sum(x @ w))(x),
