@@ -19,16 +19,17 @@ from jaxmp._nnx_objects import value_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.optimizer import get_loss_scale, get_loss_scaling_state, has_loss_scale, loss_scaling, take_step
 from jaxmp.optimizer import scaled_loss as _scaled_loss
+from jaxmp.optimizer import unscaled_norm as _unscaled_norm
 
 _Object: Any = nnx.Optimizer  # its type parameters are of no use here
 
 
 class Optimizer(_Object):
-    """``nnx.Optimizer`` with loss scaling: a step with non-finite gradients or updates changes nothing but the scale.
+    """``nnx.Optimizer`` with loss scaling: a step whose gradients' norm is not finite changes nothing but the scale.
 
     With gradients of :func:`scaled_value_and_grad`, a skipped step leaves every Variable of the model bit for bit as it
     was when the last step ended, batch statistics included; only random number generators move on. So do other modules
-    among the loss function's arguments, when the gradients are not finite. The optimizer's ``step`` counts calls,
+    among the loss function's arguments, when the gradients' norm is not finite. The optimizer's ``step`` counts calls,
     ``skipped`` those that changed nothing.
 
     Args:
@@ -196,7 +197,7 @@ def scaled_value_and_grad(
         (_, (loss, aux)), grads = gradient(*args, **kwargs)
         for model, values in zip(models, before, strict=True):
             if changed := _changed(model, values):
-                _keep(model, changed, grads, optimizer if model is trained else None)
+                _keep(model, changed, grads, optimizer, is_trained=model is trained)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
@@ -206,9 +207,9 @@ def _is_module(node: Any) -> bool:
     return isinstance(node, nnx.Module)
 
 
-def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer | None) -> None:
-    """Has ``optimizer`` put ``changed`` back if it skips; where it cannot, puts it back if ``grads`` are not finite."""
-    if optimizer is not None:
+def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer, *, is_trained: bool) -> None:
+    """Has ``optimizer`` put ``changed`` back if it skips; what it does not train is put back if it will skip these."""
+    if is_trained:
         with contextlib.suppress(TraceContextError):  # in a loop or a function that was not given the optimizer
             return optimizer._remember(changed)
-    _put_back(_tree.all_finite(nnx.as_pure(grads)), model, changed)
+    _put_back(jnp.isfinite(_unscaled_norm(nnx.as_pure(grads), optimizer.loss_scale)), model, changed)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmp.loss_scale import LossScale, as_loss_scale
-from jaxmp.tree import all_finite, max_abs, path_name, select_tree, widen
+from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
 
 T = TypeVar("T")
 
@@ -47,16 +47,16 @@ def loss_scaling(
     *,
     axis_name: Hashable | Sequence[Hashable] | None = None,
     grad_norm: bool = False,
-    check_updates: bool = True,
+    check_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it takes gradients of a scaled loss and skips steps that are not finite.
 
     One update casts half gradients to float32, divides them by the scale that the loss was multiplied with, runs
     ``inner`` (which sees true gradients and float32 params, so that its state is float32 whatever the params are), and
-    tests the gradients and the updates for infinities and NaN in one reduction. If all are finite, the updates pass and
-    the scale may grow. If not, the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit
-    for bit what it was, and the scale backs off. With ``NoOpLossScale`` only the skipping remains, for bfloat16 and
-    float32 training.
+    tests one number, the float32 sum of squares of the true gradients. It is finite only if every gradient is, and if
+    clipping by their norm and second moments stay finite too. If it is finite, the updates pass and the scale may grow.
+    If not, the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit for bit what it was,
+    and the scale backs off. With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32 training.
 
     Around and inside other transforms: put it outside ``clip_by_global_norm`` (clipping must see true gradients),
     outside ``multi_transform`` (one loss has one scale) and outside ``apply_if_finite`` (which would hide bad gradients
@@ -72,10 +72,10 @@ def loss_scaling(
       loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or one of jmp's.
       axis_name: name or names of mapped axes (``pmap``, ``vmap``, ``shard_map``) whose members must all agree to apply
         or skip a step. Not needed under plain ``jit`` with sharded arrays.
-      grad_norm: whether to keep the global norm of the unscaled gradients in the state.
-      check_updates: whether the updates are tested as well as the gradients. That catches an optimizer which overflows
-        on finite gradients, and costs further passes over the optimizer's state, which is what an elementwise optimizer
-        spends its time on. Without it the rule is torch's.
+      grad_norm: whether to keep the global norm of the unscaled gradients in the state; its square is what is tested.
+      check_updates: whether the updates are tested as well, for infinities and NaN: for optimizers that divide by what
+        may be zero, or overflow on gradients of a finite norm. It costs further passes over the optimizer's state,
+        which is what an elementwise optimizer spends its time on.
 
     Raises:
       TypeError: ``loss_scale`` is no loss scale; the state comes from another optimizer; gradients are not floating.
@@ -114,7 +114,10 @@ def loss_scaling(
         _check_same_structure(inner_state, state.inner_state)
         _check_same_shapes(new_updates, updates)
 
-        finite = all_finite((grads, new_updates) if check_updates else grads)
+        squares = sum_of_squares(grads)
+        finite = jnp.isfinite(squares)
+        if check_updates:
+            finite &= all_finite(new_updates)
         grad_max = max_abs(grads) if state.loss_scale.needs_grad_max else None
         if axis_name is not None:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
@@ -126,7 +129,7 @@ def loss_scaling(
             skipped=state.skipped + bad,
             consecutive_skipped=(state.consecutive_skipped + bad) * bad,
             last_finite=finite,
-            grad_norm=optax.tree.norm(grads).astype(jnp.float32) if grad_norm else None,
+            grad_norm=jnp.sqrt(squares).astype(jnp.float32) if grad_norm else None,
         )
         return jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates), new_state
 
@@ -219,6 +222,11 @@ def unscale(grads: T, opt_state: optax.OptState) -> T:
     return get_loss_scale(opt_state).unscale(widen(grads))
 
 
+def unscaled_norm(grads: Any, loss_scale: LossScale) -> jax.Array:
+    """The norm of the true gradients, of scaled ``grads``: a scalar that is finite where :func:`loss_scaling` steps."""
+    return jnp.sqrt(sum_of_squares(loss_scale.unscale(widen(grads))))
+
+
 def scaled_value_and_grad(
     fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -273,7 +281,8 @@ def take_step(
     skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
     if not isinstance(new_state, LossScalingState):
         # A transform around loss_scaling may drop bad gradients before it (MultiSteps), or go on when it skips.
-        skipped = jnp.maximum(skipped, 1 - all_finite(grads).astype(jnp.int32))
+        finite = jnp.isfinite(unscaled_norm(grads, get_loss_scale(opt_state)))
+        skipped = jnp.maximum(skipped, 1 - finite.astype(jnp.int32))
         new_state = _keep_scale(skipped == 0, new_state, opt_state)
     return updates, optax.apply_updates(widen(params), updates), new_state, skipped
 

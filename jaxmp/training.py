@@ -23,7 +23,14 @@ from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
 from jaxmp.loss_scale import NoOpLossScale
-from jaxmp.optimizer import get_loss_scale, has_loss_scale, loss_scaling, scaled_value_and_grad, take_step, unscale
+from jaxmp.optimizer import (
+    get_loss_scale,
+    has_loss_scale,
+    loss_scaling,
+    scaled_value_and_grad,
+    take_step,
+    unscaled_norm,
+)
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
 """``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
@@ -165,8 +172,8 @@ def make_train_step(
 ) -> TrainStep:
     """A jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
 
-    Gradients are those of the scaled loss; a step in which they, or the updates, are not finite changes nothing but the
-    loss scale, the counters and the rng. The step is compiled once for equal shapes and never waits for the device.
+    Gradients are those of the scaled loss; a step in which their norm is not finite changes nothing but the loss scale,
+    the counters and the rng (see :func:`jaxmp.loss_scaling`, which can test the updates too). The step is compiled once for equal shapes and never waits for the device.
 
     ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the
     one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
@@ -244,13 +251,13 @@ class TrainStep:
             )
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         loss, grads, model_state, metrics = self._gradients(state, batch, step_rng)
-        loss_scale = jnp.asarray(get_loss_scale(state.opt_state).loss_scale, jnp.float32)
-        grad_norm = optax.tree.norm(unscale(grads, state.opt_state))
+        loss_scale = get_loss_scale(state.opt_state)
+        scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
         new_state = state.apply_gradients(
             grads=grads, model_state=model_state, ema_decay=self._ema_decay, extra_args={"value": loss}, rng=rng
         )
         skipped = new_state.skipped > state.skipped
-        own = dict(zip(_OWN_METRICS, (loss, grad_norm, loss_scale, skipped), strict=True))
+        own = dict(zip(_OWN_METRICS, (loss, norm, scale, skipped), strict=True))
         return new_state, {**own, **metrics}, new_state.stuck
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
@@ -317,6 +324,12 @@ class TrainStep:
         ]
         if not np.isfinite(loss):
             found.insert(0, f"the loss ({loss})")
+        norm = unscaled_norm(grads, get_loss_scale(state.opt_state))
+        if not _non_finite(grads) and not np.isfinite(norm):
+            found.append(
+                "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
+                "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
+            )
         what = "; ".join(found) or "nothing in the gradients, so it is the optimizer's updates"
         return (
             f"training must be finite to go on, but {steps} steps in a row were skipped at loss scale "

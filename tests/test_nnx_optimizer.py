@@ -67,10 +67,27 @@ def test_a_skipped_step_changes_no_bit_of_the_model_but_the_rng_counts(step):
 
 def test_finite_gradients_with_updates_that_overflow_put_the_statistics_back_too():
     overflow = optax.stateless(lambda updates, _: jax.tree.map(lambda u: u * jnp.inf, updates))
-    model, optimizer = setup(overflow)
+    model = apply_policy(Net(rngs()), "mixed_float16")
+    tx = jaxmp.loss_scaling(overflow, jaxmp.DynamicLossScale(2.0**10), check_updates=True)
+    optimizer = Optimizer(model, tx)
     before = jax.tree.map(np.asarray, values(model))
     assert np.isfinite(train(model, optimizer, IMAGE))
     same_bits(values(model), before)
+    assert int(optimizer.skipped) == 1
+
+
+def test_gradients_whose_norm_overflows_put_the_statistics_of_every_module_back():
+    model, optimizer = setup(policy="mixed_bfloat16", scale=1.0)
+    other = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+
+    def loss_fn(model, other, x):
+        return 1e20 * (jnp.mean(model(x).astype(jnp.float32) ** 2) + jnp.mean(other(jnp.ones((2, 4)))))
+
+    before = jax.tree.map(np.asarray, (values(model), values(other)))
+    _, grads = scaled_value_and_grad(loss_fn, optimizer)(model, other, IMAGE)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.as_pure(grads)))
+    optimizer.update(model, grads)
+    same_bits((values(model), values(other)), before)
     assert int(optimizer.skipped) == 1
 
 

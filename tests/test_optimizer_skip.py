@@ -68,13 +68,13 @@ def test_training_goes_on_as_if_the_bad_batches_had_not_been():
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_updates_that_are_not_finite_skip_the_step_although_the_gradients_are(value):
+def test_updates_that_are_not_finite_skip_the_step_where_that_is_asked_for(value):
     def update(updates, state, params=None):
         return jax.tree.map(lambda g: jnp.where(g > 0, value, g), updates), state + 1
 
     inner = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
     params = {"w": jnp.array([1.0, -0.0])}
-    tx = loss_scaling(inner, DynamicLossScale())
+    tx = loss_scaling(inner, DynamicLossScale(), check_updates=True)
     updates, state = tx.update({"w": jnp.array([-1.0, 1.0])}, tx.init(params), params)
     assert same_bits(optax.apply_updates(params, updates), params)
     assert state.inner_state == 0 and state.skipped == 1 and state.loss_scale.loss_scale == 2.0**14
@@ -82,24 +82,85 @@ def test_updates_that_are_not_finite_skip_the_step_although_the_gradients_are(va
     assert state.inner_state == 1 and state.skipped == 1
 
 
-def test_a_clip_whose_norm_overflows_skips_the_step():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optax.clip_by_global_norm(1.0),
+        lambda: optax.adam(1e-2),
+        lambda: optax.rmsprop(1e-2),
+        lambda: optax.lamb(1e-2),
+        lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    ],
+)
+def test_gradients_whose_squares_overflow_skip_the_step_so_that_clipping_and_second_moments_stay_finite(make):
+    params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    bare, tx = standard(make()), loss_scaling(standard(make()), DynamicLossScale(8.0))
+    for largest, finite in ((1e15, True), (8e18, True), (3e19, False), (3e37, False)):
+        true = {"w": jnp.full((2, 2), -1.0), "b": jnp.array([1.0, largest])}
+        before = tx.init(params)
+        updates, state = tx.update(jax.tree.map(lambda g: g * 8, true), before, params)
+        assert state.last_finite == finite
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, state)))
+        if finite:
+            assert updates["b"][1] != 0
+            continue
+        assert same_bits(state.inner_state, before.inner_state) and state.loss_scale.loss_scale == 4
+        assert all((leaf == 0).all() and np.signbit(leaf).all() for leaf in jax.tree.leaves(updates))
+        wrong, spoilt = bare.update(true, bare.init(params), params)  # what the rule is for
+        lost = [bool((leaf == 0).any() or not np.isfinite(leaf).all()) for leaf in jax.tree.leaves((wrong, spoilt))]
+        assert any(lost)
+
+
+def test_the_norm_is_that_of_all_leaves_together_and_of_half_gradients_in_float32():
+    tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale(), grad_norm=True)
+    params = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
+    each = jnp.full(4, 8e18, jnp.bfloat16)  # the squares of all eight are 5e38, those of either half 2.6e38
+    _, state = tx.update({"a": each, "b": jnp.zeros(4, jnp.bfloat16)}, tx.init(params), params)
+    assert state.last_finite and np.isclose(state.grad_norm, 1.6e19, rtol=0.01)
+    _, state = tx.update({"a": each, "b": each}, state, params)
+    assert not state.last_finite and np.isinf(state.grad_norm)
+    half = {name: jnp.full(4, 300, jnp.float16) for name in params}  # whose square is beyond float16
+    _, state = tx.update(half, state, params)
+    assert state.last_finite and np.isclose(state.grad_norm, 300 * 8**0.5)
+
+
+def test_a_scale_that_brings_gradients_within_range_counts_as_they_are_when_unscaled():
+    tx = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(2.0**20), grad_norm=True)
+    _, state = tx.update(jnp.array([2.0**70, 0.0]), tx.init(jnp.ones(2)), jnp.ones(2))
+    assert state.last_finite and state.grad_norm == 2.0**50
+
+
+def test_float64_gradients_have_the_range_of_float64():
+    with jax.enable_x64(True):
+        tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
+        params = {"a": jnp.ones(2, jnp.float64), "b": jnp.ones(2, jnp.float32)}
+        for largest, finite in ((1e100, True), (1e160, False), (np.nan, False)):
+            grads = {"a": jnp.array([1.0, largest]), "b": jnp.ones(2, jnp.float32)}
+            _, state = tx.update(grads, tx.init(params), params)
+            assert state.last_finite == finite
+        _, state = tx.update({"a": jnp.ones(2), "b": jnp.full(2, 3e38, jnp.float32)}, tx.init(params), params)
+        assert not state.last_finite  # its own second moment would be float32
+
+
+def test_headroom_follows_the_largest_gradient_and_falls_where_the_norm_is_not_finite():
+    tx = loss_scaling(optax.sgd(0.1), jaxmp.HeadroomLossScale(loss_scale=2.0**10))
     params = jnp.ones(2)
-    tx = loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.scale(1e30)), jaxmp.NoOpLossScale())
-    grads = jnp.array([3e38, 3e38])  # finite; the norm is not, and the clipped gradient is 0: nothing to skip
-    updates, state = tx.update(grads, tx.init(params), params)
-    assert state.last_finite and (updates == 0).all()
-    divide = optax.stateless(lambda updates, params: updates / jnp.sum(updates * 0))
-    tx = loss_scaling(divide, jaxmp.NoOpLossScale())
-    updates, state = tx.update(jnp.ones(2), tx.init(params), params)
-    assert not state.last_finite and np.signbit(updates).all()
+    _, state = tx.update(jnp.array([2.0, -4.0]) * 2.0**10, tx.init(params), params)
+    assert state.last_finite and state.loss_scale.running_max == 4 and state.loss_scale.loss_scale == 2.0**9
+    _, state = tx.update(jnp.array([2.0, -3e19]) * 2.0**9, state, params)
+    assert not state.last_finite and state.loss_scale.loss_scale == 2.0**8
 
 
-def test_without_the_check_of_the_updates_only_gradients_count_as_in_torch():
-    tx = loss_scaling(optax.scale(jnp.inf), DynamicLossScale(), check_updates=False)
+def test_by_itself_only_the_gradients_count_as_in_torch():
+    tx = loss_scaling(optax.scale(jnp.inf), DynamicLossScale())
     updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
     assert jnp.isinf(updates).all() and state.last_finite
     updates, state = tx.update(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
     assert (updates == 0).all() and not state.last_finite
+    divide = optax.stateless(lambda updates, params: updates / jnp.sum(updates * 0))
+    tx = loss_scaling(divide, jaxmp.NoOpLossScale(), check_updates=True)
+    updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+    assert not state.last_finite and np.signbit(updates).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.complex64])
@@ -115,7 +176,7 @@ def test_adding_the_skipped_updates_changes_no_bit_of_other_dtypes(dtype):
 
 def test_params_that_hold_nan_or_infinity_already_stay_what_they_are():
     params = jnp.array([jnp.nan, jnp.inf, 1.0])
-    tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale())
+    tx = loss_scaling(standard(optax.adamw(1e-2)), DynamicLossScale(), check_updates=True)
     updates, state = tx.update(jnp.ones(3), tx.init(params), params)  # weight decay of NaN is NaN: the step is skipped
     np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
     assert state.skipped == 1

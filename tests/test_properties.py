@@ -35,7 +35,7 @@ def collected_from(file: str) -> set[str]:
     return functions | {name for name in classes if name.startswith("Test")}
 
 
-def test_the_table_has_the_25_properties_and_the_check_after_clipping_in_order():
+def test_the_table_has_the_25_properties_and_that_of_clipping_and_second_moments_in_order():
     assert list(rows()) == list(range(1, 27))
     assert len({property for property, _, _ in rows().values()}) == 26
 

@@ -175,9 +175,20 @@ def test_only_the_params_concerned_are_named():
     assert "not finite now: gradients of 'out/w'. Look" in text
 
 
+def test_gradients_that_are_finite_while_their_norm_is_not_are_reported_as_such():
+    step = make_train_step(lambda p, s, b, r: (1e20 * jnp.sum(p["w"]), s), max_consecutive_skips=2)
+    tx = loss_scaling(optax.sgd(1e-20), DynamicLossScale(4.0))
+    params = {"w": jnp.ones(2)}
+    at, text = fails_within(step, TrainState.create(params=params, tx=tx), 1.0, 9)
+    assert 4 <= at <= 7 and "2 steps in a row were skipped at loss scale 1, which cannot fall" in text
+    assert "not finite now: the norm of the gradients, each of which is finite: the sum of their squares passes" in text
+    assert "make the loss smaller (a mean in place of a sum, say). Look for" in text
+
+
 def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
     step = make_train_step(lambda p, s, b, r: (sum(p), s), max_consecutive_skips=2)
-    state = TrainState.create(params=(jnp.ones(()),) * 10, tx=optax.scale(jnp.inf))
+    tx = loss_scaling(optax.scale(jnp.inf), jaxmp.NoOpLossScale(), check_updates=True)
+    state = TrainState.create(params=(jnp.ones(()),) * 10, tx=tx)
     assert "nothing in the gradients, so it is the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
     step = make_train_step(lambda p, s, b, r: (sum(p) * jnp.nan, s), max_consecutive_skips=2)
     state = TrainState.create(params=(jnp.ones(()),) * 10, tx=optax.sgd(0.1))

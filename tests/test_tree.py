@@ -79,7 +79,7 @@ def test_widen_brings_narrow_floats_to_float32_exactly_and_leaves_the_rest():
     assert all(got[name] is wide[name] for name in wide)
 
 
-# ---- all_finite and max_abs
+# ---- all_finite, sum_of_squares and max_abs
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
@@ -125,6 +125,27 @@ def test_finiteness_is_a_bool_scalar_under_jit_and_one_per_member_under_vmap():
     x = jnp.array([[1.0, 2.0], [jnp.nan, 1.0], [0.0, -jnp.inf]])
     np.testing.assert_array_equal(jax.vmap(tree.all_finite)({"x": x}), [True, False, False])
     assert jax.jit(tree.all_finite)(x).dtype == jnp.bool_
+
+
+@given(st.lists(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), max_size=4), max_size=3))
+def test_the_sum_of_squares_is_numpys(lists):
+    expected = sum(float(x) ** 2 for values in lists for x in values)
+    total = tree.sum_of_squares([jnp.asarray(values, jnp.float32) for values in lists])
+    assert total.dtype == jnp.float32 and total.shape == ()
+    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-37)
+
+
+def test_the_sum_of_squares_takes_leaves_of_every_kind():
+    leaves = {"n": jnp.arange(3), "k": jax.random.key(0), "b": True, "s": "x", "none": None}
+    assert tree.sum_of_squares({}) == tree.sum_of_squares(leaves) == 0
+    assert tree.sum_of_squares({**leaves, "c": jnp.array([3 + 4j]), "p": 5.0}) == 50
+    assert tree.sum_of_squares([jnp.full(4, 300, jnp.float16), jnp.full(4, 300, jnp.bfloat16)]) == 720000
+    assert np.isinf(tree.sum_of_squares([jnp.array([1.0, 2e19])]))
+    for bad in (np.nan, np.inf, -np.inf, complex(np.inf, np.nan)):
+        assert not np.isfinite(tree.sum_of_squares([jnp.ones(2), jnp.array([1, bad])]))
+    with jax.enable_x64(True):
+        total = tree.sum_of_squares([jnp.full(2, 1e100), jnp.ones(2, jnp.float16)])
+        assert total.dtype == jnp.float64 and total == 2e200
 
 
 @given(st.lists(st.lists(st.floats(width=32), max_size=4), max_size=3))

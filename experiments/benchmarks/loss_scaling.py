@@ -42,7 +42,7 @@ VARIANTS = {
     REFERENCE: scaled_steps.no_scaling,
     "no scaling, again": scaled_steps.no_scaling,
     "jaxmp.loss_scaling": scaled_steps.with_jaxmp,
-    "jaxmp, gradients checked only": functools.partial(scaled_steps.with_jaxmp, check_updates=False),
+    "jaxmp, updates checked too": functools.partial(scaled_steps.with_jaxmp, check_updates=True),
     "jmp.DynamicLossScale": scaled_steps.with_jmp,
     "flax DynamicScale": scaled_steps.with_flax,
     "optax.apply_if_finite (no scale)": scaled_steps.with_optax,

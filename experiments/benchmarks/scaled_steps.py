@@ -41,7 +41,7 @@ def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) ->
 
 
 def with_jaxmp(
-    loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, check_updates: bool = True
+    loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, check_updates: bool = False
 ) -> tuple[Start, Step]:
     """The same step, two names changed; after the README of jaxmp."""
     scaled = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale(), check_updates=check_updates)
