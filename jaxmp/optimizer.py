@@ -68,7 +68,8 @@ def loss_scaling(
     unscaled like the gradients themselves.
 
     Args:
-      inner: any optax transform.
+      inner: any optax transform; its ``init`` and ``update`` take the params that it takes by itself, such as the pair
+        of ``optax.lookahead``.
       loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or one of jmp's.
       axis_name: name or names of mapped axes (``pmap``, ``vmap``, ``shard_map``) whose members must all agree to apply
         or skip a step. Not needed under plain ``jit`` with sharded arrays.
@@ -79,7 +80,8 @@ def loss_scaling(
 
     Raises:
       TypeError: ``loss_scale`` is no loss scale; the state comes from another optimizer; gradients are not floating.
-      ValueError: ``inner`` has a loss scale already; the gradients are empty or do not match the params.
+      ValueError: ``inner`` has a loss scale already; the gradients are empty; ``inner`` failed on gradients and params
+        that differ, of which the differing leaves are named.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -101,18 +103,19 @@ def loss_scaling(
         updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LossScalingState]:
         _check_state(state)
-        _check_gradients(updates, params)
+        _check_gradients(updates)
         grads = state.loss_scale.unscale(widen(updates))
         if "grad" in extra_args:
             extra_args["grad"] = state.loss_scale.unscale(widen(extra_args["grad"]))
         try:
             new_updates, inner_state = inner.update(grads, state.inner_state, widen(params), **extra_args)
-        except Exception:
-            if params is not None:  # perhaps the state is another optimizer's, which explains the error better
+        except Exception as error:
+            if params is not None:  # perhaps what it was given explains the error better than the error does
                 _check_same_structure(jax.eval_shape(inner.init, widen(params)), state.inner_state)
+                _check_same_leaves(updates, params, error)
             raise
         _check_same_structure(inner_state, state.inner_state)
-        _check_same_shapes(new_updates, updates)
+        _check_same_shapes(new_updates, updates if params is None else params)
 
         squares = sum_of_squares(grads)
         finite = jnp.isfinite(squares)
@@ -341,16 +344,20 @@ def _check_same_structure(own: Any, given: Any) -> None:
         )
 
 
-def _check_same_shapes(updates: Any, grads: Any) -> None:
-    for (path, update), grad in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(grads), strict=True):
-        if jnp.shape(update) != jnp.shape(grad):
+def _check_same_shapes(updates: Any, params: Any) -> None:
+    """Refuses updates that do not fit ``params`` (or the gradients), unless they are another tree altogether."""
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        return
+    for (path, update), param in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True):
+        if jnp.shape(update) != jnp.shape(param):
             raise ValueError(
-                f"an update must have its gradient's shape, but for {path_name(path)!r} the optimizer made "
-                f"{jnp.shape(update)} of {jnp.shape(grad)}: its state was made for other params; call tx.init again"
+                f"an update must have its param's shape, but for {path_name(path)!r} of shape {jnp.shape(param)} the "
+                f"optimizer made {jnp.shape(update)}: pass the params that the gradients were taken of, or, if its "
+                "state was made for other params, call tx.init again"
             )
 
 
-def _check_gradients(grads: Any, params: Any) -> None:
+def _check_gradients(grads: Any) -> None:
     leaves = jax.tree.leaves_with_path(grads)
     masked = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     if not leaves and not masked:
@@ -361,9 +368,11 @@ def _check_gradients(grads: Any, params: Any) -> None:
                 f"gradients must be floating, got {path_name(path)!r} of dtype {jnp.result_type(leaf)}; move that "
                 "param into another collection, or mask it with optax.masked outside loss_scaling"
             )
-    if params is None:
-        return
-    grad_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in leaves}
+
+
+def _check_same_leaves(grads: Any, params: Any, error: Exception) -> None:
+    """Names the leaves in which gradients and params differ, after ``error``, with which the optimizer refused them."""
+    grad_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(grads)}
     param_shapes = {path_name(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     differing = [name for name in {**grad_shapes, **param_shapes} if grad_shapes.get(name) != param_shapes.get(name)]
     if differing:
@@ -371,7 +380,9 @@ def _check_gradients(grads: Any, params: Any) -> None:
             f"{name!r}: gradient {grad_shapes.get(name, 'missing')}, param {param_shapes.get(name, 'missing')}"
             for name in differing[:5]
         )
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(
-            f"gradients and params must be the same tree with the same shapes, but {len(differing)} leaves differ: "
-            f"{shown}; pass the params that the gradients were taken of"
-        )
+            "gradients and params must be the trees that the optimizer takes, which is nearly always one tree with the "
+            f"same shapes, but it failed ({reason}) and {len(differing)} leaves differ: {shown}; pass the params that "
+            "the gradients were taken of"
+        ) from error

@@ -173,7 +173,8 @@ def make_train_step(
     """A jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
 
     Gradients are those of the scaled loss; a step in which their norm is not finite changes nothing but the loss scale,
-    the counters and the rng (see :func:`jaxmp.loss_scaling`, which can test the updates too). The step is compiled once for equal shapes and never waits for the device.
+    the counters and the rng (see :func:`jaxmp.loss_scaling`, which can test the updates too). The step is compiled once
+    for equal shapes and never waits for the device.
 
     ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the
     one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.

@@ -77,9 +77,10 @@ def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
 def sum_of_squares(tree: Any) -> jax.Array:
     """The sum of the squared magnitudes of the floating and complex leaves of ``tree``, a float32 scalar.
 
-    Half-precision leaves are squared in float32; with a float64 leaf the sum is float64. Other leaves count for nothing.
-    The sum is finite only if every element is and the norm, its root, is: 2e19 is finite in float32, its square is not.
-    Like :func:`all_finite` it fuses with what produced the leaves, and needs one scalar all-reduce on sharded arrays.
+    Half-precision leaves are squared in float32; with a float64 leaf the sum is float64. Leaves of other dtypes are
+    passed over. The sum is finite only if every element is and the norm, its root, is: 2e19 is finite in float32, its
+    square is not. Like :func:`all_finite` it fuses with what produced the leaves, and needs one scalar all-reduce on
+    sharded arrays.
 
     >>> sum_of_squares({"a": jnp.array([3.0, 4.0]), "n": 5})
     Array(25., dtype=float32)

@@ -101,16 +101,18 @@ def test_empty_gradients_are_refused(empty):
 
 
 def test_trees_that_do_not_match_are_told_leaf_by_leaf():
-    tx = tx_of()
+    tx = tx_of(standard(optax.adamw(1e-3)))
     params = {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 3)), "c": jnp.ones(())}}
     grads = {"a": jnp.ones(3), "b": {"w": jnp.ones((2, 3)), "d": jnp.ones(())}}
     text = (
-        "gradients and params must be the same tree with the same shapes, but 3 leaves differ: "
-        "'a': gradient (3,), param (2,); 'b/d': gradient (), param missing; 'b/c': gradient missing, param (); "
-        "pass the params that the gradients were taken of"
+        "and 3 leaves differ: 'a': gradient (3,), param (2,); 'b/d': gradient (), param missing; 'b/c': gradient "
+        "missing, param (); pass the params that the gradients were taken of"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         tx.update(grads, tx.init(params), params)
+    text = r"must have its param's shape, but for 'a' of shape \(2,\) the optimizer made \(3,\): pass the params that"
+    with pytest.raises(ValueError, match=text):  # which optax's apply_updates might have broadcast
+        tx_of().update({"a": jnp.ones(3)}, tx_of().init({"a": jnp.ones(2)}), {"a": jnp.ones(2)})
 
 
 def test_a_state_of_another_type_is_refused():

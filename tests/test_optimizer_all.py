@@ -1,0 +1,135 @@
+"""Every optimizer and transform of the installed optax runs inside loss_scaling, with its own kind of params."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from optimizer_tools import same_bits, standard
+
+from jaxmp import DynamicLossScale, loss_scaling
+
+PARAMS = {"w": jnp.array([[1.0, -2.0, 0.5], [0.25, 3.0, -0.125]]), "b": jnp.array([0.5, 1.0])}
+GRADS = {"w": jnp.array([[0.5, -1.0, 0.25], [2.0, -0.5, 1.0]]), "b": jnp.array([0.5, -0.25])}
+
+
+def sgd():
+    return optax.sgd(0.1, momentum=0.9)
+
+
+# What factories must be given, by the names of their parameters, and those that need more than that.
+USUAL = {
+    **{"learning_rate": 0.01, "max_norm": 1.0, "max_delta": 1.0, "threshold": 1.0, "decay": 0.9, "step_size": -0.1},
+    **{"clipping": 0.1, "max_backtracking_steps": 3, "max_linesearch_steps": 3, "max_consecutive_errors": 3},
+    **dict.fromkeys(("inner", "optimizer", "base_optimizer", "tx"), sgd()),
+}
+SPECIAL = {
+    "add_noise": lambda make: make(0.01, 0.55, jax.random.key(0)),
+    "chain": lambda make: make(sgd(), optax.scale(0.5)),
+    "conditionally_mask": lambda make: make(sgd(), lambda step: step % 2 == 0),
+    "conditionally_transform": lambda make: make(sgd(), lambda step: step % 2 == 0),
+    "differentially_private_aggregate": lambda make: make(1.0, 0.1, key=jax.random.key(0)),
+    "dpsgd": lambda make: make(0.1, 1.0, 0.1, 0),
+    "freeze": lambda make: make({"w": True, "b": False}),
+    "galore": lambda make: make(0.01, rank=1),
+    "inject_hyperparams": lambda make: make(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 10)),
+    "inject_stateful_hyperparams": lambda make: make(optax.adam)(learning_rate=0.1),
+    "lookahead": lambda make: make(sgd(), 2, 0.5),
+    "masked": lambda make: make(sgd(), {"w": True, "b": False}),
+    "measure_with_ema": lambda make: make(lambda tree: jax.tree.map(jnp.abs, tree), 0.9),
+    "mechanize": lambda make: make(sgd()),
+    "multi_transform": lambda make: make({"a": sgd(), "z": optax.set_to_zero()}, {"w": "a", "b": "z"}),
+    "named_chain": lambda make: make(("momentum", sgd()), ("half", optax.scale(0.5))),
+    "noisy_sgd": lambda make: make(0.1, key=jax.random.key(0)),
+    "partition": lambda make: make({"a": sgd(), "z": optax.set_to_zero()}, {"w": "a", "b": "z"}),
+    "sam": lambda make: make(sgd(), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2),
+    "scale_by_schedule": lambda make: make(lambda count: 0.1 / (count + 1.0)),
+    "schedule_free": lambda make: make(optax.sgd(0.1), 0.1),
+    "selective_transform": lambda make: make(sgd(), freeze_mask={"w": True, "b": False}),
+    "snapshot": lambda make: make("norm", optax.tree.norm),
+    "stateless": lambda make: make(lambda updates, params: jax.tree.map(lambda u: -u, updates)),
+    "stateless_with_tree_map": lambda make: make(lambda u, p: -u),
+}
+# Params and gradients of their own: a pair of params, a gradient for each example, a matrix.
+OWN = {
+    "lookahead": (optax.LookaheadParams.init_synced(PARAMS), GRADS),
+    **dict.fromkeys(
+        ("differentially_private_aggregate", "dpsgd"), (PARAMS, jax.tree.map(lambda g: jnp.stack([g, -3 * g]), GRADS))
+    ),
+    "scale_by_muon": (PARAMS["w"], GRADS["w"]),
+}
+
+
+def objective(params):
+    return optax.tree.norm(params, squared=True)
+
+
+ONLY = {"sam": {}, "sophia": {"obj_fn": objective}}  # which take no other optimizer's extra arguments
+
+ONLY = {"sam": {}, "sophia": {"obj_fn": objective}}  # which take no other optimizer's extra arguments
+
+
+def factories():
+    found = {}
+    for module in (optax, optax.contrib):
+        for name, make in inspect.getmembers(module, inspect.isfunction):
+            if not name.startswith("_") and "GradientTransformation" in str(inspect.signature(make).return_annotation):
+                found.setdefault(name, make)
+    return found
+
+
+FACTORIES = factories()
+
+
+def make(name):
+    if name in SPECIAL:
+        return SPECIAL[name](FACTORIES[name])
+    parameters = inspect.signature(FACTORIES[name]).parameters.values()
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    return FACTORIES[name](**{each: USUAL[each] for each in needed})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key", 'ignore:"seed" is')
+@pytest.mark.parametrize("name", FACTORIES)
+def test_an_optimizer_takes_a_step_as_it_does_alone_and_skips_one_whole(name):
+    params, grads = OWN.get(name, (PARAMS, GRADS))
+    plain, tx = standard(make(name)), loss_scaling(standard(make(name)), DynamicLossScale(2.0**10))
+    extra = ONLY.get(name, {"value": jnp.float32(2), "grad": grads, "value_fn": objective})
+    expected, expected_state = jax.jit(lambda: plain.update(grads, plain.init(params), params, **extra))()
+
+    @jax.jit
+    def update(grads, state):
+        scaled_too = {"grad": grads} if "grad" in extra else {}
+        return tx.update(grads, state, params, **extra | scaled_too)
+
+    before = tx.init(params)
+    scaled = jax.tree.map(lambda g: g * 2.0**10, grads)
+    updates, after = update(scaled, before)
+    assert after.last_finite and jax.tree.structure(updates) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    assert jax.tree.structure(after.inner_state) == jax.tree.structure(expected_state)
+
+    updates, skipped = update(jax.tree.map(lambda g: g.at[..., -1].set(jnp.nan), scaled), after)
+    assert all((leaf == 0).all() and np.signbit(leaf).all() for leaf in jax.tree.leaves(updates))
+    assert same_bits(optax.apply_updates(params, updates), params)
+    assert same_bits(skipped.inner_state, after.inner_state)
+    assert (skipped.skipped, skipped.loss_scale.loss_scale) == (1, 2.0**9)
+
+
+def test_lookaheads_pair_is_no_error_and_a_leaf_that_differs_is_named_when_the_optimizer_has_failed():
+    tx = loss_scaling(standard(optax.lookahead(optax.sgd(0.5), 2, 0.5)), DynamicLossScale(2.0))
+    params = optax.LookaheadParams.init_synced({"w": jnp.ones(2)})
+    state = tx.init(params)
+    for fast, slow in ((0.5, 1.0), (0.5, 0.5)):  # the second step goes half of the way back: (1 + 0) / 2
+        updates, state = tx.update({"w": jnp.full(2, 2.0)}, state, params)
+        params = optax.apply_updates(params, updates)
+        assert (params.fast["w"] == fast).all() and (params.slow["w"] == slow).all()
+    text = r"it failed \(ValueError: .*\) and 3 leaves differ: 'v': gradient \(2,\), param missing; 'fast/w': gradient"
+    with pytest.raises(ValueError, match=text):
+        tx.update({"v": jnp.ones(2)}, state, params)
