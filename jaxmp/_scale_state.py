@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.serialization import register_serialization_state
-
-_C = TypeVar("_C", bound=type)
+from flax.serialization import from_state_dict, register_serialization_state, to_state_dict
 
 TINY = float(np.finfo(np.float32).tiny)  # a device may flush what is smaller to zero
 HUGE = float(np.finfo(np.float32).max)
@@ -20,25 +20,12 @@ HUGE = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class ScaleState:
-    """A pytree of the fields in ``_leaves``, arrays of that dtype; the other fields are hashable and static."""
+    """A dataclass whose fields are checked; those in ``_leaves`` become arrays of that dtype."""
 
     _leaves: ClassVar[Mapping[str, Any]]
 
-    def __init_subclass__(cls) -> None:
-        def flatten(x: Any) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, Any], ...]]:
-            static = tuple(item for item in sorted(vars(x).items()) if item[0] not in cls._leaves)
-            return [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in cls._leaves], static
-
-        def unflatten(static: Iterable[tuple[str, Any]], leaves: Iterable[Any]) -> Any:
-            return object.__new__(cls)._with(**dict(static), **dict(zip(cls._leaves, leaves, strict=True)))
-
-        jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
-
     def _with(self, **fields: Any) -> Self:
-        # Past the constructor and its checks: a leaf may be a tracer, or whatever a tree is rebuilt with.
-        new = object.__new__(type(self))
-        new.__dict__.update(vars(self), **fields)
-        return new
+        return rebuilt(type(self), {**vars(self), **fields})
 
     def __post_init__(self) -> None:
         for name, x in vars(self).items():
@@ -107,16 +94,70 @@ _RULES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # whether it holds
 }
 
 
-def flax_state(cls: _C) -> _C:
-    """Class decorator: ``flax.serialization`` saves and restores every field of the dataclass, static ones too."""
+@functools.cache
+def register(cls: type) -> None:
+    """Makes a class of loss scales a pytree, and has ``flax.serialization`` save and restore its instances.
+
+    Leaves are the attributes that are numbers or arrays, or trees of them, but for those in ``static_fields``; all the
+    rest is static and hashable. What the author of the class registered is left as it is.
+    """
+
+    def flatten(x: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        names, fields = _leaf_names(x), _fields(x)
+        static = tuple(sorted((name, value) for name, value in fields.items() if name not in names))
+        return [(jax.tree_util.GetAttrKey(name), fields[name]) for name in names], (names, static)
+
+    def unflatten(structure: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
+        names, static = structure
+        new = rebuilt(cls, {**dict(static), **dict(zip(names, leaves, strict=True))})
+        if _leaf_names(new) != names:  # a tree may be rebuilt with leaves that are no numbers
+            object.__setattr__(new, "_leaf_names", names)
+        return new
+
+    def save(x: Any) -> dict[str, Any]:
+        return {name: to_state_dict(value) for name, value in _fields(x).items() if _is_saved(value)}
 
     def restore(target: Any, state: dict[str, Any]) -> Any:
-        if state.keys() != vars(target).keys():
+        fields = _fields(target)
+        if state.keys() != (expected := save(target)).keys():
             raise ValueError(
-                f"the state of a {cls.__name__} has the entries {sorted(vars(target))}, got {sorted(state)}: restore "
-                "it into an object of the class it was saved from"
+                f"the state of a {cls.__name__} has the entries {sorted(expected)}, got {sorted(state)}: restore it "
+                "into an object of the class it was saved from"
             )
-        return dataclasses.replace(target, **state)
+        new = {name: from_state_dict(fields[name], value, name) for name, value in state.items()}
+        return dataclasses.replace(target, **new) if isinstance(target, ScaleState) else rebuilt(cls, {**fields, **new})
 
-    register_serialization_state(cls, lambda x: dict(vars(x)), restore)
-    return cls
+    with contextlib.suppress(ValueError):  # registered already
+        jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    with contextlib.suppress(ValueError):
+        register_serialization_state(cls, save, restore)
+
+
+def rebuilt(cls: type, fields: Mapping[str, Any]) -> Any:
+    """An instance past the constructor and its checks: a leaf may be a tracer, or whatever a tree is rebuilt with."""
+    new: Any = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(new, name, value)
+    return new
+
+
+def _fields(x: Any) -> dict[str, Any]:
+    declared = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()  # which may have slots
+    names = [*(each.name for each in declared if each.init), *sorted(vars(x))]
+    return {name: getattr(x, name) for name in dict.fromkeys(names) if name != "_leaf_names"}
+
+
+def _leaf_names(x: Any) -> tuple[str, ...]:
+    if "_leaf_names" in vars(x):
+        return vars(x)["_leaf_names"]
+    dynamic = [item for item in _fields(x).items() if item[0] not in x.static_fields]
+    return tuple(name for name, value in dynamic if all(map(_is_number, jax.tree.leaves(value))))
+
+
+def _is_number(leaf: Any) -> bool:
+    numbers = (int, float, complex, np.generic, np.ndarray, jax.Array, jax.ShapeDtypeStruct)
+    return isinstance(leaf, numbers) and not isinstance(leaf, bool)
+
+
+def _is_saved(value: Any) -> bool:
+    return all(isinstance(leaf, (bool, str, bytes)) or _is_number(leaf) for leaf in jax.tree.leaves(value))

@@ -47,14 +47,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jaxmp import dtypes, loss_scale, policy
 from jaxmp import tree as _tree
-from jaxmp._scale_state import HUGE, flax_state, is_concrete, require
+from jaxmp._scale_state import HUGE, is_concrete, require
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.tree import all_finite
 
@@ -167,8 +166,6 @@ class _Widening(LossScale):
         return super().scale(_tree.widen(tree))
 
 
-@flax_state
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Widening, loss_scale.StaticLossScale):
     """A :class:`jaxmp.StaticLossScale` that may be made of 0, but not used.
@@ -192,7 +189,6 @@ class StaticLossScale(_Widening, loss_scale.StaticLossScale):
         return super().unscale(tree)
 
 
-@flax_state
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Widening, loss_scale.DynamicLossScale):
     """A :class:`jaxmp.DynamicLossScale` that stops to grow only where float32 ends, as jmp's does.

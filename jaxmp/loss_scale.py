@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxmp._scale_state import HUGE, TINY, ScaleState, flax_state, is_concrete, require
+from jaxmp._scale_state import HUGE, TINY, ScaleState, is_concrete, register, require
 from jaxmp.dtypes import canonical_dtype, is_half
 
 T = TypeVar("T")
@@ -34,13 +34,39 @@ T = TypeVar("T")
 class LossScale:
     """What every loss scale offers; a subclass of your own does for :func:`jaxmp.loss_scaling` too.
 
+    A subclass has an attribute ``loss_scale`` and, if it changes, an ``adjust`` that returns a new object. It may be a
+    dataclass or an ordinary class. Its instances are pytrees that pickle and Flax save: attributes that are numbers,
+    arrays or trees of them are leaves, which a train step carries as arrays; bools, strings and all others are static,
+    must be hashable, and of these Flax saves bools and strings. A class that is registered with JAX or Flax by its
+    author stays so.
+
     Attributes:
       loss_scale: the factor S, a scalar.
       needs_grad_max: whether ``adjust`` must be given ``grad_max``.
+      static_fields: names of numbers that are no leaves but part of the compiled program, for use in Python.
+
+    >>> class Halving(LossScale):  # backs off, never grows
+    ...     def __init__(self, loss_scale):
+    ...         self.loss_scale = loss_scale
+    ...
+    ...     def adjust(self, grads_finite, grad_max=None):
+    ...         return Halving(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+    >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), Halving(2.0**10))
+    >>> _, opt_state = jax.jit(tx.update)(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+    >>> print(jaxmp.get_loss_scale(opt_state).loss_scale)
+    512.0
     """
 
     needs_grad_max: ClassVar[bool] = False
+    static_fields: ClassVar[tuple[str, ...]] = ()
     loss_scale: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Registers the class, which its own decorators may have done by now in their own way."""
+        register(cls)  # type: ignore[arg-type]
+        if (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+        return super().__new__(cls)
 
     def scale(self, tree: T) -> T:
         """``tree`` times S.
@@ -98,8 +124,6 @@ class LossScale:
         return self
 
 
-@flax_state
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
     """No loss scaling: ``scale``, ``unscale`` and ``adjust`` hand back the very object they were given.
@@ -110,6 +134,8 @@ class NoOpLossScale(LossScale):
 
     loss_scale: int = dataclasses.field(default=1, init=False)
 
+    static_fields = ("loss_scale",)
+
     def scale(self, tree: T) -> T:
         """``tree`` itself."""
         return tree
@@ -119,8 +145,6 @@ class NoOpLossScale(LossScale):
         return tree
 
 
-@flax_state
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(LossScale):
     """A fixed loss scale: a Python float, part of the compiled program, without leaves. ``adjust`` returns itself.
@@ -137,11 +161,12 @@ class StaticLossScale(LossScale):
 
     loss_scale: Any
 
+    static_fields = ("loss_scale",)
+
     def __post_init__(self) -> None:
         self.__dict__["loss_scale"] = float(require("loss_scale", self.loss_scale))
 
 
-@flax_state
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(ScaleState, LossScale):
     """A loss scale that grows while gradients are finite and backs off when they are not.
@@ -190,6 +215,7 @@ class DynamicLossScale(ScaleState, LossScale):
     hysteresis: int = 1
     countdown: Any = None
 
+    static_fields = ("period", "factor", "min_loss_scale", "backoff", "max_loss_scale", "hysteresis")
     _leaves: ClassVar[Mapping[str, Any]] = {"loss_scale": jnp.float32, "counter": jnp.int32, "countdown": jnp.int32}
 
     def __post_init__(self) -> None:
@@ -243,7 +269,6 @@ class DynamicLossScale(ScaleState, LossScale):
         return self._with(**new)
 
 
-@flax_state
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale(ScaleState, LossScale):
     """A loss scale, always a power of two, that keeps the largest gradient well below overflow.
@@ -290,6 +315,7 @@ class HeadroomLossScale(ScaleState, LossScale):
     dtype: Any = "float16"
 
     needs_grad_max = True
+    static_fields = ("headroom", "period", "min_loss_scale", "max_loss_scale", "dtype")
     _leaves: ClassVar[Mapping[str, Any]] = {"loss_scale": jnp.float32, "running_max": jnp.float32}
 
     def __post_init__(self) -> None:

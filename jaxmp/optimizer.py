@@ -159,7 +159,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
     return LossScalingState(
         inner_state=opt_state,
         # Copies, so that a step that donates its state does not delete the arrays of the object the user holds.
-        loss_scale=jax.tree.map(jnp.array, as_loss_scale(loss_scale)),
+        loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), as_loss_scale(loss_scale)),
         skipped=jnp.zeros((), jnp.int32),
         consecutive_skipped=jnp.zeros((), jnp.int32),
         last_finite=jnp.array(True),
@@ -346,7 +346,8 @@ def _check_same_structure(own: Any, given: Any) -> None:
 
 def _check_same_shapes(updates: Any, params: Any) -> None:
     """Refuses updates that do not fit ``params`` (or the gradients), unless they are another tree altogether."""
-    if jax.tree.structure(updates) != jax.tree.structure(params):
+    made: Any = jax.tree.structure(updates)
+    if made != jax.tree.structure(params):
         return
     for (path, update), param in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True):
         if jnp.shape(update) != jnp.shape(param):

@@ -1,0 +1,201 @@
+"""A loss scale of one's own: in a train step, in NNX, pickled, saved by Flax, whatever kind of class it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import flax.serialization
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from loss_scale_tools import assert_same
+from optimizer_tools import bits, problem, train_loss
+
+import jaxmp
+from jaxmp import DynamicLossScale, LossScale, TrainState, loss_scaling, make_train_step
+
+
+class Plain(LossScale):
+    """An ordinary class; a counter, a name and a function beside the scale."""
+
+    def __init__(self, loss_scale: Any = 2.0**10, name: str = "mine", step: Callable[[Any], Any] = lambda x: x / 2):
+        self.loss_scale, self.seen, self.name, self.step = loss_scale, {"bad": 0}, name, step
+
+    def adjust(self, grads_finite: Any, grad_max: Any = None) -> Plain:
+        new = Plain(jnp.where(grads_finite, self.loss_scale, self.step(self.loss_scale)), self.name, self.step)
+        bad = self.seen["bad"] + jnp.where(grads_finite, 0, 1)
+        new.seen = {"bad": bad}
+        return new
+
+
+class Named(Plain):
+    """What Flax can save: a scale and a name."""
+
+    def __init__(self, loss_scale: Any = 2.0**10):
+        self.loss_scale, self.kind = loss_scale, "named"
+
+    def adjust(self, grads_finite: Any, grad_max: Any = None) -> Named:
+        return Named(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(LossScale):
+    loss_scale: Any = 2.0**10
+    bad: Any = 0
+    floor: float = 1.0
+    kind: str = "data"
+
+    def adjust(self, grads_finite: Any, grad_max: Any = None) -> Data:
+        scale = jnp.where(grads_finite, self.loss_scale, jnp.maximum(self.loss_scale / 2, self.floor))
+        return dataclasses.replace(self, loss_scale=scale, bad=self.bad + jnp.where(grads_finite, 0, 1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots(LossScale):
+    loss_scale: Any = 2.0**10
+    patience: int = 1
+
+    static_fields = ("patience",)
+
+    def adjust(self, grads_finite: Any, grad_max: Any = None) -> Slots:
+        assert self.patience == 1  # in Python, under jit too
+        return dataclasses.replace(self, loss_scale=jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["loss_scale"], meta_fields=["kind"])
+@dataclasses.dataclass
+class Registered(LossScale):
+    """Its author made it a pytree."""
+
+    loss_scale: Any = 2.0**10
+    kind: str = "registered"
+
+    def adjust(self, grads_finite: Any, grad_max: Any = None) -> Registered:
+        return Registered(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2), self.kind)
+
+
+class Struct(flax.struct.PyTreeNode, LossScale):
+    """Its author made it a pytree that Flax saves."""
+
+    loss_scale: Any = 2.0**10
+    kind: str = flax.struct.field(pytree_node=False, default="struct")
+
+    def adjust(self, grads_finite: Any, grad_max: Any = None) -> Struct:
+        return self.replace(loss_scale=jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(DynamicLossScale):
+    """A subclass of one of ours with a number more."""
+
+    bad: Any = dataclasses.field(default=0, kw_only=True)
+
+    def adjust(self, grads_finite: Any, grad_max: Any = None) -> Counting:
+        new = super().adjust(grads_finite, grad_max)
+        return dataclasses.replace(new, bad=self.bad + jnp.where(grads_finite, 0, 1))
+
+
+class Fixed(LossScale):
+    loss_scale = 2.0**10
+
+
+FALLING = [Named, Data, Slots, Registered, Struct, functools.partial(Counting, 2.0**10)]
+every_falling = pytest.mark.parametrize("make", FALLING, ids=lambda make: getattr(make, "__name__", "Counting"))
+
+
+@every_falling
+def test_a_train_step_carries_it_compiles_once_and_skips_by_it(make):
+    params, batch = problem()
+    step = make_train_step(train_loss, donate=False, max_consecutive_skips=3)
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), make()))
+    bad = {**batch, "x": batch["x"] * jnp.nan}
+    scales = []
+    for each in (batch, bad, batch, bad):
+        state, metrics = step(state, each)
+        scales.append(float(metrics["loss_scale"]))
+    assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9] and state.skipped == 2
+    assert step.jitted._cache_size() == 1
+    scanned, _ = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.stack([x, x]), bad))
+    assert jaxmp.get_loss_scale(scanned.opt_state).loss_scale == 2.0**6
+    assert type(jaxmp.get_loss_scale(scanned.opt_state)) is type(make())
+
+
+@every_falling
+def test_it_is_pickled_and_saved_by_flax_in_mid_run(make):
+    tx = loss_scaling(optax.sgd(0.1), make())
+    fresh = tx.init(jnp.ones(2))
+    _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), fresh, jnp.ones(2))
+    assert state.loss_scale.loss_scale == 2.0**9
+    leaves, _ = jax.tree.flatten(state)
+    assert len(leaves) == len(jax.tree.leaves(fresh)) and all(isinstance(leaf, jax.Array) for leaf in leaves)
+    for back in (
+        pickle.loads(pickle.dumps(state)),
+        flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state)),
+        flax.serialization.from_state_dict(fresh, flax.serialization.to_state_dict(state)),
+    ):
+        assert_same(back, state)
+        _, again = jax.jit(tx.update)(jnp.full(2, jnp.inf), back, jnp.ones(2))
+        assert again.loss_scale.loss_scale == 2.0**8
+
+
+@every_falling
+def test_trees_of_it_may_be_rebuilt_with_anything_as_leaves(make):
+    scale = make()
+    leaves, structure = jax.tree.flatten(scale)
+    for leaf in (object(), None, True, "text", jax.sharding.PartitionSpec()):
+        rebuilt = jax.tree.unflatten(structure, [leaf] * len(leaves))
+        assert structure.flatten_up_to(rebuilt) == [leaf] * len(leaves)
+        assert jax.tree.structure(jax.tree.unflatten(structure, leaves)) == structure
+    assert bits(jax.vmap(lambda _, scale: scale)(jnp.arange(2), jax.tree.map(lambda x: jnp.stack([x] * 2), scale)))
+
+
+@pytest.mark.parametrize("make", [Data, Named, Fixed])
+def test_an_nnx_optimizer_carries_it(make):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=make())
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        _, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+        optimizer.update(model, grads)
+
+    for x in (jnp.ones((3, 2)), jnp.full((3, 2), jnp.nan), jnp.ones((3, 2))):
+        step(model, optimizer, x)
+    assert optimizer.skipped == 1 and optimizer.loss_scale.loss_scale == (2.0**10 if make is Fixed else 2.0**9)
+
+
+def test_attributes_may_be_trees_names_and_functions():
+    tx = loss_scaling(optax.sgd(0.1), Plain(step=jnp.negative))
+    _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), tx.init(jnp.ones(2)), jnp.ones(2))
+    assert (state.loss_scale.loss_scale, state.loss_scale.name, state.loss_scale.step) == (-1024, "mine", jnp.negative)
+    assert state.loss_scale.seen["bad"] == 1
+
+
+def test_one_that_never_changes_stops_a_run_that_goes_nowhere_like_any_other():
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=2)
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), Fixed()))
+    bad = {**batch, "x": batch["x"] * jnp.nan}
+    with pytest.raises(jaxmp.NonFiniteTrainingError, match="2 steps in a row were skipped at loss scale 1024"):
+        for _ in range(9):
+            state, metrics = step(state, bad)
+            jax.block_until_ready(metrics)
+
+
+def test_a_state_of_another_class_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"the state of a Data has the entries \['bad', 'floor', 'kind', 'loss_scale'\]"
+    ):
+        flax.serialization.from_state_dict(Data(), flax.serialization.to_state_dict(Named()))
+
+
+def test_a_class_without_a_constructor_takes_no_arguments():
+    with pytest.raises(TypeError, match=r"Fixed\(\) takes no arguments"):
+        Fixed(8.0)
