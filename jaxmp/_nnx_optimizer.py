@@ -20,6 +20,7 @@ from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.optimizer import get_loss_scale, get_loss_scaling_state, has_loss_scale, loss_scaling, take_step
 from jaxmp.optimizer import scaled_loss as _scaled_loss
 from jaxmp.optimizer import unscaled_norm as _unscaled_norm
+from jaxmp.optimizer import warn_if_behind as _warn_if_behind
 
 _Object: Any = nnx.Optimizer  # its type parameters are of no use here
 
@@ -73,6 +74,7 @@ class Optimizer(_Object):
             )
         if not has_one:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
+        _warn_if_behind(tx, params, stacklevel=5)  # three are of NNX
         super().__init__(model, optax.with_extra_args_support(tx), wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
         self._before: Any = nnx.data(None)

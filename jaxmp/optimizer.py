@@ -8,6 +8,7 @@ Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp.loss_scale import LossScale, as_loss_scale
+from jaxmp.loss_scale import LossScale, NoOpLossScale, as_loss_scale
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
 
 T = TypeVar("T")
@@ -57,6 +58,16 @@ def loss_scaling(
     clipping by their norm and second moments stay finite too. If it is finite, the updates pass and the scale may grow.
     If not, the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit for bit what it was,
     and the scale backs off. With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32 training.
+
+    Two lines look right, raise nothing, and with SGD train almost not at all, because the gradients are divided by a
+    scale that they never had, or because what stands before ``loss_scaling`` in a chain sees them with the scale::
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)                                   # wrong
+        loss, grads = jaxmp.scaled_value_and_grad(loss_fn, opt_state)(params)               # right
+        tx = optax.chain(optax.clip_by_global_norm(1.0), loss_scaling(adam, loss_scale))    # wrong
+        tx = loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), adam), loss_scale)    # right
+
+    ``TrainState.create`` and ``jaxmp.nnx.Optimizer`` can see the last but one, and warn.
 
     Around and inside other transforms: put it outside ``clip_by_global_norm`` (clipping must see true gradients),
     outside ``multi_transform`` (one loss has one scale) and outside ``apply_if_finite`` (which would hide bad gradients
@@ -269,6 +280,35 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
 
     # NNX reads the signature, but not that of a partial.
     return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
+
+
+def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: int) -> None:
+    """Warns if ``tx`` is a chain, or has one in it, with another transform before ``loss_scaling``.
+
+    ``stacklevel`` is that of the caller's own ``warnings.warn``.
+    """
+    found: list[bool] = []
+    # Looked at while it is traced: the names of a named chain are sorted afterwards.
+    jax.eval_shape(lambda params: found.append(_stands_behind(tx.init(params))), params)
+    if any(found):
+        warnings.warn(
+            "loss_scaling must be the first transform of a chain, but another stands before it here, which sees the "
+            "gradients still multiplied by the loss scale (clipping would cut them all to nearly nothing): put it "
+            "inside, jaxmp.loss_scaling(optax.chain(…, tx), loss_scale)",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _stands_behind(state: Any) -> bool:
+    if isinstance(state, LossScalingState) or not isinstance(state, (tuple, dict)) or not state:
+        return False
+    if isinstance(state, tuple) and hasattr(state, "_fields"):  # of one transform; dicts in it stand side by side
+        parts = [part.values() if isinstance(part, dict) else [part] for part in state]
+        return any(_stands_behind(each) for part in parts for each in part)
+    first, *others = state.values() if isinstance(state, dict) else state  # a chain, or a named one
+    return _stands_behind(first) or any(
+        not isinstance(scaling.loss_scale, NoOpLossScale) for part in others for scaling in _find(part)
+    )
 
 
 def take_step(

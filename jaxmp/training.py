@@ -30,6 +30,7 @@ from jaxmp.optimizer import (
     scaled_value_and_grad,
     take_step,
     unscaled_norm,
+    warn_if_behind,
 )
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
@@ -99,6 +100,8 @@ class TrainState(flax.struct.PyTreeNode):
 
         Raises:
           ValueError: the optimizer has several loss scales.
+
+        Warns when the optimizer is a chain with another transform before ``loss_scaling``.
         """
         if not hasattr(tx, "init"):
             raise TypeError(f"tx must be an optax optimizer, got {tx!r}; jaxmp.loss_scaling(optax.adam(1e-3), {tx!r})")
@@ -106,6 +109,7 @@ class TrainState(flax.struct.PyTreeNode):
             tx = loss_scaling(tx, NoOpLossScale())
         opt_state = tx.init(params)
         get_loss_scale(opt_state)  # raises if there are several
+        warn_if_behind(tx, params, stacklevel=2)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optimizer_tools import problem, train_loss
+from flax import nnx
+from optimizer_tools import problem, standard, train_loss
 
 import jaxmp
 from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_eval_step, make_train_step
@@ -146,6 +147,54 @@ def test_an_optimizer_with_several_loss_scales_is_refused_when_the_state_is_made
     tx = optax.multi_transform(parts, {"x": "a", "y": "b"})
     with pytest.raises(ValueError, match="one loss has one scale, but this optimizer's state has 2"):
         TrainState.create(params={"x": jnp.ones(()), "y": jnp.ones(())}, tx=tx)
+
+
+def clipped_first(tx):
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
+BEHIND = {
+    "chain": clipped_first,
+    "chain in a chain": lambda tx: optax.chain(optax.chain(clipped_first(tx)), optax.scale(0.5)),
+    "named chain": lambda tx: optax.named_chain(("z", optax.clip(1.0)), ("a", tx)),
+    "masked": lambda tx: optax.masked(clipped_first(tx), {"x": True}),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: clipped_first(tx))(rate=0.1),
+    "partition": lambda tx: optax.partition({"a": optax.sgd(0.1), "b": clipped_first(tx)}, {"x": "b"}),
+}
+BEFORE = {
+    "chain": lambda tx: optax.chain(tx, optax.scale(0.5), optax.trace(0.9)),
+    "named chain": lambda tx: optax.named_chain(("z", tx), ("a", optax.scale(0.5))),
+    "partition": lambda tx: optax.partition({"a": optax.sgd(0.1), "b": tx}, {"x": "b"}),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "inside": lambda tx: tx,
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_loss_scale_behind_another_transform_of_a_chain_is_warned_of_once(name):
+    text = (
+        r"must be the first transform of a chain, but another stands before it here, .*\(optax.chain\(…, tx\), loss_s"
+    )
+    tx = BEHIND[name](loss_scaling(optax.sgd(0.1), DynamicLossScale()))
+    with pytest.warns(UserWarning, match=text) as caught:
+        state = TrainState.create(params={"x": jnp.ones(2)}, tx=tx)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    step = make_train_step(lambda p, s, b, r: (jnp.sum(p["x"]), s))
+    for _ in range(2):  # nothing more to hear: a warning would be an error
+        state, _ = step(state, 1.0)
+    if "chain" in name:  # the others name a param, which NNX's params are not
+        with pytest.warns(UserWarning, match=text) as caught:
+            jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx)
+        assert len(caught) == 1 and caught[0].filename == __file__
+    TrainState.create(params={"x": jnp.ones(2)}, tx=BEHIND[name](loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())))
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_loss_scale_before_the_others_is_not_warned_of(name):
+    tx = BEFORE[name](loss_scaling(clipped_first(optax.sgd(0.1)), DynamicLossScale()))
+    TrainState.create(params={"x": jnp.ones(2)}, tx=standard(tx))
+    if "chain" in name:
+        jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx)
 
 
 def test_what_training_stops_with_is_an_arithmetic_error():
