@@ -5,10 +5,11 @@ Params, optimizer, batch statistics and moving average go together.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import flax.struct
@@ -202,7 +203,9 @@ def make_train_step(
     Raises (here, or from the step):
       ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``; ``overrides``
         without autocast, or one that matched nothing.
-      TypeError: the loss function returns something else; the loss is float16; the policy is a PolicyMap.
+      TypeError: the loss function takes or returns something else; the loss is float16 or no scalar; the state is no
+        :class:`TrainState` (Flax's own, say).
+      RuntimeError: the state was given to a donating step before.
       NonFiniteTrainingError: training can't go on; noticed some steps late, because only finished counters are read.
 
     Warns once when the loss has float16 products and the optimizer no loss scale.
@@ -242,13 +245,15 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; see :func:`make_train_step`."""
-        self._read_reports(state, batch)
-        state, metrics, stuck = self.jitted(state, batch)
+        with _told_of_donation(state):
+            self._read_reports(state, batch)
+            state, metrics, stuck = self.jitted(state, batch)
         if not isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
             self._reports.append((stuck, batch))
         return state, metrics
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
+        _require_train_state(state)
         if self._ema_decay is None and state.ema_params is not None:
             raise ValueError(
                 "the state keeps a moving average that this step would never update; pass "
@@ -353,18 +358,23 @@ def make_eval_step(
 ) -> Callable[[TrainState, Any], Metrics]:
     """A jitted ``step(state, batch) -> metrics``: the loss function without gradients; the state is left as it is.
 
+    ``step.jitted`` is the compiled function, for ``lower`` and ``compile``.
+
     Args:
       loss_fn: as for :func:`make_train_step`; the model state that it returns is dropped.
       policy, overrides: as for :func:`make_train_step`.
       use_ema: whether to evaluate ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
 
-    Raises (from the step):
+    Raises (here, or from the step):
       ValueError: ``use_ema`` and the state has no moving average.
+      TypeError: the loss function takes or returns something else; the state is no :class:`TrainState`.
+      RuntimeError: the state was given to a donating step before.
     """
     loss_fn = _under_policy(_checked(loss_fn), policy, overrides)
 
     @jax.jit
-    def step(state: TrainState, batch: Any) -> Metrics:
+    def jitted(state: TrainState, batch: Any) -> Metrics:
+        _require_train_state(state)
         params = state.params
         if use_ema:
             if state.ema_params is None:
@@ -373,30 +383,108 @@ def make_eval_step(
         loss, (_, metrics) = loss_fn(params, state.model_state, batch, state.rng)
         return {"loss": _tree.widen(loss), **metrics}
 
+    def step(state: TrainState, batch: Any) -> Metrics:
+        with _told_of_donation(state):
+            return jitted(state, batch)
+
+    step.jitted = jitted  # type: ignore[attr-defined]
     return step
 
 
+def _require_train_state(state: Any) -> None:
+    """Raises if what came is no :class:`TrainState`: Flax's, whose fields are others, or the params alone."""
+    if not isinstance(state, TrainState):
+        kind = type(state)
+        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise TypeError(
+            f"a step takes a jaxmp.TrainState and a batch, got {name} as the state; make it with "
+            "jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=jaxmp.loss_scaling(tx, "
+            "jaxmp.DynamicLossScale())), which takes model_state (batch statistics) and rng too"
+        )
+
+
+@contextmanager
+def _told_of_donation(state: Any) -> Iterator[None]:
+    """Says of an error whether ``state`` was given to a step before, which deleted its arrays."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        leaves = jax.tree.leaves_with_path(state)
+        deleted = next((path for path, leaf in leaves if _is_deleted(leaf)), None)
+        if deleted is None:
+            raise
+        raise RuntimeError(
+            f"a state can be given to a donating step once only, but {_tree.path_name(deleted)!r} in this one is gone: "
+            "a step has had it, or another state of the same arrays; go on with the state that the step returned "
+            "(state, metrics = step(state, batch)), or make the step with make_train_step(..., donate=False)"
+        ) from error
+
+
 def _checked(loss_fn: LossFn) -> LossFn:
-    """``loss_fn`` in the form ``(loss, (model_state, metrics))`` that ``has_aux`` takes, its result checked."""
+    """``loss_fn`` in the form ``(loss, (model_state, metrics))`` that ``has_aux`` takes, its result checked.
+
+    Raises:
+      TypeError: it is no function, or does not take four arguments.
+    """
+    if not callable(loss_fn):
+        raise TypeError(
+            f"a loss function must be callable, got {loss_fn!r}; write def loss_fn(params, model_state, batch, rng)"
+        )
+    _require_four_arguments(loss_fn)
 
     def checked(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         result = loss_fn(params, model_state, batch, rng)
         if not isinstance(result, tuple) or len(result) not in (2, 3):
+            is_scalar = _is_number(result) and np.ndim(result) == 0
             raise TypeError(
                 "a loss function returns (loss, new_model_state) or (loss, new_model_state, metrics), got "
-                f"{type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple) else ''}; return None as "
-                "the model state if there is none"
+                f"{'the loss alone' if is_scalar else _described(result)}; write return loss, model_state, or "
+                "return loss, None if there is no model state"
             )
         loss, new_model_state, metrics = (*result, {}) if len(result) == 2 else result
+        if not _is_number(loss) or np.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            is_array = _is_number(loss) and np.ndim(loss)
+            remedy = "take its mean: jnp.mean(loss)" if is_array else "return (loss, new_model_state), in this order"
+            raise TypeError(f"a loss must be a floating scalar, got {_described(loss)}; {remedy}")
         if not isinstance(metrics, Mapping):
             raise TypeError(
-                f"a loss function's metrics must be a dict of names and values, got {type(metrics).__name__}"
+                f"a loss function's metrics must be a dict of names and values, got {_described(metrics)}; return "
+                '{"accuracy": accuracy}, say'
             )
         if taken := [name for name in metrics if name in _OWN_METRICS]:
             raise ValueError(f"the step reports {', '.join(_OWN_METRICS)} itself, got a metric {taken[0]!r}; rename it")
         return loss, (new_model_state, metrics)
 
     return checked
+
+
+def _require_four_arguments(loss_fn: LossFn) -> None:
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError as error:
+        bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+        takes = signature.replace(parameters=bare, return_annotation=signature.empty)
+        raise TypeError(
+            f"a loss function takes (params, model_state, batch, rng), but this one takes {takes}; write "
+            "def loss_fn(params, model_state, batch, rng), in which model_state and rng are None where "
+            "TrainState.create got none"
+        ) from error
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
+    return number or hasattr(value, "__jax_array__")  # a Variable of NNX
+
+
+def _described(value: Any) -> str:
+    """What a loss function returned, for an error: its dtype and shape, or its type; a tracer's type says nothing."""
+    if _is_number(value):
+        return f"{jnp.result_type(value).name} of shape {np.shape(value)}"
+    return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
 
 
 def _under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
@@ -453,8 +541,9 @@ def _split(path: Any, leaf: Any, n: int) -> jax.Array:
     return jnp.moveaxis(leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:]), 1, 0)
 
 
-def _is_deleted(batch: Any) -> bool:
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(batch))
+def _is_deleted(tree: Any) -> bool:
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return any(leaf.is_deleted() for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
 
 
 def _non_finite(tree: Any) -> list[str]:

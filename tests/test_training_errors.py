@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from flax.training import train_state as flax_train_state
 from optimizer_tools import problem, standard, train_loss
 
 import jaxmp
@@ -70,25 +71,25 @@ def test_a_moving_average_must_be_asked_for_when_the_state_is_made():
 @pytest.mark.parametrize(
     ("result", "got"),
     [
-        (lambda p: p, r"\w*Tracer"),
+        (lambda p: p, "the loss alone"),
+        (lambda p: jnp.stack([p, p]), r"float32 of shape \(2,\)"),
         (lambda p: (p,), "tuple of 1"),
         (lambda p: (p, None, {}, {}), "tuple of 4"),
-        (lambda p: [p, None], "list"),
+        (lambda p: [p, None], "list of 2"),
         (lambda p: {"loss": p}, "dict"),
+        (lambda p: None, "NoneType"),
     ],
 )
 @pytest.mark.parametrize("make", [make_train_step, make_eval_step])
 def test_a_loss_function_that_returns_something_else_is_told_what_to_return(make, result, got):
-    text = (
-        rf"returns \(loss, new_model_state\) or \(loss, new_model_state, metrics\), got {got}; return None as the model"
-    )
+    text = rf"returns \(loss, new_model_state\) or \(loss, new_model_state, metrics\), got {got}; write return"
     with pytest.raises(TypeError, match=text):
         make(lambda p, s, b, r: result(p))(state_of(), 1.0)
 
 
 @pytest.mark.parametrize("make", [make_train_step, make_eval_step])
 def test_metrics_must_be_a_dict_with_names_of_their_own(make):
-    with pytest.raises(TypeError, match=r"metrics must be a dict of names and values, got \w*"):
+    with pytest.raises(TypeError, match=r"metrics must be a dict of names and values, got float32 of shape \(\)"):
         make(lambda p, s, b, r: (p, s, p))(state_of(), 1.0)
     for name in ("loss", "grad_norm", "loss_scale", "skipped"):
         text = f"the step reports loss, grad_norm, loss_scale, skipped itself, got a metric '{name}'; rename it"
@@ -135,9 +136,57 @@ def test_a_float16_loss_is_refused_by_the_step_and_taken_by_the_evaluation():
     assert make_eval_step(loss)(state_of(), 1.0)["loss"].dtype == jnp.float32
 
 
-def test_a_loss_that_is_no_scalar_and_params_without_gradients_are_refused():
-    with pytest.raises(TypeError, match="scalar-output"):
-        make_train_step(lambda p, s, b, r: (p * b, s))(state_of(), jnp.ones(3))
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (lambda p: p * jnp.ones(3), r"got float32 of shape \(3,\); take its mean: jnp.mean\(loss\)"),
+        (lambda p: None, r"got NoneType; return \(loss, new_model_state\), in this order"),
+        (lambda p: {"loss": p}, "got dict; return"),
+        (lambda p: 1, r"got int32 of shape \(\); return"),
+    ],
+)
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+@pytest.mark.parametrize("make", [make_train_step, make_eval_step])
+def test_a_loss_that_is_no_floating_scalar_is_described(make, policy, loss, text):
+    with pytest.raises(TypeError, match=f"a loss must be a floating scalar, {text}"):
+        make(lambda p, s, b, r: (loss(p), s), policy=policy)(state_of(), 1.0)
+
+
+@pytest.mark.parametrize("make", [make_train_step, make_eval_step])
+def test_a_loss_function_of_other_arguments_is_told_which_it_gets_before_any_step(make):
+    with pytest.raises(
+        TypeError,
+        match=r"takes \(params, model_state, batch, rng\), but this one takes \(params, batch\); write def loss_fn",
+    ):
+        make(lambda params, batch: params)
+    with pytest.raises(TypeError, match=r"takes \(p, s, b, r, \*, train\); write"):
+        make(lambda p, s, b, r, *, train: (p, s))
+    with pytest.raises(TypeError, match="a loss function must be callable, got 3; write def"):
+        make(3)
+    make(lambda *args: args[:2])(state_of(), 1.0)
+
+
+def test_a_state_that_a_step_has_had_is_told_from_the_one_it_returned():
+    step, state = make_train_step(train_loss), state_of(problem()[0])
+    new, _ = step(state, problem()[1])
+    text = r"to a donating step once only, but 'step' in this one is gone: .*; go on with the state that the step ret"
+    for again in (step, make_train_step(train_loss, policy="mixed_bfloat16"), make_eval_step(train_loss)):
+        with pytest.raises(RuntimeError, match=text):
+            again(state, problem()[1])
+    step(new, problem()[1])
+
+
+@pytest.mark.parametrize("make", [make_train_step, make_eval_step])
+def test_another_state_than_ours_is_named_with_what_makes_ours(make):
+    flax_state = flax_train_state.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=optax.sgd(0.1))
+    text = r"takes a jaxmp.TrainState and a batch, got {} as the state; make it with jaxmp.TrainState.create\("
+    with pytest.raises(TypeError, match=text.format("flax.training.train_state.TrainState")):
+        make(train_loss)(flax_state, 1.0)
+    with pytest.raises(TypeError, match=text.format("dict")):
+        make(train_loss)({"w": jnp.ones(2)}, 1.0)
+
+
+def test_params_without_gradients_are_refused():
     with pytest.raises(TypeError, match="only floating params have gradients, got 'ids' of dtype int32; move it out"):
         make_train_step(lambda p, s, b, r: (p["w"], s))(state_of({"w": 1.0, "ids": 1}), 1.0)
 
