@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import rich.console
 import tyro
 
+import jaxmp
 from experiments import cli, comparison_report, image_classification, language_modeling, masked_lm, plots
 from experiments.comparison import AUTOCAST, BASELINE, RESERVED, Outcome, Task, compare
 from experiments.environment import environment
@@ -169,7 +170,8 @@ def main(config: Config) -> dict[str, list[Outcome]]:
 def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data: list[str]) -> None:
     """Shows the tables, writes them with the picture and the numbers, and says in a sentence what they show."""
     where = environment()
-    tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes)]
+    cores = bool(jaxmp.hardware.detect().tensor_cores)
+    tables = [table for task, outcomes in results.items() for table in comparison_report.tables(task, outcomes, cores)]
     sentences = [comparison_report.sentence(task, outcomes, METRICS[task]) for task, outcomes in results.items()]
     conclusion = f"{'; '.join(sentences)}."
     conclusion = conclusion[0].upper() + conclusion[1:]
@@ -186,7 +188,10 @@ def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data
             "data": data,
             "seconds": seconds,
             "conclusion": conclusion,
-            "tasks": {task: [comparison_report.as_json(o, all_[0]) for o in all_] for task, all_ in results.items()},
+            "tasks": {
+                task: [comparison_report.as_json(outcome, outcomes[0], cores) for outcome in outcomes]
+                for task, outcomes in results.items()
+            },
         },
     )
     console = rich.console.Console()

@@ -36,15 +36,22 @@ NOTES = {
     "rule": "The rule that users apply, against float32. Accuracy loss: in points. FLOPs: those of a step's products "
     "and convolutions whose operands are float16, bfloat16, float8 or tensorfloat32, whatever this device makes of "
     "them.",
+    "not judged": "This device has no tensor cores that jaxmp knows of, without which half precision gains nothing: "
+    "speed-up, memory and FLOPs are shown and not judged, so that no policy is accepted or refused here. Run the "
+    "comparison on the GPU or TPU that is meant.",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Criterion:
-    """One part of the acceptance rule: what was measured, as text, and whether it suffices."""
+    """One part of the acceptance rule: what was measured, as text, and whether it suffices; None: it is not judged."""
 
     text: str
-    met: bool
+    met: bool | None
+
+    def __str__(self) -> str:
+        mark = {True: "✓ ", False: "✗ ", None: ""}[self.met]
+        return f"{mark}{self.text}".strip()
 
 
 def median_ms(outcome: Outcome) -> float:
@@ -62,8 +69,11 @@ def difference(outcome: Outcome, baseline: Outcome, metric: str) -> float:
     return statistics.fmean(own[metric] - other[metric] for own, other in zip(outcome.test, baseline.test, strict=True))
 
 
-def criteria(outcome: Outcome, baseline: Outcome) -> list[Criterion]:
-    """The acceptance rule, criterion by criterion, in the order of :data:`RULE_COLUMNS`."""
+def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Criterion]:
+    """The acceptance rule, criterion by criterion, in the order of :data:`RULE_COLUMNS`.
+
+    What half precision gains is judged on a device with ``tensor_cores`` only, what it costs in accuracy everywhere.
+    """
     speed_up = median_ms(baseline) / median_ms(outcome)
     bytes_, reference = outcome.step_bytes, baseline.step_bytes
     saved = 1 - bytes_ / reference if bytes_ is not None and reference else math.nan
@@ -71,27 +81,28 @@ def criteria(outcome: Outcome, baseline: Outcome) -> list[Criterion]:
     share = flops.tensor_core_share(outcome.flops)
     finite = not outcome.failure and all(math.isfinite(test["loss"]) for test in outcome.test)
     return [
-        Criterion(f"{speed_up:.2f}×", speed_up > 2),
-        Criterion("?" if math.isnan(saved) else f"{saved:.0%}", saved > 0.3),
+        Criterion(f"{speed_up:.2f}×", speed_up > 2 if tensor_cores else None),
+        Criterion("?" if math.isnan(saved) else f"{saved:.0%}", saved > 0.3 if tensor_cores else None),
         Criterion(f"{round(lost, 2) + 0.0:.2f}", lost < 0.5),
-        Criterion(f"{share:.0%}", share > 0.8),
+        Criterion(f"{share:.0%}", share > 0.8 if tensor_cores else None),
         Criterion("", finite),
     ]
 
 
-def tables(title: str, outcomes: list[Outcome]) -> list[Table]:
-    """What came out, what it cost, and how the acceptance rule judges it."""
+def tables(title: str, outcomes: list[Outcome], tensor_cores: bool) -> list[Table]:
+    """What came out, what it cost, and how the acceptance rule judges it on a device with or without tensor cores."""
     baseline = outcomes[0]
+    notes = (NOTES["rule"],) if tensor_cores else (NOTES["rule"], NOTES["not judged"])
     return [
         Table(f"{title}: result", RESULT_COLUMNS, [_result(o, baseline) for o in outcomes], 2, (NOTES["result"],)),
         Table(f"{title}: cost", COST_COLUMNS, [_cost(o) for o in outcomes], 2, (NOTES["cost"],)),
-        Table(f"{title}: acceptance", RULE_COLUMNS, [_rule(o, baseline) for o in outcomes], 2, (NOTES["rule"],)),
+        Table(f"{title}: acceptance", RULE_COLUMNS, [_rule(o, baseline, tensor_cores) for o in outcomes], 2, notes),
     ]
 
 
-def as_json(outcome: Outcome, baseline: Outcome) -> dict[str, Any]:
+def as_json(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> dict[str, Any]:
     """Everything that was measured, and the verdict."""
-    judged = zip(RULE_COLUMNS[2:-1], criteria(outcome, baseline), strict=True)
+    judged = zip(RULE_COLUMNS[2:-1], criteria(outcome, baseline, tensor_cores), strict=True)
     return {
         **dataclasses.asdict(outcome),
         "ms_per_step": median_ms(outcome),
@@ -195,10 +206,10 @@ def _cost(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _rule(outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
+def _rule(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> tuple[str, ...]:
     name = (outcome.policy, outcome.loss_scale)
     if outcome is baseline:
         return (*name, *["reference"], *[""] * (len(RULE_COLUMNS) - 3))
-    judged = criteria(outcome, baseline)
-    cells = [f"{'✓' if criterion.met else '✗'} {criterion.text}".strip() for criterion in judged]
-    return (*name, *cells, "yes" if all(criterion.met for criterion in judged) else "no")
+    judged = criteria(outcome, baseline, tensor_cores)
+    accepted = "yes" if all(criterion.met for criterion in judged) else "no"
+    return (*name, *map(str, judged), accepted if tensor_cores else "not judged")

@@ -16,12 +16,20 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class _Bar(rich.progress.Progress):
-    """With the task's text on a line of its own, so that nothing is cut off on a narrow terminal."""
+    """With the task's text on a line of its own, of as many whole fields as a narrow terminal has room for."""
 
     def get_renderables(self) -> Iterable[rich.console.RenderableType]:
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
-            yield rich.text.Text(task.fields["text"])
+            yield rich.text.Text(_fitting(task.fields["text"], self.console.width))
+
+
+def _fitting(text: str, width: int) -> str:
+    """The first of the fields of ``text``, between which are two blanks, that fit into a line."""
+    fields = text.split("  ")
+    while len(fields) > 1 and len("  ".join(fields)) > width:
+        fields.pop()
+    return "  ".join(fields)
 
 
 class Progress:
@@ -58,7 +66,10 @@ class Progress:
             self._bar.stop()
 
     def advance(self, steps: int, text: str, title: str | None = None) -> None:
-        """Shows that so many more steps are done, ``text`` beside the bar, and from now on ``title`` before it."""
+        """Shows that so many more steps are done, ``text`` with the bar, and from now on ``title`` before it.
+
+        The fields of ``text`` have two blanks between them; a terminal shows as many as it has room for.
+        """
         self._done += steps
         self._title = title or self._title
         if self._bar is not None:
@@ -67,4 +78,7 @@ class Progress:
         now = time.monotonic()
         if self._done == self._total or now - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            print(f"{self._title}  {self._done}/{self._total}  {text}", file=sys.stderr, flush=True)
+            line = f"{self._title}  {self._done}/{self._total}  {text}"
+            if self._console.is_terminal:
+                line = _fitting(line, self._console.width)
+            print(line, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import json
 import math
+import tempfile
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -35,19 +36,38 @@ COLUMNS = (
 
 
 def run_folder(name: str, folder: Path | None) -> Path:
-    """``folder``, or a new one below ``runs/`` with the name and the time."""
+    """``folder``, or a new one below ``runs/`` with the name and the time; made if need be.
+
+    Raises:
+      ValueError: no file can be written there.
+    """
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with _told_of_folder(folder, "--run-dir must name", "take another --run-dir"):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # it was there, perhaps, and another's
         return folder
     stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     for suffix in itertools.count(1):
         folder = Path("runs") / (stem if suffix == 1 else f"{stem}-{suffix}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
+        with _told_of_folder(folder, "a run needs", "name another folder with --run-dir"):
+            folder.parent.mkdir(exist_ok=True)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                continue
         return folder
     raise AssertionError("itertools.count ends")
+
+
+@contextmanager
+def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
+    """Says of what the operating system refuses which folder was asked for, and what is in its way."""
+    try:
+        yield
+    except OSError as error:
+        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+        reason = f"{file} is a file" if file else f"nothing can be written to {folder} ({error.strerror})"
+        raise ValueError(f"{rule} a folder to write to, but {reason}; {remedy}") from error
 
 
 @contextmanager
@@ -229,12 +249,13 @@ class Run:
                 row["examples_per_s"] = self._experiment.batch_size / max(elapsed, 1e-9)
                 row["input_wait"] = self._waiting_s / max(training, 1e-9)
             self._write(row)
-            rate = (step - self._start - 1) * self._experiment.batch_size / max(training, 1e-9)
+            timed = step - self._start - 1  # the first step compiles
+            rate = f"{timed * self._experiment.batch_size / max(training, 1e-9):,.0f} {self._experiment.unit}/s  "
             accuracy = f"accuracy {row['accuracy']:.1%}  " if "accuracy" in row else ""
             self._progress.advance(
                 1,
-                f"loss {row['loss']:.4f}  {accuracy}{rate:,.0f} {self._experiment.unit}/s  "
-                f"scale {row['loss_scale']:g}  skipped {self._skipped}  input wait {row.get('input_wait', 0):.1%}",
+                f"loss {row['loss']:.4f}  {accuracy}{rate if timed else ''}scale {row['loss_scale']:g}  "
+                f"skipped {self._skipped}" + (f"  input wait {row['input_wait']:.1%}" if timed else ""),
             )
 
     def _open(self, size: int) -> TextIO:
@@ -295,6 +316,8 @@ def _compact(value: Any) -> Any:
 
 
 def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "not measured: the one step of this process compiled"
     if name == "loss_scale":
         return f"{value:g}"
     if isinstance(value, float):

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 
 import jax.numpy as jnp
 import optax
@@ -57,13 +58,13 @@ LOST = outcome(
 )
 
 
-def met(judged: Outcome) -> list[bool]:
-    return [criterion.met for criterion in comparison_report.criteria(judged, BASELINE)]
+def met(judged: Outcome, tensor_cores: bool = True) -> list[bool | None]:
+    return [criterion.met for criterion in comparison_report.criteria(judged, BASELINE, tensor_cores)]
 
 
 def test_all_criteria_are_met_by_what_is_fast_lean_and_as_good():
     assert met(GOOD) == [True] * 5
-    assert [c.text for c in comparison_report.criteria(GOOD, BASELINE)] == ["2.22×", "40%", "0.00", "100%", ""]
+    assert [c.text for c in comparison_report.criteria(GOOD, BASELINE, True)] == ["2.22×", "40%", "0.00", "100%", ""]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_result_that_is_not_a_number_meets_neither_accuracy_nor_finiteness():
 
 
 def test_tables_have_the_columns_that_are_promised_and_a_row_for_each_variant():
-    tables = comparison_report.tables("digits", [BASELINE, GOOD, WORSE, LOST])
+    tables = comparison_report.tables("digits", [BASELINE, GOOD, WORSE, LOST], tensor_cores=True)
     expected = (comparison_report.RESULT_COLUMNS, comparison_report.COST_COLUMNS, comparison_report.RULE_COLUMNS)
     assert tuple(table.columns for table in tables) == expected
     for table in tables:
@@ -102,13 +103,29 @@ def test_tables_have_the_columns_that_are_promised_and_a_row_for_each_variant():
     assert tables[2].rows[1][-1] == "yes"
 
 
+def test_without_tensor_cores_gains_are_shown_and_not_judged_and_the_table_says_so():
+    assert met(GOOD, False) == [None, None, True, None, True] and met(LOST, False)[2::2] == [False, False]
+    table = comparison_report.tables("digits", [BASELINE, GOOD, WORSE], tensor_cores=False)[2]
+    assert table.rows[1][2:] == ("2.22×", "40%", "✓ 0.00", "100%", "✓", "not judged")
+    assert table.rows[2][2:] == ("1.00×", "0%", "✗ 3.00", "100%", "✓", "not judged")
+    assert "no tensor cores" in table.notes[-1] and table.notes[-1] in table.markdown()
+    judged = comparison_report.tables("digits", [BASELINE, GOOD, WORSE], tensor_cores=True)[2]
+    assert not any("not judged" in note for note in judged.notes)
+    assert comparison_report.as_json(GOOD, BASELINE, False)["criteria"]["speed-up > 2"] == {
+        "measured": "2.22×",
+        "met": None,
+    }
+
+
 def test_a_device_peak_that_another_variant_set_is_an_upper_bound():
-    table = comparison_report.tables("digits", [BASELINE, outcome(device_bytes=2**30, device_bytes_is_bound=True)])[1]
+    table = comparison_report.tables(
+        "digits", [BASELINE, outcome(device_bytes=2**30, device_bytes_is_bound=True)], True
+    )[1]
     assert table.rows[1][-1] == "≤ 1024.0"
 
 
 def test_a_table_is_the_same_on_the_terminal_and_in_markdown():
-    table = comparison_report.tables("digits", [BASELINE, WORSE])[0]
+    table = comparison_report.tables("digits", [BASELINE, WORSE], True)[0]
     console = rich.console.Console(file=io.StringIO(), width=200)
     table.show(console)
     shown, markdown = console.file.getvalue(), table.markdown()
@@ -159,6 +176,22 @@ def test_the_picture_is_drawn_and_small(outcomes, tmp_path):
     with Image.open(tmp_path / "compare.png") as image:
         assert image.width > 1000 and len(image.convert("L").getcolors()) > 20
     assert (tmp_path / "compare.png").stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("width", [80, 60, 200])
+def test_the_progress_bar_shows_whole_fields_on_one_line_of_the_terminal(width, monkeypatch):
+    console = rich.console.Console(file=io.StringIO(), width=width, force_terminal=True)
+    monkeypatch.setattr(rich.console, "Console", lambda **_: console)
+    fields = "loss 0.0607  accuracy 98.7%  12,345 examples/s  scale 32768  skipped 0  input wait 0.1%"
+    progress = Progress("image_classification", 2000)
+    progress.advance(5, fields)
+    with console.capture() as capture:
+        for renderable in progress._bar.get_renderables():
+            console.print(renderable)
+    first, second = re.sub(r"\x1b\[[\d;]*m", "", capture.get()).splitlines()
+    assert fields.startswith(second) and (second == fields or fields[len(second) :].startswith("  "))
+    assert len(second) <= width and ("input wait" in second) == (width > 90)
+    assert len(first) <= width and "5/2000" in first
 
 
 def test_variants_cross_float16_with_the_loss_scales_and_leave_the_others_alone():

@@ -71,6 +71,42 @@ def test_image_classification_trains_two_steps_with_every_flag(tmp_path, data_di
     assert "jax " in summary["versions"] and "cpu" in summary["device"]
 
 
+def test_a_run_of_one_step_claims_no_rate(tmp_path, data_dir):
+    done = train("image_classification", "--steps", "1", "--data-dir", str(data_dir), "--run-dir", "run", cwd=tmp_path)
+    assert "1/1" in done.stderr and "examples/s" not in done.stderr and "input wait" not in done.stderr
+    _, summary, rows = read_run(tmp_path / "run")
+    assert summary["ms_per_step"] is summary["examples_per_s"] is None and rows[0]["examples_per_s"] == ""
+    shown = (tmp_path / "run" / "summary.md").read_text()
+    assert "None" not in shown and "| ms_per_step | not measured: the one step of this process compiled |" in shown
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "reason"),
+    [
+        ("file", "file is a file"),
+        ("file/run", "file is a file"),
+        ("/proc/foo", r"nothing can be written to /proc/foo \(.+\)"),
+        ("/proc", r"nothing can be written to /proc \(.+\)"),
+    ],
+)
+def test_a_run_dir_that_no_file_can_be_written_to_is_named_with_the_reason(run_dir, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=f"^--run-dir must name a folder to write to, but {reason}; take another --run-dir$"
+    ):
+        runs.run_folder("name", Path(run_dir))
+
+
+def test_a_run_without_a_place_for_its_folder_is_told_to_name_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    with pytest.raises(
+        ValueError, match=r"a run needs a folder to write to, but runs is a file; name another folder wi"
+    ):
+        runs.run_folder("name", None)
+
+
 def test_language_modeling_trains_two_steps_and_warns_without_a_loss_scale(tmp_path, data_dir):
     flags = ["--policy", "mixed_float16", "--loss-scale", "none", "--vocabulary", "64", "--batch-size", "128"]
     flags += ["--steps", "2", "--test-batches", "2", "--data-dir", str(data_dir), "--run-dir", str(tmp_path / "run")]
@@ -106,6 +142,12 @@ def test_a_script_started_as_a_file_finds_its_packages_and_ends_bad_values_with_
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown policy 'mixed_float17'") and done.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+    (tmp_path / "file").touch()
+    done = start(script, "--run-dir", "file", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --run-dir must name a folder to write to, but file is a file; take another --run-dir\n",
+    )
 
 
 def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path, data_dir):
@@ -134,6 +176,7 @@ def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path
     for columns in (comparison_report.RESULT_COLUMNS, comparison_report.COST_COLUMNS, comparison_report.RULE_COLUMNS):
         assert f"| {' | '.join(columns)} |" in markdown
     assert "- versions: Python " in markdown and "![comparison](compare.png)" in markdown
+    assert "| not judged |" in markdown and "| no |" not in markdown and "This device has no tensor cores" in markdown
 
 
 def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path):
