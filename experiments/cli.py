@@ -163,6 +163,12 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read when JAX first looks for a device
     try:
         train(config)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing may be flushed into it any more
+        if isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
+            return
+        fail(f"{error.filename or 'the output cannot be written'}: {error.strerror or error}", 1)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -36,10 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return _COMMANDS[options.command](options)
-    except BrokenPipeError:  # the reader (head, less) has seen enough; nothing may be flushed into the closed pipe
+        code = _COMMANDS[options.command](options)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        if error.filename is not None:  # not the output
+            raise
+        # Nothing may be flushed into it any more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
+            return 0
+        print(f"jaxmp {options.command}: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 @_command

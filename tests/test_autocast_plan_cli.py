@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -37,6 +38,17 @@ def dropout(key, x):
 
 def fails(x):
     raise RuntimeError("first line\\nsecond line")
+
+def branches(x):
+    if x[0] > 0:
+        return x
+    return -x
+
+def by_keyword(x, *, w, scale=1):
+    return scale * (x @ w)
+
+def listed():
+    return [jnp.zeros((4, 4)), jnp.zeros((4, 4))]
 
 class Model:
     @staticmethod
@@ -133,8 +145,10 @@ def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
     for name in ("matmul", "jax.numpy", ":f", "jax.numpy:"):
         assert error(capsys, name) == f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}"
     expected = "importing 'plan_cli_broken' failed: ModuleNotFoundError: No module named 'plan_cli_absent'"
-    assert error(capsys, "plan_cli_broken:f") == expected
-    expected = "importing 'plan_cli_crash' failed: ZeroDivisionError: division by zero"
+    assert error(capsys, "plan_cli_broken:f") == f"{expected} (line 1 of plan_cli_broken.py: import plan_cli_absent)"
+    expected = (
+        "importing 'plan_cli_crash' failed: ZeroDivisionError: division by zero (line 1 of plan_cli_crash.py: 1 / 0)"
+    )
     assert error(capsys, "plan_cli_crash:f") == expected
     assert "unknown dtype 'float23'" in error(capsys, "jax.numpy:negative", "--arg", "float23[8]")
 
@@ -145,9 +159,70 @@ def test_wrong_arguments_are_told(here, capsys):
     text = error(capsys, "jax.numpy:matmul", "--arg", "float32[8]", "--arg", "float32[9]")
     assert text.startswith("jax.numpy:matmul cannot be traced with these arguments: TypeError: ")
     text = error(capsys, "plan_cli_module:fails", "--arg", "float32[8]")
-    assert text == "plan_cli_module:fails cannot be traced with these arguments: RuntimeError: first line"
+    assert text.startswith(
+        "plan_cli_module:fails cannot be traced with these arguments: RuntimeError: first line (line 21"
+    )
     text = error(capsys, "plan_cli_module:square", "--arg", "f32[4,4]", "--args", "plan_cli_module:one")
     assert text == "the arguments come from --arg or from --args, got both"
+
+
+def test_an_if_on_an_array_is_shown_with_its_line_and_what_to_write(here, capsys):
+    text = error(capsys, "plan_cli_module:branches", "--arg", "float32[8]")
+    assert "TracerBoolConversionError: " in text
+    assert text.endswith(
+        "(line 24 of plan_cli_module.py: if x[0] > 0:); nothing is computed for a plan, as under jax.jit: write "
+        "jnp.where or jax.lax.cond"
+    )
+
+
+def test_arguments_by_keyword_only_are_told_from_missing_ones(here, capsys):
+    assert error(capsys, "plan_cli_module:by_keyword", "--arg", "float32[8,8]") == (
+        "--arg and --args pass arguments by position, but plan_cli_module:by_keyword takes w by keyword only; name a "
+        "function that passes them on: lambda x, w: by_keyword(x, w=w)"
+    )
+
+
+def test_arguments_that_are_no_tuple_are_told_to_be_one(here, capsys):
+    text = error(capsys, "plan_cli_module:loss", "--args", "plan_cli_module:one")
+    assert text.endswith("; plan_cli_module:one returned an array, which is one argument: return several as a tuple")
+    for function in ("loss", "square"):
+        text = error(capsys, f"plan_cli_module:{function}", "--args", "plan_cli_module:listed")
+        assert text.endswith(
+            "; plan_cli_module:listed returned a list, which is one argument: return several as a tuple"
+        )
+
+
+@pytest.mark.parametrize(
+    ("file", "remedy"),
+    [
+        ("plan_cli_module.py", "plan_cli_module:square"),
+        ("sub/other.py", "sub.other:square"),
+        ("sub/other", "sub.other:square"),
+        ("/a/b.py", "b:square in the folder /a"),
+        ("../b.py", "b:square in the folder .."),
+    ],
+)
+def test_a_file_in_place_of_a_module_is_told_the_modules_name(file, remedy, here, capsys):
+    assert error(capsys, f"{file}:square", "--arg", "float32[4,4]") == (
+        f"a function is named MODULE:FUNCTION, with the module as Python imports it, got the file {file!r}; write "
+        f"{remedy}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [("float64", "float32"), ("int64", "int32"), ("uint64", "uint32"), ("complex128", "complex64"), ("f64", "float32")],
+)
+def test_a_dtype_that_jax_would_narrow_is_refused(wide, narrow, capsys):
+    text = error(capsys, "jax.numpy:negative", "--arg", f"{wide}[4]")
+    name = wide.replace("f64", "float64")
+    assert text == (
+        f"without jax_enable_x64 JAX makes {narrow} of every {name}, got '{wide}[4]'; set JAX_ENABLE_X64=1 in the "
+        f"environment, or ask for {narrow}"
+    )
+    with jax.enable_x64(True):
+        assert main(["plan", "jax.numpy:negative", "--arg", f"{wide}[4]"]) == 0
+    assert f"{name} -> {name}" in capsys.readouterr().out
 
 
 def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):

@@ -145,6 +145,18 @@ def test_output_survives_a_pipe_that_closes_and_an_ascii_terminal():
     assert (code, err) == (0, "") and "? unset JAX_PLATFORMS" in out
 
 
+@pytest.mark.parametrize("arguments", [["formats"], ["formats", "--json"], ["plan", "jax.numpy:sin", "--arg", "f32"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line_and_exit_code_1(arguments, unbuffered):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxmp.cli", *arguments], env=env, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    expected = f"jaxmp {arguments[0]}: error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
 # --- doctor
 
 

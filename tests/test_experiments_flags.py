@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -210,3 +211,17 @@ def test_an_interrupted_script_ends_with_one_line_and_code_130():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_an_output_that_cannot_be_written_is_one_line(buffered):
+    program = (
+        "import dataclasses; from experiments import cli\n"
+        "@dataclasses.dataclass\n"
+        "class Config: steps: int = 1\n"
+        "cli.main(Config, print, '')"
+    )
+    env = {**os.environ, "PYTHONUNBUFFERED": buffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], env=env, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device\n")

@@ -8,12 +8,17 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+import jaxmp
 from jaxmp.dtypes import canonical_dtype, nearest
 from jaxmp.engine.plan import CastPlan, cast_plan
 
@@ -54,15 +59,19 @@ def plan(
         fun = _function(function)
         with _told(ValueError, TypeError):
             planned = cast_plan(fun, policy, {key: level for key, _, level in (o.rpartition("=") for o in overrides)})
+        hint = ""
         if example is not None:
             operands = _traced(example, _function(example), ())
-            operands = operands if isinstance(operands, tuple) else (operands,)
-        _check_count(function, fun, operands)
+            if not isinstance(operands, tuple):
+                got = "an array" if isinstance(operands, jax.ShapeDtypeStruct) else f"a {type(operands).__name__}"
+                hint = f"; {example} returned {got}, which is one argument: return several as a tuple"
+                operands = (operands,)
+        _check_count(function, fun, operands, hint)
         with _told(ValueError):
             try:
                 return planned(*operands)
             except Exception:
-                _traced(function, fun, operands)  # raises what the function itself does wrong
+                _traced(function, fun, operands, hint)  # raises what the function itself does wrong
                 raise
     finally:
         if folder in sys.path:
@@ -70,27 +79,45 @@ def plan(
 
 
 @contextlib.contextmanager
-def _told(*kinds: type[Exception], of: str = "") -> Iterator[None]:
-    """Makes a UsageError of an error: its first line, after what it is an error ``of`` and its type."""
+def _told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None]:
+    """Makes a UsageError of an error: its first line, after what it is an error ``of``, its type and its place."""
     try:
         yield
     except UsageError:
         raise
     except kinds as error:
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-        raise UsageError(f"{of}: {type(error).__name__}: {line}" if of else line) from error
+        if of:
+            line = f"{line.rstrip('.')}{_place(error)}"
+        if isinstance(error, jax.errors.TracerBoolConversionError):
+            hint += "; nothing is computed for a plan, as under jax.jit: write jnp.where or jax.lax.cond"
+        raise UsageError(f"{of}: {type(error).__name__}: {line}{hint}" if of else line) from error
+
+
+def _place(error: Exception) -> str:
+    """The last line of code outside of JAX, Flax and jaxmp that ``error`` has passed through."""
+    packages = [Path(str(package.__file__)).parent for package in (jax, flax, jaxmp)]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not any(path.is_relative_to(package) for package in packages):
+            return f" (line {frame.lineno} of {path.name}: {frame.line})"
+    return ""
 
 
 def _function(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
+    if len(PurePath(module).parts) > 1:
+        raise UsageError(_file_for_module(module, attribute))
     with _told(Exception, of=f"importing {module!r} failed"):
         try:
             found: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if not f"{module}.".startswith(f"{error.name}."):
                 raise
+            if module.endswith(".py"):
+                raise UsageError(_file_for_module(module, attribute)) from error
             where = "in the current folder or where Python looks for modules"
             raise UsageError(f"there is no module {error.name!r} {where}") from error
     for part in attribute.split("."):
@@ -104,6 +131,16 @@ def _function(name: str) -> Callable[..., Any]:
     return function
 
 
+def _file_for_module(file: str, attribute: str) -> str:
+    path, where = PurePath(file).with_suffix(""), ""
+    if path.is_absolute() or ".." in path.parts:
+        path, where = PurePath(path.name), f" in the folder {path.parent}"
+    return (
+        f"a function is named MODULE:FUNCTION, with the module as Python imports it, got the file {file!r}; write "
+        f"{'.'.join(path.parts)}:{attribute}{where}"
+    )
+
+
 def _shape(text: str) -> jax.ShapeDtypeStruct:
     match = re.fullmatch(r"\s*(\w+)\s*(?:\[\s*((?:\d+(?:\s*,\s*\d+)*)?)\s*\])?\s*", text)
     if match is None:
@@ -111,24 +148,42 @@ def _shape(text: str) -> jax.ShapeDtypeStruct:
     name, sizes = match[1], tuple(int(size) for size in (match[2] or "").split(",") if size)
     if name == "key":
         return jax.ShapeDtypeStruct(sizes, jax.eval_shape(jax.random.key, 0).dtype)
+    config: Any = jax.config
     if re.fullmatch(r"bool|u?int\d+|complex\d+", name) and hasattr(jnp, name):
-        return jax.ShapeDtypeStruct(sizes, getattr(jnp, name))
-    with _told(ValueError):
-        return jax.ShapeDtypeStruct(sizes, canonical_dtype(name))
+        dtype = np.dtype(getattr(jnp, name))
+    else:
+        with _told(ValueError):
+            dtype = canonical_dtype(name)
+    narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}.get(dtype.name)
+    if narrow and not config.jax_enable_x64:
+        raise UsageError(
+            f"without jax_enable_x64 JAX makes {narrow} of every {dtype.name}, got {text!r}; set JAX_ENABLE_X64=1 in "
+            f"the environment, or ask for {narrow}"
+        )
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def _check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any]) -> None:
+def _check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str) -> None:
     try:
         signature = inspect.signature(fun)
     except ValueError:  # written in C
         return
+    parameters = signature.parameters.values()
+    keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if keywords:
+        taken = ", ".join([each.name for each in parameters if each.kind is not each.KEYWORD_ONLY] + keywords)
+        passed = taken.removesuffix(", ".join(keywords)) + ", ".join(f"{each}={each}" for each in keywords)
+        raise UsageError(
+            f"--arg and --args pass arguments by position, but {name} takes {', '.join(keywords)} by keyword only; "
+            f"name a function that passes them on: lambda {taken}: {name.rpartition(':')[2]}({passed})"
+        )
     try:
         signature.bind(*operands)
     except TypeError as error:
         takes = ", ".join(signature.parameters)
-        raise UsageError(f"{name} takes ({takes}), got {len(operands)} by --arg or --args: {error}") from error
+        raise UsageError(f"{name} takes ({takes}), got {len(operands)} by --arg or --args: {error}{hint}") from error
 
 
-def _traced(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    with _told(Exception, of=f"{name} cannot be traced with these arguments"):
+def _traced(name: str, function: Callable[..., Any], operands: Sequence[Any], hint: str = "") -> Any:
+    with _told(Exception, of=f"{name} cannot be traced with these arguments", hint=hint):
         return jax.eval_shape(function, *operands)
