@@ -22,7 +22,7 @@ from jaxmp.dtypes import is_half
 from jaxmp.engine.kinds import REAL
 from jaxmp.engine.marks import computing, precision, widened
 from jaxmp.engine.rules import Rules
-from jaxmp.patterns import OPERATIONS, Pattern, pattern_text
+from jaxmp.patterns import OPERATIONS, Path, Pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
 Mode = Literal["written", "float32", "autocast"] | None
@@ -91,6 +91,26 @@ def nothing_in_half(policy: Policy, kept: Mapping[str, str]) -> ValueError:
     return ValueError(
         f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was: {shown}; to overrule "
         f"a dtype that a module was given, name the module in overrides, e.g. overrides={{'**': '{policy}'}}"
+    )
+
+
+def note_half(error: Exception, path: Path, cls: type, own: Treatment, adapter: str) -> None:
+    """Notes on an ``error`` that names a half dtype, once, which module and policy brought it there and what helps.
+
+    Fourier transforms and factorisations take no half operands, and a module that has no ``dtype`` field gets them from
+    those that have.
+    """
+    half = own.policy.compute_dtype
+    noted = any(note.startswith("jaxmp: ") for note in getattr(error, "__notes__", ()))
+    if noted or own.mode == "autocast" or not is_half(half) or half.name not in str(error):
+        return
+    name = "/".join(path)
+    where = f"the module {name!r} ({cls.__name__})" if path else f"the root ({cls.__name__})"
+    override = f"overrides={{{name!r}: 'float32'}} computes the module in float32; " if path else ""
+    error.add_note(
+        f"jaxmp: {where} runs under the policy {own.policy}, where what modules return is {half.name}. An operation "
+        f"that takes no {half.name} needs float32: {override}jaxmp.{adapter}.autocast(model, 'mixed_{half.name}') in "
+        "place of apply_policy computes such operations in float32 by itself; so does .astype(jnp.float32) before them"
     )
 
 

@@ -31,6 +31,7 @@ from jaxmp._adapters import (
     is_default,
     is_floating,
     kept_from_half,
+    note_half,
     nothing_in_half,
     widen,
 )
@@ -279,6 +280,9 @@ class Run:
         try:
             with decision.mark(), decision.products(caller.decision if caller else None, self.ambient_precision):
                 result = next_fun(*args, **kwargs)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            note_half(error, self.prefix + path, type(module), own, "linen")
+            raise
         finally:
             _running.frames.pop()
         keep_statistics(module, self._at(path) or {}, decision)

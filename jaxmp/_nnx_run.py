@@ -20,7 +20,7 @@ import jax
 from flax import nnx
 
 from jaxmp import tree as _tree
-from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, widen
+from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, note_half, widen
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp._nnx_objects import of_arrays
 from jaxmp._nnx_variables import is_object, own_variables
@@ -214,7 +214,11 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         decision.products(caller.decision if caller else None, run.ambient_precision),
         _dtypes_kept(module, decision),
     ):
-        result = bound(*args, **kwargs)
+        try:
+            result = bound(*args, **kwargs)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            note_half(error, path, bare_class(module), own, "nnx")
+            raise
 
     if decision.mode == "autocast":
         return result

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 from autocast_tools import dtypes_of, half, normal, products
+from flax import nnx
 
 import jaxmp
 from jaxmp.engine.classes import UnknownOperationError
@@ -205,3 +209,31 @@ def test_what_is_asked_for_happens_without_a_product_too():
 def test_a_shape_is_no_argument():
     with pytest.raises(TypeError, match=r"takes arrays, got ShapeDtypeStruct.*use jaxmp\.cast_plan"):
         half(model)(jax.ShapeDtypeStruct((4, 8), jnp.float32), W)
+
+
+@pytest.mark.parametrize("transform", [jaxmp.autocast, jaxmp.cast_plan])
+@pytest.mark.parametrize(
+    ("module", "what", "autocast", "plan"),
+    [
+        (nn.Dense(3), "an instance Dense of Linen", "linen.autocast(model, policy)", "cast_plan(model.apply, policy)"),
+        (nn.Dense, "the class Dense of Linen", "linen.autocast(Dense(...), policy)", "cast_plan(Dense(...).apply, pol"),
+        (
+            nnx.Linear, "the class Linear of NNX", "nnx.autocast(Linear(..., rngs=nnx.Rngs(0)), policy)",
+            "cast_plan(Linear(..., rngs=nnx.Rngs(0)), policy)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_module_in_place_of_a_function_is_told_which_function_is_meant(transform, module, what, autocast, plan):
+    remedy = autocast if transform is jaxmp.autocast else plan
+    text = f"jaxmp.{transform.__name__} takes a function of arrays, got {what} modules; use jaxmp.{remedy}"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        transform(module, "mixed_bfloat16")
+
+
+def test_what_cannot_be_called_is_refused_and_modules_that_can_are_taken():
+    with pytest.raises(TypeError, match="takes a function of arrays, got 3; give it what computes"):
+        jaxmp.autocast(3, "mixed_bfloat16")
+    model, x = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 2))
+    bound = nn.Dense(2).bind({"params": {"kernel": model.kernel[...], "bias": model.bias[...]}})
+    for fun in (model, bound):
+        assert "bfloat16" in str(jax.make_jaxpr(jaxmp.autocast(fun, "mixed_bfloat16"))(x))

@@ -272,3 +272,58 @@ def test_a_missing_param_is_reported_as_for_the_bare_module():
 
 def test_the_public_name_is_the_one_in_jaxmp():
     assert jaxmp.linen.apply_policy is apply_policy
+
+
+# --- operations that take no half operands ----------------------------------------------------------------------------
+
+
+class Spectrum(nn.Module):
+    operation: Any = staticmethod(lambda x: jnp.abs(jnp.fft.rfft(x)))
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.operation(nn.Dense(4)(x))
+
+
+class WithSpectrum(nn.Module):
+    operation: Any = staticmethod(lambda x: jnp.abs(jnp.fft.rfft(x)))
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(2, name="head")(Spectrum(self.operation, name="spectrum")(x))
+
+
+def notes(error: BaseException) -> list[str]:
+    """Those of jaxmp's; JAX has one of its own."""
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith("jaxmp: ")]
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_jaxs_error_for_a_half_fourier_transform_notes_the_module_the_policy_and_what_mends_it(half):
+    policy, variables = f"mixed_{half}", WithSpectrum().init(jax.random.key(0), X)
+    model = apply_policy(WithSpectrum(), policy)
+    for run in (model.apply, jax.jit(model.apply), jax.grad(lambda variables, x: model.apply(variables, x).sum())):
+        with pytest.raises(ValueError, match=f"RFFT input must be float32 or float64, got {half}") as raised:
+            run(variables, X)
+        (note,) = notes(raised.value)
+        assert f"the module 'spectrum' (Spectrum) runs under the policy {jaxmp.get_policy(policy)}, where" in note
+        assert "overrides={'spectrum': 'float32'}" in note and f"jaxmp.linen.autocast(model, '{policy}')" in note
+    apply_policy(WithSpectrum(), policy, {"spectrum": "float32"}).apply(variables, X)
+    jaxmp.linen.autocast(WithSpectrum(), policy).apply(variables, X)
+
+
+def test_making_variables_notes_it_too_and_a_root_is_told_without_an_override():
+    with pytest.raises(NotImplementedError, match="Unsupported dtype") as raised:
+        apply_policy(Spectrum(lambda x: jnp.linalg.svd(x, compute_uv=False)), "mixed_bfloat16").init(rngs(), X)
+    (note,) = notes(raised.value)
+    assert note.startswith("jaxmp: the root (Spectrum) runs under") and "overrides" not in note
+
+
+def test_other_errors_and_float32_have_no_note():
+    def fails(x: jax.Array) -> jax.Array:
+        raise ValueError("no float16 in it" if x.dtype == jnp.float32 else "something else")
+
+    for policy in ("mixed_bfloat16", "float32"):
+        with pytest.raises(ValueError) as raised:
+            apply_policy(Spectrum(fails), policy).init(rngs(), X)
+        assert not notes(raised.value)

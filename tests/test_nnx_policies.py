@@ -12,6 +12,7 @@ from flax import nnx
 from linen_zoo import data, same_bits
 from nnx_zoo import Net, Scale, model_products, outcome, rngs, values
 
+import jaxmp
 from jaxmp.nnx import apply_policy
 
 IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
@@ -230,3 +231,32 @@ def test_modules_of_one_class_inside_each_other_compute_as_those_of_several_do()
     same, several = apply_policy(same, "mixed_float16"), apply_policy(several, "mixed_float16")
     assert model_products(same, VECTORS) == model_products(several, VECTORS) == ["float16"] * 4
     same_bits(same(VECTORS), several(VECTORS))
+
+
+class Spectrum(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.abs(jnp.fft.rfft(self.dense(x)))
+
+
+class WithSpectrum(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.spectrum, self.head = Spectrum(rngs), nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.spectrum(x))
+
+
+def test_jaxs_error_for_a_half_fourier_transform_notes_the_module_the_policy_and_what_mends_it():
+    bare, x = WithSpectrum(nnx.Rngs(0)), jnp.ones((2, 4))
+    model = apply_policy(bare, "mixed_float16")
+    for run in (lambda model, x: model(x), nnx.jit(lambda model, x: model(x))):
+        with pytest.raises(ValueError, match="RFFT input must be float32 or float64, got float16") as raised:
+            run(model, x)
+        (note,) = [note for note in raised.value.__notes__ if note.startswith("jaxmp: ")]
+        assert "the module 'spectrum' (Spectrum) runs under the policy params=float32,compute=float16" in note
+        assert "overrides={'spectrum': 'float32'}" in note and "jaxmp.nnx.autocast(model, 'mixed_float16')" in note
+    apply_policy(bare, "mixed_float16", {"spectrum": "float32"})(x)
+    jaxmp.nnx.autocast(bare, "mixed_float16")(x)

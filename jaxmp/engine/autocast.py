@@ -110,7 +110,8 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
       ValueError: the policy computes in float64; float16 on a TPU; an override asks for another level, names no
         primitive or class that there is (``UnknownOperationError``), or (in the call) matched nothing
         (``UnmatchedOverrideError``).
-      TypeError: a key of the overrides, or a pattern of the PolicyMap, is a class of modules; an argument is a
+      TypeError: ``fun`` is a Linen module, a class of modules, or no function; a key of the overrides, or a pattern of
+        the PolicyMap, is a class of modules; an argument is a
         ShapeDtypeStruct, which :func:`jaxmp.cast_plan` takes (in the call).
 
     >>> def loss(w, x):
@@ -120,6 +121,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
     >>> half(w, w).dtype, jax.grad(half)(w, w).dtype
     (dtype('float32'), dtype('float32'))
     """
+    require_function(fun, "autocast")
     one_policy, exceptions = policy_and_exceptions(policy, overrides)
     programs: dict[Any, Any] = {}
 
@@ -203,6 +205,28 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
         exceptions.setdefault(pattern, exception)
     Rules(policies.compute_dtype, exceptions)  # raises
     return policies.root, exceptions
+
+
+def require_function(fun: Any, name: str) -> None:
+    """Raises a TypeError if ``fun``, given to ``jaxmp.<name>``, is no function, or a module that is called otherwise.
+
+    NNX modules and bound Linen modules are functions of arrays.
+    """
+    cls = fun if isinstance(fun, type) else type(fun)
+    # By their names, so that Flax need not be imported.
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
+    linen = "flax.linen.module.Module" in bases
+    if (linen and getattr(fun, "scope", None) is None) or ("flax.nnx.module.Module" in bases and cls is fun):
+        adapter, make = ("linen", "(...)") if linen else ("nnx", "(..., rngs=nnx.Rngs(0))")
+        what = f"{'the class' if cls is fun else 'an instance'} {cls.__name__} of {'Linen' if linen else 'NNX'} modules"
+        instance = f"{cls.__name__}{make}" if cls is fun else "model"
+        if name == "autocast":
+            remedy = f"use jaxmp.{adapter}.autocast({instance}, policy)"
+        else:
+            remedy = f"use jaxmp.{name}({instance}{'.apply' if linen else ''}, policy)"
+        raise TypeError(f"jaxmp.{name} takes a function of arrays, got {what}; {remedy}")
+    if not callable(fun):
+        raise TypeError(f"jaxmp.{name} takes a function of arrays, got {fun!r}; give it what computes, a loss say")
 
 
 def check_backend(policy: Policy) -> None:

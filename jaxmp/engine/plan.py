@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in
-from jaxmp.engine.autocast import check_backend, policy_and_exceptions
+from jaxmp.engine.autocast import check_backend, policy_and_exceptions, require_function
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.decide import decide
 from jaxmp.engine.emit import Note, emitted, wanted_in_half
@@ -242,6 +242,7 @@ def cast_plan(
     >>> plan.summary.groups
     {'logsumexp': 1}
     """
+    require_function(fun, "cast_plan")
     one_policy, exceptions = policy_and_exceptions(policy, overrides)
     if one_policy.compute_dtype == np.float32:
         raise ValueError(
