@@ -4,7 +4,8 @@ A checkpoint is a folder named by its step. Its ``state`` holds the arrays of a 
 paths, the loss scale's apart from the rest, because it alone may be started afresh under another policy; its ``about``
 holds what else a run needs. Orbax gives a folder its name once all is in it, so that a kill leaves a folder that nobody
 takes for a checkpoint. What Orbax may not see is a file that is damaged later: ``checksums.sha256``, which ``sha256sum
---check`` reads too, tells.
+--check`` reads too, tells. It begins with a comment that has the checksum of its own lines, so that damage in it is not
+taken for damage in a file that it lists.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ class Checkpoints:
         (folder,) = unfinished(self._folder)
         if not (folder / _MERGED).is_file():
             raise FileNotFoundError(f"{folder / _MERGED} was not written, without which nothing can be read back")
-        lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(folder).items()]
-        (folder / _CHECKSUMS).write_text("".join(lines))
+        lines = "".join(f"{checksum}  {name}\n" for name, checksum in _checksums(folder).items())
+        (folder / _CHECKSUMS).write_text(_own_checksum(lines) + lines)
 
     def wait(self) -> None:
         """Returns when all is written.
@@ -275,19 +276,24 @@ def _quiet() -> Iterator[None]:
 def _damage(folder: Path) -> str | None:
     """The first file of a checkpoint that is not what its checksum says."""
     try:
-        lines = (folder / _CHECKSUMS).read_text(errors="replace").splitlines()
-        expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+        own, end, lines = (folder / _CHECKSUMS).read_text(errors="replace").partition("\n")
         found = _checksums(folder)
     except OSError as error:
         return str(error)
-    if _MERGED not in expected:
-        return f"{_CHECKSUMS} does not list {_MERGED}"
+    if own + end != _own_checksum(lines):
+        return f"{_CHECKSUMS} is not what was written, without which nothing tells whether the rest is"
+    expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines.splitlines())}
     for name in sorted(expected):  # a file that is not among them, such as a file manager leaves, does no harm
         if name not in found:
             return f"{name} is missing"
         if expected[name] != found[name]:
             return f"{name} is not what was written"
     return None
+
+
+def _own_checksum(lines: str) -> str:
+    """The comment before the ``lines`` of checksums: ``sha256sum --check`` passes it over."""
+    return f"# {hashlib.sha256(lines.encode()).hexdigest()}  the lines below\n"
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,11 +204,34 @@ def test_a_file_that_a_file_manager_left_in_it_does_no_harm(tmp_path):
     assert same(read_last(tmp_path).restore(state(seed=2), ABOUT["precision"]), state(seed=1))
 
 
-def test_checksums_that_are_empty_are_damage(tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1],
+        lambda content: content[:2] + bytes([content[2] ^ 1]) + content[3:],
+        lambda content: content[:120] + bytes([content[120] ^ 1]) + content[121:],  # of a file's checksum
+        lambda content: content[:-3] + b"~" + content[-2:],  # of a file's name
+        lambda content: content.split(b"\n", 1)[1],
+    ],
+)
+def test_checksums_that_are_damaged_are_named_and_no_file_that_is_whole(change, tmp_path):
     save(tmp_path, state(), 4)
-    (tmp_path / "4" / "checksums.sha256").write_text("")
-    with pytest.raises(CheckpointError, match=r"/4 is damaged: checksums.sha256 does not list state/manifest.ocdbt"):
+    file = tmp_path / "4" / "checksums.sha256"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(
+        CheckpointError, match=r"/4 is damaged: checksums.sha256 is not what was written, without which"
+    ):
         read_last(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
+def test_sha256sum_checks_the_files_of_a_checkpoint(tmp_path):
+    save(tmp_path, state(), 4)
+    command = ["sha256sum", "--check", "--strict", "checksums.sha256"]
+    done = subprocess.run(command, cwd=tmp_path / "4", capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "state/manifest.ocdbt: OK" in done.stdout
 
 
 def damage(checkpoint: Path) -> None:
