@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 import jaxmp
+from jaxmp._jaxpr.walk import PRODUCTS
+from jaxmp.engine.flops import flops_of
 
 # What tensor cores multiply, from Volta to Blackwell; tensorfloat32 is how they take float32.
 TENSOR_CORE_DTYPES = ("float16", "bfloat16", "tensorfloat32", "float8_e4m3fn", "float8_e5m2")
@@ -18,10 +19,12 @@ TENSOR_CORE_DTYPES = ("float16", "bfloat16", "tensorfloat32", "float8_e4m3fn", "
 def count(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
     """FLOPs of the matrix products and convolutions in one call ``fun(*args)``, by dtype of the operands.
 
-    A multiply-add is two. Padding is counted like the rest. A scan counts its body as often as it runs, ``cond`` its
-    costliest branch, a ``while`` loop's body once, for nobody knows how often it runs; kernels that hide their products
-    (Pallas, cuDNN) count nothing. Operands of two dtypes count as the wider. Float32 at precision ``high`` is
-    ``tensorfloat32``, at ``highest`` ``float32``, and without a precision what the device makes of it.
+    A multiply-add is two; each product counts as in :func:`jaxmp.cast_plan`: padding like the rest, and the zeros
+    between the elements of a dilated operand (in the gradient of a strided convolution) not at all. A scan counts its
+    body as often as it runs, ``cond`` its costliest branch, a ``while`` loop's body once, for nobody knows how often it
+    runs; kernels that hide their products (Pallas, cuDNN) count nothing. Operands of two dtypes count as the wider.
+    Float32 at precision ``high`` is ``tensorfloat32``, at ``highest`` ``float32``, and without a precision what the
+    device makes of it.
 
     Args:
       fun: a function that JAX can trace; jitted ones too.
@@ -41,14 +44,8 @@ def _of_jaxpr(jaxpr: Any, default_float32: str) -> collections.Counter[str]:
     total: collections.Counter[str] = collections.Counter()
     for eqn in jaxpr.eqns:
         match eqn.primitive.name:
-            case "dot_general":
-                (contracted, _), _ = eqn.params["dimension_numbers"]
-                terms = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
-                total[_dtype(eqn, default_float32)] += 2 * math.prod(eqn.outvars[0].aval.shape) * terms
-            case "conv_general_dilated":
-                kernel = eqn.invars[1].aval.shape
-                terms = math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-                total[_dtype(eqn, default_float32)] += 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+            case name if name in PRODUCTS:
+                total[_dtype(eqn, default_float32)] += flops_of(eqn) or 0
             case "cond":
                 branches = [_of_jaxpr(branch, default_float32) for branch in _inner(eqn.params["branches"])]
                 total.update(max(branches, key=lambda branch: sum(branch.values())))

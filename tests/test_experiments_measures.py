@@ -44,6 +44,37 @@ def test_a_convolution_counts_its_kernel_at_every_output(groups, channels):
     assert counted == {"float32": 2 * (2 * 4 * 3 * 10) * (3 * 5 * channels)}
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_the_gradient_of_a_strided_convolution_counts_no_zeros_between_its_cotangents(stride):
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        convolved = jax.lax.conv_general_dilated(
+            x, w, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(convolved)
+
+    x, w = jnp.ones((2, 12, 12, 4)), jnp.ones((3, 3, 4, 8))
+    side = (12 - 3) // stride + 1
+    forward = 2 * (2 * side * side * 8) * (3 * 3 * 4)
+    pairs = 12 * 3 // stride  # of a place in the image and a tap that meets a cotangent or its padding, in each axis
+    assert flops.count(loss, x, w) == {"float32": forward}
+    assert flops.count(jax.grad(loss, 1), x, w) == {"float32": 2 * forward}
+    assert flops.count(jax.grad(loss, 0), x, w) == {"float32": forward + 2 * (2 * 4 * 8) * pairs**2}
+    for argnum in (0, 1):
+        gradient = jax.grad(loss, argnum)
+        planned = jaxmp.cast_plan(gradient, "mixed_bfloat16")(x, w).summary.product_flops
+        assert flops.count(gradient, x, w) == {"float32": planned}
+
+
+def test_a_ragged_product_and_its_gradients_count_each_row_with_its_own_matrix():
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.ragged_dot(x, w, jnp.array([2, 4])))
+
+    x, w = jnp.ones((6, 8)), jnp.ones((2, 8, 4))
+    assert flops.count(loss, x, w) == {"float32": 2 * 6 * 8 * 4}
+    assert flops.count(loss, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)) == {"bfloat16": 2 * 6 * 8 * 4}
+    assert flops.count(jax.grad(loss, (0, 1)), x, w) == {"float32": 3 * 2 * 6 * 8 * 4}
+
+
 def test_a_scan_counts_its_body_as_often_as_it_runs():
     def fun(x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda carry, _: (carry @ carry, None), x, length=6)[0]
