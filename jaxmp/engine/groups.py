@@ -320,8 +320,10 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
 
     of_products = places_made(products)
     of_iota = places_made(node for node in graph.nodes if node.name == "iota")
-    of_integers = places_made(node for node in graph.nodes if node.name == _CAST and not node.inputs)
     casts = [step for step in steps if step.eqn.primitive.name == _CAST]
+    integers = [step for step in casts if step.node is not None and not step.node.inputs]
+    # A number that is written out, the 6 of `clip(x, 0, 6)`, is a bound.
+    of_integers = places_made(step.node for step in integers if step.node and (step.node.shape or not all(step.fixed)))
     coarse = {step.operands[0] for step in casts if step.eqn.outvars[0].aval.dtype.name in ("int8", "int4", "int2")}
     read = [*filter(None, coarse), *(operand for node in products for operand in node.inputs)]
     leading = set(walk(read, lambda node: () if node.name in _PRODUCTS else node.inputs))  # to products
