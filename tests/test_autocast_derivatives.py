@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import compiled, cosine, half, normal, operations, products
+from autocast_tools import HALVES, compiled, cosine, half, layer_norm, normal, operations, products
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
@@ -327,3 +327,25 @@ def test_rules_may_close_over_arrays():
         return jnp.sum(vjp(jvp(X @ w) @ w) @ w)
 
     assert cosine(*compiled(lambda w: (jax.grad(half(fun))(w), jax.grad(fun)(w)))(W)) > 0.999
+
+
+LIMITS = {
+    "maximum": lambda h: jnp.maximum(h, 0.1),
+    "minimum": lambda h: jnp.minimum(h, 0.1),
+    "clip": lambda h: jnp.clip(h, -0.3, 0.3),
+    "of two": lambda h: jnp.maximum(h, 0.3 * h[::-1]),
+    "a learned bound": lambda h: jnp.minimum(h, jnp.mean(jnp.abs(h), -1, keepdims=True)),
+    "max": lambda h: h + jnp.max(h, -1, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_of_what_is_float32_passes_its_gradient_inside_and_outside(limit, policy):
+    def loss(w):
+        return jnp.mean((LIMITS[limit](layer_norm(X @ w)) @ W) ** 2)
+
+    expected, *gradients = compiled(
+        lambda w: [jax.grad(loss)(w), jax.grad(half(loss, policy))(w), half(jax.grad(loss), policy)(w)]
+    )(W)
+    assert min(cosine(gradient, expected) for gradient in gradients) > 0.995

@@ -105,6 +105,11 @@ def operand_dtypes(step: Step) -> list[np.dtype | None]:
     node = step.node
     if node is not None and node.colour == Colour.KEEP:
         return [None if operand is None or node.late else operand.late for operand in step.operands]
+    if node is None and step.eqn.primitive.name in ("eq", "ne"):
+        # The derivative of a maximum asks which operand it is: rounded as it is, the operand still equals it.
+        for one, other in (step.operands, step.operands[::-1]):
+            if one is not None and one.name in ("max", "min") and other in one.inputs:
+                return [one.value_dtype, one.value_dtype]
     if node is None and step.eqn.primitive.name in _COMPARISONS:
         compared = {operand.value_dtype for operand in step.operands if operand and operand.const != (0.0, 0.0)}
         if len(compared) == 1 and compared != {_FLOAT32}:
