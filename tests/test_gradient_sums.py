@@ -189,6 +189,29 @@ def test_no_sum_of_more_than_256_terms_in_half_leads_to_the_gradient_of_a_param(
     assert not sums, "\n".join(map(str, sums))
 
 
+OVER_A_BATCH = {
+    "implied by +": lambda rows, x: x + rows,
+    "written out": lambda rows, x: x + jnp.broadcast_to(rows, x.shape),
+    "after a move": lambda rows, x: x + rows.reshape(1, *rows.shape),
+    "times a scale": lambda rows, x: x * (2 * rows),
+}
+
+
+@pytest.mark.parametrize("author", [lambda table: table, lambda table: table.astype(jnp.bfloat16)])
+@pytest.mark.parametrize("repeated", OVER_A_BATCH)
+def test_nor_does_one_to_a_table_whose_rows_a_batch_repeats_at_positions_that_are_arguments(repeated, author):
+    def loss(table, x, w, ids):
+        rows = author(table)[ids].astype(jnp.float32)
+        return jnp.sum(OVER_A_BATCH[repeated](rows, x @ w) @ w)
+
+    args = (jnp.ones((10, 8)), jnp.ones((300, 6, 8)), jnp.eye(8), jnp.arange(6))
+    for gradient in (
+        jax.grad(jaxmp.autocast(loss, "mixed_bfloat16")),
+        jaxmp.autocast(jax.grad(loss), "mixed_bfloat16"),
+    ):
+        assert not half_sums(jax.make_jaxpr(gradient)(*args))
+
+
 NETS = ["Linen: MLP", "Linen: NextToken", "Linen: norm by hand", "NNX: CNN", "NNX: lookup"]
 
 

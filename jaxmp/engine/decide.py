@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -66,6 +67,9 @@ def decide(graph: Graph, results: Sequence[Node] = (), force: bool = False) -> b
     _spread([*products, *written, *halves], "after_product", "users")
     products += groups.take_outer_products(nodes)
     _spread([node for node in nodes if node.is_looked_up], "is_looked_up", "users")
+    for node in reversed(nodes):  # rows that a batch repeats belong to no example: they are summed as a weight is
+        if node.is_looked_up and not node.after_product and any(_grows(user, node) for user in node.users):
+            node.is_looked_up = False
     _spread([*products, *written, *results], "before_product", "inputs")
     narrowed = _put_casts_off(nodes)
     groups.find_activations(nodes)
@@ -312,6 +316,13 @@ def _read_in(user: Node, operand: Node) -> np.dtype | None:
     if user.colour == Colour.HALF:
         return user.dtype
     return operand.late if user.colour == Colour.WRITTEN and user.kind is not Kind.JOIN else None
+
+
+def _grows(user: Node, operand: Node) -> bool:
+    """Whether a reader repeats what was looked up, or moves it on to one that does."""
+    if user.kind is Kind.CLEAR and not user.is_looked_up:
+        return True
+    return user.name in (BROADCAST | {"broadcast_in_dim"}) and math.prod(user.shape) > math.prod(operand.shape)
 
 
 def _repeats(user: Node, operand: Node) -> bool:
