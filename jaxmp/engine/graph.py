@@ -1,4 +1,4 @@
-"""The graph that autocast colours: one node for each floating value, over all nested programs at once.
+"""The graph that the engine decides on: one node for each floating value, over all nested programs at once.
 
 A body is no border: what goes into and comes out of a ``jit``, a branch or a loop is the same node inside and outside.
 Only where several values become one there is a node of its own, called ``join``: the carry of a loop (its initial value
@@ -298,8 +298,9 @@ class _Builder:
 
     def leaf(self, step: Step) -> None:
         eqn = step.eqn
-        step.kind, step.reason, asked, has_epsilon = self.rules.kind_of(eqn, step.operands, step.names)
         name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
+        constants = [node.const for node in inputs if node.const is not None]
+        step.kind, step.reason, asked, has_epsilon = self.rules.kind_of(eqn, constants, step.names)
         for position, var in enumerate(eqn.outvars):
             reads = inputs
             if step.kind is Kind.CLEAR and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort

@@ -105,7 +105,7 @@ def level_of(policy: Policy) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def region_of(names: Names) -> Region:
-    """What the marks among some scopes ask for: the module's word first, then the innermost of the author's."""
+    """What the innermost marks among some scopes ask for; none outside of a module that is left as it is counts."""
     marks = _marks(names)
     region = Region(products=next((products for kind, _, products in reversed(marks) if kind == "compute"), ""))
     for kind, text, _ in reversed(marks):

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import glob
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,9 +19,6 @@ from jaxmp.engine.kinds import REAL, Kind, is_real
 from jaxmp.engine.marks import DECIDED, LEVELS, SPECIAL, checked_level, is_widened, level_of, path_of, region_of
 from jaxmp.patterns import OPERATIONS, matches
 from jaxmp.policy import Policy, get_policy
-
-if TYPE_CHECKING:
-    from jaxmp.engine.graph import Node
 
 # To cast before or after is the same: each element has one origin and one destination, or the largest is picked, and
 # rounding keeps the order. (Not so where the gradient is a sum: after a gather, a broadcast.)
@@ -148,8 +145,14 @@ class Rules:
                 "Operations of its derivative are seen in autocast(grad(f)) only"
             )
 
-    def kind_of(self, eqn: Any, operands: Sequence[Node | None], names: reading.Names) -> Decision:
-        """What an equation without a body is before its neighbours have a say, and why."""
+    def kind_of(self, eqn: Any, constants: Sequence[tuple[float, float]], names: reading.Names) -> Decision:
+        """What an equation without a body is before its neighbours have a say, and why.
+
+        Args:
+          eqn: the equation.
+          constants: of each operand that is a constant the smallest magnitude but 0, and the largest.
+          names: the scopes around it.
+        """
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
         self.primitives.add(name)
         if self.is_decided(names):
@@ -189,7 +192,6 @@ class Rules:
             return Decision(Kind.FULL, f"{cls.value} is float32")
         if SPECIAL in names:
             return Decision(Kind.FULL, "part of a special function")
-        constants = [node.const for node in operands if node is not None and node.const is not None]
         return self._kind_by_constants(name, constants, half)
 
     def asked_of(self, name: str, names: reading.Names) -> tuple[str, str] | None:

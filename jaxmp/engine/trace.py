@@ -45,11 +45,6 @@ def _half_at(rules: Rules) -> np.dtype | None:
     return None if asked is not None and asked[0] != "half" else region_of(names).half or rules.half
 
 
-def is_inside() -> bool:
-    """Whether an autocast is tracing the code that asks."""
-    return _tracing.get() is not None
-
-
 def autocast_dtype() -> np.dtype | None:
     """The half dtype in which autocast will compute a float32 product that is written here.
 
