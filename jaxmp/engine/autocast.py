@@ -86,11 +86,12 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
 
     Matrix products and convolutions run in the policy's compute dtype, what needs range or adds up many terms in
     float32, the rest in what its neighbours have; :mod:`jaxmp.engine.autocast` states the rules, and
-    :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced as it is written, on its own dtypes, and stays unedited: its params stay
-    float32, its results have the dtypes that they had (under a pure policy such as ``"bfloat16"``: the output dtype).
-    It composes with JAX's transformations, around it and inside it. What it writes to NNX objects among its arguments
-    (statistics, counts of random numbers, metrics) is written to them, as by NNX's own transforms; one that it closes
-    over cannot change, as under ``jax.jit``. The model is TensorFlow's ``auto_mixed_precision`` graph pass.
+    :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced as it is written, on its own dtypes, and stays
+    unedited: its params stay float32, its results have the dtypes that they had (under a pure policy such as
+    ``"bfloat16"``: the output dtype). It composes with JAX's transformations, around it and inside it. What it writes
+    to NNX objects among its arguments (statistics, counts of random numbers, metrics) is written to them, as by NNX's
+    own transforms; one that it closes over cannot change, as under ``jax.jit``. The model is TensorFlow's
+    ``auto_mixed_precision`` graph pass.
 
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Arguments that are no arrays (Python numbers, strings,
