@@ -83,7 +83,7 @@ def coloured_block() -> list[Box]:
     closed = jax.make_jaxpr(lambda params, x, w: block.apply(params, x @ w, 2) @ w)(params, x, w)
     whole = graph.build(*reading.opened(closed), Rules(half, {}))
     boxes = [Box(node, step.names, node.kind) for step in _steps(whole.body) if (node := step.node) is not None]
-    decide.decide(whole)
+    decide.decide(whole, [None])
     return boxes
 
 
@@ -137,7 +137,7 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
             _arrow(axes, (x, y), box, casts and _is_cast(node, box))
             axes.text(x, y - 0.05, origins[node], ha="center", va="bottom", fontsize=8, color=LINE, style="italic")
     for box in boxes:
-        _box(axes, box, fills[box], casts and box.node.colour == decide.Colour.ROUND)
+        _box(axes, box, fills[box], casts and box.node.compute not in (None, box.node.dtype))
     low, high = min(box.x for box in boxes), max(box.x for box in boxes)
     middle, reach = (low + high) / 2, max(2.1, (high - low) / 2 + 0.8)
     axes.set_xlim(middle - reach, middle + reach)
@@ -148,7 +148,8 @@ def draw(axes: Any, boxes: Sequence[Box], fills: dict[Box, str], casts: bool, ti
 
 def _is_cast(above: graph.Node, box: Box) -> bool:
     """Whether a value changes its dtype on the way into an operation."""
-    return box.node.colour != decide.Colour.KEEP and above.dtype != decide.computed_in(box.node)
+    compute = box.node.compute or (above.dtype if box.moves else np.dtype(np.float32))
+    return bool(above.dtype != compute)
 
 
 def _arrow(axes: Any, start: tuple[float, float], box: Box, cast: bool) -> None:

@@ -17,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import tree as _tree
+from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.reading import loop_of
 from jaxmp.dtypes import is_half
+from jaxmp.engine.autocast import computed
 from jaxmp.engine.kinds import REAL
 from jaxmp.engine.marks import computing, precision, widened
 from jaxmp.engine.rules import Rules
+from jaxmp.engine.trace import Program, arrays_in, is_array
 from jaxmp.patterns import OPERATIONS, Path, Pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
@@ -217,3 +220,39 @@ def same_structure(tree: Any, other: Any) -> bool:
 def like(new: Any, old: Any) -> Any:
     """``new`` in the dtype of ``old``, if that is a floating array."""
     return _tree.cast(new, old.dtype) if _tree.is_float_array(old) else new
+
+
+# --- eager calls ---
+
+
+def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...]) -> Any:
+    """As :func:`computed`; without ``jit`` a program is written once for all calls of one key and equal arguments.
+
+    Its operations run one by one, as they would without the engine.
+
+    Args:
+      programs: those that were written before; the least recent ones are dropped.
+      key: what ``fun`` depends on besides its arguments, compared by ``==``.
+      fun: a function whose result depends on nothing else.
+      rules: what is asked of its operations.
+      args: its arguments.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    operands = arrays_in(leaves)
+    if reading.is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
+        return computed(fun, rules, args, {})
+    statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+    whole = (key, tree, statics, tuple(map(jax.typeof, operands)), reading.context())
+    try:
+        hash(whole)
+    except TypeError:  # an argument or a field has none
+        return computed(fun, rules, args, {})
+    program = programs.pop(whole, None) or Program(lambda *args: computed(fun, rules, args, {}), args)
+    programs[whole] = program
+    if len(programs) > _REMEMBERED:
+        del programs[next(iter(programs))]
+    jaxpr, consts = program.jaxpr
+    return program.unflatten(reading.evaluate(jaxpr, consts, operands))
+
+
+_REMEMBERED = 64

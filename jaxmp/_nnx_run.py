@@ -20,11 +20,11 @@ import jax
 from flax import nnx
 
 from jaxmp import tree as _tree
-from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, note_half, widen
+from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, note_half, remembered, widen
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp._nnx_objects import of_arrays
 from jaxmp._nnx_variables import is_object, own_variables
-from jaxmp.engine.autocast import autocast, remembered
+from jaxmp.engine.autocast import autocast
 from jaxmp.engine.rules import Rules
 from jaxmp.patterns import Path
 

@@ -23,10 +23,10 @@ from flax.core import Scope, lift
 from flax.linen import module as _linen_module
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._adapters import autocast_map, is_o1
+from jaxmp._adapters import autocast_map, is_o1, remembered
 from jaxmp._linen_run import Root, Run, given_fields, is_running, run_with_root, running
 from jaxmp._linen_variables import Variables
-from jaxmp.engine.autocast import computed, remembered
+from jaxmp.engine.autocast import computed
 from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nn.Module)

@@ -280,3 +280,49 @@ def test_what_the_plan_says_decides_nothing(case, monkeypatch):
     for name in ("kind_of", "asked_of"):
         monkeypatch.setattr(Rules, name, reworded(getattr(Rules, name)))
     assert found() == expected
+
+
+FINE = X + 300.4  # bfloat16 has 300 and 302 there
+
+SEEN = {
+    "a result": lambda y: y,
+    "a result, moved": lambda y: y.T.reshape(-1),
+    "an integer": lambda y: (10 * y.reshape(8, 4).T).astype(jnp.int32),
+    "a cast": lambda y: y.astype(jnp.int32),
+    "a comparison": lambda y: y > 300.2,
+    "a place": lambda y: jnp.argsort(y, axis=None),
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_what_is_seen_beside_a_product_is_not_rounded_for_it(seen):
+    def fun(x, w):
+        y = x.T  # cast before it moves, if only the product reads it
+        return y @ w, SEEN[seen](y)
+
+    assert jnp.array_equal(half(fun)(FINE, B[:4, None])[1], SEEN[seen](FINE.T))
+    product = next(row for row in jaxmp.cast_plan(fun, "mixed_bfloat16")(FINE, B[:4, None]).rows if row.cls == "half")
+    assert product.operands == ("bfloat16", "bfloat16")
+
+
+def test_a_softmax_that_is_a_result_too_is_not_rounded():
+    def fun(x, w):
+        p = jax.nn.softmax(x @ w)
+        return p @ w, p[0]
+
+    expected = jax.nn.softmax((X.astype(jnp.bfloat16) @ W.astype(jnp.bfloat16)).astype(jnp.float32))[0]
+    assert jnp.allclose(half(fun)(X, W)[1], expected, rtol=1e-5)
+
+
+def test_a_comparison_with_zero_sees_no_digits_and_keeps_no_float32_copy():
+    def fun(x, w):
+        y = x.T
+        return y @ w, y > 0
+
+    assert dtypes_of("transpose", half(fun), X, B[:4, None]) == ["bfloat16"]
+
+
+def test_the_plan_tells_the_dtype_of_what_the_author_casts_and_reduces():
+    plan = jaxmp.cast_plan(lambda x, w: (w.astype(jnp.bfloat16).max(), x @ w), "mixed_bfloat16")(X, W)
+    (largest,) = (row for row in plan.rows if row.primitive == "reduce_max")
+    assert (largest.operands, largest.result) == (("bfloat16",), "bfloat16")

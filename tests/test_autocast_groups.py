@@ -472,6 +472,28 @@ def test_means_of_products_by_a_filter_are_float32(policy):
     np.testing.assert_allclose(half(lambda x: variances(x @ W), policy)(x), variances(x), rtol=1e-5)
 
 
+def _mean(x):
+    return x.sum(0) / len(x)
+
+
+COVARIANCES = {
+    "outer": lambda x, y: x.T @ y / len(x) - jnp.outer(_mean(x), _mean(y)),
+    "sum": lambda x, y: x.T @ y - len(x) * x.mean(0)[:, None] * y.mean(0),
+    "einsum": lambda x, y: jnp.einsum("ni,nj->ij", x, y) / len(x) - jnp.einsum("i,j->ij", x.mean(0), y.mean(0)),
+}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("spelling", COVARIANCES)
+def test_covariances_as_a_difference_of_means_are_float32(spelling, policy):
+    covariance, x = COVARIANCES[spelling], normal(0, 128, 8) + 30.0
+    y = x @ normal(1, 8, 4)
+    expected = np.cov(np.asarray(x, np.float64), np.asarray(y, np.float64), rowvar=False, bias=True)[:8, 8:]
+    scale = len(x) if spelling == "sum" else 1
+    np.testing.assert_allclose(half(covariance, policy)(x, y) / scale, expected, rtol=0.02, atol=0.02)
+    assert "moments" in jaxmp.cast_plan(covariance, policy)(x, y).summary.groups
+
+
 @pytest.mark.parametrize(
     ("rest", "dtype"),
     [

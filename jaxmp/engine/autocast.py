@@ -37,25 +37,9 @@ path of modules or scopes, the first that matches; by primitive; by class of pri
 on cuDNN's fused kernel, on a GPU that has one for it; ``implementation="xla"``, float32 regions and overrides are
 respected.
 
-Sharp edges:
-
-- An ``astype(float32)`` of what is float32 already leaves no trace, nor does a module's ``dtype=float32``: mark the
-  code with :func:`jaxmp.precision`, or override its path. Python code that asks for a dtype sees what was written.
-- Put autocast around the loss, not around a loop that updates params: params carried round a loop with products in it
-  look like a residual stream, and would be carried in half.
-- An override sees the operations of ``fun``. Those of its derivative are there in ``autocast(grad(fun))`` only.
-- Names of modules are on the name stack of Linen; NNX puts none there, :func:`jaxmp.nnx.autocast` does.
-- ``from jax.nn import dot_product_attention`` before the trace keeps JAX's function, which runs in half but not on
-  cuDNN; what is inside another ``jit`` is asked for its own scopes only.
-- Constants of more than 65,536 elements are not looked at, nor are arguments: ``finfo.min`` in one that others than a
-  softmax read becomes -inf.
-- A carry with a product on its way round is taken for a residual stream, in half: what adds many small steps up, as
-  solvers of differential equations do, wants ``jaxmp.precision("float32")`` around the sum.
-- float16 has float16's range: a product beyond 65504 is infinite, and gradients want a loss scale. XLA's float16
-  ``logistic`` is 0 below -11. ``jax.random.multivariate_normal`` multiplies, in half.
-- The bodies of ``custom_vmap``, ``linear_call``, solvers and kernels are not looked into; the plan has a row for each
-  product in them.
-- A custom rule that closes over a traced value fails under ``grad(autocast(f))``, as it does under ``grad(jit(f))``.
+Not seen: an ``astype(float32)`` of what is float32 already, and a module's ``dtype=float32``; mark the code with
+:func:`jaxmp.precision`, or override its path. Python code that asks for a dtype sees what was written. Put autocast
+around the loss, not around a loop that updates params. docs/autocast.md has all sharp edges.
 
 The colouring follows TensorFlow's ``auto_mixed_precision`` graph pass, the scheme of float32 params and half products
 Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740. docs/autocast.md shows it in pictures.
@@ -75,7 +59,7 @@ from jaxmp.engine.emit import coloured
 from jaxmp.engine.kinds import REAL
 from jaxmp.engine.marks import DECIDED, level_of, precision
 from jaxmp.engine.rules import Rules
-from jaxmp.engine.trace import Program, Traced, arrays_in, is_array
+from jaxmp.engine.trace import Traced
 from jaxmp.policy import Policy, PolicyMap
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -154,39 +138,6 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
         results = coloured(traced.jaxpr, rules, (), traced.operands, dtypes, force=policy is None)
     rules.check()
     return traced.unflatten(results)
-
-
-def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...]) -> Any:
-    """As :func:`computed`; without ``jit`` a program is written once for all calls of one key and equal arguments.
-
-    Its operations run one by one, as they would without the engine.
-
-    Args:
-      programs: those that were written before; the least recent ones are dropped.
-      key: what ``fun`` depends on besides its arguments, compared by ``==``.
-      fun: a function whose result depends on nothing else.
-      rules: what is asked of its operations.
-      args: its arguments.
-    """
-    leaves, tree = jax.tree.flatten(args)
-    operands = arrays_in(leaves)
-    if reading.is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
-        return computed(fun, rules, args, {})
-    statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
-    whole = (key, tree, statics, tuple(map(jax.typeof, operands)), reading.context())
-    try:
-        hash(whole)
-    except TypeError:  # an argument or a field has none
-        return computed(fun, rules, args, {})
-    program = programs.pop(whole, None) or Program(lambda *args: computed(fun, rules, args, {}), args)
-    programs[whole] = program
-    if len(programs) > _REMEMBERED:
-        del programs[next(iter(programs))]
-    jaxpr, consts = program.jaxpr
-    return program.unflatten(reading.evaluate(jaxpr, consts, operands))
-
-
-_REMEMBERED = 64
 
 
 def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, Any]]:

@@ -16,15 +16,15 @@ The passes, in order (the model is TensorFlow's ``auto_mixed_precision`` pass; w
 from __future__ import annotations
 
 import collections
-import enum
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxmp.engine import groups
 from jaxmp.engine.classes import Class, primitives_of
-from jaxmp.engine.graph import Graph, Node, Step
+from jaxmp.engine.graph import Graph, Node, Step, walk
 from jaxmp.engine.kinds import Kind
 from jaxmp.engine.rules import BROADCAST, MONOTONE, MOVES, PICKS
 
@@ -33,44 +33,35 @@ _PRODUCTS = primitives_of(Class.HALF)
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
-class Colour(enum.IntEnum):
-    """How an operation is computed."""
-
-    KEEP = 0
-    """With its operands as they come."""
-    WRITTEN = 1
-    """With its operands in the dtypes they were written with."""
-    HALF = 2
-    FULL = 3
-    ROUND = 4
-    """In float32, its result rounded to half."""
-
-
-def decide(graph: Graph, results: Sequence[Node] = (), force: bool = False) -> bool:
-    """Gives every node its ``colour`` and the ``dtype`` that it will have.
+def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> bool:
+    """Gives every node the dtype that it will have, and the one that its operation computes in.
 
     Args:
       graph: its sources may have another ``dtype`` than they were written with.
-      results: nodes whose value is wanted in half; they count as read by a product.
-      force: colour although there is no product: the body of a rule belongs to a larger program.
+      dtypes: those in which its results are wanted, None for as they come; what is wanted in half counts as read by a
+        product.
+      force: decide although there is no product: the body of a rule belongs to a larger program.
 
     Returns:
       Whether anything changes.
     """
     nodes = graph.nodes
+    wanted = {node: dtype.itemsize for node, dtype in zip(graph.body.results, dtypes, strict=True) if node and dtype}
+    graph.wanted = results = [node for node, size in wanted.items() if size == 2]
+    _mark("is_seen", wanted.keys() - results)
     graph.groups = groups.find(graph)
     products = [node for node in nodes if node.kind is Kind.HALF]
     if not force and not products and not any(node.kind is Kind.FULL and node.name in _PRODUCTS for node in nodes):
         return False
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
     written = [node for node in nodes if node.kind is Kind.KEPT and node.name in _PRODUCTS and _takes_half(node)]
-    _spread([*products, *written, *halves], "after_product", "users")
+    _mark("after_product", walk([*products, *written, *halves], lambda node: node.users))
     products += groups.take_outer_products(nodes)
-    _spread([node for node in nodes if node.is_looked_up], "is_looked_up", "users")
+    _mark("is_looked_up", walk([node for node in nodes if node.is_looked_up], lambda node: node.users))
     for node in reversed(nodes):  # rows that a batch repeats belong to no example: they are summed as a weight is
         if node.is_looked_up and not node.after_product and any(_grows(user, node) for user in node.users):
             node.is_looked_up = False
-    _spread([*products, *written, *results], "before_product", "inputs")
+    _mark("before_product", walk([*products, *written, *results], lambda node: node.inputs))
     narrowed = _put_casts_off(nodes)
     groups.find_activations(nodes)
     groups.extend(nodes, graph.groups)
@@ -79,16 +70,12 @@ def decide(graph: Graph, results: Sequence[Node] = (), force: bool = False) -> b
     _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
     groups.extend(nodes, graph.groups)  # also what feeds only what float32 was carried on to
-    rounded = {group.nodes[0] for group in graph.groups if group.rounded}.difference(graph.body.results)
+    seen = walk([node for node in nodes if node.is_seen], lambda node: node.inputs if node.kind is Kind.CLEAR else ())
+    rounded = {group.nodes[0] for group in graph.groups if group.rounded}.difference(seen)
     for node in nodes:
-        node.colour, node.dtype = _paint(node, rounded)
+        node.compute, node.dtype = _dtypes(node, rounded)
     _move_casts(nodes)
     return True
-
-
-def computed_in(node: Node) -> np.dtype:
-    """The dtype that the operation of a half, full or rounded node computes in."""
-    return node.dtype if node.colour == Colour.HALF else _FLOAT32
 
 
 def is_shared(node: Node | None, old: np.dtype, new: np.dtype) -> bool:
@@ -107,7 +94,7 @@ def is_widening(step: Step) -> bool:
 def operand_dtypes(step: Step) -> list[np.dtype | None]:
     """The dtypes that the operands of an equation without bodies are cast to; None where they are left alone."""
     node = step.node
-    if node is not None and node.colour == Colour.KEEP:
+    if node is not None and node.kind is Kind.CLEAR and node.compute is None:
         return [None if operand is None or node.late else operand.late for operand in step.operands]
     if node is None and step.eqn.primitive.name in ("eq", "ne"):
         # The derivative of a maximum asks which operand it is: rounded as it is, the operand still equals it.
@@ -118,20 +105,13 @@ def operand_dtypes(step: Step) -> list[np.dtype | None]:
         compared = {operand.value_dtype for operand in step.operands if operand and operand.const != (0.0, 0.0)}
         if len(compared) == 1 and compared != {_FLOAT32}:
             return [None if operand is None else next(iter(compared)) for operand in step.operands]
-    if node is None or node.colour == Colour.WRITTEN:
-        return [None if operand is None else operand.written for operand in step.operands]
-    return [None if operand is None else computed_in(node) for operand in step.operands]
+    dtype = None if node is None else node.compute
+    return [None if operand is None else dtype or operand.written for operand in step.operands]
 
 
-def _spread(start: Iterable[Node], flag: str, along: str) -> None:
-    stack = list(start)
-    for node in stack:
+def _mark(flag: str, nodes: Iterable[Node]) -> None:
+    for node in nodes:
         setattr(node, flag, True)
-    while stack:
-        for other in getattr(stack.pop(), along):
-            if not getattr(other, flag):
-                setattr(other, flag, True)
-                stack.append(other)
 
 
 def _hold_sums(nodes: Sequence[Node]) -> None:
@@ -160,9 +140,10 @@ def _cycles(nodes: Sequence[Node]) -> Iterable[list[Node]]:
 
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     """Finds what exists in half although it is computed in float32: what products read, and activations before them."""
-    _spread_back(operands, "has_half_copy", _moves)
-    _spread_back(
-        operands, "heads_to_product", lambda user, operand: _moves(user, operand) or _is_elementwise(user, operand)
+    _mark("has_half_copy", walk(operands, _moved))
+    _mark(
+        "heads_to_product",
+        walk(operands, lambda user: _moved(user) or [op for op in user.inputs if _is_elementwise(user, op)]),
     )
     starts = [
         operand
@@ -175,30 +156,20 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
         and _is_elementwise(node, operand)
         and node.name not in _AFFINE
     ]
-    _spread_back(starts, "has_half_copy", _moves)
+    _mark("has_half_copy", walk(starts, _moved))
 
 
 _AFFINE = frozenset({"add", "sub", "mul", "div"})
 
 
-def _moves(user: Node, operand: Node) -> bool:
-    return user.kind is Kind.JOIN or (user.kind is Kind.CLEAR and user.name in MONOTONE)
+def _moved(node: Node) -> Sequence[Node]:
+    """What is moved to make a node."""
+    is_moved = node.kind is Kind.JOIN or (node.kind is Kind.CLEAR and node.name in MONOTONE)
+    return node.inputs if is_moved else ()
 
 
 def _is_elementwise(user: Node, operand: Node) -> bool:
     return user.kind is Kind.INFER and user.shape == operand.shape
-
-
-def _spread_back(start: Iterable[Node], flag: str, through: Callable[[Node, Node], bool]) -> None:
-    stack = list(start)
-    for node in stack:
-        setattr(node, flag, True)
-    while stack:
-        user = stack.pop()
-        for operand in user.inputs:
-            if not getattr(operand, flag) and through(user, operand):
-                setattr(operand, flag, True)
-                stack.append(operand)
 
 
 def _settle(nodes: Sequence[Node]) -> None:
@@ -247,17 +218,19 @@ def _continues_stream(add: Node) -> bool:
     return all(operand.is_activation or not operand.after_product for operand in add.inputs)
 
 
-def _paint(node: Node, rounded: Collection[Node]) -> tuple[Colour, np.dtype]:
+def _dtypes(node: Node, rounded: Collection[Node]) -> tuple[np.dtype | None, np.dtype]:
+    """The dtype that an operation computes in, None for the one it was written with, and that of its result."""
     half = node.written if node.written.itemsize == 2 or node.half is None else node.half
     if node.kind in (Kind.SOURCE, Kind.CLEAR):
-        return Colour.KEEP, node.inputs[0].dtype if node.inputs else node.dtype
+        below = node.inputs[0] if node.inputs else node
+        return None, below.dtype if node.late else below.value_dtype
     if node.kind is Kind.KEPT:
-        return Colour.WRITTEN, node.written
+        return None, node.written
     if node.state >= Kind.FULL:
-        return (Colour.ROUND, half) if node in rounded and node.has_half_copy else (Colour.FULL, _FLOAT32)
+        return _FLOAT32, half if node in rounded and node.has_half_copy else _FLOAT32
     if node.kind is Kind.HALF or (node.state is Kind.HALF and node.before_product):
-        return Colour.HALF, half
-    return Colour.WRITTEN, node.written
+        return half, half
+    return None, node.written
 
 
 def _takes_half(product: Node) -> bool:
@@ -302,20 +275,21 @@ def _move_casts(nodes: Sequence[Node]) -> None:
     A weight stays float32 up to what repeats it: several readers, the turns of a loop, a broadcast.
     """
     for node in reversed(nodes):
-        if node.kind is not Kind.CLEAR or node.name not in MONOTONE or len(node.inputs) != 1 or node.dtype != _FLOAT32:
+        is_moved = node.kind is Kind.CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen
+        if not is_moved or node.dtype != _FLOAT32:
             continue
         wanted = {_read_in(user, node) for user in node.users}
         dtype = wanted.pop() if len(wanted) == 1 else None
         repeated = not node.is_cast_once and (len(node.users) > 1 or any(_repeats(user, node) for user in node.users))
         if dtype is not None and dtype.itemsize == 2 and node.late in (None, dtype) and not repeated:
-            node.colour, node.dtype, node.late = Colour.HALF, dtype, None
+            node.compute, node.dtype, node.late = dtype, dtype, None
 
 
 def _read_in(user: Node, operand: Node) -> np.dtype | None:
     """The dtype that a node is computed with where it reads an operand; None where that is not known by the node."""
-    if user.colour == Colour.HALF:
-        return user.dtype
-    return operand.late if user.colour == Colour.WRITTEN and user.kind is not Kind.JOIN else None
+    if user.compute is not None:
+        return user.compute
+    return operand.late if user.kind is not Kind.CLEAR and user.kind is not Kind.JOIN else None
 
 
 def _grows(user: Node, operand: Node) -> bool:

@@ -15,7 +15,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.rebuild import Rule, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
 from jaxmp.engine.classes import Class, primitives_of
-from jaxmp.engine.decide import Colour, computed_in, decide, is_shared, is_widening, operand_dtypes
+from jaxmp.engine.decide import decide, is_shared, is_widening, operand_dtypes
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.kinds import Kind, is_real
 from jaxmp.engine.marks import OF_POLICY, marks_in
@@ -53,7 +53,7 @@ def coloured(
     for node, value in zip(graph.sources, args, strict=True):
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
-    changed = decide(graph, wanted_in_half(graph, dtypes), force)
+    changed = decide(graph, dtypes, force)
     return emitted(graph, rules, args, dtypes, changed)
 
 
@@ -73,12 +73,6 @@ def emitted(
         value if dtype is None or not is_real(jax.typeof(value)) else note.cast(note.rounded(value, node), dtype)
         for value, node, dtype in zip(results, body.results, dtypes, strict=True)
     ]
-
-
-def wanted_in_half(graph: Graph, dtypes: Sequence[Any]) -> list[Node]:
-    """The results of a graph whose ``dtypes`` are half."""
-    results = zip(graph.body.results, dtypes, strict=True)
-    return [n for n, dtype in results if n is not None and dtype is not None and np.dtype(dtype).itemsize == 2]
 
 
 @dataclasses.dataclass(slots=True)
@@ -208,11 +202,15 @@ class _Emission:
                 del note.casts[-1:]  # which is the author's
             return operands
         note.operands = operands
-        params = eqn.params if node is None or node.colour <= Colour.WRITTEN else _in_dtype(step, computed_in(node))
+        params = eqn.params if node is None or node.compute is None else _in_dtype(step, node.compute)
         if _is_missing(params):
             params = {**params, "precision": None}
         results = _bound(eqn, operands, params)
-        return [note.cast(results[0], node.dtype)] if node is not None and node.colour == Colour.ROUND else results
+        return (
+            [note.cast(results[0], node.dtype)]
+            if node is not None and node.compute not in (None, node.dtype)
+            else results
+        )
 
     def with_bodies(self, step: Step, values: _Values) -> Sequence[Any]:
         eqn, bodies, name = step.eqn, step.bodies, step.eqn.primitive.name
@@ -315,7 +313,7 @@ def _is_unchanged(step: Step) -> bool:
         if name in _WITH_RULES and step.region.level != "written":
             return False  # its rules are decided when they run
         return all(map(_stands, (inner for body in step.inner for inner in body.steps)))
-    if node is None or node.colour <= Colour.WRITTEN:
+    if node is None or node.compute is None:
         return all(
             dtype is None or operand is None or dtype == operand.dtype
             for operand, dtype in zip(step.operands, operand_dtypes(step), strict=True)
@@ -356,7 +354,7 @@ def _signature(step: Step, rules: Rules) -> Any:
 
 
 def _decisions(step: Step) -> Any:
-    own = tuple((node.colour, node.dtype, node.late) for node in (*step.nodes, *step.joins) if node is not None)
+    own = tuple((node.compute, node.dtype, node.late) for node in (*step.nodes, *step.joins) if node is not None)
     shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
     casts = None if step.inner else tuple(operand_dtypes(step))  # of comparisons they depend on constants too
     return (own, shared, casts, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

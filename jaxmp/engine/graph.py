@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,8 +45,10 @@ class Node:
       is_activation: it has an element for each element of a product, and so is no statistic of many.
       heads_to_product: each of its elements goes into a product by way of operations on single elements.
       has_half_copy: it may be computed in float32, but a product or an activation reads it in half.
+      is_seen: it is a result in float32, or what makes integers and bools of it tells small differences apart.
       state: what it brings along to those who read it: SOURCE, HALF, FULL or STRICT.
-      colour: a :class:`jaxmp.engine.decide.Colour`, how it is computed; ``dtype``: what that gives.
+      compute: the dtype that it is computed in; None for the one that it was written with, or was moved in.
+      dtype: that of the result.
       late: the half dtype that the author cast it to, where each reader makes that cast and the value is float32.
     """
 
@@ -69,8 +71,9 @@ class Node:
     is_activation: bool = False
     heads_to_product: bool = False
     has_half_copy: bool = False
+    is_seen: bool = False
     state: Kind = Kind.SOURCE
-    colour: int = 0
+    compute: np.dtype | None = None
     dtype: np.dtype = dataclasses.field(init=False)
     late: np.dtype | None = None
 
@@ -141,6 +144,20 @@ class Graph:
     sources: list[Node | None]
     groups: list[Any] = dataclasses.field(default_factory=list)
     """What :func:`jaxmp.engine.groups.find` recognised."""
+    wanted: Collection[Node] = ()
+    """The results that are wanted in half."""
+
+
+def walk(start: Iterable[Node], follow: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """The nodes that one comes to, each once."""
+    found = dict.fromkeys(start)
+    stack = [*found]
+    while stack:
+        for node in follow(stack.pop()):
+            if node not in found:
+                found[node] = None
+                stack.append(node)
+    return [*found]
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = (), in_rule: bool = False) -> Graph:
@@ -152,6 +169,12 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
 
 _READ = 2**16
 """Constants of more elements are taken for weights, and not looked at: it would wait for the device."""
+
+
+def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
+    """Whether what an operation makes of floating values depends on their last digits, and is no comparison with 0."""
+    is_largest = any(one.name in ("max", "min") and other in one.inputs for one in operands for other in operands)
+    return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
 
 
 def _is_at_hand(value: Any) -> bool:
@@ -307,7 +330,10 @@ class _Builder:
                 one = step.operands[position]
                 reads = [] if one is None else [one]
             step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason, asked))
-        if step.node is not None:
+        if step.node is None:
+            for operand in inputs if _tells_apart(name, inputs) else ():
+                operand.is_seen = True
+        else:
             step.node.has_epsilon = has_epsilon
             if step.kind is Kind.CLEAR and len(inputs) == 1:
                 step.node.const = inputs[0].const

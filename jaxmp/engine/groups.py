@@ -10,7 +10,7 @@ does not, a group says. The plan has its name; docs/autocast.md has a row for ea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import equations
 from jaxmp.engine.classes import Class, primitives_of
-from jaxmp.engine.graph import Body, Graph, Node, Step
+from jaxmp.engine.graph import Body, Graph, Node, Step, walk
 from jaxmp.engine.kinds import Kind
 from jaxmp.engine.rules import MOVES
 
@@ -206,7 +206,8 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
     """Squared distances, |x|² + |y|² - 2xy with |x|² summed or picked from xxᵀ; E[xy] - E[x] E[y] of products."""
 
     def is_multiplied(node: Node) -> bool:
-        return node.name in ("mul", "square", "integer_pow") and not _passed(node, _SCALES)
+        is_outer = node.name == "dot_general" and node.kind is Kind.INFER
+        return is_outer or (node.name in ("mul", "square", "integer_pow") and not _passed(node, _SCALES))
 
     def is_twice(node: Node) -> bool:
         return sum(node in term.inputs for term in terms) > 1
@@ -229,12 +230,13 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
             inner = [each for each in products.get(norm, ()) if each is not vector]  # of x A xᵀ, the product x A
             nodes = dict.fromkeys(sorted((*cancelled, norm, *inner), key=lambda each: -len(each.shape)))
             yield Group("distances", tuple(nodes), "a product that sums of squares cancel")
-    squared = [[_origin(each) for each in term.inputs] for term in terms if is_multiplied(term)]
+    squared = [[_origin(each, _SCALES) for each in term.inputs] for term in terms if is_multiplied(term)]
     for second in products if squared else ():
-        factors = [factor for each in map(_origin, second.inputs) if is_multiplied(each) for factor in each.inputs]
-        known = set(map(_origin, factors))
+        inputs = set(map(_origin, second.inputs))
+        factors = {_origin(factor) for each in inputs if is_multiplied(each) for factor in each.inputs}
+        added = {"reduce_sum": inputs | factors, **dict.fromkeys(_PRODUCTS, factors)}
         for means in squared:
-            if all(mean.name in _PRODUCTS and not known.isdisjoint(map(_origin, mean.inputs)) for mean in means):
+            if all(not added.get(mean.name, set()).isdisjoint(map(_origin, mean.inputs)) for mean in means):
                 yield Group("moments", (second, *means), "a mean of a product less the product of the means")
 
 
@@ -426,18 +428,6 @@ def _readers(node: Node, through: Collection[str] = ()) -> list[Node]:
     """Who computes with a value, however it was moved; who does so by one of ``through`` is told and passed."""
     after = walk(node.users, lambda user: user.users if user.kind is Kind.CLEAR or user.name in through else ())
     return [user for user in after if user.kind is not Kind.CLEAR or user.name in through]
-
-
-def walk(start: Iterable[Node], follow: Callable[[Node], Iterable[Node]]) -> list[Node]:
-    """The nodes that one comes to, each once."""
-    found = dict.fromkeys(start)
-    stack = [*found]
-    while stack:
-        for node in follow(stack.pop()):
-            if node not in found:
-                found[node] = None
-                stack.append(node)
-    return [*found]
 
 
 def find_activations(nodes: Sequence[Node]) -> None:

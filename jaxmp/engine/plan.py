@@ -19,14 +19,14 @@ from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.engine.autocast import check_backend, policy_and_exceptions, require_function
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.decide import decide
-from jaxmp.engine.emit import Note, emitted, wanted_in_half
-from jaxmp.engine.flops import flops_of
+from jaxmp.engine.emit import Note, emitted
 from jaxmp.engine.graph import Body, Step, build
 from jaxmp.engine.kinds import Kind
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import Traced
+from jaxmp.flops import flops_of
 
 _HALF = {"float16", "bfloat16"}
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")
@@ -46,7 +46,7 @@ class Row:
       why: the rule, the neighbour or the group that decided.
       source: the user's file and line, ``"package/module.py:12"``; empty where JAX knows none. A file in no package is
         told by its name alone, so that a plan is the same wherever the project lies.
-      flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.engine.flops`).
+      flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.flops`).
       casts: casts that autocast adds for it; one that several equations share stands at the first, one that its author
         wrote and autocast puts off at each of those that read it.
       cast_bytes: what these casts write, in bytes, over all trips of the loops around it.
@@ -256,12 +256,11 @@ def cast_plan(
         rules = Rules(one_policy.compute_dtype, exceptions)
         traced = Traced(fun, args, kwargs, rules)
         graph, dtypes = build(*traced.jaxpr, rules), traced.result_dtypes(one_policy)
-        wanted = wanted_in_half(graph, dtypes)
-        changed = decide(graph, wanted)
+        changed = decide(graph, dtypes)
         rules.check()
         notes: dict[Step | Body, Note] = {}
         jax.eval_shape(lambda *args: emitted(graph, rules, args, dtypes, changed, notes), *traced.operands)
-        rows = _Rows(Reasons(graph, changed, wanted), notes)
+        rows = _Rows(Reasons(graph, changed), notes)
         rows.add(graph.body)
         return CastPlan(str(one_policy), rules.overrides, tuple(rows.found), rows.summary(notes[graph.body].casts))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from jaxmp.engine.classes import Class, classify
-from jaxmp.engine.decide import Colour
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.groups import steps_of
 from jaxmp.engine.kinds import Kind
 
 _FULL = (Kind.FULL, Kind.STRICT)
-_IN_FLOAT32 = (Colour.FULL, Colour.ROUND)
 
 
 class Reasons:
@@ -20,19 +20,18 @@ class Reasons:
     Args:
       graph: the graph.
       changed: what :func:`jaxmp.engine.decide.decide` returned.
-      wanted: nodes of results that are wanted in half.
 
     Attributes:
       groups: the names of the groups in float32.
     """
 
-    def __init__(self, graph: Graph, changed: bool, wanted: Iterable[Node]) -> None:
+    def __init__(self, graph: Graph, changed: bool) -> None:
         self.changed = changed
         self.scopes = {node: step.names for step in steps_of(graph.body) for node in step.nodes if node is not None}
-        groups = [group for group in graph.groups if changed and group.nodes[0].colour in _IN_FLOAT32]
+        groups = [group for group in graph.groups if changed and group.nodes[0].compute == np.float32]
         self.groups = [group.name for group in groups]
         self.group_of = {node: group.name for group in groups for node in group.nodes}
-        nodes, ends = graph.nodes, dict.fromkeys(wanted)  # None: the result of the function
+        nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # None: the result of the function
         self.above = _nearest(nodes, lambda node: node.inputs, _is_half)
         self.below = _nearest(nodes[::-1], lambda node: node.users, lambda user: user.kind is Kind.HALF, known=ends)
         self.cause = _nearest(nodes, lambda node: filter(_drags, node.inputs), lambda operand: operand.kind in _FULL)
@@ -49,19 +48,20 @@ class Reasons:
             return step.reason if is_product else "no product in half: nothing changes"
         if node is None:
             return step.reason or "no floating result"
-        group = self.group_of.get(node) if node.colour in _IN_FLOAT32 else None
+        group = self.group_of.get(node) if node.compute == np.float32 else None
         return f"{group}: {self._of_node(node, step)}" if group else self._of_node(node, step)
 
     def _of_node(self, node: Node, step: Step) -> str:
-        if node.colour == Colour.ROUND:
+        if node.compute is not None and node.compute != node.dtype:
             return "computed in float32, rounded once for the half operations that read it"
         if node.kind is Kind.CLEAR:
-            return "moves data that only half operations read" if node.colour == Colour.HALF else "moves data"
-        if node.reason and (node.kind is not Kind.INFER or node.colour == Colour.FULL):
+            return "moves data that only half operations read" if node.compute else "moves data"
+        in_float32 = node.compute == np.float32
+        if node.reason and (node.kind is not Kind.INFER or in_float32):
             return node.reason
-        if node.colour == Colour.HALF:
+        if node.compute and not in_float32:
             return f"between {self._name(self.above.get(node), step)} and {self._name(self.below.get(node), step)}"
-        if node.colour == Colour.FULL:
+        if in_float32:
             return f"goes on in float32 after {self._name(self.cause.get(node), step)}"
         return "leads to no product" if node.state is Kind.HALF else "no product before it"
 

@@ -120,11 +120,11 @@ def plan(options: argparse.Namespace) -> int:
     Example:
       jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
     """
-    from jaxmp.engine import cli
+    from jaxmp.cli import planning
 
     try:
-        result = cli.plan(options.function, options.policy, options.arg, options.args, options.override)
-    except cli.UsageError as error:
+        result = planning.plan(options.function, options.policy, options.arg, options.args, options.override)
+    except planning.UsageError as error:
         print(f"jaxmp plan: error: {error}", file=sys.stderr)
         return 2
     if options.json:
@@ -270,7 +270,3 @@ def _print_columns(columns: Sequence[dict[str, str]]) -> None:
         columns, widths = columns[fitting:], widths[fitting:]
         if columns:
             print()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

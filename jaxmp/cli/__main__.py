@@ -1,0 +1,7 @@
+"""``python -m jaxmp.cli``."""
+
+import sys
+
+from jaxmp.cli import main
+
+sys.exit(main())
