@@ -223,7 +223,8 @@ def _dtypes(node: Node, rounded: Collection[Node]) -> tuple[np.dtype | None, np.
     half = node.written if node.written.itemsize == 2 or node.half is None else node.half
     if node.kind in (Kind.SOURCE, Kind.CLEAR):
         below = node.inputs[0] if node.inputs else node
-        return None, below.dtype if node.late else below.value_dtype
+        is_cast = node.late is not None or node.name == "convert_element_type"  # which readers make, or see through
+        return None, below.dtype if is_cast else below.value_dtype
     if node.kind is Kind.KEPT:
         return None, node.written
     if node.state >= Kind.FULL:
