@@ -76,7 +76,8 @@ def loss_scaling(
     that microbatch. Inside MultiSteps a bad microbatch drops the window, and a NaN stays in its accumulator for ever,
     unless it has ``should_skip_update_fn=optax.skip_not_finite``; that drops bad microbatches before the scale hears of
     them, so that only a static scale is of use there. Extra arguments go to ``inner`` as they come, but ``grad=`` is
-    unscaled like the gradients themselves.
+    unscaled like the gradients themselves, and ``clip_norm=`` stays here: ``inner`` then sees the gradients as behind
+    ``optax.clip_by_global_norm``, cut with the norm that is tested anyway.
 
     Args:
       inner: any optax transform; its ``init`` and ``update`` take the params that it takes by itself, such as the pair
@@ -111,15 +112,22 @@ def loss_scaling(
         return wrap_opt_state(inner.init(widen(params)), loss_scale, grad_norm=grad_norm)
 
     def update(
-        updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: LossScalingState,
+        params: optax.Params | None = None,
+        *,
+        clip_norm: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, LossScalingState]:
         _check_state(state)
         _check_gradients(updates)
         grads = state.loss_scale.unscale(widen(updates))
+        squares = sum_of_squares(grads)
         if "grad" in extra_args:
             extra_args["grad"] = state.loss_scale.unscale(widen(extra_args["grad"]))
+        clipped = grads if clip_norm is None else _clip(grads, jnp.sqrt(squares), clip_norm)
         try:
-            new_updates, inner_state = inner.update(grads, state.inner_state, widen(params), **extra_args)
+            new_updates, inner_state = inner.update(clipped, state.inner_state, widen(params), **extra_args)
         except Exception as error:
             if params is not None:  # perhaps what it was given explains the error better than the error does
                 _check_same_structure(jax.eval_shape(inner.init, widen(params)), state.inner_state)
@@ -128,7 +136,6 @@ def loss_scaling(
         _check_same_structure(inner_state, state.inner_state)
         _check_same_shapes(new_updates, updates if params is None else params)
 
-        squares = sum_of_squares(grads)
         finite = jnp.isfinite(squares)
         if check_updates:
             finite &= all_finite(new_updates)
@@ -147,7 +154,16 @@ def loss_scaling(
         )
         return jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates), new_state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return _LossScaling(init, update)
+
+
+class _LossScaling(optax.GradientTransformationExtraArgs):
+    """What :func:`loss_scaling` returns. A transform around it may drop the extra argument ``clip_norm``."""
+
+
+def _clip(grads: Any, norm: jax.Array, clip_norm: jax.typing.ArrayLike) -> Any:
+    """As ``optax.clip_by_global_norm`` does it, in every bit."""
+    return jax.tree.map(lambda g: jnp.where(norm < clip_norm, g, g / norm.astype(g.dtype) * clip_norm), grads)
 
 
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
@@ -319,7 +335,16 @@ def take_step(
     Returns:
       The updates; the new params, float32, which are not to be used if the step was skipped; the new state, of which
       only the loss scale changed then; and whether it was, int32 0 or 1.
+
+    Raises:
+      ValueError: ``clip_norm`` among ``extra_args``, and another transform around ``loss_scaling``.
     """
+    if "clip_norm" in extra_args and not isinstance(tx, _LossScaling):
+        raise ValueError(
+            "clip_norm needs loss_scaling as the outermost transform, but another stands around it, or beside it in a "
+            "chain, and may not hand it on; clip inside: "
+            "jaxmp.loss_scaling(optax.chain(optax.clip_by_global_norm(…), tx), loss_scale)"
+        )
     updates, new_state = tx.update(grads, opt_state, params, **extra_args)
     skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
     if not isinstance(new_state, LossScalingState):

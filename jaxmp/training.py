@@ -171,6 +171,7 @@ def make_train_step(
     overrides: Mapping[str, str] | None = None,
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
+    clip_norm: float | None = None,
     remat: str | Callable[..., Any] | None = None,
     donate: bool = True,
     max_consecutive_skips: int = 25,
@@ -195,6 +196,11 @@ def make_train_step(
         axis 0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad
         microbatch skips the step.
       ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
+      clip_norm: the largest global norm of the unscaled gradients that reach the optimizer; longer ones are shortened
+        to it, after the test for finiteness. ``grad_norm`` is the norm before. The numbers are those of
+        ``loss_scaling(optax.chain(optax.clip_by_global_norm(clip_norm), …), …)``. Take that in place of this where
+        something comes before the clipping (a mask, a sum over steps as ``optax.MultiSteps`` makes it) or stands around
+        ``loss_scaling``, and take this for everything else: one word, and nothing that can stand in a wrong place.
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, the name of a policy in ``jax.checkpoint_policies``, or such a policy.
       donate: whether the state's memory is reused; the state passed in is then deleted.
@@ -224,19 +230,28 @@ def make_train_step(
             raise ValueError(f"{name} must be a whole number of at least 1, got {steps!r}; 1 is the least")
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay}; 0.999 averages over about 1,000 steps")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float, np.number)) and 0 < clip_norm < np.inf):
+        raise ValueError(f"clip_norm must be a positive finite number, got {clip_norm!r}; pass 1.0, say, or None")
     loss_fn = _with_remat(_under_policy(_checked(loss_fn), policy, overrides), remat)
-    return TrainStep(loss_fn, accumulate_steps, ema_decay, donate, max_consecutive_skips)
+    return TrainStep(loss_fn, accumulate_steps, ema_decay, clip_norm, donate, max_consecutive_skips)
 
 
 class TrainStep:
     """What :func:`make_train_step` returns. ``jitted`` is the compiled function, for ``lower`` and ``compile``."""
 
     def __init__(
-        self, loss_fn: LossFn, accumulate_steps: int, ema_decay: float | None, donate: bool, max_consecutive_skips: int
+        self,
+        loss_fn: LossFn,
+        accumulate_steps: int,
+        ema_decay: float | None,
+        clip_norm: float | None,
+        donate: bool,
+        max_consecutive_skips: int,
     ) -> None:
         self._loss_fn = loss_fn
         self._accumulate_steps = accumulate_steps
         self._ema_decay = ema_decay
+        self._clip = {} if clip_norm is None else {"clip_norm": clip_norm}
         self._max_skips = max_consecutive_skips
         self._warned = False
         self._reports: deque[tuple[Any, Any]] = deque()
@@ -264,7 +279,11 @@ class TrainStep:
         loss_scale = get_loss_scale(state.opt_state)
         scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
         new_state = state.apply_gradients(
-            grads=grads, model_state=model_state, ema_decay=self._ema_decay, extra_args={"value": loss}, rng=rng
+            grads=grads,
+            model_state=model_state,
+            ema_decay=self._ema_decay,
+            extra_args={"value": loss, **self._clip},
+            rng=rng,
         )
         skipped = new_state.skipped > state.skipped
         own = dict(zip(_OWN_METRICS, (loss, norm, scale, skipped), strict=True))
