@@ -17,10 +17,11 @@ from flax.errors import TraceContextError
 from jaxmp import tree as _tree
 from jaxmp._nnx_objects import value_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
-from jaxmp.optimizer import get_loss_scale, get_loss_scaling_state, has_loss_scale, loss_scaling, take_step
+from jaxmp.optimizer import get_loss_scale, has_loss_scale, loss_scaling, take_step
 from jaxmp.optimizer import scaled_loss as _scaled_loss
 from jaxmp.optimizer import unscaled_norm as _unscaled_norm
 from jaxmp.optimizer import warn_if_behind as _warn_if_behind
+from jaxmp.training import TrainState
 
 _Object: Any = nnx.Optimizer  # its type parameters are of no use here
 
@@ -39,6 +40,8 @@ class Optimizer(_Object):
       wrt: filter of the Variables to be trained.
       loss_scale: wraps a bare ``tx`` in ``jaxmp.loss_scaling``. None is for a ``tx`` that has a loss scale already; a
         bare one gets ``NoOpLossScale``, which skips non-finite steps and scales nothing.
+      ema: whether to keep a float32 moving average of what is trained, ``ema``, which
+        ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
 
     Raises:
       ValueError: ``tx`` has a loss scale and ``loss_scale`` is given as well, or ``tx`` has several.
@@ -62,6 +65,7 @@ class Optimizer(_Object):
         *,
         wrt: Any = nnx.Param,
         loss_scale: LossScale | None = None,
+        ema: bool = False,
         **kwargs: Any,
     ) -> None:
         """See the class."""
@@ -78,6 +82,8 @@ class Optimizer(_Object):
         super().__init__(model, optax.with_extra_args_support(tx), wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
         self._before: Any = nnx.data(None)
+        self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
+        self.ema: Any = nnx.data(_tree.widen(nnx.as_pure(params)) if ema else None)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -87,7 +93,20 @@ class Optimizer(_Object):
     @property
     def skipped(self) -> jax.Array:
         """int32 scalar: the steps so far that changed nothing."""
-        return get_loss_scaling_state(nnx.as_pure(self.opt_state)).skipped
+        return self._skipped[...]
+
+    def ema_model(self, model: Any) -> Any:
+        """A copy of ``model`` with the moving averages in the place of what is trained, in its dtypes, for evaluation.
+
+        Raises:
+          ValueError: the optimizer keeps no moving average.
+        """
+        if self.ema is None:
+            raise ValueError("ema_model needs a moving average: jaxmp.nnx.Optimizer(model, tx, ema=True)")
+        graphdef, params, others = nnx.split(model, self.wrt, ..., graph=True)
+        average = jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, nnx.as_pure(params))
+        # Copies, which no step deletes that donates the model's arrays.
+        return nnx.merge(graphdef, *jax.tree.map(jnp.copy, (average, others)))
 
     def _remember(self, values: dict[str, Any]) -> None:
         """Keeps ``values`` for the next :meth:`update` to put back if it skips; of several for a path the first.
@@ -102,21 +121,47 @@ class Optimizer(_Object):
         Args:
           model: changed in place.
           grads: of :func:`scaled_value_and_grad`.
-          **kwargs: extra arguments of the optax optimizer.
+          **kwargs: extra arguments of the optax optimizer, and ``clip_norm``, see :func:`jaxmp.loss_scaling`.
 
         Returns:
           The updates that were added to the params; -0.0 if the step was skipped.
+
+        Raises:
+          ValueError: the optimizer keeps a moving average, of which only a train step has the decay.
         """
+        if self.ema is not None:
+            raise ValueError(
+                "update would leave the moving average as it is, but this optimizer was made with ema=True; train with "
+                "jaxmp.nnx.make_train_step(loss_fn, ema_decay=0.999), say, or leave ema=True out"
+            )
         params = nnx.as_pure(nnx.state(model, self.wrt))
         grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
         updates, new_params, opt_state, skipped = take_step(self.tx, grads, opt_state, params, kwargs)
         nnx.update(model, _tree.select_tree(skipped == 0, new_params, params))
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] += 1
+        self._skipped[...] += skipped
         if self._before is not None:
             _put_back(skipped == 0, model, self._before)
             self._before = nnx.data(None)
         return updates
+
+    def _take(self, state: TrainState) -> None:
+        """Takes over what a train step made of this optimizer's state."""
+        nnx.update(self.opt_state, nnx.state(state.opt_state))
+        for variable, value in ((self.step, state.step), (self._skipped, state.skipped), (self._stuck, state.stuck)):
+            variable.set_raw_value(value)
+        if self.ema is not None:
+            self.ema = nnx.data(state.ema_params)
+
+
+def require_optimizer(optimizer: Any, who: str) -> None:
+    """Raises unless ``optimizer`` is one of this module."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{who} takes the loss scale from a jaxmp.nnx.Optimizer, got {type(optimizer).__name__}; "
+            "make it with jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale())"
+        )
 
 
 def _values(model: Any) -> dict[str, Any]:
@@ -175,13 +220,10 @@ def scaled_value_and_grad(
       in float32, and scaled gradients for ``optimizer.update``.
 
     Raises:
-      TypeError: the optimizer is not this module's, or the loss is float16, in which the scale overflows.
+      TypeError: the optimizer is not this module's; the loss is no floating scalar, or float16, in which the scale
+        overflows.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"scaled_value_and_grad takes the loss scale from a jaxmp.nnx.Optimizer, got {type(optimizer).__name__}; "
-            "make it with jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale())"
-        )
+    require_optimizer(optimizer, "scaled_value_and_grad")
     several = list(argnums) if isinstance(argnums, Sequence) else [argnums]
     wanted = [nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum for argnum in several]
     gradient = nnx.value_and_grad(

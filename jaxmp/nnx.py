@@ -28,6 +28,7 @@ from jaxmp._adapters import (
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
 from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
+from jaxmp._nnx_training import make_train_step as make_train_step
 from jaxmp._nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.dtypes import is_half
 from jaxmp.engine.marks import level_of

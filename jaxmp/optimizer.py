@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxmp.loss_scale import LossScale, NoOpLossScale, as_loss_scale
@@ -267,8 +268,8 @@ def scaled_value_and_grad(
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
-      TypeError: the loss is float16 (its cotangent would be the scale itself and overflow), or an argument to
-        differentiate has leaves that are not floating.
+      TypeError: the loss is no floating scalar, or float16 (its cotangent would be the scale itself and overflow); or
+        an argument to differentiate has leaves that are not floating.
     """
     scaled_fun = scaled_loss(fun, get_loss_scale(opt_state), has_aux)
 
@@ -291,7 +292,8 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"with has_aux the function must return a pair (loss, aux), got {type(result).__name__}")
         loss, aux = result if has_aux else (result, None)
-        loss = _float32_loss(loss)
+        returned = "return (loss, aux), in this order" if has_aux else "pass has_aux=True to return (loss, aux)"
+        loss = _float32_loss(require_loss(loss, returned))
         return loss_scale.scale(loss), (loss, aux)
 
     # NNX reads the signature, but not that of a partial.
@@ -369,6 +371,33 @@ def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
 def _find(opt_state: optax.OptState) -> list[LossScalingState]:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
     return [node for node in nodes if isinstance(node, LossScalingState)]
+
+
+def require_loss(loss: Any, otherwise: str) -> Any:
+    """The ``loss`` that a function returned; ``otherwise`` is the remedy if that is no number at all.
+
+    Raises:
+      TypeError: it is no floating scalar.
+    """
+    if not is_number(loss) or np.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        remedy = otherwise
+        if is_number(loss):
+            remedy = "take its mean: jnp.mean(loss)" if np.ndim(loss) else "compute it from floating values"
+        raise TypeError(f"a loss must be a floating scalar, got {described(loss)}; {remedy}")
+    return loss
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is an array, of JAX or NumPy, a Python number or a Variable of NNX."""
+    number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
+    return number or hasattr(value, "__jax_array__")
+
+
+def described(value: Any) -> str:
+    """What a loss function returned, for an error: its dtype and shape, or its type; a tracer's type says nothing."""
+    if is_number(value):
+        return f"{jnp.result_type(value).name} of shape {np.shape(value)}"
+    return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
 
 
 def _float32_loss(loss: Any) -> jax.Array:

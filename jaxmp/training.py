@@ -25,9 +25,12 @@ from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
+    described,
     get_loss_scale,
     has_loss_scale,
+    is_number,
     loss_scaling,
+    require_loss,
     scaled_value_and_grad,
     take_step,
     unscaled_norm,
@@ -150,7 +153,10 @@ class TrainState(flax.struct.PyTreeNode):
             new["model_state"] = _require_same_structure(model_state, self.model_state)
         if ema_decay is not None:
             if self.ema_params is None:
-                raise ValueError("ema_decay needs a moving average to update: TrainState.create(..., ema=True)")
+                raise ValueError(
+                    "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
+                    "jaxmp.nnx.Optimizer(..., ema=True)"
+                )
             new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
         kept = _tree.select_tree(skipped == 0, new, {name: getattr(self, name) for name in new})
         new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
@@ -272,7 +278,7 @@ class TrainStep:
         if self._ema_decay is None and state.ema_params is not None:
             raise ValueError(
                 "the state keeps a moving average that this step would never update; pass "
-                "make_train_step(ema_decay=0.999), say, or leave ema=True out of TrainState.create"
+                "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         loss, grads, model_state, metrics = self._gradients(state, batch, step_rng)
@@ -445,29 +451,22 @@ def _checked(loss_fn: LossFn) -> LossFn:
     Raises:
       TypeError: it is no function, or does not take four arguments.
     """
-    if not callable(loss_fn):
-        raise TypeError(
-            f"a loss function must be callable, got {loss_fn!r}; write def loss_fn(params, model_state, batch, rng)"
-        )
-    _require_four_arguments(loss_fn)
+    _require_arguments(loss_fn, "params, model_state, batch, rng")
 
     def checked(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         result = loss_fn(params, model_state, batch, rng)
         if not isinstance(result, tuple) or len(result) not in (2, 3):
-            is_scalar = _is_number(result) and np.ndim(result) == 0
+            is_scalar = is_number(result) and np.ndim(result) == 0
             raise TypeError(
                 "a loss function returns (loss, new_model_state) or (loss, new_model_state, metrics), got "
-                f"{'the loss alone' if is_scalar else _described(result)}; write return loss, model_state, or "
+                f"{'the loss alone' if is_scalar else described(result)}; write return loss, model_state, or "
                 "return loss, None if there is no model state"
             )
         loss, new_model_state, metrics = (*result, {}) if len(result) == 2 else result
-        if not _is_number(loss) or np.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-            is_array = _is_number(loss) and np.ndim(loss)
-            remedy = "take its mean: jnp.mean(loss)" if is_array else "return (loss, new_model_state), in this order"
-            raise TypeError(f"a loss must be a floating scalar, got {_described(loss)}; {remedy}")
+        require_loss(loss, "return (loss, new_model_state), in this order")
         if not isinstance(metrics, Mapping):
             raise TypeError(
-                f"a loss function's metrics must be a dict of names and values, got {_described(metrics)}; return "
+                f"a loss function's metrics must be a dict of names and values, got {described(metrics)}; return "
                 '{"accuracy": accuracy}, say'
             )
         if taken := [name for name in metrics if name in _OWN_METRICS]:
@@ -477,33 +476,23 @@ def _checked(loss_fn: LossFn) -> LossFn:
     return checked
 
 
-def _require_four_arguments(loss_fn: LossFn) -> None:
+def _require_arguments(loss_fn: Any, names: str) -> None:
+    """Raises if ``loss_fn`` does not take arguments of these ``names``, or is no function."""
+    if not callable(loss_fn):
+        raise TypeError(f"a loss function must be callable, got {loss_fn!r}; write def loss_fn({names})")
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # written in C
         return
     try:
-        signature.bind(None, None, None, None)
+        signature.bind(*names.split(","))
     except TypeError as error:
         bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
         takes = signature.replace(parameters=bare, return_annotation=signature.empty)
+        state = ", in which model_state and rng are None where TrainState.create got none" if "rng" in names else ""
         raise TypeError(
-            f"a loss function takes (params, model_state, batch, rng), but this one takes {takes}; write "
-            "def loss_fn(params, model_state, batch, rng), in which model_state and rng are None where "
-            "TrainState.create got none"
+            f"a loss function takes ({names}), but this one takes {takes}; write def loss_fn({names}){state}"
         ) from error
-
-
-def _is_number(value: Any) -> bool:
-    number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
-    return number or hasattr(value, "__jax_array__")  # a Variable of NNX
-
-
-def _described(value: Any) -> str:
-    """What a loss function returned, for an error: its dtype and shape, or its type; a tracer's type says nothing."""
-    if _is_number(value):
-        return f"{jnp.result_type(value).name} of shape {np.shape(value)}"
-    return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
 
 
 def _under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:

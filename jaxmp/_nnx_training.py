@@ -1,0 +1,139 @@
+"""The train step for NNX: that of ``jaxmp.training``, whose state are the arrays of the model and its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxmp import training
+from jaxmp._nnx_optimizer import Optimizer, require_optimizer
+from jaxmp.optimizer import require_loss
+from jaxmp.tree import path_name
+
+
+def make_train_step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> TrainStep:
+    """A jitted ``step(model, optimizer, batch) -> metrics`` that changes model and optimizer in place.
+
+    It is :func:`jaxmp.make_train_step`, with its metrics, its counters and its numbers. A step whose gradients' norm is
+    not finite leaves every Variable of the model and the state of the optimizer bit for bit as they were, but for the
+    loss scale, the counters and the random number generators: their counts go on in any case, from microbatch to
+    microbatch and from step to step, so that no two share a dropout mask.
+
+    Args:
+      loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
+        dict. It may write to the model's Variables, but not to those that are trained.
+      **options: ``policy``, ``overrides``, ``accumulate_steps``, ``ema_decay``, ``clip_norm``, ``remat``, ``donate``,
+        ``max_consecutive_skips`` as for :func:`jaxmp.make_train_step`; ``ema_decay`` is for an
+        ``Optimizer(model, tx, ema=True)``. Donated are the arrays of model and optimizer, also where an ``nnx.clone`` or
+        an ``nnx.state`` of the model holds them: copy those, or pass ``donate=False``.
+
+    Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
+      TypeError: the optimizer is not this module's; the loss function writes to what is trained.
+      ValueError: the loss function adds or removes Variables, or changes an attribute that is no array.
+
+    >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
+    >>> step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2), accumulate_steps=2, clip_norm=1.0)
+    >>> losses = [float(step(model, optimizer, jnp.ones((4, 2)))["loss"]) for _ in range(3)]
+    >>> losses[2] < losses[0], int(optimizer.step[...]), int(optimizer.skipped)
+    (True, 3, 0)
+    """
+    return TrainStep(training.make_train_step(_of_arrays(loss_fn), **options))
+
+
+class TrainStep:
+    """What :func:`make_train_step` returns."""
+
+    def __init__(self, step: training.TrainStep) -> None:
+        self._step = step
+        self._settled: Callable[[], Any] = lambda: None
+
+    def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> training.Metrics:
+        """One step; see :func:`make_train_step`."""
+        state = _state_of(model, optimizer)
+        if self._settled() is not optimizer:
+            state, self._settled = training._settled(state), weakref.ref(optimizer)
+        state, metrics = self._step(state, batch)
+        nnx.update(model, state.params, *state.model_state[1:])
+        optimizer._take(state)
+        return metrics
+
+    def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
+        """The program of a step, as ``jax.jit(…).lower`` gives it."""
+        return self._step.jitted.lower(_state_of(model, optimizer), batch)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What a model is apart from its arrays, and which of these are trained."""
+
+    graphdef: Any
+    wrt: Any
+
+
+class _State(training.TrainState):
+    """``model_state`` is the form of the model, its random number generators, and its other Variables."""
+
+    def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> _State:
+        new = super().apply_gradients(model_state=model_state, **changes)
+        form, _, others = new.model_state
+        return new.replace(model_state=(form, model_state[1], others))
+
+
+def _state_of(model: Any, optimizer: Optimizer) -> _State:
+    require_optimizer(optimizer, "a train step")
+    graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
+    params, *others = map(nnx.as_pure, parts)
+    return _State(
+        step=optimizer.step.get_raw_value(),
+        skipped=optimizer._skipped.get_raw_value(),
+        stuck=optimizer._stuck.get_raw_value(),
+        params=params,
+        opt_state=nnx.as_pure(optimizer.opt_state),
+        model_state=(_Form(graphdef, optimizer.wrt), *others),
+        ema_params=optimizer.ema,
+        rng=None,
+        apply_fn=None,
+        tx=optimizer.tx,
+    )
+
+
+def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
+    """``loss_fn`` of a model as one of its params and its other arrays."""
+    training._require_arguments(loss_fn, "model, batch")
+
+    def of_arrays(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        form, *others = model_state
+        model = nnx.merge(form.graphdef, params, *others)
+        result = loss_fn(model, batch)
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        require_loss(loss, "return loss, or (loss, metrics), in this order")
+        graphdef, *parts = nnx.split(model, form.wrt, nnx.RngState, ..., graph=True)
+        after, *others = map(nnx.as_pure, parts)
+        if graphdef != form.graphdef:
+            names = {*_names(after, *others)} ^ {*_names(params, *model_state[1:])}
+            raise ValueError(
+                "a loss function must leave a model with the Variables and attributes that it had, but added, removed "
+                f"or changed {', '.join(map(repr, sorted(names))) or 'an attribute that is no array'}; remove what it "
+                "adds at its end, nnx.pop(model, nnx.Intermediate), say, and keep what changes in a Variable"
+            )
+        pairs = zip(_names(params), jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
+        if written := [name for name, new, old in pairs if new is not old]:
+            raise TypeError(
+                f"a loss function may write to every Variable but those that are trained, got {written[0]!r} written; "
+                "leave it out of the optimizer's wrt, or make the step of jaxmp.nnx.scaled_value_and_grad and "
+                "optimizer.update"
+            )
+        return loss, (form, *others), metrics
+
+    return of_arrays
+
+
+def _names(*states: Any) -> list[str]:
+    return [path_name(path) for state in states for path, _ in jax.tree.leaves_with_path(state)]
