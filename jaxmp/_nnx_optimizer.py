@@ -103,10 +103,9 @@ class Optimizer(_Object):
         """
         if self.ema is None:
             raise ValueError("ema_model needs a moving average: jaxmp.nnx.Optimizer(model, tx, ema=True)")
-        graphdef, params, others = nnx.split(model, self.wrt, ..., graph=True)
-        average = jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, nnx.as_pure(params))
-        # Copies, which no step deletes that donates the model's arrays.
-        return nnx.merge(graphdef, *jax.tree.map(jnp.copy, (average, others)))
+        graphdef, *states = nnx.split(model, self.wrt, ..., graph=True)
+        params, others = jax.tree.map(jnp.copy, nnx.as_pure(states))  # which no step deletes that donates the model's
+        return nnx.merge(graphdef, jax.tree.map(lambda ema, param: ema.astype(param.dtype), self.ema, params), others)
 
     def _remember(self, values: dict[str, Any]) -> None:
         """Keeps ``values`` for the next :meth:`update` to put back if it skips; of several for a path the first.

@@ -29,8 +29,8 @@ def make_train_step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> Train
         dict. It may write to the model's Variables, but not to those that are trained.
       **options: ``policy``, ``overrides``, ``accumulate_steps``, ``ema_decay``, ``clip_norm``, ``remat``, ``donate``,
         ``max_consecutive_skips`` as for :func:`jaxmp.make_train_step`; ``ema_decay`` is for an
-        ``Optimizer(model, tx, ema=True)``. Donated are the arrays of model and optimizer, also where an ``nnx.clone`` or
-        an ``nnx.state`` of the model holds them: copy those, or pass ``donate=False``.
+        ``Optimizer(model, tx, ema=True)``. Donated are the arrays of model and optimizer, which an ``nnx.clone`` or an
+        ``nnx.state`` of the model made before holds too: copy those, or pass ``donate=False``.
 
     Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
       TypeError: the optimizer is not this module's; the loss function writes to what is trained.
@@ -55,7 +55,7 @@ class TrainStep:
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> training.Metrics:
         """One step; see :func:`make_train_step`."""
-        state = _state_of(model, optimizer)
+        state: training.TrainState = _state_of(model, optimizer)
         if self._settled() is not optimizer:
             state, self._settled = training._settled(state), weakref.ref(optimizer)
         state, metrics = self._step(state, batch)
@@ -80,7 +80,7 @@ class _Form:
 class _State(training.TrainState):
     """``model_state`` is the form of the model, its random number generators, and its other Variables."""
 
-    def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> _State:
+    def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> training.TrainState:
         new = super().apply_gradients(model_state=model_state, **changes)
         form, _, others = new.model_state
         return new.replace(model_state=(form, model_state[1], others))

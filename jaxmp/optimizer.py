@@ -290,7 +290,10 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         result = fun(*args, **kwargs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(f"with has_aux the function must return a pair (loss, aux), got {type(result).__name__}")
+            raise TypeError(
+                f"with has_aux the function must return a pair (loss, aux), got {described(result)}; write return "
+                "loss, aux, or leave has_aux out for a loss alone"
+            )
         loss, aux = result if has_aux else (result, None)
         returned = "return (loss, aux), in this order" if has_aux else "pass has_aux=True to return (loss, aux)"
         loss = _float32_loss(require_loss(loss, returned))

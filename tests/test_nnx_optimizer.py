@@ -372,3 +372,18 @@ def test_models_in_a_tree_are_put_back_as_those_that_are_arguments():
     optimizer.update(trained, grads)
     same_bits((values(trained[0]), values(other["other"])), before)
     assert int(optimizer.skipped) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (lambda loss: jnp.stack([loss, loss]), r"got float32 of shape \(2,\); take its mean: jnp.mean\(loss\)"),
+        (lambda loss: loss.astype(jnp.int32), r"got int32 of shape \(\); compute it from floating values"),
+        (lambda loss: (loss, loss), r"got tuple of 2; pass has_aux=True to return \(loss, aux\)"),
+    ],
+)
+def test_a_loss_that_is_no_floating_scalar_is_described(result, text):
+    model = nnx.Linear(8, 8, rngs=rngs())
+    gradient = scaled_value_and_grad(lambda model: result(jnp.mean(model(TARGET))), Optimizer(model, optax.sgd(0.1)))
+    with pytest.raises(TypeError, match=f"a loss must be a floating scalar, {text}"):
+        gradient(model)

@@ -153,7 +153,10 @@ def test_a_state_for_params_of_other_shapes_is_refused():
 def test_a_function_with_aux_must_return_a_pair():
     state = tx_of().init(jnp.ones(2))
     for result in (lambda p: jnp.sum(p), lambda p: [jnp.sum(p), 1], lambda p: (jnp.sum(p), 1, 2)):
-        with pytest.raises(TypeError, match=r"with has_aux the function must return a pair \(loss, aux\), got"):
+        with pytest.raises(
+            TypeError,
+            match=r"with has_aux the function must return a pair \(loss, aux\), got .*; write return loss, aux, or",
+        ):
             scaled_value_and_grad(result, state, has_aux=True)(jnp.ones(2))
 
 
@@ -161,8 +164,34 @@ def test_what_jax_refuses_it_refuses_in_its_own_words():
     state = tx_of().init(jnp.ones(2))
     with pytest.raises(TypeError, match="requires at least 1 positional arguments"):
         scaled_value_and_grad(lambda p: jnp.sum(p), state)(p=jnp.ones(2))
-    with pytest.raises(TypeError, match="scalar-output"):
-        scaled_value_and_grad(lambda p: p, state)(jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (lambda p: p, r"got float32 of shape \(2,\); take its mean: jnp.mean\(loss\)"),
+        (lambda p: jnp.argmax(p), r"got int32 of shape \(\); compute it from floating values"),
+        (lambda p: jnp.sum(p) * 1j, r"got complex64 of shape \(\); compute it from floating values"),
+        (lambda p: (jnp.sum(p), p), r"got tuple of 2; pass has_aux=True to return \(loss, aux\)"),
+        (lambda p: {"loss": jnp.sum(p)}, "got dict; pass has_aux=True"),
+        (lambda p: None, "got NoneType; pass has_aux=True"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_loss_that_is_no_floating_scalar_is_described_with_what_to_write(wrap, loss, text):
+    with pytest.raises(TypeError, match=f"a loss must be a floating scalar, {text}"):
+        wrap(scaled_value_and_grad(loss, tx_of().init(jnp.ones(2))))(jnp.ones(2))
+
+
+def test_a_loss_with_aux_that_is_no_floating_scalar_is_told_the_order():
+    with pytest.raises(TypeError, match=r"got dict; return \(loss, aux\), in this order"):
+        scaled_value_and_grad(lambda p: ({}, jnp.sum(p)), tx_of().init(jnp.ones(2)), has_aux=True)(jnp.ones(2))
+
+
+def test_a_loss_per_example_under_vmap_and_one_of_a_python_number_are_scalars():
+    state = tx_of().init(jnp.ones(2))
+    losses, _ = jax.vmap(scaled_value_and_grad(lambda p: jnp.sum(p), state))(jnp.ones((3, 2)))
+    assert losses.shape == (3,) and scaled_value_and_grad(lambda p: 1.0, state)(jnp.ones(2))[0] == 1
 
 
 def test_errors_come_while_tracing_too():

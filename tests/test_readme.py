@@ -12,7 +12,9 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_examples_of_the_readme_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
-    example, own_step, in_nnx, unedited = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    example, own_step, in_nnx, nnx_step_of_jaxmp, unedited = re.findall(
+        r"```python\n(.*?)```", README.read_text(), re.DOTALL
+    )
     scope: dict[str, object] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not strict about dtypes
         exec(example, scope)
@@ -22,6 +24,8 @@ def test_the_examples_of_the_readme_run_as_printed_and_learn(capsys: pytest.Capt
         exec(in_nnx, scope)
         net, optimizer, nnx_step = scope["net"], scope["optimizer"], scope["step"]
         nnx_losses = [nnx_step(net, optimizer, batch) for _ in range(3)]
+        exec(nnx_step_of_jaxmp, scope)
+        assert float(scope["metrics"]["loss"]) < float(nnx_losses[2]) and int(optimizer.step[...]) == 4
         assert re.fullmatch(r"loss 0\.0\d+, loss scale 32768, skipped 0\n", capsys.readouterr().out)
         exec(unedited, scope)
         plan = capsys.readouterr().out

@@ -142,7 +142,7 @@ def test_a_float16_loss_is_refused_by_the_step_and_taken_by_the_evaluation():
         (lambda p: p * jnp.ones(3), r"got float32 of shape \(3,\); take its mean: jnp.mean\(loss\)"),
         (lambda p: None, r"got NoneType; return \(loss, new_model_state\), in this order"),
         (lambda p: {"loss": p}, "got dict; return"),
-        (lambda p: 1, r"got int32 of shape \(\); return"),
+        (lambda p: 1, r"got int32 of shape \(\); compute it from floating values"),
     ],
 )
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])

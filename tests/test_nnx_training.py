@@ -1,0 +1,415 @@
+"""jaxmp.nnx.make_train_step against loops written by hand, the step for Linen, and what a skipped step may change."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from linen_zoo import data, same_bits
+from nnx_zoo import Net, rngs, values
+from optimizer_tools import bits
+
+import jaxmp
+from jaxmp._jaxpr.walk import product_dtypes
+from jaxmp.nnx import Optimizer, apply_policy, make_train_step, scaled_value_and_grad
+
+BATCH = {"x": data(4, 5, 5, 3), "y": data(4, 8, seed=8)}
+BAD = {**BATCH, "x": BATCH["x"].at[1].set(jnp.nan)}
+ROWS = {"x": data(8, 6), "y": data(8, 3, seed=5)}
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # NNX's own norms, and Adam in optax, add half and float32
+        yield
+
+
+def loss_fn(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def mlp(seed: int = 0, **dtypes: Any) -> nnx.Sequential:
+    layers = nnx.Linear(6, 5, rngs=rngs(seed), **dtypes), nnx.tanh, nnx.Linear(5, 3, rngs=rngs(seed + 1), **dtypes)
+    return nnx.Sequential(*layers)
+
+
+def setup(model: Any = None, policy: str = "mixed_float16", scale: Any = None, tx: Any = None, **kwargs: Any) -> Any:
+    model = apply_policy(Net(rngs()) if model is None else model, policy)
+    loss_scale = scale or jaxmp.DynamicLossScale(2.0**10)
+    return model, Optimizer(model, tx or optax.adam(1e-2), loss_scale=loss_scale, **kwargs)
+
+
+def host(*trees: Any) -> Any:
+    return jax.tree.map(np.array, trees)
+
+
+def close(got: Any, want: Any, **tolerance: float) -> None:
+    tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), got, want)
+
+
+def compiled(step: Any) -> int:
+    return step._step.jitted._cache_size()
+
+
+# ---- the same numbers
+
+
+def test_a_step_gives_the_numbers_of_gradients_and_update_by_hand():
+    (model, optimizer), (twin, twin_optimizer) = setup(), setup()
+
+    @nnx.jit
+    def by_hand(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+        loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    step = make_train_step(loss_fn)
+    for batch in (BATCH, BAD, BATCH):
+        metrics = step(model, optimizer, batch)
+        np.testing.assert_allclose(metrics["loss"], by_hand(twin, twin_optimizer, batch), rtol=1e-3)
+    close(values(model), values(twin), rtol=2e-3, atol=1e-4)
+    counts = [nnx.as_pure(nnx.state(each, nnx.RngCount)) for each in (model, twin)]
+    assert bits(counts[0]) == bits(counts[1])
+    assert (int(optimizer.step[...]), int(optimizer.skipped), float(optimizer.loss_scale.loss_scale)) == (3, 1, 512.0)
+    assert (int(twin_optimizer.step[...]), int(twin_optimizer.skipped)) == (3, 1)
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, name="norm")(nn.Dense(5, name="one")(x))
+        return nn.Dense(3, name="two")(nn.relu(x))
+
+
+class NNXNet(nnx.Module):
+    def __init__(self) -> None:
+        self.one, self.two = nnx.Linear(6, 5, rngs=rngs()), nnx.Linear(5, 3, rngs=rngs(1))
+        self.norm = nnx.BatchNorm(5, momentum=0.9, epsilon=1e-5, rngs=rngs())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.two(nnx.relu(self.norm(self.one(x))))
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights(policy):
+    options: Any = {"accumulate_steps": 2, "ema_decay": 0.9, "clip_norm": 0.5}
+    model, linen = apply_policy(NNXNet(), policy), jaxmp.linen.apply_policy(LinenNet(), policy)
+    tx = jaxmp.loss_scaling(optax.sgd(0.1, momentum=0.9), jaxmp.DynamicLossScale(2.0**10))
+
+    def linen_loss(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        out, new = linen.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+        return jnp.mean((out - batch["y"]) ** 2), new, {"largest": jnp.max(out)}
+
+    def nnx_loss(model: Any, batch: Any) -> Any:
+        out = model(batch["x"])
+        return jnp.mean((out - batch["y"]) ** 2), {"largest": jnp.max(out)}
+
+    params, stats = (
+        jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model, kind))) for kind in (nnx.Param, nnx.BatchStat)
+    )
+    state = jaxmp.TrainState.create(params=params, tx=tx, model_state={"batch_stats": stats}, ema=True)
+    optimizer = Optimizer(model, tx, ema=True)
+    step, linen_step = make_train_step(nnx_loss, **options), jaxmp.make_train_step(linen_loss, **options)
+    bad = {**ROWS, "x": ROWS["x"].at[3, 2].set(jnp.inf)}
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if policy == "float32" else {"rtol": 2e-2, "atol": 2e-3}
+    for batch in (ROWS, bad, ROWS, ROWS):
+        metrics, (state, expected) = step(model, optimizer, batch), linen_step(state, batch)
+        close(metrics, expected, **tolerance)
+    close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), state.params, **tolerance)
+    close(nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), state.model_state["batch_stats"], **tolerance)
+    close(nnx.to_pure_dict(optimizer.ema), state.ema_params, **tolerance)
+    assert int(optimizer.skipped) == int(state.skipped) == 1
+
+
+def test_microbatches_give_the_step_of_the_whole_batch():
+    got = []
+    for n in (1, 2):
+        model, optimizer = setup(mlp(), "float32", tx=optax.sgd(0.1))
+        got.append((make_train_step(loss_fn, accumulate_steps=n)(model, optimizer, ROWS), values(model)))
+    close(*got)
+
+
+def test_batch_statistics_go_on_from_microbatch_to_microbatch():
+    model = nnx.BatchNorm(3, momentum=0.5, rngs=rngs())
+    optimizer = Optimizer(model, optax.sgd(0.1))
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    make_train_step(lambda model, x: jnp.mean(model(x)), accumulate_steps=2)(model, optimizer, x)
+    np.testing.assert_allclose(model.mean[...], 0.25 * x[::2].mean(0) + 0.5 * x[1::2].mean(0), rtol=1e-6)
+
+
+def test_the_moving_average_is_kept_in_float32_and_evaluated_by_a_copy_that_no_step_deletes():
+    model, optimizer = setup(nnx.Linear(6, 3, rngs=rngs()), "bfloat16", tx=optax.sgd(0.5), ema=True)
+    step = make_train_step(lambda model, batch: loss_fn(model, batch).astype(jnp.float32), ema_decay=0.75)
+    average = np.asarray(model.kernel[...], np.float64)
+    for _ in range(2):
+        step(model, optimizer, ROWS)
+        average = 0.75 * average + 0.25 * np.asarray(model.kernel[...], np.float64)
+    assert optimizer.ema["kernel"].dtype == jnp.float32
+    np.testing.assert_allclose(optimizer.ema["kernel"], average, atol=2e-3)  # the params are rounded, it is not
+    copy = optimizer.ema_model(model)
+    same_bits(copy.kernel[...], optimizer.ema["kernel"].astype(jnp.bfloat16))
+    expected = copy(ROWS["x"])
+    step(model, optimizer, ROWS)
+    same_bits(copy(ROWS["x"]), expected)
+    assert type(copy) is type(model) and copy.kernel is not model.kernel
+
+
+def test_only_the_variables_named_are_trained_and_averaged():
+    base = nnx.Linear(6, 3, rngs=rngs())
+    model = apply_policy(nnx.LoRA(6, 2, 3, base_module=base, rngs=rngs()), "mixed_bfloat16")
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam, ema=True)
+    before = np.array(base.kernel[...])
+    make_train_step(loss_fn, ema_decay=0.5)(model, optimizer, ROWS)
+    same_bits(base.kernel[...], before)
+    assert np.any(model.lora_b[...] != 0) and set(optimizer.ema) == {"lora_a", "lora_b"}
+
+
+def test_a_shared_layer_is_trained_once_and_stays_shared():
+    class Tied(nnx.Module):
+        def __init__(self) -> None:
+            self.one = nnx.Linear(6, 6, rngs=rngs())
+            self.again = self.one
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.again(nnx.tanh(self.one(x)))
+
+    model, optimizer = setup(Tied(), "mixed_bfloat16", tx=optax.sgd(0.1))
+    before = np.array(model.one.kernel[...])
+    make_train_step(lambda model, x: jnp.mean(model(x) ** 2))(model, optimizer, ROWS["x"])
+    assert model.again is model.one and np.any(model.one.kernel[...] != before)
+
+
+# ---- one program
+
+
+def test_the_program_recomputes_what_remat_says():
+    texts = {}
+    for remat in ("none", "full", "dots"):
+        model, optimizer = setup(mlp(), "float32", tx=optax.sgd(0.1))
+        step = make_train_step(loss_fn, remat=remat)
+        texts[remat] = step.lower(model, optimizer, ROWS).as_text()
+        texts[remat, "params"] = [step(model, optimizer, ROWS), values(model)][1]
+    tanhs = {remat: texts[remat].count("tanh") for remat in ("none", "full", "dots")}
+    assert tanhs["none"] < tanhs["dots"] == tanhs["full"]  # the activations are not kept, but computed again
+    products = {remat: texts[remat].count("dot_general") for remat in ("none", "full", "dots")}
+    assert products["none"] == products["dots"] < products["full"]
+    close(texts["full", "params"], texts["none", "params"])
+
+
+def test_autocast_of_the_loss_function_puts_its_products_in_half_and_keeps_what_is_written():
+    model = Net(rngs())
+    optimizer = Optimizer(model, optax.sgd(0.1))
+    step = make_train_step(loss_fn, policy="mixed_bfloat16", accumulate_steps=2, remat="full")
+    assert " dot_general" not in (text := step.lower(model, optimizer, BATCH).as_text()) and "bf16" in text
+    before = np.array(model.norm.mean[...])
+    assert np.isfinite(step(model, optimizer, BATCH)["loss"]) and int(model.drop.rngs.count[...]) == 2
+    assert np.any(model.norm.mean[...] != before) and model.norm.mean[...].dtype == jnp.float32
+    with pytest.raises(ValueError, match="names a class that does not exist"):
+        make_train_step(loss_fn, policy="mixed_bfloat16", overrides={"class:nothing": "float32"})(
+            model, optimizer, BATCH
+        )
+
+
+def test_steps_compile_once_never_wait_and_reuse_the_memory_of_the_model():
+    model, optimizer = setup(ema=True)
+    kernel, moment = model.conv.kernel[...], jax.tree.leaves(nnx.as_pure(optimizer.opt_state.inner_state))[1]
+    step = make_train_step(loss_fn, ema_decay=0.9, accumulate_steps=2)
+    step(model, optimizer, BATCH)
+    with jax.transfer_guard("disallow"):
+        for batch in (BAD, BATCH, BATCH):
+            step(model, optimizer, batch)
+    assert compiled(step) == 1 and kernel.is_deleted() and moment.is_deleted()
+
+
+def test_without_donation_a_clone_made_before_lives_on():
+    model, optimizer = setup(mlp(), tx=optax.sgd(0.1))
+    twin = nnx.clone(model)
+    make_train_step(loss_fn, donate=False)(model, optimizer, ROWS)
+    assert np.all(np.isfinite(twin(ROWS["x"]))) and np.any(model.layers[0].kernel[...] != twin.layers[0].kernel[...])
+    make_train_step(loss_fn)(model, optimizer, ROWS)
+    stale = nnx.clone(model)
+    make_train_step(loss_fn, donate=True)(model, optimizer, ROWS)
+    with pytest.raises(RuntimeError, match=r"'params/layers/0/bias' in this one is gone: .*donate=False"):
+        make_train_step(loss_fn)(stale, optimizer, ROWS)
+
+
+def test_a_step_inside_a_jit_of_the_users_own_steps():
+    model, optimizer = setup(mlp(), tx=optax.sgd(0.1))
+    step = make_train_step(loss_fn)
+    before = np.array(model.layers[0].kernel[...])
+    metrics = nnx.jit(lambda model, optimizer, batch: step(model, optimizer, batch))(model, optimizer, ROWS)
+    assert np.isfinite(metrics["loss"]) and np.any(model.layers[0].kernel[...] != before)
+
+
+def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    model, optimizer = setup(NNXNet(), "mixed_bfloat16")
+    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
+    nnx.update(model, jax.device_put(nnx.state(model), whole))
+    (twin, twin_optimizer), step = setup(NNXNet(), "mixed_bfloat16"), make_train_step(loss_fn)
+    for n in (1, np.inf, 2):
+        metrics = step(model, optimizer, jax.device_put({**ROWS, "x": n * ROWS["x"]}, rows))
+    assert compiled(step) == 1 and metrics["loss_scale"] == 512 and int(optimizer.skipped) == 1
+    for n in (1, np.inf, 2):
+        make_train_step(loss_fn)(twin, twin_optimizer, {**ROWS, "x": n * ROWS["x"]})
+    close(values(model), values(twin), rtol=2e-2, atol=2e-3)
+    assert model.one.kernel[...].sharding.is_equivalent_to(whole, 2)
+
+
+# ---- random numbers and skipped steps
+
+
+class Masks(nnx.Module):
+    def __init__(self) -> None:
+        self.linear, self.drop = nnx.Linear(64, 64, rngs=rngs()), nnx.Dropout(0.5, rngs=rngs())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.drop(jnp.ones((64,))) * self.linear(x)
+
+
+def test_microbatches_and_steps_have_dropout_masks_of_their_own():
+    def loss_fn(model: Any, x: jax.Array) -> Any:
+        mask = model.drop(jnp.ones(64))
+        return jnp.mean(model.linear(x) * mask), {"mask": mask}
+
+    model, optimizer = setup(Masks(), "float32", tx=optax.sgd(0.0))
+    step = make_train_step(loss_fn, accumulate_steps=2)
+    masks = [np.asarray(step(model, optimizer, jnp.full((2, 64), x))["mask"]) for x in (1.0, np.nan, 1.0)]
+    # The mean of two masks of 0 and 2: a 1 says that they differ.
+    assert all(set(np.unique(mask)) == {0, 1, 2} for mask in masks)
+    assert len({mask.tobytes() for mask in masks}) == 3 and int(model.drop.rngs.count[...]) == 6
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_skipped_step_changes_no_bit_but_the_scale_the_counters_and_the_rng_counts(accumulate_steps):
+    model, optimizer = setup(ema=True)
+    step = make_train_step(loss_fn, ema_decay=0.9, accumulate_steps=accumulate_steps)
+    step(model, optimizer, BATCH)
+    before = host(values(model), nnx.as_pure(optimizer.opt_state).inner_state, optimizer.ema)
+    metrics = step(model, optimizer, BAD)
+    assert metrics["skipped"] and np.isnan(metrics["loss"]) and metrics["loss_scale"] == 2.0**10
+    same_bits((values(model), nnx.as_pure(optimizer.opt_state).inner_state, optimizer.ema), before)
+    assert int(model.drop.rngs.count[...]) == 2 * accumulate_steps
+    assert (int(optimizer.skipped), float(optimizer.loss_scale.loss_scale), int(optimizer.step[...])) == (1, 512.0, 2)
+    step(model, optimizer, BATCH)
+    assert np.any(model.norm.mean[...] != before[0]["norm"]["mean"]) and int(optimizer.skipped) == 1
+
+
+def test_training_that_cannot_go_on_says_why():
+    model, optimizer = setup(mlp(), "mixed_bfloat16", jaxmp.StaticLossScale(8.0), optax.sgd(0.1))
+    step = make_train_step(loss_fn, max_consecutive_skips=3)
+    text = r"3 steps in a row were skipped at loss scale 8, .*the loss \(nan\); gradients of 'layers/0/bias'.*batch"
+    with pytest.raises(jaxmp.NonFiniteTrainingError, match=text):
+        for _ in range(50):
+            jax.block_until_ready(step(model, optimizer, {**ROWS, "x": ROWS["x"] * np.nan}))
+            time.sleep(0.001)
+    assert np.all(np.isfinite(model.layers[0].kernel[...]))
+
+
+def test_an_optimizer_that_was_saved_goes_on_bit_for_bit():
+    (model, optimizer), (twin, twin_optimizer) = setup(ema=True), setup(ema=True)
+    step = make_train_step(loss_fn, ema_decay=0.9)
+    for batch in (BATCH, BAD):
+        step(model, optimizer, batch)
+    saved = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
+    nnx.update((twin, twin_optimizer), saved)
+    for each in ((model, optimizer), (twin, twin_optimizer)):
+        step(*each, BATCH)
+    assert bits(nnx.state((twin, twin_optimizer))) == bits(nnx.state((model, optimizer)))
+
+
+# ---- what is wrong is said
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (lambda loss: jnp.stack([loss, loss]), r"got float32 of shape \(2,\); take its mean: jnp.mean"),
+        (lambda loss: (loss, {}, {}), r"got tuple of 3; return loss, or \(loss, metrics\), in this order"),
+        (lambda loss: ({}, loss), r"got dict; return loss, or \(loss, metrics\), in this order"),
+        (lambda loss: None, r"got NoneType; return loss, or \(loss, metrics\)"),
+        (lambda loss: loss.astype(jnp.int32), r"got int32 of shape \(\); compute it from floating values"),
+        (lambda loss: (loss, loss), r"metrics must be a dict of names and values, got float32 of shape \(\)"),
+        (lambda loss: loss.astype(jnp.float16), "must be float32, got float16"),
+    ],
+)
+def test_what_a_loss_function_must_not_return_is_told(result, text):
+    model, optimizer = setup(mlp())
+    with pytest.raises(TypeError, match=text):
+        make_train_step(lambda model, batch: result(loss_fn(model, batch)))(model, optimizer, ROWS)
+
+
+def test_arguments_that_do_not_fit_are_told():
+    with pytest.raises(
+        TypeError, match=r"takes \(model, batch\), but this one takes \(p, s, b, r\); write def loss_fn"
+    ):
+        make_train_step(lambda p, s, b, r: p)
+    with pytest.raises(TypeError, match=r"must be callable, got None; write def loss_fn\(model, batch\)$"):
+        make_train_step(None)
+    with pytest.raises(ValueError, match="accumulate_steps must be a whole number"):
+        make_train_step(loss_fn, accumulate_steps=0)
+    model, _ = setup(mlp())
+    with pytest.raises(
+        TypeError, match=r"a train step takes the loss scale from a jaxmp.nnx.Optimizer, got Optimizer; "
+    ):
+        make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
+
+
+def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
+    model, optimizer = setup(mlp())
+    with pytest.raises(ValueError, match=r"ema_decay needs a moving average .*jaxmp.nnx.Optimizer\(..., ema=True\)"):
+        make_train_step(loss_fn, ema_decay=0.9)(model, optimizer, ROWS)
+    with pytest.raises(ValueError, match=r"ema_model needs a moving average: jaxmp.nnx.Optimizer\(model, tx, ema=True"):
+        optimizer.ema_model(model)
+    model, optimizer = setup(mlp(), ema=True)
+    with pytest.raises(ValueError, match="that this step would never update; pass make_train_step"):
+        make_train_step(loss_fn)(model, optimizer, ROWS)
+    _, grads = scaled_value_and_grad(loss_fn, optimizer)(model, ROWS)
+    with pytest.raises(
+        ValueError, match=r"update would leave the moving average .*make_train_step\(loss_fn, ema_decay"
+    ):
+        optimizer.update(model, grads)
+
+
+def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told():
+    def sows(model: Any, batch: Any) -> jax.Array:
+        model.seen = nnx.Intermediate(batch["x"])
+        return loss_fn(model, batch)
+
+    def pops(model: Any, batch: Any) -> jax.Array:
+        loss = sows(model, batch)
+        nnx.pop(model, nnx.Intermediate)
+        return loss
+
+    def counts(model: Any, batch: Any) -> jax.Array:
+        model.calls = 1
+        return loss_fn(model, batch)
+
+    def writes(model: Any, batch: Any) -> jax.Array:
+        model.layers[0].bias[...] = jnp.ones(5)
+        return loss_fn(model, batch)
+
+    model, optimizer = setup(mlp())
+    with pytest.raises(ValueError, match=r"added, removed or changed 'seen'; remove what it adds .*nnx.pop\(model"):
+        make_train_step(sows)(model, optimizer, ROWS)
+    make_train_step(pops)(model, optimizer, ROWS)
+    with pytest.raises(ValueError, match=r"an attribute that is no array; .*keep what changes in a Variable"):
+        make_train_step(counts)(model, optimizer, ROWS)
+    with pytest.raises(TypeError, match=r"but those that are trained, got 'layers/0/bias' written; leave it out of"):
+        make_train_step(writes)(model, optimizer, ROWS)
+
+
+def test_the_products_of_a_model_under_a_policy_are_the_policys():
+    model, optimizer = setup(mlp(), "mixed_float16")
+    step = make_train_step(loss_fn, accumulate_steps=2)
+    program = jax.make_jaxpr(lambda batch: step(*nnx.clone((model, optimizer)), batch))(ROWS)
+    assert product_dtypes(program) == {"float16"}
