@@ -171,7 +171,7 @@ def test_what_jax_refuses_it_refuses_in_its_own_words():
     [
         (lambda p: p, r"got float32 of shape \(2,\); take its mean: jnp.mean\(loss\)"),
         (lambda p: jnp.argmax(p), r"got int32 of shape \(\); compute it from floating values"),
-        (lambda p: jnp.sum(p) * 1j, r"got complex64 of shape \(\); compute it from floating values"),
+        (lambda p: jax.lax.complex(*p), r"got complex64 of shape \(\); compute it from floating values"),
         (lambda p: (jnp.sum(p), p), r"got tuple of 2; pass has_aux=True to return \(loss, aux\)"),
         (lambda p: {"loss": jnp.sum(p)}, "got dict; pass has_aux=True"),
         (lambda p: None, "got NoneType; pass has_aux=True"),
