@@ -147,9 +147,9 @@ class Optimizer(_Object):
 
     def _take(self, state: TrainState) -> None:
         """Takes over what a train step made of this optimizer's state."""
-        nnx.update(self.opt_state, nnx.state(state.opt_state))
-        for variable, value in ((self.step, state.step), (self._skipped, state.skipped), (self._stuck, state.stuck)):
-            variable.set_raw_value(value)
+        variables = self.opt_state, self.step, self._skipped, self._stuck
+        values = state.opt_state, state.step, state.skipped, state.stuck
+        jax.tree.map(nnx.Variable.set_raw_value, variables, values, is_leaf=lambda node: isinstance(node, nnx.Variable))
         if self.ema is not None:
             self.ema = nnx.data(state.ema_params)
 
