@@ -28,13 +28,16 @@ import rich.console
 import tyro
 
 import jaxmp
-from experiments import cli, comparison_report, image_classification, language_modeling, masked_lm, plots
-from experiments.comparison import AUTOCAST, BASELINE, RESERVED, Outcome, Task, compare
-from experiments.environment import environment
-from experiments.experiment import Experiment
-from experiments.precision import compute_dtype, read_policy
-from experiments.progress import Progress
-from experiments.runs import run_folder, write_json
+from experiments import image_classification, language_modeling, masked_lm
+from experiments.comparison import report as comparison_report
+from experiments.comparison.outcomes import AUTOCAST, BASELINE, RESERVED, Outcome, Task, compare
+from experiments.measure.environment import environment
+from experiments.report import plots
+from experiments.report.progress import Progress
+from experiments.training import cli
+from experiments.training.experiment import Experiment
+from experiments.training.precision import compute_dtype, read_policy
+from experiments.training.runs import run_folder, write_json
 
 IMAGES = ("digits", "mnist", "fashion_mnist", "cifar10")
 TASKS = {

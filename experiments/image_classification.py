@@ -28,11 +28,12 @@ import optax
 import tyro
 
 import jaxmp
-from experiments import batch_size, cli, data, models, training
+from experiments import data, models
 from experiments.data import images
-from experiments.experiment import Experiment
-from experiments.metrics import accuracy
-from experiments.precision import compute_dtype, read_autocast, read_overrides, read_policy, require_matches
+from experiments.training import batch_size, cli, loop
+from experiments.training.experiment import Experiment
+from experiments.training.metrics import accuracy
+from experiments.training.precision import compute_dtype, read_autocast, read_overrides, read_policy, require_matches
 
 LINEN = {
     "cnn": lambda classes, small_images: models.CNN(classes),
@@ -220,7 +221,11 @@ def most(config: Config) -> int:
 def train(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         config = batch_size.settled("image_classification", config, prepare, most)
-    return training.train("image_classification", config, prepare)
+    with loop.running("image_classification", config, prepare) as run:
+        for batch in run.batches():
+            run.state, metrics = run.experiment.step(run.state, batch)
+            run.log(metrics)
+    return run.summary
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ import jax.numpy as jnp
 import optax
 import tyro
 
-from experiments import batch_size, cli, sampling, text_training, training
 from experiments.data import DataError, text, tokens
-from experiments.experiment import Batch, Closing, Experiment
-from experiments.metrics import accuracy
 from experiments.models import GPT2, NextToken
-from experiments.text_training import Task
+from experiments.training import batch_size, cli, loop, sampling, text_training
+from experiments.training.experiment import Batch, Closing, Experiment
+from experiments.training.metrics import accuracy
+from experiments.training.text_training import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,11 @@ def train(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         config = text_training.settled(config, config.model)
         config = batch_size.settled("language_modeling", config, prepare, most)
-    return training.train("language_modeling", config, prepare)
+    with loop.running("language_modeling", config, prepare) as run:
+        for batch in run.batches():
+            run.state, metrics = run.experiment.step(run.state, batch)
+            run.log(metrics)
+    return run.summary
 
 
 if __name__ == "__main__":

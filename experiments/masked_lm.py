@@ -31,13 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import batch_size, cli, data, text_training, training
+from experiments import data
 from experiments.data import text, tokens
 from experiments.data.masking import IGNORE, mask
-from experiments.experiment import Batch, Closing, Experiment
-from experiments.metrics import accuracy
 from experiments.models import BERT
-from experiments.text_training import Task
+from experiments.training import batch_size, cli, loop, text_training
+from experiments.training.experiment import Batch, Closing, Experiment
+from experiments.training.metrics import accuracy
+from experiments.training.text_training import Task
 
 _SHOWN, _SHOWN_TOKENS = 4, 64  # pieces of text that are shown with guesses, and tokens of each
 
@@ -170,7 +171,11 @@ def most(config: Config) -> int:
 def train(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         config = batch_size.settled("masked_lm", text_training.settled(config, "bert"), prepare, most)
-    return training.train("masked_lm", config, prepare)
+    with loop.running("masked_lm", config, prepare) as run:
+        for batch in run.batches():
+            run.state, metrics = run.experiment.step(run.state, batch)
+            run.log(metrics)
+    return run.summary
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import optax
 import sklearn.datasets
 
 import jaxmp
-from experiments import checkpoints, cli, runs, training
-from experiments.experiment import Experiment
-from experiments.metrics import accuracy
-from experiments.precision import read_policy
+from experiments.training import checkpoints, cli, loop, runs
+from experiments.training.experiment import Experiment
+from experiments.training.metrics import accuracy
+from experiments.training.precision import read_policy
 
 NAME = "tiny"
 DIGITS = sklearn.datasets.load_digits()
@@ -112,7 +112,7 @@ def prepare(config: Config) -> Experiment:
 def train(config: Config) -> dict[str, Any]:
     """A run; Adam's bias correction in optax needs JAX's usual dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
-        return training.train(NAME, config, prepare)
+        return loop.train(NAME, config, prepare)
 
 
 def last(folder: Path) -> checkpoints.Checkpoint:
@@ -155,4 +155,4 @@ def train_in_step(pipe: Connection, config: Config, cache: Path) -> None:
 
         return dataclasses.replace(experiment, train_batches=train_batches)
 
-    training.train(NAME, config, lambda config: told(prepare(config)))
+    loop.train(NAME, config, lambda config: told(prepare(config)))

@@ -11,8 +11,9 @@ import pytest
 from linen_zoo import dtypes_of, same_bits
 
 import jaxmp
-from experiments import compare, flops, image_classification, language_modeling
-from experiments.precision import read_autocast
+from experiments import compare, image_classification, language_modeling
+from experiments.measure import flops
+from experiments.training.precision import read_autocast
 
 SMALL = {
     image_classification: {"steps": 2, "batch_size": 32},

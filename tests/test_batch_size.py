@@ -15,9 +15,10 @@ import optax
 import pytest
 
 import jaxmp
-from experiments import batch_size, cli, image_classification, language_modeling, masked_lm
-from experiments.batch_size import largest_batch
-from experiments.experiment import Experiment
+from experiments import image_classification, language_modeling, masked_lm
+from experiments.training import batch_size, cli
+from experiments.training.batch_size import largest_batch
+from experiments.training.experiment import Experiment
 
 MiB = 2**20
 

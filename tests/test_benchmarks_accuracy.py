@@ -20,13 +20,15 @@ import rich.console
 from PIL import Image
 
 import jaxmp
-from experiments import cli, plots
-from experiments.benchmarks import accuracy, accuracy_report
-from experiments.comparison import Task
-from experiments.environment import environment
-from experiments.experiment import Experiment
-from experiments.precision import compute_dtype, read_policy
-from experiments.runs import write_json
+from experiments.benchmarks.accuracy import report as accuracy_report
+from experiments.benchmarks.accuracy import run as accuracy
+from experiments.comparison.outcomes import Task
+from experiments.measure.environment import environment
+from experiments.report import plots
+from experiments.training import cli
+from experiments.training.experiment import Experiment
+from experiments.training.precision import compute_dtype, read_policy
+from experiments.training.runs import write_json
 
 FLOAT32, HALF = ("float32", "none"), ("mixed_bfloat16", "none")
 
@@ -130,7 +132,7 @@ def test_runs_in_pieces_give_what_all_at_once_give(line, tmp_path, capsys):
 def test_what_was_finished_before_an_interruption_is_reported_and_the_rest_goes_on_from_its_checkpoint(
     line, tmp_path, monkeypatch
 ):
-    class Interrupted(accuracy.training.Run):
+    class Interrupted(accuracy.loop.Run):
         def log_evaluation(self, state):
             if "bfloat16" in str(self.folder) and self._step == 4:
                 raise KeyboardInterrupt
@@ -138,7 +140,7 @@ def test_what_was_finished_before_an_interruption_is_reported_and_the_rest_goes_
 
     config = smoke(tmp_path / "cut", seeds=(0,), checkpoint_every=2)
     with monkeypatch.context() as patched:
-        patched.setattr(accuracy.training, "Run", Interrupted)
+        patched.setattr(accuracy.loop, "Run", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             accuracy.main(config)
     assert names(json.loads((tmp_path / "cut/accuracy.json").read_text())["runs"]) == [("float32", 0)]
@@ -166,8 +168,8 @@ def test_every_policy_starts_from_the_params_of_float32_in_its_own_dtype(line, t
         started.append(experiment.init(flags.seed).params["w"])
         return train(name, flags, prepare)
 
-    train = accuracy.training.train
-    monkeypatch.setattr(accuracy.training, "train", spy)
+    train = accuracy.loop.train
+    monkeypatch.setattr(accuracy.loop, "train", spy)
     accuracy.main(smoke(tmp_path, seeds=(3,)))
     full, half = started
     assert (full.dtype, half.dtype) == (jnp.float32, jnp.bfloat16)

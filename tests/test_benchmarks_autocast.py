@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.benchmarks import autocast, by_hand, hlo, tracing
+from experiments.benchmarks import autocast, tracing
+from experiments.benchmarks.shared import by_hand, hlo
 
 ROOT = Path(__file__).parents[1]
 NAMES = autocast.Config().models

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks import compile_only, targets
-from experiments.benchmarks import compile_only_report as report
-from experiments.benchmarks.train_step_rows import rows_of
+from experiments.benchmarks.compile_only import report
+from experiments.benchmarks.compile_only import run as compile_only
+from experiments.benchmarks.shared import targets
+from experiments.benchmarks.train_step.rows import rows_of
 
 ROW = {
     "label": "a step",

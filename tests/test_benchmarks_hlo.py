@@ -7,7 +7,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
-from experiments.benchmarks import hlo, hlo_memory
+from experiments.benchmarks.shared import hlo, hlo_memory
 
 # A scheduled program as XLA compiles for GPUs, cut down: a loop of four products that read slices of their operand, a
 # fused attention forward and backward, a transpose and a reduction.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.benchmarks import kept
+from experiments.benchmarks.shared import kept
 
 
 def test_the_time_that_is_left_decides_whether_something_starts(monkeypatch):

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import plots
-from experiments.benchmarks import jax_steps, remat, targets
-from experiments.benchmarks.train_step_rows import Prepared
-from experiments.benchmarks.workloads import FULL
-from experiments.memory import NO_ROOM
-from experiments.runs import write_json
+from experiments.benchmarks.remat import run as remat
+from experiments.benchmarks.shared import targets
+from experiments.benchmarks.shared.workloads import FULL
+from experiments.benchmarks.train_step import jax_steps
+from experiments.benchmarks.train_step.rows import Prepared
+from experiments.measure.memory import NO_ROOM
+from experiments.report import plots
+from experiments.training.runs import write_json
 
 
 @pytest.fixture
@@ -294,8 +296,8 @@ def test_only_the_command_itself_keeps_jax_off_the_gpu(monkeypatch, name, platfo
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setattr("sys.argv", ["remat.py", "--target=h200"])
-    monkeypatch.setattr("experiments.cli.main", lambda *_: None)
-    runpy.run_path(remat.__file__, run_name=name)
+    monkeypatch.setattr("experiments.training.cli.main", lambda *_: None)
+    runpy.run_module("experiments.benchmarks.remat" if name == "__main__" else remat.__name__, run_name=name)
     assert os.environ["JAX_PLATFORMS"] == platforms
 
 

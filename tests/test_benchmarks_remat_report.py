@@ -8,9 +8,9 @@ import json
 import pytest
 from PIL import Image
 
-from experiments.benchmarks import remat_report
-from experiments.benchmarks.workloads import FULL, SMOKE
-from experiments.runs import write_json
+from experiments.benchmarks.remat import report as remat_report
+from experiments.benchmarks.shared.workloads import FULL, SMOKE
+from experiments.training.runs import write_json
 
 PART = {
     "model": "gpt2", "policy": "mixed_bfloat16", "text": "GPT-2", "items": 16384, "unit": "tokens", "peak": None,

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from benchmark_tools import drawn, once
 
-from experiments.benchmarks import by_hand, jax_steps
-from experiments.benchmarks.train_step_rows import ROWS, Row
-from experiments.benchmarks.workloads import NAMES, Sizes, workload
+from experiments.benchmarks.shared import by_hand
+from experiments.benchmarks.shared.workloads import NAMES, Sizes, workload
+from experiments.benchmarks.train_step import jax_steps
+from experiments.benchmarks.train_step.rows import ROWS, Row
 
 torch = pytest.importorskip("torch")
 
-from experiments.benchmarks import torch_models, torch_steps  # noqa: E402
+from experiments.benchmarks.train_step import torch_models, torch_steps  # noqa: E402
 
 SMALL = {**benchmark_tools.SMALL, "resnet50": Sizes(4, 64, layers=1, width=8, vocabulary=10)}
 NAMES_IN_TORCH = {

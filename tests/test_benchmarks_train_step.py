@@ -14,10 +14,12 @@ import pytest
 from benchmark_tools import SMALL, drawn, once
 
 import jaxmp
-from experiments import flops
-from experiments.benchmarks import by_hand, jax_steps, train_step
-from experiments.benchmarks.train_step_rows import ROWS, Row, rows_of
-from experiments.benchmarks.workloads import NAMES, workload
+from experiments.benchmarks.shared import by_hand
+from experiments.benchmarks.shared.workloads import NAMES, workload
+from experiments.benchmarks.train_step import jax_steps
+from experiments.benchmarks.train_step import run as train_step
+from experiments.benchmarks.train_step.rows import ROWS, Row, rows_of
+from experiments.measure import flops
 
 PARAMS = {"resnet50": 25_557_032, "bert": 109_518_912, "gpt2": 124_475_904}
 

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks import energy, jax_steps, profiling
-from experiments.benchmarks import train_step_measure as measure
-from experiments.benchmarks.train_step_rows import ROWS, Prepared
-from experiments.benchmarks.workloads import workload
+from experiments.benchmarks.shared.workloads import workload
+from experiments.benchmarks.train_step import energy, jax_steps, measure, profiling
+from experiments.benchmarks.train_step.rows import ROWS, Prepared
 
 # Profiles and energy.
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from experiments.benchmarks import train_step_goals
-from experiments.benchmarks import train_step_report as report
-from experiments.benchmarks.workloads import FULL
-from experiments.runs import write_json
+from experiments.benchmarks.shared.workloads import FULL
+from experiments.benchmarks.train_step import goals as train_step_goals
+from experiments.benchmarks.train_step import report
+from experiments.training.runs import write_json
 
 # The report.
 

@@ -11,10 +11,11 @@ import re
 import pytest
 from benchmark_tools import SMALL
 
-from experiments.benchmarks import kept, train_step, train_step_sweeps
-from experiments.benchmarks import train_step_measure as measure
-from experiments.benchmarks import train_step_report as report
-from experiments.benchmarks.train_step_rows import Prepared
+from experiments.benchmarks.shared import kept
+from experiments.benchmarks.train_step import measure, report
+from experiments.benchmarks.train_step import run as train_step
+from experiments.benchmarks.train_step import sweeps as train_step_sweeps
+from experiments.benchmarks.train_step.rows import Prepared
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 

@@ -20,8 +20,8 @@ from optimizer_tools import bits as leaf_bits
 from optimizer_tools import standard
 
 import jaxmp
-from experiments import checkpoints
-from experiments.checkpoints import CheckpointError, Checkpoints, read, read_last
+from experiments.training import checkpoints
+from experiments.training.checkpoints import CheckpointError, Checkpoints, read, read_last
 
 ABOUT = {"precision": {"policy": "float32"}, "metrics_bytes": 7}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from checkpoint_tools import Config, bits, last, processes, rows, train_in_step
 
-from experiments import checkpoints, runs
+from experiments.training import checkpoints, runs
 
 STEPS, KILLS, PATIENCE_S = 120, 20, 120
 # The state has 1.6 MB that change at every step, so that Orbax writes for longer than a step takes.

@@ -17,7 +17,8 @@ import pytest
 from checkpoint_tools import NAME, Config, bits, last, prepare, processes, rows, train, train_in_step
 
 import jaxmp
-from experiments import checkpoints, image_classification, language_modeling, runs, training
+from experiments import image_classification, language_modeling
+from experiments.training import checkpoints, loop, runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -262,7 +263,7 @@ def test_other_data_are_refused_wherever_they_lie(run, capsys):
             precision = {**experiment.precision, **({"data": origin} if origin else {})}
             return dataclasses.replace(experiment, train_batches=train_batches, precision=precision)
 
-        return lambda config: training.train(NAME, config, other)
+        return lambda config: loop.train(NAME, config, other)
 
     examples = prepare(run).examples(run.seed)
     message = f"keeps its data, but {run.run_dir} was trained on 'data' (first batch {examples}) and here is "
@@ -367,7 +368,7 @@ def test_orbax_is_imported_only_when_checkpoints_are_used():
 import sys
 import experiments.image_classification, experiments.language_modeling, experiments.compare
 assert not [name for name in sys.modules if name.startswith("orbax")]
-import experiments.checkpoints
+import experiments.training.checkpoints
 assert "orbax.checkpoint" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)

@@ -15,18 +15,13 @@ import rich.console
 from PIL import Image
 
 import jaxmp
-from experiments import (
-    compare,
-    comparison_report,
-    image_classification,
-    language_modeling,
-    masked_lm,
-    plots,
-    training,
-)
-from experiments.comparison import RESERVED, Outcome, train
-from experiments.experiment import Experiment
-from experiments.progress import Progress
+from experiments import compare, image_classification, language_modeling, masked_lm
+from experiments.comparison import report as comparison_report
+from experiments.comparison.outcomes import RESERVED, Outcome, train
+from experiments.report import plots
+from experiments.report.progress import Progress
+from experiments.training import loop
+from experiments.training.experiment import Experiment
 
 
 def outcome(policy="mixed_float16", loss_scale="none", **changes) -> Outcome:
@@ -250,7 +245,7 @@ def test_what_the_comparison_or_the_name_of_its_task_says_is_no_flag_of_the_task
 def test_flags_with_a_rule_of_their_own_are_flags():
     scripts = (image_classification, language_modeling, masked_lm)
     flags = {field.name for script in scripts for field in dataclasses.fields(script.Config)}
-    assert flags >= training.MAY_CHANGE and flags >= RESERVED
+    assert flags >= loop.MAY_CHANGE and flags >= RESERVED
 
 
 def test_training_that_stops_counts_as_not_a_number_and_the_comparison_goes_on():

@@ -11,9 +11,10 @@ import sys
 import pytest
 
 import jaxmp
-from experiments import cli, compare, data, image_classification, language_modeling, masked_lm
+from experiments import compare, data, image_classification, language_modeling, masked_lm
 from experiments.benchmarks import input_pipeline, loss_scaling
-from experiments.precision import read_loss_scale, read_overrides, read_policy
+from experiments.training import cli
+from experiments.training.precision import read_loss_scale, read_overrides, read_policy
 
 SCRIPTS = [image_classification, language_modeling, masked_lm, compare, loss_scaling, input_pipeline]
 
@@ -200,7 +201,7 @@ def test_an_interrupted_script_ends_with_one_line_and_code_130():
     script = "\n".join(
         [
             "import dataclasses, sys, threading, time",
-            "from experiments import cli",
+            "from experiments.training import cli",
             "class Config: ...",
             "def train(config):",
             "    threading.Thread(target=time.sleep, args=(60,)).start()  # as XLA's, which nobody waits for",
@@ -216,7 +217,7 @@ def test_an_interrupted_script_ends_with_one_line_and_code_130():
 @pytest.mark.parametrize("buffered", ["", "1"])
 def test_an_output_that_cannot_be_written_is_one_line(buffered):
     program = (
-        "import dataclasses; from experiments import cli\n"
+        "import dataclasses; from experiments.training import cli\n"
         "@dataclasses.dataclass\n"
         "class Config: steps: int = 1\n"
         "cli.main(Config, print, '')"

@@ -14,11 +14,13 @@ import pytest
 from PIL import Image
 from test_experiments_runs import train
 
-from experiments import cli, compare, comparison, data, image_classification, models
+from experiments import compare, data, image_classification, models
 from experiments.benchmarks import input_pipeline
+from experiments.comparison import outcomes as comparison
 from experiments.data import stock
 from experiments.models import nnx as nnx_models
-from experiments.progress import Progress
+from experiments.report.progress import Progress
+from experiments.training import cli
 
 
 @pytest.fixture(scope="module")

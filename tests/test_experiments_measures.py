@@ -14,8 +14,9 @@ import optax
 import pytest
 
 import jaxmp
-from experiments import flops, gradients, memory, metrics, timing
+from experiments.measure import flops, gradients, memory, timing
 from experiments.models import CNN, GPT2, MLP, NextToken
+from experiments.training import metrics
 
 HALF, FULL = jnp.ones((8, 16), jnp.float16), jnp.ones((8, 16), jnp.float32)
 

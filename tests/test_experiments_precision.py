@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.precision import split_overrides
+from experiments.training.precision import split_overrides
 
 X = jax.ShapeDtypeStruct((4, 4), "float32")
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import comparison_report, image_classification, runs
+from experiments import image_classification
+from experiments.comparison import report as comparison_report
+from experiments.training import runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -123,7 +125,8 @@ def test_a_full_disk_is_one_line_with_the_folder_and_what_to_do(tmp_path, data_d
     """No file may have more than 50 kB, as if the disk had no more room."""
     code = """
 import resource, sys
-from experiments import cli, data, image_classification as script
+from experiments import data, image_classification as script
+from experiments.training import cli
 data.read("digits", sys.argv[-1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 cli.main(script.Config, script.train, "")
@@ -210,11 +213,10 @@ def test_a_run_that_is_stopped_has_the_rows_of_all_its_steps(tmp_path, data_dir)
     config = image_classification.Config(data_dir=data_dir, run_dir=tmp_path, steps=9, checkpoint_every=0)
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
         experiment = image_classification.prepare(config)
-        run = runs.Run("image_classification", config, experiment, tmp_path, None)
+        run = runs.Run("image_classification", config, experiment, experiment.init(0), tmp_path, None)
         with pytest.raises(KeyboardInterrupt), run:
-            state = experiment.init(0)
-            for step, batch in enumerate(run.steps(), 1):
-                state, metrics = experiment.step(state, batch)
+            for step, batch in enumerate(run.batches(), 1):
+                run.state, metrics = experiment.step(run.state, batch)
                 run.log(metrics)
                 if step == 5:
                     raise KeyboardInterrupt

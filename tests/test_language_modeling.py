@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from checkpoint_tools import bits, last, rows
 
-from experiments import language_modeling, runs, sampling, text_training, training
+from experiments import language_modeling
 from experiments.data import DataError, tokens
+from experiments.training import loop, runs, sampling, text_training
 
 NEXT_TOKEN = dict.fromkeys(("layers", "heads", "width", "schedule")) | {"vocabulary": 50}
 LINES = "to be or not to be, that is the question\n\nwhether tis nobler in the mind to suffer\n\n"
@@ -51,7 +52,7 @@ def run(config, experiment):
         return experiment.closing(state, test)
 
     watched = dataclasses.replace(experiment, closing=closing)
-    summary = training.train("language_modeling", text_training.settled(config, "gpt2"), lambda _: watched)
+    summary = loop.train("language_modeling", text_training.settled(config, "gpt2"), lambda _: watched)
     return summary, *states
 
 
@@ -80,7 +81,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(run, config, experiment, tmp
     (tmp_path / "run" / "summary.json").unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "240")
     resumed = dataclasses.replace(config, run_dir=tmp_path / "run", resume=True, prompt="to be")
-    again = training.train("language_modeling", text_training.settled(resumed, "gpt2"), lambda _: experiment)
+    again = loop.train("language_modeling", text_training.settled(resumed, "gpt2"), lambda _: experiment)
     assert again["resumed_at_step"] == 200 and again["texts"] == run[0]["texts"]
     assert bits(last(tmp_path / "run")) == bits(last(config.run_dir))
     assert rows(tmp_path / "run") == rows(config.run_dir)

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import flops, language_modeling, masked_lm
+from experiments import language_modeling, masked_lm
 from experiments.data import DataError
 from experiments.data.masking import IGNORE
 from experiments.data.tokens import Bytes
+from experiments.measure import flops
 
 SOON = {"xla_backend_optimization_level": 0}  # compiled sooner
 

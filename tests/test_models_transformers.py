@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxmp
-from experiments.benchmarks import workloads
+from experiments.benchmarks.shared import workloads
 from experiments.models import BERT, GPT2
 
 KINDS = (GPT2, BERT)

@@ -7,10 +7,11 @@ import re
 
 import pytest
 
-from experiments import headline, readme
-from experiments.benchmarks import gradient_sums, train_step_report
-from experiments.benchmarks.workloads import FULL, SMOKE
-from experiments.runs import write_json
+from experiments.benchmarks import gradient_sums
+from experiments.benchmarks.shared.workloads import FULL, SMOKE
+from experiments.benchmarks.train_step import report as train_step_report
+from experiments.report import headline, readme
+from experiments.training.runs import write_json
 
 GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:00 +0000", "command": "python -m some"}
 MIB = 2**20
@@ -19,13 +20,13 @@ MIB = 2**20
 def test_the_readme_has_what_the_script_writes():
     text = (readme.ROOT / "README.md").read_text()
     between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
-    assert between == f"\n{readme.block()}\n", "run python -m experiments.readme"
+    assert between == f"\n{readme.block()}\n", "run python -m experiments.report.readme"
 
 
 def test_the_page_on_sums_has_what_the_script_writes():
     text = (readme.ROOT / "docs" / "gradient_sums.md").read_text()
     between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
-    assert between == f"\n{readme.gradient_sums_block()}\n", "run python -m experiments.readme"
+    assert between == f"\n{readme.gradient_sums_block()}\n", "run python -m experiments.report.readme"
 
 
 def test_only_what_is_between_the_markers_is_replaced(tmp_path):
@@ -131,7 +132,7 @@ def test_without_any_result_every_cell_is_empty_and_three_commands_fill_them(tmp
     found, text = cells(tmp_path)
     assert {cell for row in found.values() for cell in row.values()} == {"", "–"}
     last = text.splitlines()[-1 if text.splitlines()[-1] else -2]
-    assert last.startswith("Empty cells are filled on a GPU by ") and "python -m experiments.readme" in last
+    assert last.startswith("Empty cells are filled on a GPU by ") and "python -m experiments.report.readme" in last
     for script in ("train_step", "accuracy", "remat"):
         assert f"`python -m experiments.benchmarks.{script} --run-dir experiments/results/{script}`" in last
 

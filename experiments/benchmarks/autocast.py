@@ -25,9 +25,6 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-if not __package__:  # started as a file: the folder two above this one has the packages
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import jax
 import numpy as np
 import optax
@@ -35,13 +32,14 @@ import rich.console
 import tyro
 
 import jaxmp
-from experiments import cli, memory, timing
-from experiments.benchmarks import by_hand, hlo, scaled_steps
-from experiments.benchmarks.workloads import FULL, Sizes, Workload, workload
-from experiments.environment import environment
-from experiments.progress import Progress
-from experiments.report import Table
-from experiments.runs import run_folder, write_json
+from experiments.benchmarks.shared import by_hand, hlo, scaled_steps
+from experiments.benchmarks.shared.workloads import FULL, Sizes, Workload, workload
+from experiments.measure import memory, timing
+from experiments.measure.environment import environment
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.runs import run_folder, write_json
 
 BY_HAND, AUTOCAST = "by hand", "autocast"
 VARIANTS = ("float32", BY_HAND, "by hand, again", AUTOCAST)

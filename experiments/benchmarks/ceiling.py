@@ -15,13 +15,8 @@ import dataclasses
 import functools
 import math
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # started as a file: the folder two above this one has the packages
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +24,12 @@ import rich.console
 import tyro
 
 import jaxmp
-from experiments import cli, timing
-from experiments.environment import environment, require_gpu
-from experiments.progress import Progress
-from experiments.report import Table
-from experiments.runs import run_folder, write_json
+from experiments.measure import timing
+from experiments.measure.environment import environment, require_gpu
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.runs import run_folder, write_json
 
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((8192, 8192, 8192), (16384, 768, 3072), (16384, 4096, 4096))

@@ -21,13 +21,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
-
-if not __package__:  # started as a file: the folder two above this one has the packages
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import flax.linen as nn
 import jax
@@ -39,11 +34,12 @@ from flax import nnx
 from jax import lax
 
 import jaxmp
-from experiments import cli, plots
-from experiments.environment import environment
-from experiments.progress import Progress
-from experiments.report import Table
-from experiments.runs import run_folder, write_json
+from experiments.measure.environment import environment
+from experiments.report import plots
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.runs import run_folder, write_json
 
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 LINEN, NNX, AUTOCAST = "jaxmp, Linen policy", "jaxmp, NNX policy", "jaxmp.autocast"

@@ -12,12 +12,7 @@ folder holds input_pipeline.md and .json.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Annotated, Any
-
-if not __package__:  # started as a file: the folder two above this one has the packages
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +20,13 @@ import numpy as np
 import rich.console
 import tyro
 
-from experiments import cli, timing
 from experiments.data import images
-from experiments.environment import environment
-from experiments.progress import Progress
-from experiments.report import Table
-from experiments.runs import run_folder, write_json
+from experiments.measure import timing
+from experiments.measure.environment import environment
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.runs import run_folder, write_json
 
 COLUMNS = ("batches", "images/s", "quartiles", "ms a batch", "share %")
 STORED = (32, 32, 3)

@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 from typing import Any, Literal
-
-if not __package__:  # started as a file: the folder two above this one has the packages
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +25,15 @@ import rich.console
 import tyro
 
 import jaxmp
-from experiments import cli, plots, timing
-from experiments.benchmarks import scaled_steps
-from experiments.environment import environment
+from experiments.benchmarks.shared import scaled_steps
+from experiments.measure import timing
+from experiments.measure.environment import environment
 from experiments.models import GPT2, MLP
-from experiments.progress import Progress
-from experiments.report import Table
-from experiments.runs import run_folder, write_json
+from experiments.report import plots
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.runs import run_folder, write_json
 
 REFERENCE = "no scaling"
 VARIANTS = {

@@ -21,14 +21,9 @@ import gc
 import io
 import pstats
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
-
-if not __package__:  # started as a file: the folder two above this one has the packages
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +33,13 @@ import tyro
 from flax import nnx
 
 import jaxmp
-from experiments import cli, timing
-from experiments.benchmarks import by_hand
-from experiments.environment import environment
-from experiments.progress import Progress
-from experiments.report import Table
-from experiments.runs import run_folder, write_json
+from experiments.benchmarks.shared import by_hand
+from experiments.measure import timing
+from experiments.measure.environment import environment
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.runs import run_folder, write_json
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its abstract arguments."""
@@ -74,7 +70,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """A layer of :class:`experiments.benchmarks.by_hand.GPT2` in NNX."""
+    """A layer of :class:`experiments.benchmarks.shared.by_hand.GPT2` in NNX."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         linear = functools.partial(nnx.Linear, rngs=rngs)
@@ -89,7 +85,7 @@ class Block(nnx.Module):
 
 
 class GPT2(nnx.Module):
-    """:class:`experiments.benchmarks.by_hand.GPT2` in NNX, in float32."""
+    """:class:`experiments.benchmarks.shared.by_hand.GPT2` in NNX, in float32."""
 
     def __init__(self, layers: int, vocabulary: int, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(vocabulary, WIDTH, rngs=rngs)

@@ -23,7 +23,7 @@ from PIL import Image
 from experiments.data import folders, places
 from experiments.data.errors import DataError
 from experiments.data.places import CLASSES as CLASSES
-from experiments.progress import Progress
+from experiments.report.progress import Progress
 
 
 def builder(name: str, **kwargs: Any) -> tfds.core.GeneratorBasedBuilder:

@@ -1,0 +1,295 @@
+"""Trains ResNet-50 on CIFAR-10, GPT-2 and BERT under every policy, and holds what comes out against float32.
+
+python -m experiments.benchmarks.accuracy --run-dir experiments/results/accuracy
+
+python -m experiments.benchmarks.accuracy --tasks gpt2 --policies float32 --seeds 0 --run-dir runs/accuracy --resume
+
+All policies of a task see the same examples in the same order, for the same number of steps, and start from the same
+params, seed by seed; the difference to float32 is taken seed by seed, too. float32 has true float32 products, which a
+GPU runs without tensor cores. O3 is float16 throughout without a loss scale, bfloat16 its twin. Goals: at most 0.5
+points of accuracy lost (aim 0.1) on images, at most 0.5 % of loss gained on text.
+
+Every finished run is kept, and --resume goes on with those that are missing, so that the whole can be had in pieces by
+task, policy and seed; the report is of all runs in the folder, with the minutes that each took. A goal is open until
+three seeds are there. --smoke trains little models on any machine: no result. CIFAR-10 is downloaded, or built from
+files in --data-dir. The run folder holds accuracy.md, accuracy.json, accuracy.png, and each run in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+
+from experiments import compare, image_classification, language_modeling, masked_lm
+from experiments.benchmarks.accuracy import report as accuracy_report
+from experiments.benchmarks.shared import kept
+from experiments.comparison.outcomes import BASELINE, RESERVED, Task, init_params
+from experiments.measure import memory
+from experiments.measure.environment import environment, require_gpu
+from experiments.training import cli, loop
+from experiments.training.experiment import Experiment
+from experiments.training.runs import checkpoints_folder, run_folder, strict_json, write_json
+
+POLICIES = (
+    "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2", "O3@none",
+    "bfloat16",
+)  # fmt: skip
+SMOKE_POLICIES = ("float32", "mixed_float16", "autocast:mixed_bfloat16", "O3@none")
+_SMALL = {
+    "layers": 1, "heads": 2, "width": 32, "context": 32, "batch_size": 16, "steps": 20, "learning_rate": 1e-2,
+    "test_batches": 2, "evaluate_every": 10,
+}  # fmt: skip
+_BASE = {"layers": 12, "heads": 12, "width": 768, "test_batches": 16, "evaluate_every": 100}
+TASKS = {
+    "images": Task(
+        image_classification,
+        {
+            "dataset": "cifar10", "model": "resnet50", "image_size": 224, "batch_size": 256, "epochs": 10,
+            "optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "flip": True,
+            "shift": 4, "evaluate_every": 195,
+        },
+    ),
+    "gpt2": Task(
+        language_modeling,
+        {
+            **_BASE, "model": "gpt2", "context": 1024, "batch_size": 16, "steps": 1000, "learning_rate": 6e-4,
+            "vocabulary": 50257, "sample_tokens": 0,
+        },
+    ),
+    "bert": Task(
+        masked_lm,
+        {**_BASE, "context": 512, "batch_size": 64, "steps": 750, "learning_rate": 3e-4, "vocabulary": 50258},
+    ),
+}  # fmt: skip
+"""1,950 steps, 10 epochs of images; 16.4 million tokens; 24.6 million tokens. The vocabularies have room for GPT-2's
+byte pairs (and [MASK]), so that the models have their size whatever the tokens are."""
+SMOKE_TASKS = {
+    "images": Task(image_classification, {"steps": 30, "evaluate_every": 10}),
+    "gpt2": Task(language_modeling, {**_SMALL, "model": "gpt2", "sample_tokens": 0}),
+    "bert": Task(masked_lm, _SMALL),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Flags of the benchmark."""
+
+    tasks: tuple[Literal["images", "gpt2", "bert"], ...] = ("images", "gpt2", "bert")
+    """images: ResNet-50 on CIFAR-10 at 224×224, batch 256. gpt2: 124M params, 16×1024 tokens. bert: Base, 64×512."""
+    policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]", help_behavior_hint="")] = ()
+    """Policies, each perhaps with its loss scale after an @; without, it is dynamic where the policy computes in
+    float16. autocast:mixed_bfloat16 leaves the model in float32 and runs the loss function under jaxmp.autocast.
+    (default: float32 mixed_float16 mixed_bfloat16 autocast:mixed_float16 autocast:mixed_bfloat16 O2 O3@none bfloat16,
+    with --smoke half of them)"""
+    seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="SEED", help_behavior_hint="")] = ()
+    """Seeds to train with. (default: 0 1 2, with --smoke 0)"""
+    steps: int = 0
+    """Steps of every run; 0 for what each task has as its own."""
+    flags: Annotated[
+        tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLAG[=VALUE] ...")
+    ] = ()
+    """Other flags of the script of the one task in --tasks, as in 'epochs=30 no-flip'; see that script's --help."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints, from which --resume goes on within a run; 0 writes none. A finished run keeps none."""
+    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Little models and few steps, on any device, to see that everything runs: no result."""
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Keep the finished runs in --run-dir, train those that are missing and report on all."""
+    data_dir: cli.Folder = None
+    """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
+    run_dir: cli.Folder = None
+    """Folder to write to. (default: runs/accuracy-TIME)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A task under a policy with a seed.
+
+    Attributes:
+      flags: of the task's script, but for policy, seed and folder.
+      smoke: whether it is a little one.
+    """
+
+    task: str
+    policy: str
+    loss_scale: str
+    seed: int
+    flags: Any
+    smoke: bool
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """What all runs of a task in one folder have in common."""
+        task = TASKS[self.task]
+        own, preset = (
+            {name: value for name, value in strict_json(dataclasses.asdict(flags)).items() if name not in RESERVED}
+            for flags in (self.flags, task.script.Config(**task.preset))
+        )
+        return own | {"smoke": self.smoke, "whole": own == preset}
+
+    @property
+    def place(self) -> Path:
+        """Where it is kept, below the folder of the benchmark."""
+        variant = self.policy if self.loss_scale == "none" else f"{self.policy}-{self.loss_scale}"
+        return Path(self.task, re.sub(r"[^\w.=-]+", "-", variant), f"seed{self.seed}")
+
+
+def variants(policies: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Policies with their loss scales, as ``compare`` reads them, but float32 only if it is among them.
+
+    Raises:
+      ValueError: a policy or a loss scale is unknown.
+    """
+    return [found for found in compare.variants(policies, ("dynamic",)) if found != BASELINE or "float32" in policies]
+
+
+def task_flags(config: Config, name: str) -> Any:
+    """The flags that every run of a task has.
+
+    Raises:
+      ValueError: ``--flags`` are for several tasks, or name what the benchmark sets.
+    """
+    if config.flags and len(config.tasks) > 1:
+        raise ValueError(f"--flags are those of one script, got --tasks {' '.join(config.tasks)}; name one of them")
+    task = (SMOKE_TASKS if config.smoke else TASKS)[name]
+    flags = task.flags(config.flags, RESERVED, "benchmark")
+    given = {"steps": config.steps} if config.steps else {}
+    return dataclasses.replace(
+        flags, data_dir=config.data_dir, checkpoint_every=config.checkpoint_every, keep=1, **given
+    )
+
+
+def plan(config: Config) -> list[Run]:
+    """All runs that the flags ask for, done or not, the seeds of a policy one after the other: it is compiled once.
+
+    Raises:
+      ValueError: a flag has a value that cannot be.
+    """
+    cli.require("--steps", config.steps, 0)
+    cli.require("--checkpoint-every", config.checkpoint_every, 0)
+    cli.require("the number of --tasks", len(config.tasks), 1)
+    for seed in config.seeds:
+        cli.require("--seeds", seed, 0, 2**31)
+    policies = config.policies or (SMOKE_POLICIES if config.smoke else POLICIES)
+    seeds = config.seeds or range(1 if config.smoke else accuracy_report.SEEDS)
+    return [
+        Run(task, policy, loss_scale, seed, flags, config.smoke)
+        for task in dict.fromkeys(config.tasks)
+        for flags in [task_flags(config, task)]
+        for policy, loss_scale in variants(policies)
+        for seed in dict.fromkeys(seeds)
+    ]
+
+
+def finished(folder: Path) -> list[dict[str, Any]]:
+    """The records of the runs that have come to their end, by task, policy (the baseline first) and seed.
+
+    Raises:
+      ValueError: a file is damaged.
+    """
+    records = []
+    for path in sorted(folder.glob("*/*/seed*/result.json")):
+        try:
+            records.append(accuracy_report.read(path))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is no result of a run ({error!r}); remove it, and the run is made anew"
+            ) from error
+    tasks, policies = list(TASKS), variants(POLICIES)
+
+    def place(record: dict[str, Any]) -> Any:
+        variant = (record["policy"], record["loss_scale"])
+        known = policies.index(variant) if variant in policies else len(policies)
+        return tasks.index(record["task"]), known, variant, record["seed"]
+
+    return sorted(records, key=place)
+
+
+def to_do(config: Config) -> list[Run]:
+    """The runs that the folder does not have yet.
+
+    Raises:
+      ValueError: a flag has a value that cannot be, the folder has runs that are not to be gone on with or not like
+        these, or there is no GPU for them.
+    """
+    runs = plan(config)
+    if config.resume and config.run_dir is None:
+        raise ValueError("--resume goes on in the folder of earlier runs, got no folder; name it with --run-dir")
+    records = finished(config.run_dir) if config.run_dir else []
+    if records and not config.resume:
+        raise ValueError(
+            f"{config.run_dir} has {len(records)} finished runs; go on with --resume, or take another --run-dir"
+        )
+    done = {(record["task"], record["policy"], record["loss_scale"], record["seed"]) for record in records}
+    missing = [run for run in runs if (run.task, run.policy, run.loss_scale, run.seed) not in done]
+    device = environment()["device"]
+    there = {record["task"]: {**record["setting"], "device": record["environment"]["device"]} for record in records}
+    for run in missing:
+        if config.run_dir and run.task in there:  # they may differ in policy and seed only
+            kept.require_alike(config.run_dir / run.task, {**run.setting, "device": device}, there[run.task])
+    if missing:
+        require_gpu(config.smoke)
+    return missing
+
+
+def train(run: Run, experiment: Experiment, baseline: Experiment, folder: Path) -> dict[str, Any]:
+    """Trains once, from the baseline's params, and returns the record of it."""
+    resumable = any(checkpoints_folder(folder).glob("*"))
+    flags = dataclasses.replace(run.flags, seed=run.seed, run_dir=folder, resume=resumable)
+    alike = dataclasses.replace(experiment, init_params=functools.partial(init_params, experiment, baseline))
+    summary, failure = {}, ""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # what it wrote in the end is in the run's folder
+            summary = loop.train(f"accuracy, {run.task}", flags, lambda _: alike)
+    except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
+        failure = str(error)
+    state, batch = jax.eval_shape(experiment.init, run.seed), next(experiment.train_batches(run.seed))
+    compiled = experiment.step.jitted.lower(state, batch).compile()  # as it has been run: nothing is compiled again
+    return {
+        **{name: getattr(run, name) for name in ("task", "policy", "loss_scale", "seed", "setting")},
+        "data": experiment.precision["data"],
+        "environment": json.loads((folder / "config.json").read_text())["environment"],
+        "steps": experiment.steps,
+        "batch_size": experiment.batch_size,
+        "unit": experiment.unit,
+        "step_bytes": memory.of_compiled(compiled),
+        **accuracy_report.outcome(folder / "metrics.csv", summary, failure, experiment.steps),
+    }
+
+
+def main(config: Config) -> list[dict[str, Any]]:
+    with cli.bad_values_end_it():
+        missing = to_do(config)
+        # First, so that data that cannot be had are an error before anything is trained.
+        flags = {run.task: run.flags for run in missing}
+        baselines = {task: TASKS[task].prepare(flags[task], *BASELINE) for task in flags}
+        folder = run_folder("accuracy", config.run_dir)
+    variant, experiment = None, None
+    try:
+        for i, run in enumerate(missing, 1):
+            print(f"run {i} of {len(missing)}: {run.place}", file=sys.stderr, flush=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # what O3 is for
+                if variant != (run.task, run.policy, run.loss_scale):
+                    variant = (run.task, run.policy, run.loss_scale)
+                    experiment = TASKS[run.task].prepare(run.flags, run.policy, run.loss_scale)
+                record = train(run, experiment, baselines[run.task], folder / run.place)
+            write_json(folder / run.place / "result.json", record)
+            shutil.rmtree(checkpoints_folder(folder / run.place), ignore_errors=True)
+    finally:  # what was finished before an interruption counts
+        if records := finished(folder):
+            accuracy_report.write(records, folder)
+    accuracy_report.show(records, folder)
+    return records

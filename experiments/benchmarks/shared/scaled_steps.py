@@ -1,0 +1,106 @@
+"""A full train step without loss scaling, and with each of the libraries that offer it, used as its documentation says.
+
+Every function takes a loss function (see :data:`experiments.benchmarks.shared.workloads.LossFn`), an optimizer and
+``init(key) -> (params, model state)``, and returns ``start() -> state`` and ``step(state, batch) -> (state, loss)``,
+which is not yet jitted and whose state may be donated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.dynamic_scale import DynamicScale
+
+import jaxmp
+from experiments.benchmarks.shared.workloads import LossFn
+
+Init = Callable[[Any], tuple[Any, Any]]
+Start = Callable[[], Any]
+Step = Callable[[Any, Any], tuple[Any, jax.Array]]
+
+
+def no_scaling(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
+    """What a user writes without loss scaling: nothing is checked."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, model_state = state
+        (loss, model_state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, model_state, batch, None)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, model_state), loss
+
+    def start() -> Any:
+        params, model_state = init(jax.random.key(0))
+        return params, tx.init(params), model_state
+
+    return jax.jit(start), step
+
+
+def with_jaxmp(
+    loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, check_updates: bool = False
+) -> tuple[Start, Step]:
+    """The same step, two names changed; after the README of jaxmp."""
+    scaled = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale(), check_updates=check_updates)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, model_state = state
+        gradients = jaxmp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
+        (loss, model_state), grads = gradients(params, model_state, batch, None)
+        updates, opt_state = scaled.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, model_state), loss
+
+    return no_scaling(loss_fn, scaled, init)[0], step
+
+
+def with_jmp(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
+    """After jmp's README, "Loss scaling", but with a float32 scale: the float16 one of that text raises in adjust.
+
+    The state has the scale's two numbers in place of the object, which can be called but not lowered.
+    """
+    import jmp
+
+    inner_start, _ = no_scaling(loss_fn, tx, init)
+
+    def step(state: Any, batch: Any) -> Any:
+        (params, opt_state, model_state), (scale, counter) = state
+        loss_scale = jmp.DynamicLossScale(scale, counter)
+
+        def scaled(params: Any) -> Any:
+            loss, new_model_state = loss_fn(params, model_state, batch, None)
+            return loss_scale.scale(loss), new_model_state
+
+        (loss, new_model_state), grads = jax.value_and_grad(scaled, has_aux=True)(params)
+        loss, grads = loss_scale.unscale(loss), loss_scale.unscale(grads)
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state, new_model_state
+        finite = jmp.all_finite(grads)
+        kept = jmp.select_tree(finite, new, (params, opt_state, model_state))
+        loss_scale = loss_scale.adjust(finite)
+        return (kept, (loss_scale.loss_scale, loss_scale.counter)), loss
+
+    return lambda: (inner_start(), (jnp.float32(2**15), jnp.int32(0))), step
+
+
+def with_flax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
+    """After the docstring of ``flax.training.dynamic_scale.DynamicScale`` and flax's ImageNet example."""
+    inner_start, _ = no_scaling(loss_fn, tx, init)
+
+    def step(state: Any, batch: Any) -> Any:
+        (params, opt_state, model_state), dynamic_scale = state
+        grad_fn = dynamic_scale.value_and_grad(loss_fn, has_aux=True)
+        dynamic_scale, finite, (loss, new_model_state), grads = grad_fn(params, model_state, batch, None)
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state
+        params, opt_state = jax.tree.map(functools.partial(jnp.where, finite), new, (params, opt_state))
+        return ((params, opt_state, new_model_state), dynamic_scale), loss
+
+    return lambda: (inner_start(), jax.tree.map(jnp.asarray, DynamicScale())), step
+
+
+def with_optax(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init) -> tuple[Start, Step]:
+    """``optax.apply_if_finite``: steps that are not finite are skipped, the loss is not scaled."""
+    return no_scaling(loss_fn, optax.apply_if_finite(tx, max_consecutive_errors=25), init)

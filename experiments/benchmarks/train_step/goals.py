@@ -1,0 +1,166 @@
+"""What a train step is to reach beside torch.compile, by hand and float32: each goal with the figure found for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+from experiments.benchmarks.shared.workloads import FULL
+from experiments.benchmarks.train_step.rows import ROWS
+
+if TYPE_CHECKING:
+    from experiments.benchmarks.train_step.report import Results
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a model is to reach; ratios of time and memory at most, speed-ups and savings at least.
+
+    Attributes:
+      time: step time over the fastest of torch.compile AMP's rows in half.
+      memory: peak over the same row's of torch, of jaxmp's row of that time.
+      remat_memory: the same with everything but attention computed again; None for ResNet-50.
+      over_fp32: speed-up over the same step in float32 without tensor cores.
+      over_tf32: over TF32.
+      saved: memory saved against float32 by hand.
+    """
+
+    time: float
+    memory: float
+    remat_memory: float | None
+    over_fp32: float
+    over_tf32: float
+    saved: float
+
+
+LIMITS = {
+    "resnet50": Limits(0.93, 0.97, None, 6.5, 1.9, 0.50),
+    "bert": Limits(0.94, 0.82, 0.62, 10, 2.6, 0.70),
+    "gpt2": Limits(0.93, 0.82, 0.62, 10, 3.2, 0.75),
+}
+REMAT_TIME, SCALING, AUTOCAST, TENSOR_FLOPS = 1.08, 1.005, 1.01, 0.99
+"""Of every model: the time that remat may cost, that loss scaling may, that autocast may; the share in half."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What was measured once, in one run on one NVIDIA H200.
+
+    Attributes:
+      torch: peak of torch.compile under AMP in bfloat16, its fastest dtype, in MiB.
+      torch_ms: its step.
+      float32: peak of the model by hand in float32 under JAX, in MiB.
+    """
+
+    torch: int
+    torch_ms: float
+    float32: int
+
+
+RECORDED = {
+    "resnet50": Recorded(10_908, 36.4, 23_559),
+    "bert": Recorded(13_938, 55.3, 51_175),
+    "gpt2": Recorded(8_648, 33.4, 37_793),
+}
+
+
+class Goal(NamedTuple):
+    """A figure and what it is to reach.
+
+    Attributes:
+      key: what is judged, whether it was run or only compiled.
+      name: the same in words.
+      value: the figure; None if it was not measured.
+      limit: None for a figure that only belongs to a goal.
+      least: whether it is to be at least the limit; otherwise at most.
+      form: the figure's format.
+    """
+
+    key: str
+    name: str
+    value: float | None
+    limit: float | None
+    least: bool = False
+    form: str = ".3f"
+
+    @property
+    def met(self) -> bool:
+        """Whether the figure reaches the limit; both must be there."""
+        return self.value >= self.limit if self.least else self.value <= self.limit
+
+    def sentence(self) -> str:
+        """Met, NOT MET or not measured, with the figure and the limit."""
+        figure = self.name if self.value is None else f"{self.name} is {self.value:{self.form}}"
+        if self.limit is None:
+            return figure
+        verdict = "not measured" if self.value is None else "met" if self.met else "NOT MET"
+        return f"{verdict}: {figure}, the goal at {'least' if self.least else 'most'} {self._limit(self.form)}"
+
+    def cell(self, form: str = "", mark: str = "") -> str:
+        """The same in a table; empty if it was not measured."""
+        if self.value is None:
+            return ""
+        form = form or self.form
+        bound = f"{'≥' if self.least else '≤'} {self._limit(form)}"
+        return f"{'✓' if self.met else '✗'} {self.value:{form}}{mark} ({bound})"
+
+    def _limit(self, form: str) -> str:
+        return f"{self.limit:{'.0%' if '%' in form else 'g'}}"
+
+
+def goals(results: Results) -> list[Goal]:
+    """Those of the model, whatever of it was measured; they are for the sizes of the field, on a GPU."""
+    limits = LIMITS[results.about["model"]]
+    ours = results.fastest("train", "jaxmp-bf16", "jaxmp-fp16") or "jaxmp-bf16"
+    torch = results.reference("train") or ""  # which is no row: it has no figures
+    own, peer = ROWS[ours].label, ROWS[torch].label if torch else "torch.compile AMP"
+
+    def time(row: str, other: str) -> float | None:
+        ratio = results.ratio("train", row, other)
+        return ratio[1] if ratio else None
+
+    def memory(row: str, other: str) -> float | None:
+        return share(results.memory("train", row), results.memory("train", other))
+
+    def over(precision: str, name: str, limit: float) -> Goal:
+        by_hand = time(f"hand-{precision}", ours)
+        beside = f" ({by_hand:.2f} over {ROWS[f'hand-{precision}'].label})" if by_hand else ""
+        name = f"speed-up over the same step in {name}{beside}"
+        return Goal(f"over_{precision}", name, time(f"jaxmp-{precision}", ours), limit, least=True, form=".2f")
+
+    remat, auto = "jaxmp-bf16-remat", "autocast-bf16"
+    autocast, plain = "autocast of the float32 model, bf16 /", "unprepared-bf16"
+    less = saved(memory(ours, "hand-fp32"))
+    flops = results.figures("train", ours).get("flops") or {}
+    half = share(flops.get("bfloat16", 0) + flops.get("float16", 0), sum(flops.values()))  # TF32 is not half
+    found = [
+        Goal("time", f"step time of {own} / {peer}", time(ours, torch), limits.time),
+        Goal("memory", f"peak memory of {own} / {peer}", memory(ours, torch), limits.memory),
+        Goal("remat_memory", "peak memory with remat / torch.compile AMP", memory(remat, torch), limits.remat_memory),
+        Goal("remat_time", "step time with remat / without", time(remat, "jaxmp-bf16"), REMAT_TIME),
+        over("fp32", "fp32 without tensor cores", limits.over_fp32),
+        over("tf32", "TF32", limits.over_tf32),
+        Goal("saved", "memory saved against float32 by hand", less, limits.saved, least=True, form=".2f"),
+        Goal("scaling", "fp16 with dynamic scaling / without", time("jaxmp-fp16", "jaxmp-fp16-unscaled"), SCALING),
+        Goal("autocast_by_hand", f"{autocast} the same code by hand", time(plain, "hand-bf16"), AUTOCAST),
+        Goal("autocast", f"{autocast} the same model with a policy", time(auto, "jaxmp-bf16"), AUTOCAST),
+        Goal("half", "share of FLOPs on tensor cores in half", half, TENSOR_FLOPS, least=True),
+    ]
+    return [goal for goal in found if limits.remat_memory is not None or "remat" not in goal.key]
+
+
+def sentences(results: Results) -> list[str]:
+    """One a goal; for the sizes of the field only."""
+    if results.about["sizes"] != dataclasses.asdict(FULL[results.about["model"]]):
+        return ["The goals are for the sizes of the field: not judged here."]
+    return [goal.sentence() for goal in goals(results)]
+
+
+def share(part: float | None, whole: float | None) -> float | None:
+    """The one over the other, if both are known."""
+    return None if part is None or not whole else part / whole
+
+
+def saved(needed: float | None) -> float | None:
+    """What is saved of a whole, of which this share is needed."""
+    return None if needed is None else 1 - needed

@@ -1,0 +1,175 @@
+"""The rows of benchmarks.train_step that are JAX's: whole train steps and forward passes, each as its users write it.
+
+jaxmp: a model without a dtype, `jaxmp.linen.apply_policy`, `TrainState` and `make_train_step`. autocast: the same model
+as it is and `make_train_step(policy=…)`; the model is prepared for both, for its attention, GELU, pooling and loss are
+written with jaxmp. By hand, jmp and flax: :mod:`experiments.benchmarks.shared.by_hand` with an ordinary optax step
+around it, and the loss scaling of their documentation (:mod:`experiments.benchmarks.shared.scaled_steps`). unprepared:
+the float32 code of by hand under `jaxmp.autocast`, in the same step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxmp
+from experiments.benchmarks.shared import by_hand, scaled_steps
+from experiments.benchmarks.shared.scaled_steps import Init, Start, Step
+from experiments.benchmarks.shared.workloads import LossFn, Workload, workload
+from experiments.benchmarks.train_step.rows import Pass, Prepared, Row
+from experiments.measure import flops, memory, timing
+from experiments.models import attention
+
+LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-4, 0.01, 1.0
+POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "tf32": "tensorfloat32", "fp32": "float32"}
+HALF = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+
+
+def optimizer() -> optax.GradientTransformation:
+    """AdamW after clipping by the global norm: the same for every row, torch's too."""
+    return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY))
+
+
+def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
+    """``start() -> state`` and ``step(state, batch) -> (state, loss)``, not yet jitted; the state may be donated.
+
+    Args:
+      case: the model.
+      row: how to train it.
+    """
+    tx = optimizer()
+    if row.library in ("jaxmp", "autocast"):
+        case = workload(case.name, case.sizes, row.remat)
+        explicit = row.library == "jaxmp"
+        loss_fn = case.loss_fn(jaxmp.linen.apply_policy(case.model, POLICIES[row.precision]) if explicit else None)
+        if row.precision == "fp16" and not row.scaled:
+            return scaled_steps.no_scaling(loss_fn, tx, case.init)
+        if row.scaled:
+            tx = jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())
+        return _made(loss_fn, tx, case.init, None if explicit else POLICIES[row.precision])
+    model = _by_hand(case, row)
+    loss_fn = by_hand.loss_fn_of(model)
+    if row.library == "unprepared":
+        loss_fn = jaxmp.autocast(loss_fn, POLICIES[row.precision])
+    if row.precision == "fp32":
+        loss_fn = jax.default_matmul_precision("highest")(loss_fn)
+    init = functools.partial(by_hand.init, case, model)
+    steps = {"jmp": scaled_steps.with_jmp, "flax": scaled_steps.with_flax}
+    return steps.get(row.library, scaled_steps.no_scaling)(loss_fn, tx, init)
+
+
+def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
+    """``start() -> variables`` and ``forward(variables, inputs) -> logits``, which have the dtype of the products.
+
+    The logits have the padding of the vocabulary, as those by hand and torch's do: to cut it off is to copy them.
+    """
+    if case.unit == "tokens":
+        vocabulary = jaxmp.hardware.align_dim(case.sizes.vocabulary, 64)
+        case = workload(case.name, dataclasses.replace(case.sizes, vocabulary=vocabulary), row.remat)
+    policy: Any = jaxmp.get_policy(POLICIES[row.precision])
+    policy = policy.with_output_dtype(policy.compute_dtype)
+    if row.library in ("jaxmp", "autocast"):
+        explicit = row.library == "jaxmp"
+        model: Any = jaxmp.linen.apply_policy(case.model, policy) if explicit else case.model
+        own = case.forward_fn(model)
+        fun: Any = own if explicit else jaxmp.autocast(own, policy)
+        return functools.partial(case.init, jax.random.key(0)), lambda variables, inputs: fun(*variables, inputs)
+    model = _by_hand(case, row)
+
+    def apply(variables: Any, inputs: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest" if row.precision == "fp32" else "default"):
+            return model.apply({"params": variables[0], **variables[1]}, inputs)
+
+    fun = jaxmp.autocast(apply, policy) if row.library == "unprepared" else apply
+    return functools.partial(by_hand.init, case, model, jax.random.key(0)), fun
+
+
+def _by_hand(case: Workload, row: Row) -> Any:
+    return by_hand.build(case, None if row.library == "unprepared" else HALF.get(row.precision))
+
+
+def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
+    """Compiles a row's train step or forward pass and puts its state on the device.
+
+    A turn of a train step is the call that a user makes, with what it does in Python.
+    """
+    if which == "train":
+        start, step = train_step(case, row)
+        state = start()
+        call, jitted = (step, step.jitted) if isinstance(step, Made) else (jax.jit(step, donate_argnums=0),) * 2
+        started = time.perf_counter()
+        compiled = jitted.lower(state, batch).compile()  # the call finds it: nothing is compiled again
+        seconds = time.perf_counter() - started
+        turn = timing.turn(call, state, batch)
+        return Prepared(turn, lambda: float(turn()[1]), seconds, memory.of_compiled(compiled))
+    start, fun = forward(case, row)
+    variables = jax.jit(start)()
+    started = time.perf_counter()
+    compiled = jax.jit(fun).lower(variables, batch["inputs"]).compile()
+    seconds = time.perf_counter() - started
+    return Prepared(
+        functools.partial(compiled, variables, batch["inputs"]), None, seconds, memory.of_compiled(compiled)
+    )
+
+
+def compiled_bytes(case: Workload, row: Row) -> int:
+    """Bytes that a train step needs, its batch too, by the compiler's account, or ``NO_ROOM`` if that had none.
+
+    Raises:
+      ValueError: the compiler does not tell.
+    """
+    start, step = train_step(case, row)
+    return memory.of_lowered(jax.jit(step, donate_argnums=0).lower(jax.eval_shape(start), case.batch))
+
+
+def step_flops(case: Workload, row: Row) -> dict[str, int]:
+    """FLOPs of a train step's products by dtype, attention's too: counted on the form that hides none in a kernel."""
+    start, step = train_step(case, row)
+    with attention.implementation("portable"):
+        return flops.count(step, jax.eval_shape(start), case.batch)
+
+
+def model_flops(case: Workload) -> int:
+    """What a train step costs at least by convention: three times the products of the model's forward pass.
+
+    Attention counts whole, its masked half too, as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B);
+    padding of the vocabulary counts like the rest, what remat computes again does not.
+    """
+    model = by_hand.build(case)
+    params, model_state = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
+    counted = flops.count(model.apply, {"params": params, **model_state}, case.batch["inputs"])
+    return 3 * sum(counted.values())
+
+
+class Made:
+    """The step of ``jaxmp.make_train_step``, its loss in place of its metrics.
+
+    Attributes:
+      jitted: what it compiles.
+    """
+
+    def __init__(self, train: Any) -> None:
+        self._train, self.jitted = train, train.jitted
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        state, metrics = self._train(state, batch)
+        return state, metrics["loss"]
+
+
+def _made(loss_fn: LossFn, tx: optax.GradientTransformation, init: Init, policy: str | None) -> tuple[Start, Step]:
+    # A loss that is not finite ends a row in the report, not the whole run.
+    train = jaxmp.make_train_step(loss_fn, policy=policy, max_consecutive_skips=sys.maxsize)
+
+    def start() -> Any:
+        params, model_state = jax.jit(init)(jax.random.key(0))
+        return jaxmp.TrainState.create(params=params, tx=tx, model_state=model_state)
+
+    return start, Made(train)

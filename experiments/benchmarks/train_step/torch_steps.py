@@ -1,0 +1,172 @@
+"""The rows of benchmarks.train_step that are torch's, at its best on one GPU.
+
+Fused AdamW, gradients set to None, clipping by foreach, scaled dot-product attention, channels-last images, cuDNN's own
+search for convolutions, inputs that stay on the device; torch.compile around model and loss. Needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from experiments.benchmarks.shared.workloads import Workload
+from experiments.benchmarks.train_step import torch_models
+from experiments.benchmarks.train_step.jax_steps import CLIP, LEARNING_RATE, WEIGHT_DECAY
+from experiments.benchmarks.train_step.rows import FLOPS_DTYPES, Pass, Prepared, Row
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Result:
+    """What a call leaves behind; ``jax.block_until_ready`` waits for it as for an array."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def block_until_ready(self) -> Result:
+        if self.value.is_cuda:
+            torch.cuda.synchronize()
+        return self
+
+
+def device() -> torch.device:
+    """The GPU, or the CPU where torch has none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    torch.set_num_threads(1)  # several would spin beside JAX's own: a hundred times slower where cores are few
+    return torch.device("cpu")
+
+
+def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
+    """A whole train step on the batch: forward, backward, clipping, AdamW, and in fp16 the GradScaler.
+
+    Args:
+      case: the model.
+      row: how to train it.
+      batch: inputs and labels on the host.
+    """
+    model, (inputs, labels) = _build(case), _on_device(case, batch)
+    loss_of: Callable[..., torch.Tensor] = torch_models.loss_of
+    if row.library == "compile":
+        loss_of = torch.compile(loss_of, mode=row.mode, dynamic=False)
+    params = [*model.parameters()]
+    optimizer = torch.optim.AdamW(params, LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    scaler = torch.amp.GradScaler(device().type, enabled=row.scaled)
+
+    def step() -> torch.Tensor:
+        _float32_products(row)
+        with _autocast(row):
+            loss = loss_of(model, inputs, labels)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, CLIP, foreach=True)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
+    """The forward pass alone, in inference mode, to logits in the dtype of the products."""
+    model, (inputs, _) = _build(case).eval(), _on_device(case, batch)
+    call = torch.compile(model, mode=row.mode, dynamic=False) if row.library == "compile" else model
+
+    def run() -> torch.Tensor:
+        _float32_products(row)
+        with torch.inference_mode(), _autocast(row):
+            return call(inputs)
+
+    return run
+
+
+def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray]) -> Prepared:
+    """A row's train step or forward pass after its first call, which compiles what is to be compiled.
+
+    :func:`peak` begins anew: what cuDNN and torch.compile needed to try kernels is no part of a step.
+    """
+    torch.backends.cudnn.benchmark = True
+    run = (train_step if which == "train" else forward)(case, row, batch)
+    started = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return Prepared(lambda: Result(run()), (lambda: float(run())) if which == "train" else None, seconds)
+
+
+def peak() -> int | None:
+    """The most bytes torch has had on the GPU since a row was last prepared; None without a GPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def start_anew() -> None:
+    """Forgets what torch.compile made and gives unused memory back; whoever took turns takes none any more.
+
+    torch.compile counts the programs of one function, whatever they are made for, and gives up after a few: another
+    model begins anew.
+    """
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class FlopsByDtype(TorchDispatchMode):
+    """Counts the FLOPs of products, convolutions and attentions by the dtype of their first operand."""
+
+    def __init__(self, float32: str = "float32") -> None:
+        super().__init__()
+        self.float32, self.flops = float32, dict[str, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        count = flop_counter.flop_registry.get(func._overloadpacket)
+        if count is not None:
+            dtype = str(next(arg for arg in args if isinstance(arg, torch.Tensor)).dtype).removeprefix("torch.")
+            dtype = self.float32 if dtype == "float32" else dtype
+            self.flops[dtype] = self.flops.get(dtype, 0) + int(count(*args, **kwargs, out_val=out))
+        return out
+
+
+def step_flops(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> dict[str, int]:
+    """FLOPs of a train step by dtype, counted as torch runs it without torch.compile, which changes no dtype."""
+    step = train_step(case, Row(row.label, "torch", row.precision, row.scaled), batch)
+    name = "float32" if row.precision == "fp32" or not torch.cuda.is_available() else FLOPS_DTYPES["tf32"]
+    with FlopsByDtype(name) as counter:
+        step()
+    return counter.flops
+
+
+def _build(case: Workload) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch_models.build(case).to(device())
+
+
+def _on_device(case: Workload, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, labels = (torch.from_numpy(batch[name]).to(device()) for name in ("inputs", "labels"))
+    # (batch, height, width, 3) in memory is what channels-last means: nothing is copied.
+    return inputs.permute(0, 3, 1, 2) if case.unit == "images" else inputs, labels.long()
+
+
+def _autocast(row: Row) -> contextlib.AbstractContextManager[Any]:
+    if row.precision not in HALF:
+        return contextlib.nullcontext()
+    return torch.autocast(device().type, HALF[row.precision])
+
+
+def _float32_products(row: Row) -> None:
+    """Whether float32 products may use tensor cores: torch's switches are the process's, the rows take turns."""
+    torch.set_float32_matmul_precision("highest" if row.precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = row.precision != "fp32"

@@ -1,0 +1,215 @@
+"""What a comparison says: tables, the users' acceptance rule, one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+
+from experiments.comparison.outcomes import Outcome
+from experiments.measure import flops
+from experiments.measure.timing import quartiles
+from experiments.report.tables import Table
+
+RESULT_COLUMNS = (
+    "policy", "loss scale", "held-out loss", "accuracy %", "Δ loss", "Δ points",
+    "zero gradients %: activations", "params", "skipped", "final scale",
+)  # fmt: skip
+COST_COLUMNS = ("policy", "loss scale", "ms/step", "quartiles", "step MiB", "device MiB")
+RULE_COLUMNS = (
+    "policy", "loss scale", "speed-up > 2", "memory saved > 30 %", "accuracy loss < 0.5", "tensor-core FLOPs > 80 %",
+    "no NaN", "accepted",
+)  # fmt: skip
+
+NOTES = {
+    "result": "Mean ± standard deviation over the seeds. Δ: mean difference to float32 with the same seeds; points are "
+    "of accuracy. Zero gradients: of the entries that are not zero in float32, the share that is exactly zero here, "
+    "for one batch, at the params where float32 ended, with the loss scale that this run ended with; an activation is "
+    "the output of a layer (– in NNX, where they cannot be seen). Skipped: steps in all runs. Final scale: the first "
+    "seed's.",
+    "cost": "Time: median and quartiles of warm steps, all variants in turn in one process. Step MiB: what the "
+    "compiled step needs at most (arguments, results and temporaries). Device MiB: the device's own peak; ≤ where "
+    "another variant had set it before, – where the device does not count.",
+    "rule": "The rule that users apply, against float32. Accuracy loss: in points. FLOPs: those of a step's products "
+    "and convolutions whose operands are float16, bfloat16, float8 or tensorfloat32, whatever this device makes of "
+    "them.",
+    "not judged": "This device has no tensor cores that jaxmp knows of, without which half precision gains nothing: "
+    "speed-up, memory and FLOPs are shown and not judged, so that no policy is accepted or refused here. Run the "
+    "comparison on the GPU or TPU that is meant.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Criterion:
+    """One part of the acceptance rule: what was measured, as text, and whether it suffices; None: it is not judged."""
+
+    text: str
+    met: bool | None
+
+    def __str__(self) -> str:
+        mark = {True: "✓ ", False: "✗ ", None: ""}[self.met]
+        return f"{mark}{self.text}".strip()
+
+
+def median_ms(outcome: Outcome) -> float:
+    """Median milliseconds a step."""
+    return quartiles(outcome.milliseconds)[1]
+
+
+def mean(outcome: Outcome, metric: str) -> float:
+    """Held-out metric, mean over the seeds."""
+    return statistics.fmean(test[metric] for test in outcome.test)
+
+
+def difference(outcome: Outcome, baseline: Outcome, metric: str) -> float:
+    """Mean over the seeds of the difference to the baseline with the same seed."""
+    return statistics.fmean(own[metric] - other[metric] for own, other in zip(outcome.test, baseline.test, strict=True))
+
+
+def criteria(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> list[Criterion]:
+    """The acceptance rule, criterion by criterion, in the order of :data:`RULE_COLUMNS`.
+
+    What half precision gains is judged on a device with ``tensor_cores`` only, what it costs in accuracy everywhere.
+    """
+    speed_up = median_ms(baseline) / median_ms(outcome)
+    bytes_, reference = outcome.step_bytes, baseline.step_bytes
+    saved = 1 - bytes_ / reference if bytes_ is not None and reference else math.nan
+    lost = -100 * difference(outcome, baseline, "accuracy")
+    share = flops.tensor_core_share(outcome.flops)
+    finite = not outcome.failure and all(math.isfinite(test["loss"]) for test in outcome.test)
+    return [
+        Criterion(f"{speed_up:.2f}×", speed_up > 2 if tensor_cores else None),
+        Criterion("?" if math.isnan(saved) else f"{saved:.0%}", saved > 0.3 if tensor_cores else None),
+        Criterion(f"{round(lost, 2) + 0.0:.2f}", lost < 0.5),
+        Criterion(f"{share:.0%}", share > 0.8 if tensor_cores else None),
+        Criterion("", finite),
+    ]
+
+
+def tables(title: str, outcomes: list[Outcome], tensor_cores: bool) -> list[Table]:
+    """What came out, what it cost, and how the acceptance rule judges it on a device with or without tensor cores."""
+    baseline = outcomes[0]
+    notes = (NOTES["rule"],) if tensor_cores else (NOTES["rule"], NOTES["not judged"])
+    return [
+        Table(f"{title}: result", RESULT_COLUMNS, [_result(o, baseline) for o in outcomes], 2, (NOTES["result"],)),
+        Table(f"{title}: cost", COST_COLUMNS, [_cost(o) for o in outcomes], 2, (NOTES["cost"],)),
+        Table(f"{title}: acceptance", RULE_COLUMNS, [_rule(o, baseline, tensor_cores) for o in outcomes], 2, notes),
+    ]
+
+
+def as_json(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> dict[str, Any]:
+    """Everything that was measured, and the verdict."""
+    judged = zip(RULE_COLUMNS[2:-1], criteria(outcome, baseline, tensor_cores), strict=True)
+    return {
+        **dataclasses.asdict(outcome),
+        "ms_per_step": median_ms(outcome),
+        "tensor_core_share": flops.tensor_core_share(outcome.flops),
+        "criteria": {name: {"measured": criterion.text, "met": criterion.met} for name, criterion in judged},
+    }
+
+
+def sentence(title: str, outcomes: list[Outcome], metric: str) -> str:
+    """What the formats did to the held-out result of this task, made from the numbers.
+
+    A result counts as worse than float32's if it is so by more than two standard deviations over float32's seeds, and
+    by more than 0.02 of loss or 0.5 points of accuracy.
+    """
+    baseline, *others = outcomes
+    sign, scale, least, unit = (1, 1, 0.02, "") if metric == "loss" else (-1, 100, 0.5, " points")
+    threshold = max(least, 2 * scale * _deviation(baseline, metric))
+    failed = [o for o in others if o.failure or not math.isfinite(mean(o, metric))]
+    deltas = {id(o): sign * scale * difference(o, baseline, metric) for o in others if o not in failed}
+    worse = [o for o in others if deltas.get(id(o), 0) > threshold]
+    near = [o for o in others if id(o) in deltas and o not in worse]
+    shown = f"{mean(baseline, 'loss'):.2f}" if metric == "loss" else f"{100 * mean(baseline, 'accuracy'):.1f} %"
+    side = "above" if metric == "loss" else "below"
+    parts = []
+    if worse:
+        gaps = _range([deltas[id(o)] for o in worse], ".2f")
+        seen = [100 * o.zero_activations for o in worse if not math.isnan(o.zero_activations)]
+        ends = "ends" if len(worse) == 1 else "end"
+        its = "its" if len(worse) == 1 else "their"
+        why = f" ({_range(seen, '.0f')} % of {its} activation gradients became zero)" if seen else ""
+        parts.append(
+            f"{_and([_spoken(o) for o in worse])} {ends} {gaps}{unit} {side} float32's held-out {metric} of {shown}"
+            f"{why}"
+        )
+    if near:
+        everyone = len(near) == len(others) > 1
+        who = "everything else" if everyone else _and([_spoken(o) for o in near])
+        what = "it" if worse else f"float32's held-out {metric} of {shown}"
+        most = max(abs(deltas[id(o)]) for o in near)
+        bound = f"{max(most, 0.001):.3f}" if metric == "loss" else f"{max(most, 0.01):.2f}"
+        parts.append(f"{who} {'ends' if everyone or len(near) == 1 else 'end'} within {bound}{unit} of {what}")
+    if failed:
+        parts.append(f"{_and([_spoken(o) for o in failed])} did not stay finite")
+    return f"on {title} {', '.join(parts) or f'float32 ends at a held-out {metric} of {shown}'}"
+
+
+def _spoken(outcome: Outcome) -> str:
+    if outcome.loss_scale != "none":
+        return f"{outcome.policy} with {outcome.loss_scale} scaling"
+    return f"{outcome.policy} without scaling" if "float16" in outcome.flops else outcome.policy
+
+
+def _range(values: list[float], form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def _deviation(outcome: Outcome, metric: str) -> float:
+    values = [test[metric] for test in outcome.test]
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def _and(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def _result(outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
+    def spread(metric: str, factor: float, digits: int) -> str:
+        text = f"{factor * mean(outcome, metric):.{digits}f}"
+        return f"{text} ± {factor * _deviation(outcome, metric):.{digits}f}" if len(outcome.test) > 1 else text
+
+    is_baseline = outcome is baseline
+    return (
+        outcome.policy,
+        outcome.loss_scale,
+        spread("loss", 1, 3),
+        spread("accuracy", 100, 2),
+        "" if is_baseline else f"{difference(outcome, baseline, 'loss'):+.3f}",
+        "" if is_baseline else f"{100 * difference(outcome, baseline, 'accuracy'):+.2f}",
+        "" if is_baseline else _share(outcome.zero_activations),
+        "" if is_baseline else _share(outcome.zero_params),
+        str(sum(outcome.skipped)),
+        f"{outcome.final_scale[0]:g}",
+    )
+
+
+def _share(share: float) -> str:
+    return "–" if math.isnan(share) else f"{100 * share:.2f}"
+
+
+def _cost(outcome: Outcome) -> tuple[str, ...]:
+    low, middle, high = quartiles(outcome.milliseconds)
+    bound = "≤ " if outcome.device_bytes_is_bound else ""
+    return (
+        outcome.policy,
+        outcome.loss_scale,
+        f"{middle:.4g}",
+        f"{low:.4g} to {high:.4g}",
+        "–" if outcome.step_bytes is None else f"{outcome.step_bytes / 2**20:.1f}",
+        "–" if outcome.device_bytes is None else f"{bound}{outcome.device_bytes / 2**20:.1f}",
+    )
+
+
+def _rule(outcome: Outcome, baseline: Outcome, tensor_cores: bool) -> tuple[str, ...]:
+    name = (outcome.policy, outcome.loss_scale)
+    if outcome is baseline:
+        return (*name, *["reference"], *[""] * (len(RULE_COLUMNS) - 3))
+    judged = criteria(outcome, baseline, tensor_cores)
+    accepted = "yes" if all(criterion.met for criterion in judged) else "no"
+    return (*name, *map(str, judged), accepted if tensor_cores else "not judged")

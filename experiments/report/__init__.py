@@ -1,0 +1,1 @@
+"""Tables, pictures, progress, and the figures of the README."""

@@ -1,0 +1,225 @@
+"""The main table of the README: what mixed precision brings to ResNet-50, BERT-Base and GPT-2 on a GPU.
+
+Its figures come from experiments/results: measured train steps (train_step*), steps compiled for a GPU that was not
+there (compile_only*), what rematerialisation buys (remat*) and accuracies (accuracy*), the newest of each. What nobody
+has measured stays empty, and a line says which command fills it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks.accuracy import report as accuracy_report
+from experiments.benchmarks.compile_only import report as compile_only_report
+from experiments.benchmarks.shared.workloads import FULL, Name
+from experiments.benchmarks.train_step import goals as train_step_goals
+from experiments.benchmarks.train_step.goals import RECORDED, Goal
+from experiments.benchmarks.train_step.report import Results
+from experiments.report.tables import Table
+
+MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", "gpt2": "GPT-2 124M, 16×1024"}
+TASKS = {"resnet50": "images", "bert": "bert", "gpt2": "gpt2"}
+COMPILED, TYPED = "ᶜ", "ʳ"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file of results: its path, what it holds, and the device, versions, date and command behind it."""
+
+    path: Path
+    data: dict[str, Any]
+    where: dict[str, str]
+
+    def line(self, root: Path) -> str:
+        """Device, versions, date and command, with a link."""
+        link = f"[{self.path.parent.name}]({self.path.with_suffix('.md').relative_to(root)})"
+        device = self.where["device"]
+        if "target" in self.where:
+            device = f"compiled for {self.where['target']} on {device}, not run"
+        return f"{link}: {device}; {self.where['versions']}; {self.where['date'][:10]}; `{self.where['command']}`"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row: what it shows, which command measures it, and each model's figure, as text, from the sources there are."""
+
+    name: str
+    script: str
+    cell: Callable[[Sources, str], str]
+
+
+def newest(results: Path, name: str, holds: Callable[[dict[str, Any]], bool]) -> Source | None:
+    """The newest ``results/NAME*/NAME.json`` that is a result: no smoke test, nothing small.
+
+    Raises:
+      ValueError: one of them is damaged.
+    """
+    found = []
+    for path in results.glob(f"{name}*/{name}.json"):
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no result of a run ({error}); write it again, or remove it") from error
+        where = data.get("environment") or next((m["environment"] for m in data.get("models", {}).values()), None)
+        if where and holds(data):
+            found.append(Source(path, data, where))
+    return max(found, key=lambda source: (source.where["date"], str(source.path)), default=None)
+
+
+def gradient_sums(results: Path) -> Source | None:
+    """The newest result on the sums of gradients."""
+    return newest(results, "gradient_sums", lambda run: not run["smoke"])
+
+
+def _full(model: Name, found: dict[str, Any]) -> bool:
+    return found["sizes"] == dataclasses.asdict(FULL[model])
+
+
+def _whole(run: dict[str, Any]) -> bool:
+    return run["setting"].get("whole", False)
+
+
+class Sources:
+    """The newest results of each kind.
+
+    Args:
+      results: the folder of results.
+    """
+
+    def __init__(self, results: Path) -> None:
+        self.train_step = newest(results, "train_step", lambda data: any(_full(*m) for m in data["models"].items()))
+        self.compiled = newest(results, "compile_only", lambda data: any(r["full"] for r in data["results"]))
+        self.accuracy = newest(results, "accuracy", lambda data: any(_whole(run) for run in data["runs"]))
+        self.remat = newest(
+            results, "remat", lambda data: any(_full(each["model"], each["setting"]) for each in data["groups"])
+        )
+
+    def all(self) -> list[Source]:
+        """Those there are."""
+        return [each for each in (self.train_step, self.compiled, self.remat, self.accuracy) if each]
+
+    def steps(self, model: str) -> Results:
+        """What was measured of a model's train step, perhaps nothing."""
+        found = self.train_step.data["models"].get(model) if self.train_step else None
+        found = found if found and _full(model, found) else {}
+        alone = {key: {"train": row} for key, row in found.get("train", {}).items()}
+        return Results({"model": model}, alone, found.get("turns", {}), {})
+
+    def goals(self, model: str) -> dict[str, tuple[Goal, str]]:
+        """By key, a model's goals and their marks: as measured, or else as compiled."""
+        steps = self.steps(model)
+        found = {goal.key: (goal, "") for goal in train_step_goals.goals(steps)}
+        torch, float32 = (steps.memory("train", key) for key in (steps.reference("train") or "", "hand-fp32"))
+        typed = {key for key, peak in (("memory", torch), ("remat_memory", torch), ("saved", float32)) if not peak}
+        for result in self.compiled.data["results"] if self.compiled else []:
+            if result["name"] == model and result["full"]:
+                for goal in compile_only_report.goals(result, torch, float32):
+                    if goal.key not in found or found[goal.key][0].value is None:
+                        found[goal.key] = goal, COMPILED + (TYPED if goal.key in typed else "")
+        return found
+
+
+def goal(key: str, form: str = "") -> Callable[[Sources, str], str]:
+    """The figure of a goal; a dash for a model that has no such goal."""
+
+    def cell(sources: Sources, model: str) -> str:
+        found, mark = sources.goals(model).get(key, (None, ""))
+        return found.cell(form, mark) if found else "–"
+
+    return cell
+
+
+def largest(sources: Sources, model: str) -> str:
+    """The largest batch without remat, and with that of all but attention."""
+    if model == "resnet50":
+        return "–"
+    for group in sources.remat.data["groups"] if sources.remat else []:
+        if (group["model"], group["policy"]) == (model, "mixed_bfloat16") and _full(model, group["setting"]):
+            found = [group["rows"].get(kind, {}).get("largest", {}).get("batch") for kind in ("none", "attention")]
+            mark = COMPILED if "target" in group["setting"] else ""
+            return f"{found[0]} → {found[1]}{mark}" if all(found) else ""
+    return ""
+
+
+def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
+    """The difference of what was reached to float32, by seed."""
+
+    def cell(sources: Sources, model: str) -> str:
+        runs = sources.accuracy.data["runs"] if sources.accuracy else []
+        runs = [{**run, "final": {k: float(v) for k, v in run["final"].items()}} for run in runs if _whole(run)]
+        variants = accuracy_report.by_variant(runs).get(TASKS[model], {})
+        own, baseline = (variants.get(key, []) for key in ((policy, loss_scale), accuracy_report.BASELINE))
+        found = accuracy_report.differences(TASKS[model], own, baseline)
+        if not found:
+            return ""
+        if any(run["failure"] for run in own):
+            return "✗ stopped"
+        met = accuracy_report.goal(TASKS[model], policy, own, baseline)[0]
+        unit = "points" if TASKS[model] == "images" else "% loss"
+        seeds = f"{len(found)} of {accuracy_report.SEEDS} seeds"
+        mark, few = ("", f", {seeds}") if met is None else ("✓ " if met else "✗ ", "")
+        return f"{mark}{accuracy_report.spread(found, '+.2f')} {unit}{few}"
+
+    return cell
+
+
+ROWS = (
+    Row("step time / torch.compile AMP", "train_step", goal("time")),
+    Row("peak memory / torch.compile AMP", "train_step", goal("memory")),
+    Row("peak memory with remat / torch.compile AMP", "train_step", goal("remat_memory")),
+    Row("step time with remat / without", "train_step", goal("remat_time")),
+    Row("speed-up over float32 without tensor cores", "train_step", goal("over_fp32")),
+    Row("speed-up over TF32", "train_step", goal("over_tf32")),
+    Row("memory saved against float32", "train_step", goal("saved", ".0%")),
+    Row("fp16 with dynamic scaling / without", "train_step", goal("scaling")),
+    Row("autocast of the float32 model / by hand", "train_step", goal("autocast_by_hand")),
+    Row("autocast of the float32 model / with a policy", "train_step", goal("autocast")),
+    Row("FLOPs on tensor cores in half", "train_step", goal("half", ".1%")),
+    Row("largest batch, with remat", "remat", largest),
+    Row("mixed_float16 against float32", "accuracy", accuracy("mixed_float16", "dynamic")),
+    Row("mixed_bfloat16 against float32", "accuracy", accuracy("mixed_bfloat16", "none")),
+)
+
+
+def lines(results: Path, root: Path) -> list[str]:
+    """The table in Markdown, and below it where its figures come from and how those that are missing are had.
+
+    Args:
+      results: the folder of results.
+      root: what links are relative to.
+    """
+    sources = Sources(results)
+    cells = {row: [row.cell(sources, model) for model in MODELS] for row in ROWS}
+    table = Table("", ("", *MODELS.values()), [(row.name, *own) for row, own in cells.items()])
+    found = [line for line in table.markdown().splitlines() if line.startswith("|")]
+    notes = [source.line(root) for source in sources.all()]
+    shown = [cell for own in cells.values() for cell in own]
+    if any(TYPED in cell for cell in shown):
+        peaks = ", ".join(
+            f"{MODELS[model].split(',')[0]} {each.torch:,} and {each.float32:,}" for model, each in RECORDED.items()
+        )
+        notes.insert(
+            0,
+            f"{TYPED} over recorded peaks, typed in from one run on one H200 (torch 2.11.0+cu130), which no script "
+            f"here wrote: MiB of torch.compile AMP and of JAX's float32 by hand: {peaks}. A train step measured with "
+            "the command below takes their place.",
+        )
+        alike = {name: sources.goals(model).get("saved_compiled") for model, name in MODELS.items()}
+        shares = [f"{name.split(',')[0]} {found[0].value:.0%}" for name, found in alike.items() if found]
+        if shares:
+            notes.insert(
+                1, f"Saved against float32 that is compiled as well, without cuDNN's workspaces: {', '.join(shares)}."
+            )
+    if any(COMPILED in cell for cell in shown):
+        notes.insert(0, f"{COMPILED} compiled, not run.")
+    empty = dict.fromkeys(row.script for row, own in cells.items() if "" in own)
+    commands = [f"`python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`" for name in empty]
+    if commands:
+        notes.append(
+            f"Empty cells are filled on a GPU by {', '.join(commands)}, and then `python -m experiments.report.readme`."
+        )
+    return ["Goals in brackets, ✓ where they are met.", "", *found, "", *(f"{note}\n" for note in notes)]

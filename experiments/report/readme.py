@@ -1,0 +1,102 @@
+"""Copies what was measured from experiments/results into the README and docs/gradient_sums.md, between two markers.
+
+python -m experiments.report.readme
+
+The README's figures are those of :mod:`experiments.report.headline`, of results/demo/compare.md and of every
+results/loss_scaling*/loss_scaling.md, with the facts of each run.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from experiments.benchmarks.gradient_sums import NOTE, sentence
+from experiments.report import headline
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- results: written by `python -m experiments.report.readme` -->\n", "<!-- /results -->"
+
+
+def sections(file: Path) -> dict[str, str]:
+    """The parts of a Markdown file by heading, the table of each without the notes below it."""
+    parts = re.split(r"^#+ (.+)$", file.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def table(text: str) -> str:
+    """The first table in ``text``."""
+    return "\n".join(line for line in text.splitlines() if line.startswith("|"))
+
+
+def facts(text: str) -> str:
+    """Device, versions, date and command in one line."""
+    found = dict(re.findall(r"^- (\w+): (.+)$", text, flags=re.MULTILINE))
+    return f"{found['device']}; {found['versions']}; {found['date'][:10]}; `{found['command']}`"
+
+
+def block(root: Path = ROOT) -> str:
+    """The README's part with measured figures, of the results below ``root``."""
+    results = root / "experiments" / "results"
+    demo = sections(results / "demo" / "compare.md")
+    conclusion = demo["Comparison"].strip().splitlines()[0]
+    lines = ["## Measured", ""]
+    if sums := headline.gradient_sums(results):
+        lines += [f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", "", sums.line(root), ""]
+    lines += ["ResNet-50, BERT-Base and GPT-2 on a GPU, against PyTorch and float32.", ""]
+    lines += headline.lines(results, root)
+    lines += [conclusion, "", table(demo["pysource: result"]), "", facts(demo["Comparison"]), ""]
+    lines += [
+        "What loss scaling adds to a train step, beside its peers. The cost goes with the params and not with the",
+        "examples, so that it is a larger share of a step with few examples:",
+        "",
+    ]
+    for file in sorted(results.glob("loss_scaling*/loss_scaling.md")):
+        benchmark = sections(file)
+        for heading, text in benchmark.items():
+            if "|" in text:
+                lines += [f"*{heading.removesuffix(': ms a step')}*", "", table(text), ""]
+        lines += [facts(benchmark["What loss scaling adds to a train step"]), ""]
+    others = sorted({*results.glob("*/*.md")} - {*results.glob("demo/*")} - {*results.glob("loss_scaling*/*")})
+    others = [file for file in others if not re.search(r"^- command: .* --smoke", file.read_text(), re.MULTILINE)]
+    if others:
+        links = ", ".join(f"[{file.parent.name}]({file.relative_to(root)})" for file in others)
+        lines += [f"All of it, with what else was measured: {links}.", ""]
+    return "\n".join(lines)
+
+
+def gradient_sums_block(root: Path = ROOT) -> str:
+    """The part with measured figures of docs/gradient_sums.md, of the newest result below ``root``."""
+    source = headline.gradient_sums(root / "experiments" / "results")
+    if source is None:
+        name = "gradient_sums"
+        return f"Not measured yet: `python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`.\n"
+    file = source.path.with_suffix(".md")
+    picture = Path("..") / source.path.with_suffix(".png").relative_to(root)
+    lines = [f"![Errors of the gradients of params by case and way]({picture})", ""]
+    parts = sections(file)
+    for heading, text in parts.items():
+        if "|" in text:
+            lines += [f"*{heading}*", "", table(text), ""]
+    return "\n".join([*lines, NOTE, "", facts(next(iter(parts.values()))), ""])
+
+
+def write(file: Path, text: str) -> None:
+    """Replaces what is between the markers of ``file``."""
+    before, begin, rest = file.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"error: {file} must have the lines {BEGIN!r} and {END!r}")
+    file.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(__doc__)
+        sys.exit()
+    try:
+        write(ROOT / "README.md", block())
+        write(ROOT / "docs" / "gradient_sums.md", gradient_sums_block())
+    except ValueError as error:
+        sys.exit(f"error: {error}")

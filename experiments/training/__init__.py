@@ -1,0 +1,1 @@
+"""How a script trains: its flags, its loop, its run folder, its checkpoints."""

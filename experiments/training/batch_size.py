@@ -1,0 +1,200 @@
+"""The largest batch that fits in memory, found from what the compiled step says it needs: nothing runs out of memory.
+
+Memory grows in proportion to the batch, so that a line through what two batches need says where the limit is, and a
+few compilations find it. Nothing is computed meanwhile, and no array is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from experiments.measure import memory
+from experiments.measure.memory import NO_ROOM
+from experiments.training.experiment import Experiment
+from experiments.training.loop import folder_to_resume
+
+C = TypeVar("C")
+
+SHARE = 0.9  # of the free memory that a step may take: evaluation and what lies between two arrays need some, too
+_COMPILATIONS = 5
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Found(NamedTuple):
+    """The largest batch, the bytes that its step needs, the limit, and what each batch that was compiled needs."""
+
+    batch: int
+    bytes: int
+    limit: int
+    tried: dict[int, int]
+
+    def __str__(self) -> str:
+        text = f"{self.batch}, whose step needs {in_words(self.bytes)} of {in_words(self.limit)}"
+        more = min((size for size, need in self.tried.items() if need > self.limit), default=None)
+        if more is None:
+            return text
+        return f"{text} ({more} would need {in_words(self.tried[more])})"
+
+
+def largest_batch(
+    needs: Callable[[int], int], limit: int, *, least: int = 1, multiple: int = 8, most: int = 2**20
+) -> Found:
+    """The largest batch whose step needs no more than ``limit`` bytes.
+
+    Args:
+      needs: batch to the bytes that a step with it needs, or ``NO_ROOM``; compiles it. See :func:`step_bytes`.
+      limit: bytes that there are, see :func:`free_bytes`.
+      least: the smallest batch; others are multiples of it (microbatches a step, say).
+      multiple: larger batches are multiples of this, too.
+      most: the largest batch that makes sense.
+
+    Returns:
+      A batch that was compiled and fits, in at most five compilations and those that had no room; the next larger one
+      does not fit, unless memory is so far from a line that these did not settle it.
+
+    Raises:
+      ValueError: not even the smallest fits; says what it needs.
+
+    >>> largest_batch(lambda batch: 1000 + 30 * batch, limit=10_000)[:3]
+    (296, 9880, 10000)
+    """
+    step = math.lcm(least, multiple)
+
+    def down(batch: int) -> int:
+        return batch // step * step if batch >= step else batch // least * least
+
+    tried = {least: needs(least)}
+    if tried[least] > limit:
+        raise ValueError(
+            f"a batch of {least} must fit in memory, but its step needs {in_words(tried[least])} of "
+            f"{in_words(limit)}; compute more again (--remat attention or full), take a half policy, a smaller model "
+            "or shorter examples, or raise --memory-limit if there is more"
+        )
+    fits, too_large, guess = least, math.inf, down(min(max(step, 2 * least), most))
+    while guess > fits and sum(need < NO_ROOM for need in tried.values()) < _COMPILATIONS:
+        tried[guess] = needs(guess)
+        if tried[guess] <= limit:
+            fits = guess
+        else:
+            too_large = guess
+        after = fits + (step if fits >= step else least)  # the next larger batch
+        if after >= too_large or after > most:
+            break
+        if tried.get(int(min(too_large, most + 1))) == NO_ROOM:  # no line goes through it
+            guess = max(after, down((fits + int(too_large)) // 2))
+            continue
+        # The line between the two sides of the limit, or on through the two largest that fit.
+        x, x2 = sorted(tried)[-2:] if too_large == math.inf else (fits, int(too_large))
+        slope = (tried[x2] - tried[x]) / (x2 - x)
+        expected = x + (limit - tried[x]) / slope if slope > 0 else 4 * fits
+        # At least the next larger one, to have seen that it does not fit.
+        guess = max(after, down(int(min(expected, most, too_large - 1))))
+    return Found(fits, tried[fits], limit, tried)
+
+
+def step_bytes(experiment: Experiment, batch_size: int) -> int:
+    """Bytes that an experiment's train step needs with a batch of that size, and the next batch, which waits for it.
+
+    Raises:
+      ValueError: the compiler does not tell.
+    """
+    state = jax.eval_shape(experiment.init, 0)
+    batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype), next(experiment.train_batches(0))
+    )
+    needed = memory.of_lowered(experiment.step.jitted.lower(state, batch))
+    return needed + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
+
+
+def free_bytes(limit: str | None = None) -> int:
+    """The bytes that ``limit`` says, or the share of the device's memory that a step may take (a CPU's is the host's).
+
+    Raises:
+      ValueError: ``limit`` is no number of bytes, or it is None and the device does not say what it has.
+    """
+    if limit is not None:
+        return read_bytes(limit)
+    if stats := jax.local_devices()[0].memory_stats():
+        return int(SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    try:
+        available = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        available = None
+    if available is None:
+        raise ValueError(
+            "this device does not say how much memory is free; say it with --memory-limit, 4GB for example"
+        )
+    return int(SHARE * 1024 * int(available[1]))
+
+
+def read_bytes(text: str) -> int:
+    """A number of bytes from text.
+
+    Raises:
+      ValueError: it is none, or not positive.
+
+    >>> read_bytes("2GB"), read_bytes("1.5 GiB"), read_bytes("4096")
+    (2000000000, 1610612736, 4096)
+    """
+    match = re.fullmatch(r"([\d.]+)\s*([kmgt]?i?)b?", text.strip().lower())
+    try:
+        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    except (ValueError, KeyError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f"--memory-limit is a number of bytes, got {text!r}; write 20GB or 512MiB, say")
+    return size
+
+
+def in_words(size: int) -> str:
+    """Bytes as text.
+
+    >>> in_words(1_930_000_000), in_words(512_000), in_words(1000)
+    ('1.93 GB', '0.51 MB', '1.00 kB')
+    """
+    if size >= NO_ROOM:
+        return "more than there is"
+    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e5 else (1e3, "kB")
+    return f"{size / unit:.2f} {name}"
+
+
+def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Callable[[C], int]) -> C:
+    """The flags of a script with a number for ``--batch-size auto``; a resumed run's is the one it began with.
+
+    Args:
+      name: the experiment's.
+      config: its flags.
+      prepare: flags to the experiment they describe.
+      most: flags to the largest batch that makes sense.
+
+    Raises:
+      ValueError: not even the smallest batch fits, or there is no run to resume.
+    """
+    flags: Any = config
+    if flags.batch_size != "auto":
+        if flags.memory_limit is not None:
+            raise ValueError(f"--memory-limit is for --batch-size auto, got --batch-size {flags.batch_size}")
+        return config
+    if flags.resume:
+        began = json.loads((folder_to_resume(name, flags.run_dir) / "config.json").read_text())
+        return dataclasses.replace(flags, batch_size=began["config"]["batch_size"])
+    experiment = prepare(dataclasses.replace(flags, batch_size=flags.accumulate))
+    limit = free_bytes(flags.memory_limit)  # what the data take on the device is not free any more
+    print("looking for the largest batch that fits", file=sys.stderr, flush=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # training will say it
+        found = largest_batch(
+            lambda batch: step_bytes(experiment, batch), limit, least=flags.accumulate, most=most(config)
+        )
+    print(f"--batch-size auto: {found}", flush=True)
+    return dataclasses.replace(flags, batch_size=found.batch)

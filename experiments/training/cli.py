@@ -1,0 +1,190 @@
+"""The flags that every training script has, and how a script is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+import jax
+import tyro
+
+from experiments.measure.environment import program_line
+from experiments.training.allocator import keep_freed_memory
+
+C = TypeVar("C")
+GPU_SHARE = 0.95
+"""Of a GPU's memory, what JAX may take in a script; it would leave a quarter unused by itself."""
+BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))]
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """Flags of every training script."""
+
+    policy: str = "auto"
+    """Precision: float32, tensorfloat32, mixed_float16, mixed_bfloat16, float16, bfloat16, O0, O2, O3, a string such as
+    params=float32,compute=float16,output=float32, or auto for what suits the device."""
+    loss_scale: str = "auto"
+    """Loss scale: none, static:4096, dynamic or headroom, the last two with parameters if need be, as in
+    dynamic:loss_scale=1024,period=100 or headroom:headroom=3. auto is dynamic where the policy computes in float16."""
+    autocast: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Leave the model in plain float32 and run the loss function under jaxmp.autocast, which decides operation by
+    operation; --policy, mixed_bfloat16 say, names the dtype of the products."""
+    opt_level: Annotated[Literal["O0", "O1", "O2", "O3"] | None, tyro.conf.arg(metavar="{O0,O1,O2,O3}")] = None
+    """Apex's name for a policy together with its loss scale, in place of --policy; O1 is --autocast in float16."""
+    override: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN=POLICY")] = ()
+    """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast paths begin with
+    the model's own name."""
+    remat: str = "none"
+    """What the backward pass computes again in place of keeping it: none, full, dots, dots_no_batch, or the name of a
+    policy of jax.checkpoint_policies. Transformers have attention too, which keeps attention's results and computes
+    the rest of each block again: the most memory for the least time."""
+    accumulate: int = 1
+    """Microbatches a step; must divide the batch."""
+    ema: float = 0.0
+    """Decay of a moving average of the params, 0.99 say, with which to evaluate; 0 keeps none."""
+    memory_limit: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")] = None
+    """What --batch-size auto may fill, 20GB or 512MiB say. (default: nine tenths of what is free of the 95 % of a GPU's
+    memory that JAX takes, or of the memory of a machine without one)"""
+    seed: int = 0
+    """Seed of the params and of the order of the examples."""
+    evaluate_every: int = 50
+    """Steps between evaluations on held-out examples; 0 evaluates at the end only."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints, which are written while training goes on; the last step has one too. 0 writes none."""
+    keep: int = 3
+    """Checkpoints to keep, the last ones."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on from the last checkpoint in --run-dir, or in the newest run of this experiment below runs/, as if it had
+    not been stopped, bit for bit. Give the flags of that run; the number of steps (a finished run trains on), the
+    policy (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind:
+    static, dynamic or headroom, whatever its parameters) and what does not touch training may be others. The data may
+    have moved, but must be the same."""
+    data_dir: Folder = None
+    """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
+    run_dir: Folder = None
+    """Folder to write config, metrics, curves, checkpoints and summary to. (default: runs/NAME-TIME)"""
+
+
+def require(flag: str, value: float, least: float, below: float = float("inf")) -> None:
+    """Checks a number from the command line.
+
+    Raises:
+      ValueError: it is not in [least, below).
+    """
+    if not least <= value < below:
+        limit = f" and below {below:g}" if below < math.inf else " and finite" if value == math.inf else ""
+        raise ValueError(f"{flag} must be at least {least:g}{limit}, got {value:g}")
+
+
+def check(config: Any) -> None:
+    """Checks the numbers that every training script takes.
+
+    Raises:
+      ValueError: one is out of range.
+    """
+    if config.batch_size == "auto":
+        raise ValueError("--batch-size auto is for a training script by itself; name a number here")
+    require("--accumulate", config.accumulate, 1)
+    require("--batch-size", config.batch_size, 1)
+    require("--ema", config.ema, 0, 1)
+    require("--seed", config.seed, 0, 2**31)
+    require("--evaluate-every", config.evaluate_every, 0)
+    require("--checkpoint-every", config.checkpoint_every, 0)
+    require("--keep", config.keep, 1)
+    if not 0 < config.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate must be positive and finite, got {config.learning_rate:g}")
+    if config.batch_size % config.accumulate:
+        raise ValueError(
+            f"--accumulate must divide --batch-size, got {config.accumulate} for batches of {config.batch_size}"
+        )
+
+
+def parse(config_type: type[C], description: str, args: Sequence[str] | None = None) -> C:
+    """The flags in ``args``, or in this process's own. ``--help`` ends it with exit code 0, an unknown flag with 2."""
+    program = " ".join(program_line()) if args is None else None
+    return tyro.cli(config_type, prog=program, description=description, args=args, config=(tyro.conf.OmitArgPrefixes,))
+
+
+@contextmanager
+def bad_values_end_it() -> Iterator[None]:
+    """What a value from the command line breaks in here is one line on stderr and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        fail(str(error))
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Ends the process with one line on stderr."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def plain_warnings() -> None:
+    """Warnings as one line each, without the place in the code."""
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+
+
+def plain_threads() -> None:
+    """Without the tracebacks of what nobody can catch in tensorstore's threads, one an array that it cannot write.
+
+    What became of the write is raised where it is waited for.
+    """
+    report = sys.unraisablehook
+
+    def in_the_main_thread(error: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            report(error)
+
+    sys.unraisablehook = in_the_main_thread
+
+
+def main(config_type: type[C], train: Callable[[C], Any], description: str) -> None:
+    """Runs a training script: flags, training, and errors that a user can act on."""
+    config = parse(config_type, description)
+    plain_warnings()
+    plain_threads()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a text that a model wrote has letters that not every terminal has
+            stream.reconfigure(errors="replace")
+    keep_freed_memory()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read when JAX first looks for a device
+    try:
+        train(config)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing may be flushed into it any more
+        if isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
+            return
+        fail(f"{error.filename or 'the output cannot be written'}: {error.strerror or error}", 1)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(130)  # at once: threads of XLA's that still compile crash when the interpreter is taken down
+    except FloatingPointError as error:  # NonFiniteTrainingError
+        fail(str(error), 1)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        fail(f"out of memory{_remedy(config_type)} ({(str(error).splitlines() or [type(error).__name__])[0]})", 1)
+
+
+def _remedy(config_type: Any) -> str:
+    """What a script with these flags can do to need less memory."""
+    known = {"batch_size": "a smaller --batch-size", "accumulate": "--accumulate", "remat": "--remat full"}
+    flags = [text for name, text in known.items() if name in config_type.__dataclass_fields__]
+    if not flags:
+        return ""
+    *others, last = flags
+    return f"; use {', '.join(others)} or {last}" if others else f"; use {last}"

@@ -1,0 +1,236 @@
+"""The loop that every training script runs, from the first step or from the last checkpoint of an earlier process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from experiments.training import cli
+from experiments.training.experiment import Experiment
+from experiments.training.runs import Run, alone_in, checkpoints_folder, run_folder, strict_json
+
+if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
+    from experiments.training.checkpoints import Checkpoint
+
+C = TypeVar("C", bound=cli.Training)
+
+# Flags in which runs of one experiment differ: a comparison sets them itself, and a resumed run may have others.
+OF_A_RUN = frozenset(
+    ("policy", "loss_scale", "opt_level", "autocast", "checkpoint_every", "keep", "resume", "data_dir", "run_dir")
+)
+# Flags that a resumed run may have otherwise. Those of precision are held against the checkpoint's dtypes instead.
+MAY_CHANGE = OF_A_RUN | {
+    "override", "remat", "steps", "epochs", "evaluate_every", "memory_limit", "prompt", "sample_tokens", "temperature",
+    "top_k",
+}  # fmt: skip
+_LENGTH = frozenset(("steps", "epochs"))
+
+
+def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str, Any]:
+    """Trains as the scripts do, and returns the run's summary; see :func:`running`."""
+    with running(name, config, prepare) as run:
+        for batch in run.batches():
+            run.state, metrics = run.experiment.step(run.state, batch)
+            run.log(metrics)
+    return run.summary
+
+
+@contextlib.contextmanager
+def running(name: str, config: C, prepare: Callable[[C], Experiment]) -> Iterator[Any]:
+    """A run in its folder, from the first step or from the last checkpoint on: a loop over its batches trains it.
+
+    When the block ends it is evaluated, and ``run.summary`` says what came out. A folder that can no longer be written
+    to ends the process with one line.
+
+    Args:
+      name: the experiment's, for the run's folder.
+      config: its flags.
+      prepare: flags to the experiment they describe.
+    """
+    with contextlib.ExitStack() as held:
+        with cli.bad_values_end_it():
+            checkpoint = summary = None
+            if config.resume:
+                folder = folder_to_resume(name, config.run_dir)
+                held.enter_context(alone_in(folder))
+                checkpoint = to_resume(name, config, folder)
+            experiment = prepare(config)
+            if checkpoint:
+                require_same_data(checkpoint, experiment, config.seed)
+                summary = finished(folder, checkpoint, experiment)
+            else:
+                folder = run_folder(name, config.run_dir)
+                held.enter_context(alone_in(folder))
+                require_new(folder)
+            if summary is None:
+                state = experiment.init(config.seed)
+                if checkpoint:
+                    state = checkpoint.restore(state, experiment.precision, config.override)
+                    print(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
+                run = Run(name, config, experiment, state, folder, checkpoint)
+        del checkpoint  # frees the host's copy of the state
+        if summary is not None:
+            print(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
+            yield Finished(summary)
+            return
+        del state  # the first step takes it over
+        try:
+            with run:
+                yield run
+                run.finish()
+        except OSError as error:
+            from experiments.training import checkpoints
+
+            remedy = "go on with --resume" if checkpoints.steps(checkpoints_folder(folder)) else "start again"
+            cli.fail(f"the run in {folder} cannot go on: {error}; once there is room, {remedy}", 1)
+    print(
+        f"held-out accuracy {run.summary['test_accuracy']:.2%}, loss {run.summary['test_loss']:.4f}, "
+        f"{run.summary['skipped']} of {run.summary['steps']} steps skipped; written to {folder}"
+    )
+    for title, text in run.summary.get("texts", {}).items():
+        print(f"\n{title}\n\n{text}")
+
+
+class Finished(NamedTuple):
+    """A run that has had all its steps in an earlier process."""
+
+    summary: dict[str, Any]
+
+    def batches(self) -> tuple[()]:
+        """None are left."""
+        return ()
+
+
+def require_new(folder: Path) -> None:
+    """Checks that a run may begin in a folder.
+
+    Raises:
+      ValueError: it has another run's checkpoints, or what a finished run left.
+    """
+    if (earlier := checkpoints_folder(folder)).is_dir():
+        from experiments.training import checkpoints
+
+        if steps := checkpoints.steps(earlier):
+            raise ValueError(
+                f"a run begins in a folder without checkpoints, but {folder} has one of step {steps[-1]}; go on with "
+                "--resume, or take another --run-dir"
+            )
+    if (folder / "summary.json").exists():
+        raise ValueError(
+            f"a run begins in a folder without a finished run, but {folder} has summary.json; take another --run-dir, "
+            "or remove that folder"
+        )
+
+
+def folder_to_resume(name: str, folder: Path | None) -> Path:
+    """The folder of the run that the flags mean.
+
+    Raises:
+      ValueError: there is none.
+    """
+    folder = folder or newest_run(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"--resume goes on with a run, but {folder} has no config.json of one; start it without --resume"
+        )
+    return folder
+
+
+def to_resume(name: str, config: cli.Training, folder: Path) -> Checkpoint:
+    """The last checkpoint of the run in a folder.
+
+    Raises:
+      ValueError: there is none, it is damaged, or the flags are not that run's.
+    """
+    from experiments.training import checkpoints
+
+    for path in checkpoints.unfinished(checkpoints_folder(folder)):
+        print(f"warning: {path} was not finished when its process ended, and is left out", file=sys.stderr)
+    checkpoint = checkpoints.read_last(checkpoints_folder(folder))
+    require_same_flags(name, config, checkpoint)
+    metrics, size = folder / "metrics.csv", checkpoint.about["metrics_bytes"]
+    if not metrics.is_file() or metrics.stat().st_size < size:
+        raise ValueError(
+            f"a resumed run goes on after the first {size} bytes of its metrics, but {metrics} has fewer; put the file "
+            "back, or start another run"
+        )
+    return checkpoint
+
+
+def newest_run(name: str) -> Path:
+    """The newest folder below ``runs/`` that is named after the experiment."""
+    folders = [folder for folder in Path("runs").glob(f"{name}-*") if (folder / "config.json").is_file()]
+    if not folders:
+        raise ValueError(
+            f"--resume goes on with a run, but runs/ has none of {name}; give its folder with --run-dir, or start "
+            "without --resume"
+        )
+    return max(folders, key=lambda folder: [int(part) for part in re.findall(r"\d+", folder.name.removeprefix(name))])
+
+
+def require_same_flags(name: str, config: cli.Training, checkpoint: Checkpoint) -> None:
+    """Checks that nothing was changed that would make another run of this one."""
+    began = checkpoint.about["experiment"]
+    if began != name:
+        raise ValueError(f"--resume goes on with a run of {name}, but {checkpoint.folder} is one of {began}")
+    before = checkpoint.about["config"]
+    # A learning rate that follows a schedule depends on how many steps there will be.
+    may_change = MAY_CHANGE if getattr(config, "schedule", "constant") == "constant" else MAY_CHANGE - _LENGTH
+    changed, remedy = [], []
+    for field in dataclasses.fields(config):
+        now = strict_json(getattr(config, field.name))
+        then = before.get(field.name, strict_json(field.default))
+        if field.name not in may_change and now != then:
+            flag = f"--{field.name.replace('_', '-')}"
+            changed.append(f"{flag} was {then} and is {now} now")
+            remedy.append(f"without {flag}" if then is False else f"with {flag if then is True else f'{flag} {then}'}")
+    if changed:
+        raise ValueError(
+            f"a resumed run keeps its flags, but in {checkpoint.folder.parents[1]} {', '.join(changed)}; resume "
+            f"{' and '.join(remedy)}, or start another run"
+        )
+
+
+def require_same_data(checkpoint: Checkpoint, experiment: Experiment, seed: int) -> None:
+    """Checks that the examples are those that the run has seen, wherever they lie now.
+
+    Raises:
+      ValueError: they are not.
+    """
+    there = checkpoint.about["precision"].get("data", "data"), checkpoint.about["examples"]
+    here = experiment.precision.get("data", "data"), experiment.examples(seed)
+    if there != here:
+        was, now = (f"{origin!r} (first batch {examples})" for origin, examples in (there, here))
+        raise ValueError(
+            f"a resumed run keeps its data, but {checkpoint.folder.parents[1]} was trained on {was} and here is {now}; "
+            "resume with the --data-dir of that run, or start another run"
+        )
+
+
+def finished(folder: Path, checkpoint: Checkpoint, experiment: Experiment) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do.
+
+    Raises:
+      ValueError: it has had more steps than it should.
+    """
+    if checkpoint.step > experiment.steps:
+        raise ValueError(
+            f"--steps must be at least the {checkpoint.step} that {folder} has had, got {experiment.steps}; "
+            "start another run to train less"
+        )
+    path = folder / "summary.json"
+    if checkpoint.step < experiment.steps or not path.is_file():
+        return None
+    try:
+        summary = json.loads(path.read_text())
+        return summary if summary["steps"] == experiment.steps else None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is no summary of a run ({type(error).__name__}: {error}); remove it, and --resume writes it anew"
+        ) from error

@@ -1,0 +1,333 @@
+"""A run's folder (config, metrics, curves, checkpoints, summary) and what is shown meanwhile, without steady syncs."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import datetime
+import fcntl
+import itertools
+import json
+import math
+import tempfile
+import time
+import unicodedata
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+import jax
+
+import jaxmp
+from experiments.measure.environment import environment
+from experiments.report import plots
+from experiments.report.progress import Progress
+from experiments.training import cli
+from experiments.training.experiment import Batch, Experiment
+from experiments.training.metrics import Late
+
+if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
+    from experiments.training.checkpoints import Checkpoint
+
+COLUMNS = (
+    "step", "split", "loss", "accuracy", "grad_norm", "loss_scale", "skipped", "examples_per_s", "input_wait",
+)  # fmt: skip
+
+
+def run_folder(name: str, folder: Path | None) -> Path:
+    """``folder``, or a new one below ``runs/`` with the name and the time; made if need be.
+
+    Raises:
+      ValueError: no file can be written there.
+    """
+    if folder is not None:
+        with _told_of_folder(folder, "--run-dir must name", "take another --run-dir"):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # it was there, perhaps, and another's
+        return folder
+    stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    for suffix in itertools.count(1):
+        folder = Path("runs") / (stem if suffix == 1 else f"{stem}-{suffix}")
+        with _told_of_folder(folder, "a run needs", "name another folder with --run-dir"):
+            folder.parent.mkdir(exist_ok=True)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                continue
+        return folder
+    raise AssertionError("itertools.count ends")
+
+
+@contextmanager
+def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
+    """Says of what the operating system refuses which folder was asked for, and what is in its way."""
+    try:
+        yield
+    except OSError as error:
+        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+        reason = f"{file} is a file" if file else f"nothing can be written to {folder} ({error.strerror})"
+        raise ValueError(f"{rule} a folder to write to, but {reason}; {remedy}") from error
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps every other process from training in a folder; the kernel lets go when this one ends, however it does.
+
+    Raises:
+      ValueError: another process trains there.
+    """
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"one process trains in a folder, but another process trains in {folder}; wait until it ends, or take "
+                "another --run-dir"
+            ) from None
+        yield
+
+
+class Run:
+    """One training run, from its first step or from a checkpoint on.
+
+    A context manager: when it ends, the bar stops, the last checkpoint is written and the metrics' file is closed.
+
+    Args:
+      name: the experiment's.
+      config: its flags.
+      experiment: what they describe.
+      state: what it begins with.
+      folder: the run's.
+      checkpoint: where to go on; None begins anew.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: cli.Training,
+        experiment: Experiment,
+        state: jaxmp.TrainState,
+        folder: Path,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self.experiment, self.state, self.folder = experiment, state, folder
+        self.summary: dict[str, Any] = {}
+        self._name, self._config = name, config
+        self._environment = environment()
+        self._record = {"config": dataclasses.asdict(config), "precision": experiment.precision}
+        self._checkpoints = None
+        if config.checkpoint_every:
+            from experiments.training.checkpoints import Checkpoints
+
+            self._record["examples"] = experiment.examples(config.seed)
+            self._checkpoints = Checkpoints(checkpoints_folder(folder), config.keep)
+        self._start = self._step = checkpoint.step if checkpoint else 0
+        self._rows: list[dict[str, Any]] = []
+        self._file = self._open(checkpoint.about["metrics_bytes"] if checkpoint else 0)
+        write_json(folder / "config.json", {**self._record, "environment": self._environment})
+        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
+        if not checkpoint:
+            self._writer.writeheader()
+        self._late = Late()
+        self._progress = Progress(name, experiment.steps, self._start)
+        self._skipped = int(sum(row.get("skipped", 0) for row in self._rows))
+        self._started = time.perf_counter()
+        self._compile_s = self._paused_s = self._saving_s = self._waiting_s = self._last_read = 0.0
+        self._test: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # what ended the run comes first
+            self._read(self._late.drain())  # the last steps of a run that was stopped
+        self._progress.__exit__(*args)
+        try:
+            self._file.close()
+        finally:
+            if self._checkpoints:
+                self._checkpoints.__exit__(*args)
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of the steps there are, timing how long each is waited for."""
+        batches = self.experiment.train_batches(self._config.seed, self._start)
+        while self._step < self.experiment.steps:
+            self._step += 1
+            started = time.perf_counter()
+            batch = next(batches)
+            if self._step > self._start + 1:
+                self._waiting_s += time.perf_counter() - started
+            yield batch
+
+    def log(self, metrics: dict[str, jax.Array]) -> None:
+        """Takes a step's metrics, still on the device, and writes those of some steps ago; evaluates and saves.
+
+        Both are done every so many steps, as the flags say, and after the last one.
+        """
+        if self._step == self._start + 1:  # the first call compiles: the clock starts when its step is done
+            jax.block_until_ready(metrics)
+            self._compile_s = time.perf_counter() - self._started
+            self._started = self._last_read = time.perf_counter()
+        self._read(self._late.push(self._step, metrics))
+        if self._due(self._config.evaluate_every):
+            self.log_evaluation(self.state)
+        if self._checkpoints is not None and self._due(self._config.checkpoint_every):
+            self.save(self.state)
+
+    def _due(self, every: int) -> bool:
+        return self._step == self.experiment.steps or (every > 0 and self._step % every == 0)
+
+    def log_evaluation(self, state: jaxmp.TrainState) -> None:
+        """Evaluates on the held-out examples and writes the result; the time it takes does not count as training."""
+        with self._pause():
+            self._test = self.experiment.evaluate(state)
+            self._write({"step": self._step, "split": "test", **self._test})
+
+    def save(self, state: jaxmp.TrainState) -> None:
+        """Begins to write a checkpoint; the time that training waits for it does not count as training."""
+        assert self._checkpoints is not None
+        waited = self._paused_s
+        with self._pause():
+            self._file.flush()  # a resumed run goes on after these rows
+            size = (self.folder / "metrics.csv").stat().st_size
+            about = {**self._record, "experiment": self._name, "batches": self._step, "metrics_bytes": size}
+            self._checkpoints.save(self._step, state, strict_json(about))
+        self._saving_s += self._paused_s - waited
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._read(self._late.drain())
+        started = time.perf_counter()
+        yield
+        pause = time.perf_counter() - started
+        self._paused_s += pause
+        self._last_read += pause
+
+    def finish(self) -> None:
+        """Writes the curves and the summary."""
+        state = self.state
+        self._read(self._late.drain())
+        seconds = time.perf_counter() - self._started - self._paused_s
+        timed = self._step - self._start - 1  # the first step compiles
+        if self._checkpoints:
+            self._checkpoints.wait()  # whoever finds a summary finds the last checkpoint
+        self._test = self._test or self.experiment.evaluate(state)
+        closing = self.experiment.closing(state, self._test)
+        summary = self.summary = {
+            "experiment": self._name,
+            **{f"test_{name}": value for name, value in self._test.items()},
+            **closing.numbers,
+            "steps": self.experiment.steps,
+            "skipped": int(state.skipped),
+            "loss_scale": float(jaxmp.get_loss_scale(state.opt_state).loss_scale),
+            "ms_per_step": 1000 * seconds / timed if timed > 0 else None,
+            "examples_per_s": timed * self.experiment.batch_size / seconds if timed > 0 else None,
+            **({"examples_are": self.experiment.unit} if self.experiment.unit != "examples" else {}),
+            "input_wait": self._waiting_s / seconds if timed > 0 else None,
+            "first_step_s": self._compile_s,
+            **({"waited_for_checkpoints_s": self._saving_s} if self._checkpoints else {}),
+            **({"resumed_at_step": self._start} if self._start else {}),
+            **self.experiment.precision,
+            **self._environment,
+        }
+        texts = {title: _readable(text) for title, text in closing.texts.items()}
+        if texts:
+            summary["texts"] = texts
+        write_json(self.folder / "summary.json", summary)
+        lines = [f"# {self._name}", "", "| | |", "|---|---|"]
+        shown = {name: value for name, value in summary.items() if name not in ("experiment", "texts")}
+        lines += [f"| {name} | {_shown(name, value)} |" for name, value in shown.items()]
+        lines += ["", "![curves](curves.png)", ""]
+        for title, text in texts.items():
+            lines += [f"## {title}", "", *(f"    {line}" for line in text.splitlines()), ""]
+        (self.folder / "summary.md").write_text("\n".join(lines), encoding="utf-8")
+        plots.curves(self._rows, self.folder / "curves.png", self._name)
+
+    def _read(self, old: Iterable[tuple[int, dict[str, float]]]) -> None:
+        for step, metrics in old:
+            now = time.perf_counter()
+            elapsed, self._last_read = now - self._last_read, now
+            training = now - self._started - self._paused_s
+            row: dict[str, Any] = {**metrics, "step": step, "split": "train", "skipped": int(metrics["skipped"])}
+            self._skipped += row["skipped"]
+            if step > self._start + 1:
+                row["examples_per_s"] = self.experiment.batch_size / max(elapsed, 1e-9)
+                row["input_wait"] = self._waiting_s / max(training, 1e-9)
+            self._write(row)
+            timed = step - self._start - 1  # the first step compiles
+            rate = f"{timed * self.experiment.batch_size / max(training, 1e-9):,.0f} {self.experiment.unit}/s  "
+            accuracy = f"accuracy {row['accuracy']:.1%}  " if "accuracy" in row else ""
+            self._progress.advance(
+                1,
+                f"loss {row['loss']:.4f}  {accuracy}{rate if timed else ''}scale {row['loss_scale']:g}  "
+                f"skipped {self._skipped}" + (f"  input wait {row['input_wait']:.1%}" if timed else ""),
+            )
+
+    def _open(self, size: int) -> TextIO:
+        """The metrics' file with its first ``size`` bytes, the rows up to the checkpoint, which are read."""
+        path = self.folder / "metrics.csv"
+        if size:
+            try:
+                reader = csv.DictReader(path.read_bytes()[:size].decode().splitlines())
+                for row in reader:
+                    numbers = {name: float(text) for name, text in row.items() if text and name != "split"}
+                    self._rows.append({**numbers, "split": row["split"], "step": int(row["step"])})
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"a resumed run goes on after its metrics, but {path} has something else ({error}); put the file "
+                    "back, or start another run"
+                ) from error
+            with path.open("r+") as file:
+                file.truncate(size)
+        return path.open("a" if size else "w", newline="")
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        self._writer.writerow({name: _compact(row[name]) for name in COLUMNS if name in row})
+
+
+def checkpoints_folder(folder: Path) -> Path:
+    """Where a run's checkpoints are."""
+    return folder / "checkpoints"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes strict JSON, whole or not at all: numbers that are not finite become their names."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(_strict(value), indent=2, default=str) + "\n")
+    new.replace(path)
+
+
+def strict_json(value: Any) -> Any:
+    """``value`` as it would be read back after :func:`write_json`."""
+    return json.loads(json.dumps(_strict(value), default=str))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _readable(text: str) -> str:
+    """Without what would steer a terminal: bytes that a model draws may be any."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _compact(value: Any) -> Any:
+    return f"{value:.7g}" if isinstance(value, float) else value
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "not measured: the one step of this process compiled"
+    if name == "loss_scale":
+        return f"{value:g}"
+    if isinstance(value, float):
+        return f"{value:.2%}" if name in ("input_wait", "test_accuracy") else f"{value:,.5g}"
+    return str(value)
