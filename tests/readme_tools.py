@@ -1,5 +1,7 @@
-"""What tests/test_readme_peers.py runs the README's table with: its cells, stand-ins for the reader's program, and what
-is to be seen of them."""
+"""What tests/test_readme_peers.py runs docs/coming_from.md with.
+
+Its blocks, stand-ins for the reader's program, and what is to be seen of them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import pytest
 import jaxmp
 from jaxmp._jaxpr.walk import product_dtypes
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
 Scope = dict[str, Any]
 
 FINITE = [True, True, True, False, True, False, False, True, True, True, True]  # of each step's batch
@@ -30,32 +32,29 @@ LEARNING_RATE, MAX_NORM = 0.125, 2.0**-6
 
 
 class Code(NamedTuple):
-    """A cell: what is set up, and what each step repeats."""
+    """A block: what is set up, and what each step repeats."""
 
     set_up: str
     step: str
 
 
-def read_table() -> dict[str, tuple[Code, Code]]:
-    """The rows of the table by name: what the reader knows and what to write."""
-    section = re.search(r"^## You know …\n(.*?)(?=^## |^<!-- )", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert section
-    rows = [line.strip("|").split("|") for line in section[1].splitlines() if line.startswith("| ")]
-    return {name.strip(): (read_cell(known), read_cell(write)) for name, known, write in rows[1:]}
+def read_page() -> dict[str, tuple[Code, Code]]:
+    """The sections of the page by heading: the code that the reader knows and the code to write."""
+    sections = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)
+    texts = dict(zip(sections[1::2], sections[2::2], strict=True))
+    pairs = {name: re.findall(r"```python\n(.*?)\n```", text, re.DOTALL) for name, text in texts.items()}
+    return {name: (read_block(known), read_block(write)) for name, (known, write) in pairs.items()}
 
 
-def read_cell(cell: str) -> Code:
-    """The code of a cell: its lines that are nothing but code; the others are prose."""
-    lines = [line.strip() for line in cell.split("<br>")]
-    code = [line.strip("`") for line in lines if not line or re.fullmatch("`[^`]+`", line)]
-    text = "\n".join(code).replace("2000", "2").replace("2001", "3")
-    set_up, _, step = text.partition("\n\n")
+def read_block(text: str) -> Code:
+    """The code of a block, with growth intervals that are short."""
+    set_up, _, step = text.replace("2000", "2").replace("2001", "3").partition("\n\n")
     return Code(set_up, step)
 
 
 def run(code: str, scope: Scope) -> Scope:
     """Runs ``code`` as the reader's program would."""
-    exec(compile(code, str(README), "exec"), scope)
+    exec(compile(code, str(PAGE), "exec"), scope)
     return scope
 
 
@@ -95,7 +94,7 @@ def close(params: list[float]) -> Any:
 
 
 def jax_program(model: nn.Module | None = None) -> Scope:
-    """A float32 linear regression, with the names that the README uses."""
+    """A float32 linear regression, with the names that the page uses."""
     scope: Scope = {"jax": jax, "jnp": jnp, "nn": nn, "optax": optax, "jaxmp": jaxmp, "partial": partial}
     scope |= {"model": model or nn.Dense(1), "tx": optax.sgd(LEARNING_RATE), "max_norm": MAX_NORM}
     scope |= {"params": {"kernel": jnp.array(WEIGHT), "bias": jnp.array(BIAS)}, "x": jnp.array(X), "y": jnp.array(Y)}
@@ -104,7 +103,7 @@ def jax_program(model: nn.Module | None = None) -> Scope:
 
 
 def train(code: Code, scope: Scope, loss_scale: Callable[[], Any]) -> Scope:
-    """Runs a cell's steps; what is seen are the loss scales after each and the params after the last."""
+    """Runs a block's steps; what is seen are the loss scales after each and the params after the last."""
     batches = [scope["x"] if finite else scope["x"] * float("inf") for finite in FINITE]
     run(code.set_up, scope)
     scales = []

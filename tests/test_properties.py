@@ -1,4 +1,4 @@
-"""The table of properties in CONTRIBUTING.md is whole, and every test that it names exists."""
+"""The table of docs/properties.md is whole, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-SECTION = "## The properties that are tested"
 LATER = "comes with autocast"
 
 
 def rows() -> dict[int, tuple[str, str, str]]:
     """For each number of the table: the property, and what is said of the explicit path and of autocast."""
-    section = TESTS.with_name("CONTRIBUTING.md").read_text().split(SECTION)[1].split("\n## ")[0]
+    section = (TESTS.parent / "docs" / "properties.md").read_text()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {int(number): tuple(rest) for number, *rest in cells[2:]}
 

@@ -1,4 +1,4 @@
-"""Properties 1 to 9 of a trusted mixed precision, for Linen and NNX. CONTRIBUTING.md lists them all."""
+"""Properties 1 to 9 of a trusted mixed precision, for Linen and NNX. docs/properties.md lists them all."""
 
 from __future__ import annotations
 

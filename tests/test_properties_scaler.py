@@ -1,4 +1,4 @@
-"""Properties 14 to 26 of a trusted loss scaling, where the train step and NNX take part: CONTRIBUTING.md lists all."""
+"""Properties 14 to 26 of a trusted loss scaling, where the train step and NNX take part; see docs/properties.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's code runs as printed."""
+"""The code of the README and the guide runs as printed; both stay short."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 import jax
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 
 
-def test_the_examples_of_the_readme_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
-    example, own_step, in_nnx, nnx_step_of_jaxmp, unedited = re.findall(
-        r"```python\n(.*?)```", README.read_text(), re.DOTALL
-    )
+def _blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = _blocks("README.md")
+    own_step, in_nnx, nnx_step_of_jaxmp, unedited = _blocks("docs/guide.md")
     scope: dict[str, object] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not strict about dtypes
         exec(example, scope)
@@ -35,3 +38,19 @@ def test_the_examples_of_the_readme_run_as_printed_and_learn(capsys: pytest.Capt
     assert float(loss) < 0.1 and int(opt_state.skipped) == 0
     assert float(nnx_losses[2]) < float(nnx_losses[0]) and int(optimizer.skipped) == 0
     assert net.layers[0].dtype == "float16" and net.layers[1].dtype == "float32"
+
+
+def test_the_first_pages_stay_short():
+    assert (ROOT / "README.md").stat().st_size <= 8192 and (ROOT / "CONTRIBUTING.md").stat().st_size <= 3072
+
+
+def test_every_link_between_pages_leads_somewhere():
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("jaxmp/**/*.md"),
+        *ROOT.glob("experiments/benchmarks/*.md"),
+    ]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page}: {link}"

@@ -1,7 +1,7 @@
-"""The README's table "You know …": its right column runs, so does its left where the library is, and they agree.
+"""docs/coming_from.md: what it says to write runs, so does what one knows where the library is, and they agree.
 
-Each row is run on stand-ins for the reader's model, optimizer and data, and what is seen of both columns is compared
-with the same expectation, computed naively. In a cell an empty line separates what is set up from what each step
+Each section is run on stand-ins for the reader's model, optimizer and data, and what is seen of both blocks is compared
+with the same expectation, computed naively. In a block an empty line separates what is set up from what each step
 repeats; growth intervals of 2000 steps are 2 here.
 """
 
@@ -28,7 +28,7 @@ from readme_tools import (
     FINITE,
     LEARNING_RATE,
     MAX_NORM,
-    README,
+    PAGE,
     WEIGHT,
     Code,
     Scope,
@@ -41,7 +41,7 @@ from readme_tools import (
     flat,
     jax_program,
     products,
-    read_table,
+    read_page,
     run,
     torch_program,
     train,
@@ -345,7 +345,7 @@ ROWS = {
     ),
     "a wrapper written by hand": Row((), either_wrapper, either_wrapper, expected_wrapper),
 }
-TABLE = read_table()
+TABLE = read_page()
 
 
 def runs_here(needs: tuple[str, ...]) -> bool:
@@ -381,6 +381,6 @@ def test_a_softmax_between_modules_is_float32_under_o2() -> None:
 
 
 def test_the_peers_extra_has_what_the_left_column_needs() -> None:
-    extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((PAGE.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {re.match(r"[\w-]+", requirement)[0] for requirement in extras["peers"]}
     assert named == {name for row in ROWS.values() for name in row.needs} - {"apex.amp"}  # not on PyPI

@@ -23,6 +23,12 @@ def test_the_readme_has_what_the_script_writes():
     assert between == f"\n{readme.block()}\n", "run python -m experiments.report.readme"
 
 
+def test_the_page_of_measurements_has_what_the_script_writes():
+    text = (readme.ROOT / "docs" / "measured.md").read_text()
+    between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
+    assert between == f"\n{readme.measured_block()}\n", "run python -m experiments.report.readme"
+
+
 def test_the_page_on_sums_has_what_the_script_writes():
     text = (readme.ROOT / "docs" / "gradient_sums.md").read_text()
     between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]

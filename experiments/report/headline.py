@@ -185,6 +185,21 @@ ROWS = (
 )
 
 
+def filled(results: Path) -> list[str]:
+    """The rows that have a figure, in Markdown, and what the marks of their figures mean."""
+    sources = Sources(results)
+    cells = {row.name: [row.cell(sources, model) for model in MODELS] for row in ROWS}
+    rows = [(name, *own) for name, own in cells.items() if any(cell not in ("", "–") for cell in own)]
+    table = [line for line in Table("", ("", *MODELS.values()), rows).markdown().splitlines() if line.startswith("|")]
+    text = "".join(cell for own in cells.values() for cell in own)
+    notes = {
+        COMPILED: "compiled for an H200 that was not there, not run",
+        TYPED: "over a peak that no script here wrote",
+    }
+    marks = "; ".join(f"{mark} {note}" for mark, note in notes.items() if mark in text)
+    return [*table, "", f"Goals in brackets, ✓ where they are met{f'; {marks}' if marks else ''}.", ""]
+
+
 def lines(results: Path, root: Path) -> list[str]:
     """The table in Markdown, and below it where its figures come from and how those that are missing are had.
 

@@ -1,9 +1,10 @@
-"""Copies what was measured from experiments/results into the README and docs/gradient_sums.md, between two markers.
+"""Copies what was measured from experiments/results into the README and two pages of docs, between two markers.
 
 python -m experiments.report.readme
 
-The README's figures are those of :mod:`experiments.report.headline`, of results/demo/compare.md and of every
-results/loss_scaling*/loss_scaling.md, with the facts of each run.
+The README has a few of them: the sums of gradients, the filled rows of :mod:`experiments.report.headline`, and a
+sentence on the cost of loss scaling. docs/measured.md has all, with the facts of each run, results/demo/compare.md and
+every results/loss_scaling*/loss_scaling.md among them; docs/gradient_sums.md those on the sums.
 """
 
 from __future__ import annotations
@@ -39,9 +40,33 @@ def facts(text: str) -> str:
 def block(root: Path = ROOT) -> str:
     """The README's part with measured figures, of the results below ``root``."""
     results = root / "experiments" / "results"
+    lines = ["## Measured", ""]
+    if sums := headline.gradient_sums(results):
+        lines += [f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", ""]
+    lines += headline.filled(results)
+    lines += [_cost_of_scaling(results / "loss_scaling" / "loss_scaling.md"), ""]
+    lines += ["Devices, versions, dates, commands and all other results: [docs/measured.md](docs/measured.md)."]
+    return "\n".join(lines)
+
+
+def _cost_of_scaling(file: Path) -> str:
+    """What loss scaling adds to a step, in a sentence."""
+    costs = []
+    for heading, text in sections(file).items():
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+        added = {row[0]: row[5] for row in rows[2:]}
+        if "jaxmp.loss_scaling" in added:
+            size, device = heading.removesuffix(": ms a step"), facts(next(iter(sections(file).values()))).split(";")[0]
+            costs.append(f"{added['jaxmp.loss_scaling']} to a step of {size}")
+    return f"Loss scaling adds {' and '.join(costs)} ({device})."
+
+
+def measured_block(root: Path = ROOT) -> str:
+    """The part with measured figures of docs/measured.md, of the results below ``root``."""
+    results = root / "experiments" / "results"
     demo = sections(results / "demo" / "compare.md")
     conclusion = demo["Comparison"].strip().splitlines()[0]
-    lines = ["## Measured", ""]
+    lines = list[str]()
     if sums := headline.gradient_sums(results):
         lines += [f"{sentence(sums.data)} [Why, and what else](docs/gradient_sums.md).", "", sums.line(root), ""]
     lines += ["ResNet-50, BERT-Base and GPT-2 on a GPU, against PyTorch and float32.", ""]
@@ -63,7 +88,7 @@ def block(root: Path = ROOT) -> str:
     if others:
         links = ", ".join(f"[{file.parent.name}]({file.relative_to(root)})" for file in others)
         lines += [f"All of it, with what else was measured: {links}.", ""]
-    return "\n".join(lines)
+    return "\n".join(lines).replace("](docs/", "](").replace("](experiments/", "](../experiments/")
 
 
 def gradient_sums_block(root: Path = ROOT) -> str:
@@ -97,6 +122,7 @@ if __name__ == "__main__":
         sys.exit()
     try:
         write(ROOT / "README.md", block())
+        write(ROOT / "docs" / "measured.md", measured_block())
         write(ROOT / "docs" / "gradient_sums.md", gradient_sums_block())
     except ValueError as error:
         sys.exit(f"error: {error}")
