@@ -16,6 +16,8 @@ from flax.serialization import from_state_dict, register_serialization_state, to
 
 TINY = float(np.finfo(np.float32).tiny)  # a device may flush what is smaller to zero
 HUGE = float(np.finfo(np.float32).max)
+Structure = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
+"""Names of the attributes that are leaves; names and values of those that are not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,17 +104,17 @@ def register(cls: type) -> None:
     rest is static and hashable. What the author of the class registered is left as it is.
     """
 
-    def flatten(x: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        names, fields = _leaf_names(x), _fields(x)
-        static = tuple(sorted((name, value) for name, value in fields.items() if name not in names))
-        return [(jax.tree_util.GetAttrKey(name), fields[name]) for name in names], (names, static)
+    def flatten(x: Any) -> tuple[list[Any], Structure]:
+        structure = _structure(x)
+        return [getattr(x, name) for name in structure[0]], structure
 
-    def unflatten(structure: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Structure]:
+        leaves, structure = flatten(x)
+        return list(zip(map(jax.tree_util.GetAttrKey, structure[0]), leaves, strict=True)), structure
+
+    def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
         names, static = structure
-        new = rebuilt(cls, {**dict(static), **dict(zip(names, leaves, strict=True))})
-        if _leaf_names(new) != names:  # a tree may be rebuilt with leaves that are no numbers
-            object.__setattr__(new, "_leaf_names", names)
-        return new
+        return rebuilt(cls, {**dict(static), **dict(zip(names, leaves, strict=True)), "_structure": structure})
 
     def save(x: Any) -> dict[str, Any]:
         return {name: to_state_dict(value) for name, value in _fields(x).items() if _is_saved(value)}
@@ -128,7 +130,7 @@ def register(cls: type) -> None:
         return dataclasses.replace(target, **new) if isinstance(target, ScaleState) else rebuilt(cls, {**fields, **new})
 
     with contextlib.suppress(ValueError):  # registered already
-        jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     with contextlib.suppress(ValueError):
         register_serialization_state(cls, save, restore)
 
@@ -144,14 +146,24 @@ def rebuilt(cls: type, fields: Mapping[str, Any]) -> Any:
 def _fields(x: Any) -> dict[str, Any]:
     declared = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()  # which may have slots
     names = [*(each.name for each in declared if each.init), *sorted(vars(x))]
-    return {name: getattr(x, name) for name in dict.fromkeys(names) if name != "_leaf_names"}
+    return {name: getattr(x, name) for name in dict.fromkeys(names) if name != "_structure"}
 
 
-def _leaf_names(x: Any) -> tuple[str, ...]:
-    if "_leaf_names" in vars(x):
-        return vars(x)["_leaf_names"]
-    dynamic = [item for item in _fields(x).items() if item[0] not in x.static_fields]
-    return tuple(name for name, value in dynamic if all(map(_is_number, jax.tree.leaves(value))))
+def _structure(x: Any) -> Structure:
+    """The names of the leaves of ``x``, and all the rest.
+
+    One that was rebuilt from leaves has that of the tree they came from: leaves may be no numbers there, and to look at
+    every attribute took longer than to dispatch a small step.
+    """
+    known: Structure | None = getattr(x, "_structure", None)
+    if known is not None:  # and holds still: what copies and changes itself in ``adjust`` takes it along
+        names, static = known
+        if len(vars(x)) <= len(names) + len(static) + 1 and tuple([(n, getattr(x, n, None)) for n, _ in static]) == static:
+            return known
+    fields = _fields(x)
+    dynamic = [item for item in fields.items() if item[0] not in x.static_fields]
+    names = tuple(name for name, value in dynamic if all(map(_is_number, jax.tree.leaves(value))))
+    return names, tuple(sorted((name, value) for name, value in fields.items() if name not in names))
 
 
 def _is_number(leaf: Any) -> bool:
