@@ -158,7 +158,10 @@ def _structure(x: Any) -> Structure:
     known: Structure | None = getattr(x, "_structure", None)
     if known is not None:  # and holds still: what copies and changes itself in ``adjust`` takes it along
         names, static = known
-        if len(vars(x)) <= len(names) + len(static) + 1 and tuple([(n, getattr(x, n, None)) for n, _ in static]) == static:
+        if (
+            len(vars(x)) <= len(names) + len(static) + 1
+            and tuple([(n, getattr(x, n, None)) for n, _ in static]) == static
+        ):
             return known
     fields = _fields(x)
     dynamic = [item for item in fields.items() if item[0] not in x.static_fields]

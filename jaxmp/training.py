@@ -5,11 +5,13 @@ Params, optimizer, batch statistics and moving average go together.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.struct
@@ -243,7 +245,11 @@ def make_train_step(
 
 
 class TrainStep:
-    """What :func:`make_train_step` returns. ``jitted`` is the compiled function, for ``lower`` and ``compile``."""
+    """What :func:`make_train_step` returns.
+
+    ``jitted`` is the compiled function, for ``lower`` and ``compile``; after a call with a state on a mesh it is the one
+    whose results have that state's shardings.
+    """
 
     def __init__(
         self,
@@ -258,20 +264,47 @@ class TrainStep:
         self._accumulate_steps = accumulate_steps
         self._ema_decay = ema_decay
         self._clip = {} if clip_norm is None else {"clip_norm": clip_norm}
+        self._donated = 0 if donate else ()
         self._max_skips = max_consecutive_skips
         self._warned = False
         self._reports: deque[tuple[Any, Any]] = deque()
         self._bad_batch: Any = None
-        self.jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
+        self._jitted_for = functools.cache(self._jit)
+        self.jitted = self._jitted_for(None)
+        self._stays = False  # whether ``jitted`` is right for the state that it returned last, whatever the batch
+        self._returned: Callable[[], TrainState | None] = lambda: None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; see :func:`make_train_step`."""
-        with _told_of_donation(state):
-            self._read_reports(state, batch)
+        try:
+            if self._reports:
+                self._read_reports(state, batch)
+            if not self._stays or state is not self._returned():
+                state = self._placed(state, batch)
             state, metrics, stuck = self.jitted(state, batch)
+        except (RuntimeError, ValueError) as error:
+            _tell_of_donation(state, error)
+            raise
+        self._returned = weakref.ref(state)
         if not isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
             self._reports.append((stuck, batch))
         return state, metrics
+
+    def _placed(self, state: TrainState, batch: Any) -> TrainState:
+        """``state``, on the mesh of the arrays if they are on one; sets ``jitted`` to the function for its shardings."""
+        mesh = _mesh_of((state, batch))
+        leaves, structure = jax.tree.flatten(state)
+        if mesh is None or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            self.jitted, self._stays = self._jitted_for(None), jax.device_count() == 1
+            return state
+        leaves = [_on_mesh(leaf, mesh) for leaf in leaves]
+        self.jitted, self._stays = self._jitted_for((structure, *(leaf.sharding for leaf in leaves))), True
+        return structure.unflatten(leaves)
+
+    def _jit(self, placement: tuple[Any, ...] | None) -> Any:
+        """The compiled function; XLA alone would shard by the batch what it computes of it."""
+        shardings = None if placement is None else placement[0].unflatten(placement[1:])
+        return jax.jit(self._step, donate_argnums=self._donated, out_shardings=(shardings, None, None))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
         _require_train_state(state)
@@ -341,7 +374,8 @@ class TrainStep:
     def _read_reports(self, state: TrainState, batch: Any) -> None:
         while self._reports and self._reports[0][0].is_ready():
             stuck, reported = self._reports.popleft()
-            count = int(jax.device_get(stuck))
+            with jax.transfer_guard_device_to_host("allow"):  # jax.device_get takes 20 µs more
+                count = int(np.asarray(stuck))
             self._bad_batch = reported if count else None
             # The state at hand may be another run's; to look at it is to wait for it, which does no harm any more.
             if count >= self._max_skips and int(jax.device_get(state.stuck)) >= self._max_skips:
@@ -409,8 +443,11 @@ def make_eval_step(
         return {"loss": _tree.widen(loss), **metrics}
 
     def step(state: TrainState, batch: Any) -> Metrics:
-        with _told_of_donation(state):
+        try:
             return jitted(state, batch)
+        except (RuntimeError, ValueError) as error:
+            _tell_of_donation(state, error)
+            raise
 
     step.jitted = jitted  # type: ignore[attr-defined]
     return step
@@ -428,16 +465,11 @@ def _require_train_state(state: Any) -> None:
         )
 
 
-@contextmanager
-def _told_of_donation(state: Any) -> Iterator[None]:
-    """Says of an error whether ``state`` was given to a step before, which deleted its arrays."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        leaves = jax.tree.leaves_with_path(state)
-        deleted = next((path for path, leaf in leaves if _is_deleted(leaf)), None)
-        if deleted is None:
-            raise
+def _tell_of_donation(state: Any, error: Exception) -> None:
+    """Raises in place of ``error`` if ``state`` was given to a step before, which deleted its arrays."""
+    leaves = jax.tree.leaves_with_path(state)
+    deleted = next((path for path, leaf in leaves if _is_deleted(leaf)), None)
+    if deleted is not None:
         raise RuntimeError(
             f"a state can be given to a donating step once only, but {_tree.path_name(deleted)!r} in this one is gone: "
             "a step has had it, or another state of the same arrays; go on with the state that the step returned "
@@ -585,17 +617,24 @@ def _settled(state: TrainState) -> TrainState:
     That is arrays of strong type on all devices of sharded params; and none twice, for a buffer can be donated only
     once.
     """
-    arrays = [leaf for leaf in jax.tree.leaves(state.params) if isinstance(leaf, jax.Array)]
-    shardings = [leaf.sharding for leaf in arrays if not isinstance(leaf, jax.core.Tracer)]
-    mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+    mesh = _mesh_of(state.params)
     seen: set[int] = set()
 
     def settle(leaf: Any) -> Any:
         again = id(leaf) in seen
         seen.add(id(leaf))
         leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=again)
-        if mesh is None or isinstance(leaf, jax.core.Tracer) or isinstance(leaf.sharding, NamedSharding):
-            return leaf
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+        return leaf if mesh is None or isinstance(leaf, jax.core.Tracer) else _on_mesh(leaf, mesh)
 
     return jax.tree.map(settle, state)
+
+
+def _mesh_of(tree: Any) -> Any:
+    """The mesh of the first array of ``tree`` that is on one, or None."""
+    found = (leaf for leaf in jax.tree.leaves(tree) if isinstance(getattr(leaf, "sharding", None), NamedSharding))
+    return next((leaf.sharding.mesh for leaf in found if not isinstance(leaf, jax.core.Tracer)), None)
+
+
+def _on_mesh(leaf: Any, mesh: Any) -> jax.Array:
+    """``leaf``, on all devices of ``mesh`` if it was put on none."""
+    return leaf if getattr(leaf, "committed", False) else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
