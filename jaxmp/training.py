@@ -188,7 +188,8 @@ def make_train_step(
 
     Gradients are those of the scaled loss; a step in which their norm is not finite changes nothing but the loss scale,
     the counters and the rng (see :func:`jaxmp.loss_scaling`, which can test the updates too). The step is compiled once
-    for equal shapes and never waits for the device.
+    for equal shapes and never waits for the device. The state comes back in the shardings that it came with; beside a
+    batch on a mesh, what of it was put on no device is copied to all devices of that mesh.
 
     ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the
     one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
@@ -247,8 +248,8 @@ def make_train_step(
 class TrainStep:
     """What :func:`make_train_step` returns.
 
-    ``jitted`` is the compiled function, for ``lower`` and ``compile``; after a call with a state on a mesh it is the one
-    whose results have that state's shardings.
+    ``jitted`` is the compiled function, for ``lower`` and ``compile``; after a call with a state on a mesh it is the
+    one that returns the state in its shardings.
     """
 
     def __init__(
@@ -291,19 +292,19 @@ class TrainStep:
         return state, metrics
 
     def _placed(self, state: TrainState, batch: Any) -> TrainState:
-        """``state``, on the mesh of the arrays if they are on one; sets ``jitted`` to the function for its shardings."""
+        """``state``, with all of it on a mesh if it or the batch is; ``jitted`` becomes the function for it."""
         mesh = _mesh_of((state, batch))
-        leaves, structure = jax.tree.flatten(state)
-        if mesh is None or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if mesh is None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
             self.jitted, self._stays = self._jitted_for(None), jax.device_count() == 1
             return state
-        leaves = [_on_mesh(leaf, mesh) for leaf in leaves]
-        self.jitted, self._stays = self._jitted_for((structure, *(leaf.sharding for leaf in leaves))), True
-        return structure.unflatten(leaves)
+        state = jax.tree.map(lambda leaf: _on_mesh(leaf, mesh), state)
+        shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+        self.jitted, self._stays = self._jitted_for((jax.tree.structure(state), shardings)), True
+        return state
 
     def _jit(self, placement: tuple[Any, ...] | None) -> Any:
         """The compiled function; XLA alone would shard by the batch what it computes of it."""
-        shardings = None if placement is None else placement[0].unflatten(placement[1:])
+        shardings = None if placement is None else jax.tree.unflatten(*placement)
         return jax.jit(self._step, donate_argnums=self._donated, out_shardings=(shardings, None, None))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:

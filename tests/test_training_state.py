@@ -191,3 +191,123 @@ def test_microbatches_of_a_sharded_batch_stay_where_they_are(kind):
     new, _ = step(state, batch)
     expected, _ = step(lone, lone_batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), new.params, expected.params)
+
+
+def per_example(params, model_state, batch, rng):
+    """A loss with params of one row an example, whose gradients XLA alone would leave sharded like the batch."""
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
+    loss = jnp.mean((hidden @ params["v"] * params["rows"] - batch["y"]) ** 2)
+    return loss, {"n": model_state["n"] + 1, "mean": jnp.mean(hidden, 0)}, {"draw": jax.random.uniform(rng)}
+
+
+def placed_problem(n, mesh, layout):
+    """A state in a layout and one on a single device, and the batch of both, sharded and not; n microbatches."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (4, 8), "b": (8,), "v": (8, 2), "rows": (16 // n, 2)}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    batch = {"x": jnp.asarray(rng.normal(size=(16, 4)), jnp.float32), "y": jnp.ones((16, 2))}
+    tx = loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale())
+    model_state = {"n": 0.0, "mean": np.zeros(8, np.float32)}
+    specs = (
+        {"w": (None, "d"), "b": ("d",), "v": ("d",), "rows": ()} if layout == "sharded" else dict.fromkeys(params, ())
+    )
+    shardings = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
+
+    def create(params):
+        params = jax.tree.map(jnp.array, params)
+        return TrainState.create(params=params, tx=tx, rng=0, ema=True, model_state=model_state)
+
+    state = create(params if layout in ("uncommitted", "numpy") else jax.device_put(params, shardings))
+    if layout == "numpy":  # as Flax restores it from bytes
+        state = state.replace(**jax.device_get({"params": state.params, "opt_state": state.opt_state}))
+    return state, create(params), jax.device_put(batch, NamedSharding(mesh, PartitionSpec("d"))), batch
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("layout", ["replicated", "sharded", "uncommitted", "numpy", "explicit"])
+def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_once(layout, n, compilations):
+    kind = AxisType.Explicit if layout == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[2:])
+    state, lone, batch, lone_batch = placed_problem(n, mesh, layout)
+    own = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
+    on_all = NamedSharding(mesh, PartitionSpec())
+    expected = [sharding if isinstance(sharding, NamedSharding) else on_all for sharding in own]
+    traces = []
+
+    def loss(*args):
+        traces.append(1)
+        return per_example(*args)
+
+    step = make_train_step(loss, accumulate_steps=n, ema_decay=0.9)
+    alone = make_train_step(per_example, accumulate_steps=n, ema_decay=0.9)
+    compilations.clear()
+    for _ in range(3):
+        before = state
+        state, metrics = step(state, batch)
+        for leaf, sharding in zip(jax.tree.leaves(state), expected, strict=True):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.ema_params)))
+    assert len(compilations) == 1 and len(traces) == 1
+    memory = step.jitted.lower(state, batch).compile().memory_analysis()
+    assert len(compilations) == 1  # what is lowered by hand is what runs
+    arrays = jax.tree.leaves((state.params, state.ema_params, state.opt_state.inner_state))
+    assert memory.alias_size_in_bytes >= sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays)
+    for _ in range(3):
+        lone, lone_metrics = alone(lone, lone_batch)
+    for name in ("params", "ema_params", "model_state", "opt_state"):
+        pairs = (getattr(each, name) for each in (state, lone))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), *pairs)
+    np.testing.assert_allclose(metrics["draw"], lone_metrics["draw"])
+
+
+def test_a_state_of_one_device_moves_to_the_mesh_of_the_batch_when_that_comes(compilations):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    _, state, batch, lone_batch = placed_problem(1, mesh, "uncommitted")
+    step = make_train_step(per_example, ema_decay=0.9, donate=False)
+    compilations.clear()
+    first, _ = step(state, lone_batch)
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(first)} == {1}
+    second, _ = step(first, batch)
+    third, _ = step(second, batch)
+    for leaf in jax.tree.leaves((second, third)):
+        assert leaf.sharding.is_fully_replicated and len(leaf.sharding.device_set) == 4
+    again, _ = step(step(first, lone_batch)[0], lone_batch)  # another run on one device goes between them
+    assert len(compilations) == 2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), third.params, again.params)
+
+
+@pytest.mark.parametrize("transform", ["jit", "scan", "vmap"])
+def test_a_step_on_a_mesh_also_runs_inside_other_transformations(transform):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    state, _, batch, _ = placed_problem(1, mesh, "replicated")
+    step = make_train_step(per_example, ema_decay=0.9, donate=False)
+    expected, _ = step(state, batch)
+    if transform == "jit":
+        new, _ = jax.jit(step)(state, batch)
+    elif transform == "scan":
+        new, _ = jax.lax.scan(step, state, jax.tree.map(lambda leaf: leaf[None], batch))
+    else:
+        batches = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), batch)
+        new, _ = jax.vmap(step, in_axes=(None, 0))(state, batches)
+        new = jax.tree.map(lambda leaf: leaf[1], new)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), new.params, expected.params)
+    assert bits(step(state, batch)[0].params) == bits(expected.params)
+
+
+def test_a_restored_state_goes_on_in_the_shardings_it_was_restored_to(tmp_path, compilations):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    state, _, batch, _ = placed_problem(4, mesh, "sharded")
+    step = make_train_step(per_example, accumulate_steps=4, ema_decay=0.9)
+    state, _ = step(state.replace(rng=jax.device_put(jax.random.PRNGKey(0), state.step.sharding)), batch)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(checkpoint.utils.to_shape_dtype_struct, state))
+    compilations.clear()
+    expected, _ = step(state, batch)
+    for _ in range(2):
+        restored, _ = step(restored, batch)
+    assert not compilations and restored.step == 3 and expected.step == 2
+    for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+        assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
