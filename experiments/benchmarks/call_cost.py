@@ -15,13 +15,8 @@ holds call_cost.md and call_cost.json.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # started as a file: the folder two above this one has the packages
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +27,12 @@ import tyro
 from flax.training import train_state
 
 import jaxmp
-from experiments import cli, timing
-from experiments.environment import environment
-from experiments.progress import Progress
-from experiments.report import Table
-from experiments.runs import run_folder, write_json
+from experiments.measure import timing
+from experiments.measure.environment import environment
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.runs import run_folder, write_json
 
 Turn = Callable[[], Any]
 REFERENCE = "plain JAX and optax"
