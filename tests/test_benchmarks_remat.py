@@ -297,7 +297,10 @@ def test_only_the_command_itself_keeps_jax_off_the_gpu(monkeypatch, name, platfo
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setattr("sys.argv", ["remat.py", "--target=h200"])
     monkeypatch.setattr("experiments.training.cli.main", lambda *_: None)
-    runpy.run_module("experiments.benchmarks.remat" if name == "__main__" else remat.__name__, run_name=name)
+    if name == "__main__":
+        runpy.run_module("experiments.benchmarks.remat", run_name=name)
+    else:
+        runpy.run_path(remat.__file__, run_name=name)
     assert os.environ["JAX_PLATFORMS"] == platforms
 
 

@@ -153,7 +153,7 @@ def test_a_process_answers_with_its_findings_once_it_may(monkeypatch, capsys):
 
 _ROW = """
 import time
-from experiments.benchmarks import train_step_measure as measure
+from experiments.benchmarks.train_step import measure
 print("ready", flush=True)
 time.sleep({imports})
 measure.answer(lambda: print("measuring", flush=True) or time.sleep(100))

@@ -266,10 +266,20 @@ def test_the_block_has_the_table_in_front_and_links_to_all_else(tmp_path):
     write_json(sums / "gradient_sums.json", {"environment": GPU, "smoke": False, "results": [found]})
     title = "# Errors\n\n" + facts
     (sums / "gradient_sums.md").write_text(f"{title}\n{gradient_sums.table([found], 'bfloat16').markdown()}")
-    block = readme.block(tmp_path)
+    scaling = results / "loss_scaling"
+    scaling.mkdir()
+    (scaling / "loss_scaling.md").write_text(
+        f"# What loss scaling adds to a train step\n\n{facts}\n## mlp, batch 8: ms a step\n\n"
+        "| step | ms | q | r | q | adds |\n| --- | --- | --- | --- | --- | --- |\n"
+        "| jaxmp.loss_scaling | 1 | 1 | 1 | 1 | +0.50 % |\n"
+    )
+    first = readme.block(tmp_path)
+    assert f"Loss scaling adds +0.50 % to a step of mlp, batch 8 ({GPU['device']})." in first
+    assert "is off by 50 % in bfloat16" in first and "[docs/measured.md](docs/measured.md)" in first
+    block = readme.measured_block(tmp_path)
     assert "an embedding (8 tokens) is off by 50 % in bfloat16 with Flax's `dtype=` by hand, and by 0.01 % wi" in block
     page = readme.gradient_sums_block(tmp_path)
     assert page.startswith("![Errors of the gradients of params by case and way](../experiments/results/gradient_sums/")
     assert "| embedding | 8 tokens | 0.01 % (× 0.5) |" in page and f"{GPU['device']}; {GPU['versions']}; 2026" in page
-    assert re.search(r"## Measured.*step time / torch.compile AMP.*All is well\..*\| a \|", block, re.DOTALL)
-    assert "[other](experiments/results/other/other.md)" in block.splitlines()[-1]
+    assert re.search(r"step time / torch.compile AMP.*All is well\..*\| a \|", block, re.DOTALL)
+    assert "[other](../experiments/results/other/other.md)" in block.splitlines()[-1]

@@ -34,7 +34,6 @@ from experiments.report.tables import Table
 from experiments.training import cli
 from experiments.training.runs import run_folder, write_json
 
-Turn = Callable[[], Any]
 REFERENCE = "plain JAX and optax"
 COLUMNS = ("a call of", "arrays in", "arrays out", "µs", "quartiles", "ratio", "quartiles of the ratio")
 GOAL_US, GOAL = 80.0, "jaxmp, dynamic scale"
