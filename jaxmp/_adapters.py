@@ -59,6 +59,15 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
     return policies, Rules(half, operations).overrides
 
 
+def policies_below(policies: PolicyMap, path: Path, classes: Mapping[Path, type]) -> PolicyMap:
+    """``policies`` for what a module at ``path`` wraps: without ``classes``, and so that what covers it covers that."""
+    policy, pattern = policies.resolve(path, classes)
+    if pattern is None:
+        return policies
+    before = policies.rules[: policies.patterns.index(pattern)]
+    return PolicyMap(policies.root, {**dict(before), "**": policy}, strict=False)
+
+
 # --- fields ---
 
 

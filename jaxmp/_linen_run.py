@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ from jaxmp._adapters import (
     kept_from_half,
     note_half,
     nothing_in_half,
+    policies_below,
     widen,
 )
 from jaxmp._jaxpr.reading import traces_around
@@ -59,13 +61,15 @@ _ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", 
 class Root:
     """What a module under policies knows: the policies, and its own path if it was reached through a bound parent.
 
-    Under autocast the policies say where it makes an exception, and no field and no param is touched.
+    Under autocast the policies say where it makes an exception, and no field and no param is touched. A module
+    ``in_nnx``, which an ``nnx.bridge.ToNNX`` wraps, runs in the trace of the model around it, by whose path it goes.
     """
 
     policies: PolicyMap
     prefix: Path = ()
     autocast: bool = False
     operations: tuple[tuple[str, str], ...] = ()
+    in_nnx: bool = False
 
     @property
     def rules(self) -> Rules:
@@ -90,7 +94,7 @@ class _Decision(Treatment):
     """How one module computes."""
 
     key: int  # the same for modules of which nn.jit may reuse a trace
-    param_dtype: np.dtype
+    param_dtype: np.dtype | None  # None if the params stay as they are made
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,7 +190,7 @@ class Run:
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _Decision] = {}
         self.called: set[Path] = set()
-        self.products: dict[Path, _Decision] = {}
+        self.products: dict[Path, Treatment] = {}
         self.nested: list[Path] = []
         config: Any = jax.config
         self.ambient_precision = config.jax_default_matmul_precision
@@ -239,16 +243,18 @@ class Run:
             container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
             dtypes = _fill_dtypes(module, policy, pattern is not None, container)
             is_float32 = owns_params or (pattern is not None and not is_parent)
-            mode = "written" if _has_dtype(module) else "float32" if is_float32 else None
+            is_written = _has_dtype(module) or _wraps_nnx(module)
+            mode = "written" if is_written else "float32" if is_float32 else None
             if owns_params and mode == "float32":
                 _widen_params(module)
+        is_made = self.autocast or _wraps_nnx(module)
         return _Decision(
             policy=policy,
             mode=mode,
             asked=level_of(policy) if self.autocast and pattern is not None else None,
             kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
-            param_dtype=dtypes.get("param_dtype", policy.param_dtype),
+            param_dtype=None if is_made else dtypes.get("param_dtype", policy.param_dtype),
         )
 
     # --- what is done for a call ---
@@ -262,7 +268,9 @@ class Run:
         self._decide_children(module)
         path = module.path[len(self.path) :]
         self.called.add(path)
-        if self._has_product(module, path, method):
+        if _wraps_nnx(module):
+            next_fun = functools.partial(self._call_nnx, module, path, next_fun) if method == "__call__" else next_fun
+        elif self._has_product(module, path, method):
             self.products[path] = decision
 
         if self.autocast:
@@ -290,8 +298,34 @@ class Run:
             if not inside:
                 result = handed_out(result, own, caller.decision, given)
         elif self.method is not None and (module is self.module or module is self.copy()):
+            result = handed_out(result, own, None, given) if self.prefix else result
             result = self.cast_output(result)  # before Linen captures it as an intermediate
         return result if carry is None else as_carry(result, carry)
+
+    def _call_nnx(
+        self, module: Any, path: Path, next_fun: Callable[..., Any], *args: Any, nnx_method: Any = None, **kwargs: Any
+    ) -> Any:
+        """Calls an ``nnx.bridge.ToLinen``, which makes its NNX module anew each time, under its policies."""
+        from jaxmp.nnx import in_linen
+
+        bare, policies = module.nnx_class, policies_below(self.policies, self.prefix + path, self.classes)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made, met = in_linen(bare(*args, **kwargs), policies, self.prefix + path, self.autocast)
+            for where, (cls, product) in met.items():
+                at = where[len(self.prefix) :]
+                self.classes.setdefault(where if at != path else (*where, "nnx_class"), cls)
+                self.called.add(at)
+                self.products |= {at: product} if product else {}
+            return made
+
+        if getattr(bare, getattr(nnx_method, "__name__", ""), None) is nnx_method:
+            nnx_method = nnx_method and nnx_method.__name__  # that of the class under the policies
+        object.__setattr__(module, "nnx_class", make)
+        try:
+            return next_fun(*args, nnx_method=nnx_method, **kwargs)
+        finally:
+            object.__setattr__(module, "nnx_class", bare)
 
     def cast_output(self, result: Any) -> Any:
         return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
@@ -380,6 +414,10 @@ def _fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool)
             object.__setattr__(module, name, dtype)
         dtypes[name] = np.dtype(getattr(module, name))
     return dtypes
+
+
+def _wraps_nnx(module: nn.Module) -> bool:
+    return "flax.nnx" in sys.modules and isinstance(module, sys.modules["flax.nnx"].bridge.ToLinen)
 
 
 def _has_dtype(module: Any) -> bool:

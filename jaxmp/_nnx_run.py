@@ -47,12 +47,14 @@ class Decision(Treatment):
       level: how many modules of the same class are around it for which the same was decided, so that one that is nested
         in another is told from a copy that a transform has made.
       operations: the exceptions of operations from autocast.
+      in_linen: the path of the Linen module that wraps it, in the trace of which it runs.
     """
 
     is_root: bool
     given: tuple[tuple[str, Any], ...]
     level: int = 0
     operations: tuple[tuple[str, str], ...] = ()
+    in_linen: Path | None = None
 
 
 def decision_of(module: Any) -> Decision | None:
@@ -154,6 +156,13 @@ class _Frame:
 
 
 _innermost: ContextVar[_Frame | None] = ContextVar("jaxmp_nnx_frame", default=None)
+
+
+def is_running() -> bool:
+    """Whether a method of a module under a policy runs."""
+    return _innermost.get() is not None
+
+
 # A part of the keys of JAX's own caches: a function that is jitted hands out float32 to code that is traced in it.
 _float32_caller: Any = jax.make_user_context(default_value=None)
 
@@ -176,6 +185,8 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         with _half_params_widened([node for node, _ in run.paths.values()]):
             return _run(run, module, method, args, kwargs)
 
+    if decision.in_linen is not None:
+        return fun(module, args, kwargs)
     if decision.mode == "autocast":
         return autocast(fun, decision.policy, dict(decision.operations))(module, args, kwargs)
     carry = None if decision.is_root else carried_by(args, [])
@@ -222,7 +233,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
     if decision.mode == "autocast":
         return result
-    if here is None and decision.is_root:
+    if here is None and decision.is_root and not decision.in_linen:
         result = _arrays(decision.policy.cast_to_output, result)
     else:
         result = handed_out(result, decision, here.decision if here else None, given, _arrays)

@@ -27,6 +27,7 @@ from jaxmp._adapters import autocast_map, is_o1, remembered
 from jaxmp._linen_run import Root, Run, given_fields, is_running, run_with_root, running
 from jaxmp._linen_variables import Variables
 from jaxmp.engine.autocast import computed
+from jaxmp.patterns import Path
 from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nn.Module)
@@ -112,6 +113,20 @@ def _under(module: M, root: Root, name: str) -> M:
     return _with_root(module, root, scope)
 
 
+def in_nnx(module: M, policies: PolicyMap, prefix: Path, by_autocast: bool) -> M:
+    """``module``, that an NNX module at ``prefix`` wraps, under the policies of that; its own, if it has some."""
+    own = getattr(module, "jaxmp_root", None)
+    if own is not None and not own.in_nnx:
+        return module
+    return _under(module, Root(policies, prefix, by_autocast, in_nnx=True), "apply_policy")
+
+
+def _nnx_is_running() -> bool:
+    from jaxmp._nnx_run import is_running
+
+    return is_running()
+
+
 _Object: Any = object  # the class that it is mixed into comes after it
 
 
@@ -152,6 +167,9 @@ class _Policied(_Object):
     @functools.wraps(nn.Module.apply)
     def apply(self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
         bare = functools.partial(super().apply, method=_as_one_run(method))
+        if self.jaxmp_root.in_nnx and _nnx_is_running():
+            with _in_engine.turned(True):
+                return bare(variables, *args, rngs=rngs, **kwargs)
         if not variables.get("params"):  # they are made, if it has some
             return bare(variables, *args, rngs=rngs, **kwargs)
 

@@ -24,6 +24,7 @@ from jaxmp._adapters import (
     is_o1,
     kept_from_half,
     nothing_in_half,
+    policies_below,
 )
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
@@ -32,7 +33,7 @@ from jaxmp._nnx_training import make_train_step as make_train_step
 from jaxmp._nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.dtypes import is_half
 from jaxmp.engine.marks import level_of
-from jaxmp.patterns import Path
+from jaxmp.patterns import Path, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
 M = TypeVar("M", bound=nnx.Module)
@@ -122,29 +123,52 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
             f"(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
         )
     copy = nnx.clone(model, variables=False, graph=True)
-    graph = _read_graph(copy)
-    policies.check(graph.classes, graph.variables)
-    # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
-    decisions = [_decide(policies, by_autocast, node, graph) for node in graph.nodes]
+    graph = _read_graph(copy, ())
+    wrappers = [node for node in graph.nodes if node.wraps_linen]
+    if all(node.has_variables() for node in wrappers):  # else their paths are not known yet
+        policies.check(graph.classes, graph.variables, complete=not wrappers)
+    decisions = _put_under(graph, policies, by_autocast, operations=tuple((operations or {}).items()))
     if is_half(policies.root.compute_dtype) and not graph.nested:
         _check_products(policies.root, graph.nodes, decisions)
-    casts: dict[int, nnx.Variable[Any]] = {}
-    for node, decision in zip(graph.nodes, decisions, strict=True):
-        _set_up(node, dataclasses.replace(decision, operations=tuple((operations or {}).items())), graph, casts)
     return copy
 
 
+def in_linen(
+    model: M, policies: PolicyMap, prefix: Path, by_autocast: bool
+) -> tuple[M, dict[Path, tuple[type, Decision | None]]]:
+    """``model``, made by the Linen module at ``prefix`` that wraps it, under its policies, unless it has its own.
+
+    Also the class of each module by its path, and what was decided if it has a product.
+    """
+    if decision_of(model) is not None:
+        return model, {}
+    graph = _read_graph(model, prefix)
+    decisions = _put_under(graph, policies, by_autocast, in_linen=prefix)
+    met = [
+        (node, decision if node.has_product() else None) for node, decision in zip(graph.nodes, decisions, strict=True)
+    ]
+    return model, {path: (bare_class(node.module), product) for node, product in met for path in node.paths}
+
+
+def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, **asked: Any) -> list[Decision]:
+    # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
+    decisions = [_decide(policies, by_autocast, node, graph) for node in graph.nodes]
+    casts: dict[int, nnx.Variable[Any]] = {}
+    for node, decision in zip(graph.nodes, decisions, strict=True):
+        param_dtypes = _set_up_linen(node, policies, by_autocast, graph) if node.wraps_linen else None
+        _set_up(node, dataclasses.replace(decision, **asked), graph, casts, param_dtypes)
+    return decisions
+
+
 def _decide(policies: PolicyMap, by_autocast: bool, node: _Node, graph: _Graph) -> Decision:
-    order = [*policies.patterns, None]  # of the policies for the several paths of a shared module, the first pattern's
-    found = (policies.resolve(path, graph.classes) for path in node.paths)
-    policy, pattern = min(found, key=lambda each: order.index(each[1]))
+    policy, pattern = policies.resolve(_deciding_path(policies, node, graph), graph.classes)
     overridden = pattern is not None
     filled = [name for name in node.given if not by_autocast and node.is_filled(name, overridden)]
     own = None if by_autocast or "dtype" in filled else node.given.get("dtype")
     mode: Mode = None
     if by_autocast:
         mode = "autocast"
-    elif "dtype" in node.given:
+    elif "dtype" in node.given or node.wraps_linen:
         mode = "written"
     elif node.own_params() or (overridden and not node.is_parent()):
         mode = "float32"
@@ -158,13 +182,18 @@ def _decide(policies: PolicyMap, by_autocast: bool, node: _Node, graph: _Graph) 
     )
 
 
+def _deciding_path(policies: PolicyMap, node: _Node, graph: _Graph) -> Path:
+    """Of the several paths of a shared module, the one for whose policy the first pattern speaks."""
+    order = [*policies.patterns, None]
+    return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
+
+
 def _check_products(policy: Policy, nodes: list[_Node], decisions: list[Decision]) -> None:
     """Raises if the half ``policy`` leaves every product as it was."""
     kept = {}
     for node, decision in zip(nodes, decisions, strict=True):
-        leaves = jax.tree.leaves([var.get_raw_value() for var in node.own_params()])
-        if isinstance(node.module, nnx.Embed) or all(len(getattr(leaf, "shape", ())) < 2 for leaf in leaves):
-            continue  # no product
+        if not (node.has_product() or node.wraps_linen):
+            continue
         if decision.kept is None:
             return
         kept["/".join(node.paths[0]) or bare_class(node.module).__name__] = decision.kept
@@ -172,17 +201,26 @@ def _check_products(policy: Policy, nodes: list[_Node], decisions: list[Decision
         raise nothing_in_half(policy, kept)
 
 
-def _set_up(node: _Node, decision: Decision, graph: _Graph, casts: dict[int, nnx.Variable[Any]]) -> None:
-    """Does to a module what was decided; ``casts`` has those of Params that were met, by the ids of the Params."""
+def _set_up(
+    node: _Node,
+    decision: Decision,
+    graph: _Graph,
+    casts: dict[int, nnx.Variable[Any]],
+    param_dtypes: Mapping[int, np.dtype] | None,
+) -> None:
+    """Does to a module what was decided.
+
+    ``casts`` has those of Params that were met, and ``param_dtypes`` the dtypes of some, by the ids of the Params.
+    """
     policy, bare = decision.policy, bare_class(node.module)
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
     fills = {name: dtypes[name] for name, _ in decision.given}
 
     def stored(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
-        if not isinstance(var, nnx.Param):
+        if not isinstance(var, nnx.Param) or (param_dtypes is not None and id(var) not in param_dtypes):
             return var
         if id(var) not in casts:
-            casts[id(var)] = cast_variable(var, policy.param_dtype)
+            casts[id(var)] = cast_variable(var, (param_dtypes or {}).get(id(var), policy.param_dtype))
         return casts[id(var)]
 
     if decision.mode != "autocast" and ("param_dtype" in fills or "param_dtype" not in node.given):
@@ -194,6 +232,28 @@ def _set_up(node: _Node, decision: Decision, graph: _Graph, casts: dict[int, nnx
     decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
     vars(node.module).update(node.given | fills)
     object.__setattr__(node.module, "__class__", policied_class(bare, decision))
+
+
+def _set_up_linen(node: _Node, policies: PolicyMap, by_autocast: bool, graph: _Graph) -> dict[int, np.dtype]:
+    """Puts what an ``nnx.bridge.ToNNX`` wraps under its policies; returns the dtypes for its Params, by their ids."""
+    from jaxmp import linen
+
+    path = _deciding_path(policies, node, graph)
+    below, wrapped = policies_below(policies, path, graph.classes), node.module.to_nnx__module
+    node.module.to_nnx__module = linen.in_nnx(wrapped, below, path, by_autocast)
+    if by_autocast or node.module.to_nnx__module is wrapped:
+        return {}
+    params = [(names, var) for names, var in nnx.iter_graph(node.module, graph=True) if isinstance(var, nnx.Param)]
+    for pattern, rule in below.rules if params else ():
+        of_nnx = isinstance(pattern, type) and issubclass(pattern, nnx.Module)
+        if is_class_pattern(pattern) and not of_nnx and rule.param_dtype != below.param_dtype:
+            raise ValueError(
+                f"the classes in a Linen module that nnx.bridge.ToNNX wraps are known when it runs, and its params are "
+                f"made already, got {pattern_text(pattern)!r} in overrides, whose policy stores params in "
+                f"{rule.param_dtype.name} and not in {below.param_dtype.name}; write patterns on paths, or call "
+                "apply_policy first and lazy_init on what it returns"
+            )
+    return {id(var): below.resolve((*path, *map(str, names[:-1])))[0].param_dtype for names, var in params}
 
 
 # --- the modules of a model, before a policy is put on them ---
@@ -233,6 +293,20 @@ class _Node:
         """The Params that belong to the module and not to its submodules."""
         return [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
 
+    def has_product(self) -> bool:
+        """Whether the module itself is taken to compute a product, by the shapes of its Params."""
+        leaves = jax.tree.leaves([var.get_raw_value() for var in self.own_params()])
+        return not isinstance(self.module, nnx.Embed) and any(len(getattr(leaf, "shape", ())) >= 2 for leaf in leaves)
+
+    @property
+    def wraps_linen(self) -> bool:
+        """Whether a Linen module computes for it."""
+        return isinstance(self.module, nnx.bridge.ToNNX)
+
+    def has_variables(self) -> bool:
+        """Whether the module itself has Variables other than the state of random number generators."""
+        return any(not isinstance(var, nnx.RngState) for var in own_variables(self.module))
+
     def is_parent(self) -> bool:
         """Whether a submodule has Variables other than the state of random number generators."""
         below = (var for module in submodules(self.module) for var in own_variables(module))
@@ -249,8 +323,8 @@ class _Graph:
     nested: list[nnx.Module]  # those that have policies of their own
 
 
-def _read_graph(model: nnx.Module) -> _Graph:
-    """The modules of ``model``, parents before children."""
+def _read_graph(model: nnx.Module, prefix: Path) -> _Graph:
+    """The modules of ``model``, which lies at ``prefix``, parents before children."""
     nodes: dict[int, _Node] = {}
     graph = _Graph([], {}, [], [])
 
@@ -261,7 +335,7 @@ def _read_graph(model: nnx.Module) -> _Graph:
         if is_module(value):
             graph.classes[path] = bare_class(value)
             decision = decision_of(value)
-            if decision is not None and decision.is_root and path:
+            if decision is not None and decision.is_root and value is not model:
                 graph.nested.append(value)
                 return
             if any(value is outer.module for outer in around):
@@ -272,7 +346,7 @@ def _read_graph(model: nnx.Module) -> _Graph:
         for name, item in items(value):
             visit(item, (*path, name), around)
 
-    visit(model, (), [])
+    visit(model, prefix, [])
     graph.nodes.extend(nodes.values())
     return graph
 
