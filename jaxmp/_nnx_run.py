@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -75,8 +76,43 @@ def policied_class(bare: Any, decision: Decision) -> Any:
         namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "jaxmp_programs": {}, "__reduce__": _reduce}
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
         namespace |= {name: _entrance(method) for name, method in _methods(bare)}
+        namespace |= {name: _following(getattr(bare, name)) for name in _FLATTEN}
 
     return types.new_class(bare.__name__, (bare,), {"pytree": bare._pytree__is_pytree}, fill)
+
+
+# Where Flax reads the attributes of a module: for a transform, a split, a clone, `set_attributes`, a call of a root.
+_FLATTEN = ("_graph_node_flatten", "_pytree__flatten", "_pytree__flatten_with_paths")
+_followed: dict[int, tuple[Any, dict[str, Any]]] = {}  # by the ids of modules, a reference and its modes as last seen
+
+
+def follow(module: Any, given: Any) -> None:
+    """Has ``module`` take over each mode of ``given``, such as ``deterministic``, that changes there from now on."""
+    _followed[id(module)] = weakref.ref(given), _modes(given)
+    weakref.finalize(module, _followed.pop, id(module), None)
+
+
+def _modes(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, bool)}
+
+
+def _follow(module: Any) -> None:
+    reference, seen = _followed.get(id(module), (lambda: None, {}))
+    if (given := reference()) is None:
+        return
+    _follow(given)
+    now = _modes(given)
+    vars(module).update({name: now[name] for name in seen.keys() & now.keys() if seen[name] is not now[name]})
+    seen.update(now)
+
+
+def _following(flatten: Any) -> Callable[..., Any]:
+    @functools.wraps(flatten)
+    def run(self: Any) -> Any:
+        _follow(self)
+        return flatten(self)
+
+    return run
 
 
 def _reduce(self: Any) -> Any:

@@ -28,7 +28,7 @@ from jaxmp._adapters import (
 )
 from jaxmp._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
-from jaxmp._nnx_run import Decision, bare_class, decision_of, policied_class
+from jaxmp._nnx_run import Decision, bare_class, decision_of, follow, policied_class
 from jaxmp._nnx_training import make_train_step as make_train_step
 from jaxmp._nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.dtypes import is_half
@@ -44,7 +44,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Params are kept in the param dtype, every module computes in the compute dtype of its own policy, and what the root
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
-    unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it.
+    unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it. Modes are followed:
+    ``eval``, ``train``, ``set_attributes`` of True, False or None on the model that was given reach the copy too, but
+    not the other way round, and not a clone, a view or a merged copy of it.
 
     A ``dtype`` or ``param_dtype`` attribute that has the default of its class's constructor is set; one that differs
     is the author's word and stays, unless an override covers the module. A constructor may have handed its own default
@@ -130,6 +132,9 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
     decisions = _put_under(graph, policies, by_autocast, operations=tuple((operations or {}).items()))
     if is_half(policies.root.compute_dtype) and not graph.nested:
         _check_products(policies.root, graph.nodes, decisions)
+    pair = (nnx.iter_modules(each, graph=True) for each in (model, copy))
+    for (_, given), (_, module) in zip(*pair, strict=True):
+        follow(module, given)
     return copy
 
 

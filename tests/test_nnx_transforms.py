@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from flax import nnx, struct
 from linen_zoo import data, products, same_bits
 from nnx_zoo import Net, Scale, is_as_by_hand, outcome, rngs, values
 
-from jaxmp.nnx import apply_policy
+from jaxmp.nnx import apply_policy, autocast
 
 IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
 
@@ -220,6 +221,46 @@ def test_train_and_eval_modes_and_views_work_as_before():
     quiet = nnx.view(twin, deterministic=True, use_running_average=True)
     same_bits(model(IMAGE), quiet(IMAGE))
     same_bits(model(IMAGE), model(IMAGE))
+
+
+@pytest.mark.parametrize("adapter", [apply_policy, autocast])
+def test_modes_of_the_model_that_was_given_are_followed(adapter):
+    def flags(*models):
+        return [[m.drop.deterministic, m.norm.use_running_average] for m in models]
+
+    net = Net(rngs())
+    model, other = adapter(net, "mixed_float16"), adapter(net, "mixed_float16")
+    quiet = nnx.view(model, deterministic=True, use_running_average=True)
+    statistics = values(model.norm, nnx.BatchStat)
+    again = adapter(model, "mixed_float16")
+    net.eval()
+    for followed in (model, again, other):
+        same_bits(followed(IMAGE), quiet(IMAGE))
+    same_bits(nnx.jit(lambda model: model(IMAGE))(model), nnx.jit(lambda model: model(IMAGE))(quiet))
+    same_bits(values(model.norm, nnx.BatchStat), statistics)
+
+    model.train()  # the last word counts, and is that of this model only
+    assert np.any(model(IMAGE) != quiet(IMAGE))
+    same_bits(other(IMAGE), nnx.view(model, deterministic=True, use_running_average=True)(IMAGE))
+    net.train()
+    nnx.state(model)  # looks at net
+    net.set_attributes(deterministic=True, raise_if_not_found=False)
+    clone = pickle.loads(pickle.dumps(nnx.clone(model)))
+    net.train()
+    nnx.state(model)
+    assert flags(model, clone, quiet) == [[False, False], [True, False], [True, True]]
+
+
+def test_a_jitted_step_sees_a_mode_that_changes_in_the_model_that_was_given():
+    net = Net(rngs())
+    model = apply_policy(net, "mixed_float16")
+    step = nnx.jit(lambda model: model(IMAGE))
+    assert np.any(step(model) != step(model))
+    net.eval()
+    same_bits(step(model), step(model))
+    del net
+    gc.collect()
+    same_bits(step(model), step(model))
 
 
 def test_captured_values_are_those_that_were_computed():
