@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -18,6 +19,19 @@ from jaxmp._jaxpr.walk import PRODUCTS, equations
 from jaxmp.engine.rules import BROADCAST, PICKS
 
 HALVES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+INPUTS = ("float32", "bfloat16", "float16", "int32")
+
+
+def with_inputs(names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Cases of names, policies and dtypes of inputs: float32 for every name, and one of the dtypes in turn."""
+    cases = [(name, "mixed_float16", "float32") for name in names]
+    return cases + [(name, "mixed_bfloat16", dtype) for name, dtype in zip(names, itertools.cycle(INPUTS))]
+
+
+def of_dtype(x: Any, dtype: str) -> Any:
+    """Inputs in another dtype; those that are integers stay as they are."""
+    return x if jnp.issubdtype(x.dtype, jnp.integer) else (x * (3 if dtype == "int32" else 1)).astype(dtype)
+
 
 # Linen's own norms and cells add half and float32 arrays, also where every dtype was written by hand.
 standard_promotion = functools.partial(jax.numpy_dtype_promotion, "standard")

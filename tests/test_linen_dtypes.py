@@ -19,6 +19,7 @@ from linen_zoo import (
     gives_the_same_bits,
     is_as_by_hand,
     model_products,
+    of_dtype,
     products,
     quick_jit,
     rngs,
@@ -26,6 +27,7 @@ from linen_zoo import (
     same_computation,
     shapes,
     standard_promotion,
+    with_inputs,
     zeros,
 )
 
@@ -76,10 +78,10 @@ def test_the_oracle_tells_a_cast_in_another_place_from_dtype_written_by_hand():
             is_as_by_hand(apply_policy(MLP(), "mixed_float16"), other, shapes(MLP(), x), x)
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_is_the_computation_that_dtype_written_by_hand_gives(layer, policy):
+@pytest.mark.parametrize(("layer", "policy", "inputs"), with_inputs(LAYERS))
+def test_a_layer_is_the_computation_that_dtype_written_by_hand_gives(layer, policy, inputs):
     make, x = LAYERS[layer]
+    x = of_dtype(x, inputs)
     model = apply_policy(make(), policy)
     with standard_promotion():
         variables = shapes(make(), x)

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from linen_zoo import (
+    INPUTS,
     MLP,
     Linear,
     data,
     is_as_by_hand,
     model_products,
+    of_dtype,
     products,
     quick_jit,
     rngs,
@@ -58,12 +60,21 @@ def test_a_product_of_input_and_param_is_half_inside(inside, mixed):
         assert set(products(gradient, shapes(model, X))) == {"float16"}
 
 
-def test_a_model_is_mapped_and_scanned_over_from_outside():
-    model, batches = apply_policy(MLP(), "mixed_float16"), data(3, 2, 4)
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_a_model_is_mapped_and_scanned_over_from_outside(inputs):
+    model, batches = apply_policy(MLP(), "mixed_float16"), of_dtype(data(3, 2, 4), inputs)
     variables = model.init(rngs(), X)
+
+    def add(total, batch):
+        out = model.apply(variables, batch)
+        return total + out, out
+
     want = jnp.stack([model.apply(variables, batch) for batch in batches])
     same_bits(jax.vmap(model.apply, in_axes=(None, 0))(variables, batches), want)
     same_bits(lax.map(lambda batch: model.apply(variables, batch), batches), want)
+    total, outs = lax.scan(add, jnp.zeros_like(want[0]), batches)
+    same_bits((total, outs), (want[0] + want[1] + want[2], want))
+    same_bits(lax.fori_loop(0, 3, lambda i, total: add(total, batches[i])[0], jnp.zeros_like(total)), total)
 
 
 def test_members_of_an_ensemble_are_made_and_applied_under_vmap():

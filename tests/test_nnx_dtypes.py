@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from linen_zoo import HALVES, data, same_bits, standard_promotion
+from jax import lax
+from linen_zoo import HALVES, data, of_dtype, same_bits, standard_promotion, with_inputs
 from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_products, outcome, rngs, values
 
 from jaxmp._jaxpr.reading import names_of
@@ -69,12 +70,11 @@ LAYERS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("policy", HALVES)
-def test_a_layer_gives_the_outputs_gradients_and_statistics_of_dtype_by_hand(name, policy):
+@pytest.mark.parametrize(("name", "policy", "inputs"), with_inputs(LAYERS))
+def test_a_layer_gives_the_outputs_gradients_and_statistics_of_dtype_by_hand(name, policy, inputs):
     make, call = LAYERS[name]
     model, by_hand = apply_policy(make(), policy), make(dtype=jnp.dtype(HALVES[policy]))
-    is_as_by_hand(model, by_hand, SEQUENCE, call=call)
+    is_as_by_hand(model, by_hand, of_dtype(SEQUENCE, inputs), call=call)
     same_bits(values(model, nnx.BatchStat), values(by_hand, nnx.BatchStat))
 
 
@@ -90,6 +90,25 @@ def test_every_product_of_a_model_is_half_and_every_variable_float32(policy):
     with jax.numpy_dtype_promotion("standard"):
         assert model(IMAGE).dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(values(model))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("how", ["scan", "fori_loop", "jit in scan"])
+def test_a_float32_root_called_in_a_loop_on_half_inputs_gives_what_a_direct_call_gives(how):
+    class Square(nnx.Module):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * x * self.scale
+
+    model, x = apply_policy(Square(), "float32"), jnp.full((2,), 300, jnp.float16)  # 300² is infinite in float16
+    call = jax.jit(lambda x: model(x)) if how == "jit in scan" else model
+    if how == "fori_loop":
+        out = lax.fori_loop(0, 2, lambda _, total: total + call(x), jnp.zeros((2,)))
+    else:
+        out = lax.scan(lambda c, _: (c, call(x)), x, None, length=2)[1].sum(0)
+    assert out.tolist() == [180_000, 180_000]
+    assert call(x).tolist() == [90_000, 90_000]
 
 
 def test_without_a_half_dtype_the_model_computes_what_the_bare_one_does():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from linen_zoo import INPUTS
 from optimizer_tools import bits, loss_fn, problem, same_bits, standard, train_loss
 
 import jaxmp
@@ -79,6 +81,40 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(n):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), split.params, whole.params)
     assert split.opt_state.loss_scale.counter == 1  # only full batches count
     assert split.step == 1
+
+
+class Squares(nn.Module):
+    """A head without a dtype field."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x.astype("float32") if x.dtype == jnp.int32 else x
+        return jnp.square(x) @ self.param("scale", nn.initializers.ones, (3, 1))
+
+
+class Headed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        body = nn.Dense(1, name="body", kernel_init=nn.initializers.ones)(x)
+        return body.astype("float32") + Squares(name="head")(x)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_inputs_of_any_dtype_train_a_float32_head_in_microbatches_too(steps, inputs):
+    model = jaxmp.linen.apply_policy(Headed(), "mixed_float16", {"head": "float32"})
+    x = np.full((4, 3), 304) + 16 * np.arange(4)[:, None]  # exact in every dtype; the squares overflow in float16
+    batch = jnp.asarray(x, inputs)
+
+    def loss(params, model_state, batch, rng):
+        return jnp.mean(model.apply({"params": params}, batch)) / 2**17, model_state
+
+    tx = loss_scaling(optax.sgd(1.0), DynamicLossScale())
+    state = TrainState.create(params=model.init(jax.random.key(0), batch)["params"], tx=tx)
+    state, metrics = make_train_step(loss, accumulate_steps=steps)(state, batch)
+    assert not metrics["skipped"]
+    np.testing.assert_allclose(state.params["head"]["scale"], 1 - np.mean(x**2, 0)[:, None] / 2**17, rtol=1e-5)
+    np.testing.assert_allclose(state.params["body"]["kernel"], 1 - np.mean(x, 0)[:, None] / 2**17, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
