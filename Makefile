@@ -1,7 +1,7 @@
 # make demo and make test set up what they need. ARGS="..." reaches the command, PYTHON=... chooses the interpreter.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test compare benchmark notebook doctor lint format types unit unit-newest docs pins clean
+.PHONY: help demo test compare benchmark notebook doctor lint format types unit unit-newest docs dist pins clean
 
 PY := .venv/bin/python
 NAME ?= loss_scaling
@@ -57,6 +57,9 @@ unit-newest: .venv/installed ## the tests on the newest Python and JAX that this
 docs: .venv/installed ## the reference of the public names, as HTML in build/docs
 	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt
 	@$(PY) -m pdoc --docformat google --output-directory build/docs jaxmp
+
+dist: .venv/installed ## sdist and wheel in dist/; the wheel alone runs the README's example and jaxmp doctor
+	@.ci/dist.sh $(CURDIR)/$(PY)
 
 pins: ## constraints.txt anew, from the newest versions there are: make pins PYTHON=python3.11
 	@rm -rf build/pins && mkdir -p build/pins

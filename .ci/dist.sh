@@ -1,0 +1,17 @@
+#!/bin/sh
+# dist.sh PYTHON: builds the sdist and the wheel into dist/, then runs the README's example and `jaxmp doctor` with the wheel
+# alone in an empty environment, outside of this folder.
+set -eu
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+rm -rf dist build/dist
+mkdir -p build/dist
+"$1" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "build>=1.2"
+"$1" -m build --outdir dist .
+"$1" -m venv build/dist/venv
+build/dist/venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+sed -n '/^```python$/,/^```$/p' README.md | sed '1d;$d' > build/dist/example.py
+cd build/dist
+venv/bin/python example.py
+venv/bin/jaxmp doctor
+echo "dist/ has:" && ls "$root/dist"
