@@ -26,7 +26,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from jaxmp._jaxpr import reading
 from jaxmp.engine import decide, graph
-from jaxmp.engine.kinds import Kind
+from jaxmp.engine.classes import Kind
 from jaxmp.engine.rules import Rules
 
 FOLDER = Path(__file__).parent

@@ -21,7 +21,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.reading import loop_of
 from jaxmp.dtypes import is_half
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.kinds import REAL
+from jaxmp.engine.classes import CASTABLE
 from jaxmp.engine.marks import computing, precision, widened
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import Program, arrays_in, is_array
@@ -44,7 +44,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
     operations = {key: given.pop(key) for key in [*given] if isinstance(key, str) and key.startswith(OPERATIONS)}
     policies = PolicyMap(PolicyMap("mixed_float16" if is_o1(policy) else policy), given)
     half = policies.compute_dtype
-    if half not in REAL or not is_half(half):
+    if half not in CASTABLE or not is_half(half):
         raise ValueError(
             f"a model under autocast needs a policy with a half compute dtype, got {half.name}; use 'mixed_bfloat16' "
             "or 'mixed_float16'"

@@ -37,8 +37,8 @@ def flops_of(eqn: Any) -> int | None:
     True
     """
     name, cls = eqn.primitive.name, classify(eqn.primitive.name)
-    if name in _PRODUCTS:
-        return int(_PRODUCTS[name](eqn))
+    if name in _FORMULAS:
+        return int(_FORMULAS[name](eqn))
     if name == "fft":
         size = max(_size(atom) for atom in (*eqn.invars, *eqn.outvars))  # of real ones one side is half as long
         return round(5 * size * math.log2(max(math.prod(eqn.params["fft_lengths"]), 2)))
@@ -80,7 +80,7 @@ def _conv(eqn: Any) -> int:
     return 2 * terms
 
 
-_PRODUCTS = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _conv}
+_FORMULAS = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _conv}
 
 
 def _size(atom: Any) -> int:

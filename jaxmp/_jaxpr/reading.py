@@ -21,14 +21,14 @@ class Bodies(NamedTuple):
     """The jaxprs in an equation and how their values meet those outside.
 
     ``kind`` is ``"call"`` (operands and results are those of the one body), ``"scan"``, ``"while"`` (condition, body)
-    or ``"cond"`` (the branches). A scan has ``consts`` constants and ``carry`` carried values, a while loop ``consts``
-    of the condition, then ``body_consts``.
+    or ``"cond"`` (the branches). The operands of a loop are ``consts`` of its condition, if it has one, those of its
+    body up to ``start``, ``carry`` carried values, and what a scan runs over.
     """
 
     kind: str
     jaxprs: tuple[Any, ...]
     consts: int = 0
-    body_consts: int = 0
+    start: int = 0
     carry: int = 0
 
 
@@ -59,11 +59,11 @@ def bodies_of(eqn: Any) -> Bodies | None:
             consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
         else:
             consts, carry = params["num_consts"], params["num_carry"]
-        return Bodies("scan", (params["jaxpr"],), consts, carry=carry)
+        return Bodies("scan", (params["jaxpr"],), 0, consts, carry)
     if name == "while":
-        consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
+        start = params["cond_nconsts"] + params["body_nconsts"]
         jaxprs = (params["cond_jaxpr"], params["body_jaxpr"])
-        return Bodies("while", jaxprs, consts, body_consts, len(eqn.invars) - consts - body_consts)
+        return Bodies("while", jaxprs, params["cond_nconsts"], start, len(eqn.invars) - start)
     if name == "cond":
         return Bodies("cond", tuple(params["branches"]))
     return None

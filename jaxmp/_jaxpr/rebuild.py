@@ -112,8 +112,8 @@ def _shard_map(params: Any, bodies: Bodies, functions: Sequence[Body], *operands
 
 
 def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
-    stop = bodies.consts + bodies.carry
-    consts, init, xs = operands[: bodies.consts], operands[bodies.consts : stop], operands[stop:]
+    stop = bodies.start + bodies.carry
+    consts, init, xs = operands[: bodies.start], operands[bodies.start : stop], operands[stop:]
 
     def body(carry: Values, xs: Values) -> tuple[list[Any], list[Any]]:
         results = functions[0](*consts, *carry, *xs)
@@ -125,12 +125,11 @@ def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any
 
 
 def _while(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
-    start = bodies.consts + bodies.body_consts
-    consts, body_consts, init = operands[: bodies.consts], operands[bodies.consts : start], operands[start:]
+    consts, body_consts = operands[: bodies.consts], operands[bodies.consts : bodies.start]
     return jax.lax.while_loop(
         lambda carry: functions[0](*consts, *carry)[0],
         lambda carry: functions[1](*body_consts, *carry),
-        list(init),
+        list(operands[bodies.start :]),
     )
 
 

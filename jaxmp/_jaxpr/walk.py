@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

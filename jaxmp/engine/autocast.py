@@ -55,8 +55,8 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
+from jaxmp.engine.classes import CASTABLE
 from jaxmp.engine.emit import coloured
-from jaxmp.engine.kinds import REAL
 from jaxmp.engine.marks import DECIDED, level_of, precision
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import Traced
@@ -147,7 +147,7 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
       ValueError, TypeError: as :func:`autocast`, at once.
     """
     policies = PolicyMap("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
-    if policies.compute_dtype not in REAL:
+    if policies.compute_dtype not in CASTABLE:
         raise ValueError(
             f"autocast computes in float16, bfloat16 or float32, got the compute dtype {policies.compute_dtype.name}; "
             "use 'mixed_bfloat16' or 'mixed_float16'"

@@ -11,8 +11,22 @@ from __future__ import annotations
 
 import enum
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
+from jax.numpy import bfloat16
+
+from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.dtypes import nearest
+
+CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, bfloat16))
+"""The dtypes that the engine casts from and to; float64, complex numbers and fp8 it leaves alone."""
+
+
+def is_castable(aval: Any) -> bool:
+    """Whether the engine may change the dtype of such a value."""
+    # A reference has the dtype of what it refers to, and all who read and write it agree on that.
+    return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 
 class Class(enum.StrEnum):
@@ -46,9 +60,30 @@ class Class(enum.StrEnum):
     """Keeps the dtypes it was written with, and the plan says so: its meaning or its code depends on them."""
 
 
+class Kind(enum.IntEnum):
+    """What a node is before its neighbours have a say; the first four also what a value brings along to its readers."""
+
+    SOURCE = 0
+    """An argument, a constant, or what is made of such only."""
+    HALF = 1
+    """A matrix product or convolution."""
+    FULL = 2
+    """Computed in float32."""
+    STRICT = 3
+    """Computed in float32, and its value may not exist in half precision: the mask's ``finfo.min``."""
+    INFER = 4
+    """Takes the colour that is inferred from where it stands."""
+    CLEAR = 5
+    """Moves data: the colour of its neighbours."""
+    JOIN = 6
+    """Several values become one: a loop's carry, a conditional's result."""
+    KEPT = 7
+    """Keeps the dtypes it was written with."""
+
+
 # Names with spaces between, a line for each reason to be here.
 _TABLE: dict[Class, tuple[str, ...]] = {
-    Class.HALF: ("dot_general conv_general_dilated ragged_dot_general",),
+    Class.HALF: tuple(sorted(PRODUCTS)),
     Class.POINTWISE: (
         # the argument's relative error times |x| becomes the result's, which leaves float16's range at 11
         "exp exp2 expm1 cosh sinh pow tan",

@@ -22,14 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine import groups
-from jaxmp.engine.classes import Class, primitives_of
+from jaxmp.engine.classes import Kind
 from jaxmp.engine.graph import Graph, Node, Step, walk
-from jaxmp.engine.kinds import Kind
 from jaxmp.engine.rules import BROADCAST, MONOTONE, MOVES, PICKS
 
 _FLOAT32 = np.dtype(np.float32)
-_PRODUCTS = primitives_of(Class.HALF)
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
@@ -51,10 +50,10 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> bool:
     _mark("is_seen", wanted.keys() - results)
     graph.groups = groups.find(graph)
     products = [node for node in nodes if node.kind is Kind.HALF]
-    if not force and not products and not any(node.kind is Kind.FULL and node.name in _PRODUCTS for node in nodes):
+    if not force and not products and not any(node.kind is Kind.FULL and node.name in PRODUCTS for node in nodes):
         return False
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
-    written = [node for node in nodes if node.kind is Kind.KEPT and node.name in _PRODUCTS and _takes_half(node)]
+    written = [node for node in nodes if node.kind is Kind.KEPT and node.name in PRODUCTS and _takes_half(node)]
     _mark("after_product", walk([*products, *written, *halves], lambda node: node.users))
     products += groups.take_outer_products(nodes)
     _mark("is_looked_up", walk([node for node in nodes if node.is_looked_up], lambda node: node.users))
@@ -141,14 +140,12 @@ def _cycles(nodes: Sequence[Node]) -> Iterable[list[Node]]:
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     """Finds what exists in half although it is computed in float32: what products read, and activations before them."""
     _mark("has_half_copy", walk(operands, _moved))
-    _mark(
-        "heads_to_product",
-        walk(operands, lambda user: _moved(user) or [op for op in user.inputs if _is_elementwise(user, op)]),
-    )
+    # Each element of these goes into a product by way of operations on single elements.
+    heading = set(walk(operands, lambda user: _moved(user) or [op for op in user.inputs if _is_elementwise(user, op)]))
     starts = [
         operand
         for node in nodes
-        if node.kind is Kind.INFER and node.heads_to_product
+        if node.kind is Kind.INFER and node in heading
         for operand in node.inputs
         if operand.is_activation
         and not operand.has_half_copy

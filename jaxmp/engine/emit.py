@@ -14,15 +14,14 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.rebuild import Rule, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
-from jaxmp.engine.classes import Class, primitives_of
+from jaxmp._jaxpr.walk import PRODUCTS
+from jaxmp.engine.classes import Kind, is_castable
 from jaxmp.engine.decide import decide, is_shared, is_widening, operand_dtypes
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
-from jaxmp.engine.kinds import Kind, is_real
 from jaxmp.engine.marks import OF_POLICY, marks_in
 from jaxmp.engine.rules import BROADCAST, Rules, asks_for_highest
 from jaxmp.engine.trace import tracing
 
-_PRODUCTS = primitives_of(Class.HALF)
 # Without jit, loops are compiled as one, and found compiled by the next call.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -70,7 +69,7 @@ def emitted(
     results = emission.evaluate(body, args) if changed else reading.evaluate(body.jaxpr, body.consts, args)
     note = emission.note(body)
     return [
-        value if dtype is None or not is_real(jax.typeof(value)) else note.cast(note.rounded(value, node), dtype)
+        value if dtype is None or not is_castable(jax.typeof(value)) else note.cast(note.rounded(value, node), dtype)
         for value, node, dtype in zip(results, body.results, dtypes, strict=True)
     ]
 
@@ -217,8 +216,7 @@ class _Emission:
         assert bodies is not None
         note, operands = values.note, values.note.operands
         if bodies.kind in ("scan", "while"):
-            start = bodies.consts + bodies.body_consts
-            for position, join in enumerate(step.joins, start):
+            for position, join in enumerate(step.joins, bodies.start):
                 if join is not None:
                     value = note.rounded(operands[position], step.operands[position])
                     operands[position] = note.cast(value, join.dtype)
@@ -279,7 +277,7 @@ def _is_normalised(node: Node) -> bool:
     stack, seen, size = [node], {node}, math.prod(node.shape)
     while stack:
         for user in stack.pop().users:
-            if user in seen or user.name in _PRODUCTS:
+            if user in seen or user.name in PRODUCTS:
                 continue
             weights = [other for other in user.inputs if not other.is_cast_once and other.const is None]
             if user.name == "add" and any(math.prod(weight.shape) < size for weight in weights):
@@ -304,7 +302,7 @@ def _stands(step: Step) -> bool:
 
 def _is_unchanged(step: Step) -> bool:
     name, node = step.eqn.primitive.name, step.node
-    known = [operand for operand in (*step.operands, *step.nodes, *step.joins) if operand is not None]
+    known = [operand for operand in (*step.operands, *step.nodes) if operand is not None]
     if any(operand.late is not None or operand.dtype != operand.written for operand in known):
         return False
     if _is_missing(step.eqn.params):
@@ -335,7 +333,7 @@ def _in_dtype(step: Step, dtype: np.dtype) -> dict[str, Any]:
         params["preferred_element_type"] = dtype
     if params.get("update_jaxpr") is not None:
         params["update_jaxpr"] = reading.in_dtype_of_scatter(params["update_jaxpr"], dtype)
-    if step.eqn.primitive.name in _PRODUCTS:
+    if step.eqn.primitive.name in PRODUCTS:
         # A precision or an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes that it was chosen for.
         if dtype != np.float32:
             params["precision"] = None
@@ -354,7 +352,7 @@ def _signature(step: Step, rules: Rules) -> Any:
 
 
 def _decisions(step: Step) -> Any:
-    own = tuple((node.compute, node.dtype, node.late) for node in (*step.nodes, *step.joins) if node is not None)
+    own = tuple((node.compute, node.dtype, node.late) for node in step.nodes if node is not None)
     shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
     casts = None if step.inner else tuple(operand_dtypes(step))  # of comparisons they depend on constants too
     return (own, shared, casts, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
@@ -389,6 +387,6 @@ def _wanted_by(step: Step, position: int) -> np.dtype | None:
         return operand_dtypes(step)[position]
     if step.bodies.kind == "call":
         return read_in(step.inner[0], position)
-    carried = position - step.bodies.consts - step.bodies.body_consts
+    carried = position - step.bodies.start
     join = step.joins[carried] if step.bodies.carry > carried >= 0 else None
     return None if join is None else join.dtype

@@ -7,17 +7,17 @@ and what the body returns) and the result of a conditional (what each branch ret
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.engine.kinds import Kind, is_real
-from jaxmp.engine.marks import Region, region_of
+from jaxmp.engine.classes import Kind, is_castable
+from jaxmp.engine.marks import DECIDED, Region, region_of
 from jaxmp.engine.rules import Rules, range_of
 
 
@@ -43,7 +43,6 @@ class Node:
     Attributes:
       after_product, before_product: a product (or a half argument, a half result) lies upstream, downstream.
       is_activation: it has an element for each element of a product, and so is no statistic of many.
-      heads_to_product: each of its elements goes into a product by way of operations on single elements.
       has_half_copy: it may be computed in float32, but a product or an activation reads it in half.
       is_seen: it is a result in float32, or what makes integers and bools of it tells small differences apart.
       state: what it brings along to those who read it: SOURCE, HALF, FULL or STRICT.
@@ -69,7 +68,6 @@ class Node:
     after_product: bool = False
     before_product: bool = False
     is_activation: bool = False
-    heads_to_product: bool = False
     has_half_copy: bool = False
     is_seen: bool = False
     state: Kind = Kind.SOURCE
@@ -112,7 +110,6 @@ class Step:
     region: Region = _UNMARKED
     bodies: reading.Bodies | None = None
     inner: list[Body] = dataclasses.field(default_factory=list)
-    joins: list[Node | None] = dataclasses.field(default_factory=list)
     fixed: list[bool] = dataclasses.field(default_factory=list)
     """Whether each operand is made of constants only: the positions of a sequence, the same for every example."""
     stands: bool | None = None
@@ -121,6 +118,11 @@ class Step:
     def node(self) -> Node | None:
         """The node of the first floating result."""
         return next((node for node in self.nodes if node is not None), None)
+
+    @property
+    def joins(self) -> list[Node | None]:
+        """What has several origins: the carry of a loop, which its first results are, and the results of a cond."""
+        return self.nodes[: self.bodies.carry if self.bodies.kind != "cond" else None] if self.bodies else []
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -189,16 +191,16 @@ class _Builder:
         self.nodes: list[Node] = []
         self.rules = rules
         self.region = Region()
-        self.loops = [0]
-        self.loop_count = 0
+        self.loop = 0
+        self.loops = itertools.count(1)
 
     def node(
         self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: str = ""
     ) -> Node | None:
-        if not is_real(aval):
+        if not is_castable(aval):
             return None
         half = self.region.half or self.rules.half
-        node = Node(kind, name, aval.dtype, aval.shape, reason, asked, half, self.loops[-1], self.in_rule)
+        node = Node(kind, name, aval.dtype, aval.shape, reason, asked, half, self.loop, self.in_rule)
         for operand in inputs:
             node.read(operand)
         self.nodes.append(node)
@@ -241,36 +243,51 @@ class _Builder:
         return Body(jaxpr, consts, steps, results, has_floats=any(node is not None for node in env.values()))
 
     def step(self, eqn: Any, operands: list[Node | None], names: reading.Names, fixed: list[bool]) -> Step:
-        bodies = None if self.rules.is_decided(names) else reading.bodies_of(eqn)
+        bodies = None if DECIDED in names else reading.bodies_of(eqn)
         self.region = region_of(names)
         step = Step(eqn, names, operands, [], region=self.region, bodies=bodies, fixed=fixed)
         if bodies is None:
             self.leaf(step)
-        else:
-            getattr(self, f"enter_{bodies.kind}")(step, bodies)
-            if not any(body.has_floats for body in step.inner):
-                step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
+            return step
+        enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
+        enter(step, bodies)
+        if not any(body.has_floats for body in step.inner):
+            step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
         return step
 
-    def inner(self, step: Step, jaxpr: Any, inputs: Sequence[Node | None]) -> list[Node | None]:
+    def inner(
+        self, step: Step, jaxpr: Any, inputs: Sequence[Node | None], fixed: Sequence[bool] = ()
+    ) -> list[Node | None]:
         opened, consts = reading.opened(jaxpr)
-        fixed = step.fixed if step.bodies is not None and step.bodies.kind == "call" else ()
         step.inner.append(self.body(opened, consts, inputs, step.names, fixed))
         self.region = step.region
         return step.inner[-1].results
 
-    @contextlib.contextmanager
-    def loop(self) -> Iterator[None]:
-        """What is built here runs once a turn."""
-        self.loop_count += 1
-        self.loops.append(self.loop_count)
-        yield
-        self.loops.pop()
-
     def enter_call(self, step: Step, bodies: reading.Bodies) -> None:
         around, self.in_rule = self.in_rule, self.in_rule or step.eqn.primitive.name == "custom_vjp_call"
-        step.nodes = self.inner(step, bodies.jaxprs[0], step.operands)
+        step.nodes = self.inner(step, bodies.jaxprs[0], step.operands, step.fixed)
         self.in_rule = around
+
+    def enter_loop(self, step: Step, bodies: reading.Bodies) -> None:
+        start, stop, around = bodies.start, bodies.start + bodies.carry, self.loop
+        carried = zip(step.eqn.invars[start:stop], step.operands[start:stop], strict=True)
+        carry = [self.join("carry", atom.aval, [node]) for atom, node in carried]
+        self.loop = next(self.loops)
+        for condition in bodies.jaxprs[:-1]:
+            self.inner(step, condition, [*step.operands[: bodies.consts], *carry])
+        inputs = [*step.operands[bodies.consts : start], *carry, *step.operands[stop:]]
+        results = self.inner(step, bodies.jaxprs[-1], inputs)
+        self.loop = around
+        for join, node in zip(carry, results, strict=False):
+            if join is not None and node is not None:
+                join.read(node)
+                self.check_range(join)
+        step.nodes = [*carry, *results[bodies.carry :]]
+
+    def enter_cond(self, step: Step, bodies: reading.Bodies) -> None:
+        results = [self.inner(step, branch, step.operands[1:]) for branch in bodies.jaxprs]
+        columns = zip(step.eqn.outvars, zip(*results, strict=True), strict=True)
+        step.nodes = [self.join("branches", var.aval, column) for var, column in columns]
 
     def join(self, name: str, aval: Any, inputs: Sequence[Node | None]) -> Node | None:
         kind = Kind.KEPT if self.region.level == "written" else Kind.JOIN
@@ -283,41 +300,6 @@ class _Builder:
         largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
         if join is not None and join.kind is Kind.JOIN and join.half and largest > range_of(join.half)[1]:
             join.kind, join.reason = Kind.STRICT, f"a constant beyond {join.half.name}'s largest number"
-
-    def carry(self, step: Step, start: int, count: int) -> list[Node | None]:
-        step.joins = [
-            self.join("carry", atom.aval, [node])
-            for atom, node in zip(step.eqn.invars[start : start + count], step.operands[start:], strict=False)
-        ]
-        return step.joins
-
-    def enter_scan(self, step: Step, bodies: reading.Bodies) -> None:
-        stop = bodies.consts + bodies.carry
-        carry = self.carry(step, bodies.consts, bodies.carry)
-        inputs = [*step.operands[: bodies.consts], *carry, *step.operands[stop:]]
-        with self.loop():
-            results = self.inner(step, bodies.jaxprs[0], inputs)
-        self.close(carry, results)
-        step.nodes = [*carry, *results[bodies.carry :]]
-
-    def enter_while(self, step: Step, bodies: reading.Bodies) -> None:
-        start = bodies.consts + bodies.body_consts
-        carry = self.carry(step, start, bodies.carry)
-        with self.loop():
-            self.inner(step, bodies.jaxprs[0], [*step.operands[: bodies.consts], *carry])
-            self.close(carry, self.inner(step, bodies.jaxprs[1], [*step.operands[bodies.consts : start], *carry]))
-        step.nodes = carry
-
-    def close(self, carry: Sequence[Node | None], results: Sequence[Node | None]) -> None:
-        for join, node in zip(carry, results, strict=False):
-            if join is not None and node is not None:
-                join.read(node)
-                self.check_range(join)
-
-    def enter_cond(self, step: Step, bodies: reading.Bodies) -> None:
-        results = [self.inner(step, branch, step.operands[1:]) for branch in bodies.jaxprs]
-        columns = zip(step.eqn.outvars, zip(*results, strict=True), strict=True)
-        step.joins = step.nodes = [self.join("branches", var.aval, column) for var, column in columns]
 
     def leaf(self, step: Step) -> None:
         eqn = step.eqn

@@ -17,13 +17,12 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.walk import equations
-from jaxmp.engine.classes import Class, primitives_of
+from jaxmp._jaxpr.walk import PRODUCTS, equations
+from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.graph import Body, Graph, Node, Step, walk
-from jaxmp.engine.kinds import Kind
 from jaxmp.engine.rules import MOVES
 
-_LINALG, _PRODUCTS = primitives_of(Class.LINALG), primitives_of(Class.HALF)
+_LINALG = primitives_of(Class.LINALG)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
 _CAST = "convert_element_type"
 _EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
@@ -63,7 +62,7 @@ def find(graph: Graph) -> list[Group]:
             if step.eqn.primitive.name in ends and step.node is not None and step.node.inputs:
                 found += recognised(step.node, step)
     for group in found:
-        has_products = group.reason and any(node.name in _PRODUCTS for node in group.nodes)
+        has_products = group.reason and any(node.name in PRODUCTS for node in group.nodes)
         for node in group.nodes if has_products else ():
             if _is_product(node) or node.kind in (Kind.INFER, Kind.JOIN):
                 node.kind, node.reason = Kind.FULL, group.reason
@@ -114,9 +113,9 @@ def _logarithms(node: Node, _: Step) -> Iterator[Group]:
         yield Group(name, (*way, total, *inner, *largest, *logs))
         less = [user for each in (node, *largest) for user in _readers(each, _MEANS) if user.name in _SUMS]
         terms = [_origin(term, _MEANS) for user in less for term in user.inputs]
-        if picks := [term for term in terms if term.name in _PRODUCTS and known & {*map(_origin, term.inputs)}]:
+        if picks := [term for term in terms if term.name in PRODUCTS and known & {*map(_origin, term.inputs)}]:
             yield Group("cross-entropy", (*picks, *less), "a product of what logsumexp is of")
-    elif total.name in _PRODUCTS and any(map(_exponential, total.inputs)):
+    elif total.name in PRODUCTS and any(map(_exponential, total.inputs)):
         yield Group("logsumexp", (total, *way), "a logarithm of a product of exponentials")
     elif total.name != "logistic" and (total.name != "div" or not _exponential(total.inputs[0])):
         return
@@ -126,7 +125,7 @@ def _logarithms(node: Node, _: Step) -> Iterator[Group]:
 def _read_by_products(name: str, terms: Sequence[Node], reason: str) -> Iterator[Group]:
     """The products that add terms up or select some, each masked, scaled or compared or some summed before."""
     read = {reader: None for term in terms for reader in _readers(term, (_AFFINE | _MEANS) - {"add", "add_any"})}
-    if products := [reader for reader in read if reader.name in _PRODUCTS]:
+    if products := [reader for reader in read if reader.name in PRODUCTS]:
         yield Group(name, (*products, *terms), reason)
 
 
@@ -137,7 +136,7 @@ def _squares(node: Node, step: Step) -> Iterator[Group]:
         terms = [_origin(term) for term in below.inputs] if below.name in _SUMS else [below]
         squares = [term for term in terms if term.name != "abs" and _square(term)]
         yield from [Group("root of squares", (node, below, *squares), "a root of squares")][: len(squares)]
-    elif node.name in _PRODUCTS:
+    elif node.name in PRODUCTS:
         squares = max(map(_square, node.inputs), key=len)
         is_vdot = node.name == "dot_general" and len(node.shape) == len(step.eqn.params["dimension_numbers"][1][0])
         if len(squares) > 1 and squares[0].name != "abs":
@@ -195,9 +194,9 @@ def _vector(norm: Node) -> Node | None:
     """The vector whose squares a value sums, or that a product multiplies with itself, a multiple or product of it."""
     if norm.name == "reduce_sum" and (square := _square(_origin(norm.inputs[0], _AFFINE))):
         return _origin(square[0].inputs[0], _SCALES | {"abs"})
-    pair = [_origin(operand, _SCALES) for operand in norm.inputs[:2]] if norm.name in _PRODUCTS else []
+    pair = [_origin(operand, _SCALES) for operand in norm.inputs[:2]] if norm.name in PRODUCTS else []
     for one, other in zip(pair, pair[::-1], strict=True):
-        if one is other or (other.name in {"mul", *_PRODUCTS} and one in [_origin(x, _SCALES) for x in other.inputs]):
+        if one is other or (other.name in {"mul", *PRODUCTS} and one in [_origin(x, _SCALES) for x in other.inputs]):
             return one
     return None
 
@@ -218,7 +217,7 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
         if end.name in _SUMS:  # a larger sum
             return
     terms = [node, *walk(node.inputs, _terms)]
-    products = {term: [_origin(each, _SCALES) for each in term.inputs] for term in terms if term.name in _PRODUCTS}
+    products = {term: [_origin(each, _SCALES) for each in term.inputs] for term in terms if term.name in PRODUCTS}
     summed = set(walk((term for term in terms if term.name == "reduce_sum"), _terms))
     parts = summed.union(walk((term for term in terms if term.name in ("gather", "slice", "dynamic_slice")), _terms))
     for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms] if products else ():
@@ -234,7 +233,7 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
     for second in products if squared else ():
         inputs = set(map(_origin, second.inputs))
         factors = {_origin(factor) for each in inputs if is_multiplied(each) for factor in each.inputs}
-        added = {"reduce_sum": inputs | factors, **dict.fromkeys(_PRODUCTS, factors)}
+        added = {"reduce_sum": inputs | factors, **dict.fromkeys(PRODUCTS, factors)}
         for means in squared:
             if all(not added.get(mean.name, set()).isdisjoint(map(_origin, mean.inputs)) for mean in means):
                 yield Group("moments", (second, *means), "a mean of a product less the product of the means")
@@ -268,7 +267,7 @@ def _searches(_: Node, step: Step) -> Iterator[Group]:
     condition, body = (reading.opened(jaxpr)[0] for jaxpr in step.bodies.jaxprs)
     carried = [False] * step.bodies.carry
     for _turn in carried:  # what depends on a product after so many turns
-        returned = _follow(body, [*[False] * step.bodies.body_consts, *carried])
+        returned = _follow(body, [*[False] * (step.bodies.start - step.bodies.consts), *carried])
         carried = [old or new for old, new in zip(carried, returned, strict=True)]
     if _follow(condition, [*[False] * step.bodies.consts, *carried])[0]:
         yield Group("search", tuple(products), "in a loop that runs until it converges")
@@ -287,7 +286,7 @@ def _follow(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
             results = _follow(reading.opened(bodies.jaxprs[0])[0], operands)
         else:
             inside = (each for inner in (bodies.jaxprs if bodies else ()) for each in equations(inner))
-            found = any(operands) or any(each.primitive.name in _PRODUCTS for each in (eqn, *inside))
+            found = any(operands) or any(each.primitive.name in PRODUCTS for each in (eqn, *inside))
             results = [found] * len(eqn.outvars)
         depends |= {var: old and not _is(np.integer, var) for var, old in zip(eqn.outvars, results, strict=True)}
     return [read(atom) for atom in jaxpr.outvars]
@@ -300,7 +299,7 @@ def _is(kind: Any, atom: Any) -> bool:
 GROUPS = (
     (_softmaxes, {"div"}),
     (_logarithms, _LOGARITHMS),
-    (_squares, {"reduce_sum", "sqrt", *_PRODUCTS}),
+    (_squares, {"reduce_sum", "sqrt", *PRODUCTS}),
     (_cosines, {"reduce_sum", "div"}),
     (_differences, _SUMS),
     (_searches, {"while"}),
@@ -313,7 +312,7 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
 
     Nothing but moves, offsets and scales lies between. In bfloat16 a place of 300.4 is 300, and a phase of 300.4 noise.
     """
-    products = [node for node in graph.nodes if node.name in _PRODUCTS]
+    products = [node for node in graph.nodes if node.name in PRODUCTS]
     computed = set(walk(products, lambda node: node.users))
     keeping = {node for node in graph.nodes if _keeps_places(node, computed)}
 
@@ -328,7 +327,7 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
     of_integers = places_made(step.node for step in integers if step.node and (step.node.shape or not all(step.fixed)))
     coarse = {step.operands[0] for step in casts if step.eqn.outvars[0].aval.dtype.name in ("int8", "int4", "int2")}
     read = [*filter(None, coarse), *(operand for node in products for operand in node.inputs)]
-    leading = set(walk(read, lambda node: () if node.name in _PRODUCTS else node.inputs))  # to products
+    leading = set(walk(read, lambda node: () if node.name in PRODUCTS else node.inputs))  # to products
     complexes: dict[Any, list[Node]] = {}  # the real numbers that a complex one is made of: exp(ix) is a wave too
     handed: dict[Node, str] = {}
     for step in steps:
@@ -366,9 +365,9 @@ def _keeps_places(node: Node, computed: Collection[Node]) -> bool:
     """Whether places are made of places: by products, moves, offsets, scales that no product computed, and bounds."""
     unknown = [operand for operand in node.inputs if operand in computed]
     if (node.name in _SUMS and len(unknown) > 1) or node.name in _LIMITS:  # but no residual stream, no activation
-        return {reader.name for reader in _readers(node)}.isdisjoint({*_PRODUCTS, "reduce_sum"})
+        return {reader.name for reader in _readers(node)}.isdisjoint({*PRODUCTS, "reduce_sum"})
     is_moved = node.kind in (Kind.CLEAR, Kind.JOIN) or node.name in MOVES
-    is_passed = is_moved or node.name in _AFFINE | _PRODUCTS or _passed(node, ()) is not None
+    is_passed = is_moved or node.name in _AFFINE | PRODUCTS or _passed(node, ()) is not None
     return len(unknown) < 2 if node.name == "mul" else is_passed
 
 
@@ -420,7 +419,7 @@ def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
     origin = _origin(operand)
     if not origin.inputs:
         return origin.kind is not Kind.SOURCE or not constant or origin.const is not None
-    is_near = depth > 0 and origin.name not in _PRODUCTS
+    is_near = depth > 0 and origin.name not in PRODUCTS
     return is_near and all(_is_given(node, constant, depth - 1) for node in origin.inputs)
 
 

@@ -17,11 +17,10 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.engine.autocast import check_backend, policy_and_exceptions, require_function
-from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.decide import decide
 from jaxmp.engine.emit import Note, emitted
 from jaxmp.engine.graph import Body, Step, build
-from jaxmp.engine.kinds import Kind
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules

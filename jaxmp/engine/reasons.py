@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from jaxmp.engine.classes import Class, classify
+from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.graph import Graph, Node, Step
 from jaxmp.engine.groups import steps_of
-from jaxmp.engine.kinds import Kind
 
 _FULL = (Kind.FULL, Kind.STRICT)
 

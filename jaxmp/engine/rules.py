@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp.dtypes import nearest
-from jaxmp.engine.classes import Class, classify, primitives_named_by
-from jaxmp.engine.kinds import REAL, Kind, is_real
+from jaxmp.engine.classes import CASTABLE, Class, Kind, classify, is_castable, primitives_named_by
 from jaxmp.engine.marks import DECIDED, LEVELS, SPECIAL, checked_level, is_widened, level_of, path_of, region_of
 from jaxmp.patterns import OPERATIONS, matches
 from jaxmp.policy import Policy, get_policy
@@ -126,10 +125,6 @@ class Rules:
                     return level_of(policy)
         return checked_level(value)
 
-    def is_decided(self, names: reading.Names) -> bool:
-        """Whether what stands in these scopes was written by an autocast inside this one."""
-        return DECIDED in names
-
     def check(self) -> None:
         """Raises an UnmatchedOverrideError if one matched nothing, with the nearest paths or primitives."""
         for key in self.overrides:
@@ -155,13 +150,13 @@ class Rules:
         """
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
         self.primitives.add(name)
-        if self.is_decided(names):
+        if DECIDED in names:
             return Decision(Kind.KEPT, "decided by the autocast inside")
         path, region = path_of(names), region_of(names)
         self.visited.add(path)
         if any(_is_other_float(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
             return Decision(Kind.KEPT, "float64, complex and fp8 are left alone")
-        if not any(is_real(var.aval) for var in eqn.outvars):
+        if not any(is_castable(var.aval) for var in eqn.outvars):
             return Decision(Kind.KEPT, "no floating result")
         if cls is None:
             return Decision(Kind.KEPT, "an unknown primitive keeps its dtypes")
@@ -211,13 +206,13 @@ class Rules:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
         if old == new or is_widened(names):
             return Decision(Kind.CLEAR, "moves data")
-        if old in REAL and new.itemsize == 4 and region_of(names).level != "written":
+        if old in CASTABLE and new.itemsize == 4 and region_of(names).level != "written":
             return Decision(Kind.FULL, "the author casts to float32")
         return Decision(Kind.KEPT, f"the author casts to {np.dtype(new).name}")
 
     def _kind_of_product(self, eqn: Any) -> Decision:
         operands = [atom.aval for atom in eqn.invars if not jax.numpy.issubdtype(atom.aval.dtype, np.integer)]
-        if not all(is_real(aval) for aval in operands) or len(operands) < 2:
+        if not all(is_castable(aval) for aval in operands) or len(operands) < 2:
             return Decision(Kind.KEPT, "a product with an operand that is no float")
         if asks_for_highest(eqn.params.get("precision")):
             return Decision(Kind.FULL, "the author asks for the highest precision")
@@ -258,7 +253,7 @@ def asks_for_highest(precision: Any) -> bool:
 
 def _is_other_float(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
-    return dtype is not None and dtype not in REAL and _is_inexact(dtype)
+    return dtype is not None and dtype not in CASTABLE and _is_inexact(dtype)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.stand_ins import stand_ins
-from jaxmp.engine.kinds import is_real
+from jaxmp.engine.classes import is_castable
 from jaxmp.engine.marks import SPECIAL, region_of
 from jaxmp.engine.rules import Rules
 from jaxmp.policy import Policy
@@ -113,7 +113,7 @@ class Traced:
         What the function writes to its arguments keeps its dtype.
         """
         avals = [atom.aval for atom in self.jaxpr[0].outvars]
-        dtypes = [aval.dtype if is_real(aval) else None for aval in avals]
+        dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
         if policy is not None and policy.output_dtype.itemsize == 2:
             results, _written = jax.tree.unflatten(self._program.tree, self._program.leaves)
             returned = sum(leaf is ARRAY for leaf in jax.tree.leaves(results))
