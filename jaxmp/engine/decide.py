@@ -25,11 +25,10 @@ import numpy as np
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine import groups
 from jaxmp.engine.classes import Kind
-from jaxmp.engine.graph import Graph, Node, Step, walk
+from jaxmp.engine.graph import Graph, Node, walk
 from jaxmp.engine.rules import BROADCAST, MONOTONE, MOVES, PICKS
 
 _FLOAT32 = np.dtype(np.float32)
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> bool:
@@ -77,35 +76,13 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> bool:
     return True
 
 
-def is_shared(node: Node | None, old: np.dtype, new: np.dtype) -> bool:
-    """Whether all who want a value in a dtype share one cast to it; what is widened to float32 is so at each use."""
-    return node is not None and node.is_cast_once and new.itemsize <= old.itemsize
-
-
-def is_widening(step: Step) -> bool:
-    """Whether an equation is a cast to float32 of what is half now."""
-    if step.eqn.primitive.name != "convert_element_type":
-        return False
-    node, operand = step.node, step.operands[0]
-    return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
-
-
-def operand_dtypes(step: Step) -> list[np.dtype | None]:
-    """The dtypes that the operands of an equation without bodies are cast to; None where they are left alone."""
-    node = step.node
-    if node is not None and node.kind is Kind.CLEAR and node.compute is None:
-        return [None if operand is None or node.late else operand.late for operand in step.operands]
-    if node is None and step.eqn.primitive.name in ("eq", "ne"):
-        # The derivative of a maximum asks which operand it is: rounded as it is, the operand still equals it.
-        for one, other in (step.operands, step.operands[::-1]):
-            if one is not None and one.name in ("max", "min") and other in one.inputs:
-                return [one.value_dtype, one.value_dtype]
-    if node is None and step.eqn.primitive.name in _COMPARISONS:
-        compared = {operand.value_dtype for operand in step.operands if operand and operand.const != (0.0, 0.0)}
-        if len(compared) == 1 and compared != {_FLOAT32}:
-            return [None if operand is None else next(iter(compared)) for operand in step.operands]
-    dtype = None if node is None else node.compute
-    return [None if operand is None else dtype or operand.written for operand in step.operands]
+def read_in(user: Node, operand: Node) -> np.dtype | None:
+    """The dtype that an operation reads an operand in; None for the one that it has."""
+    if user.compute is not None:
+        return user.compute
+    if user.kind in (Kind.CLEAR, Kind.JOIN):
+        return None if user.late else operand.late
+    return operand.written
 
 
 def _mark(flag: str, nodes: Iterable[Node]) -> None:
@@ -145,13 +122,10 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     starts = [
         operand
         for node in nodes
-        if node.kind is Kind.INFER and node in heading
+        if node in heading and node.name not in _AFFINE
         for operand in node.inputs
-        if operand.is_activation
-        and not operand.has_half_copy
-        and not operand.has_epsilon  # which would be lost again
-        and _is_elementwise(node, operand)
-        and node.name not in _AFFINE
+        # An epsilon would be lost again.
+        if operand.is_activation and not operand.has_epsilon and _is_elementwise(node, operand)
     ]
     _mark("has_half_copy", walk(starts, _moved))
 
@@ -276,18 +250,11 @@ def _move_casts(nodes: Sequence[Node]) -> None:
         is_moved = node.kind is Kind.CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen
         if not is_moved or node.dtype != _FLOAT32:
             continue
-        wanted = {_read_in(user, node) for user in node.users}
+        wanted = {read_in(user, node) for user in node.users}
         dtype = wanted.pop() if len(wanted) == 1 else None
         repeated = not node.is_cast_once and (len(node.users) > 1 or any(_repeats(user, node) for user in node.users))
         if dtype is not None and dtype.itemsize == 2 and node.late in (None, dtype) and not repeated:
             node.compute, node.dtype, node.late = dtype, dtype, None
-
-
-def _read_in(user: Node, operand: Node) -> np.dtype | None:
-    """The dtype that a node is computed with where it reads an operand; None where that is not known by the node."""
-    if user.compute is not None:
-        return user.compute
-    return operand.late if user.kind is not Kind.CLEAR and user.kind is not Kind.JOIN else None
 
 
 def _grows(user: Node, operand: Node) -> bool:

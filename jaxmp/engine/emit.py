@@ -16,8 +16,8 @@ from jaxmp._jaxpr.rebuild import Rule, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.classes import Kind, is_castable
-from jaxmp.engine.decide import decide, is_shared, is_widening, operand_dtypes
-from jaxmp.engine.graph import Body, Graph, Node, Step, build
+from jaxmp.engine.decide import decide, read_in
+from jaxmp.engine.graph import Body, Graph, Node, Step, build, walk
 from jaxmp.engine.marks import OF_POLICY, marks_in
 from jaxmp.engine.rules import BROADCAST, Rules, asks_for_highest
 from jaxmp.engine.trace import tracing
@@ -25,6 +25,8 @@ from jaxmp.engine.trace import tracing
 # Without jit, loops are compiled as one, and found compiled by the next call.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_CAST = "convert_element_type"
 _MAX_PROGRAMS = 256
 
 
@@ -139,7 +141,8 @@ class _Values:
             return self.read_as(*self.narrow[atom], dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
         # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
-        if isinstance(value, np.ndarray) or is_shared(node, node.value_dtype, dtype):
+        is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
+        if is_shared or isinstance(value, np.ndarray):
             if (atom, dtype) not in self.shared:
                 self.shared[atom, dtype] = self.note.cast(self.note.rounded(value, node), dtype)
             return self.shared[atom, dtype]
@@ -169,8 +172,9 @@ class _Emission:
             with reading.in_place_of(step.eqn):
                 results = self.results(step, values)
             values.env.update(zip(step.eqn.outvars, results, strict=True))
-            if is_widening(step):
-                values.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], step.operands[0]
+            below, node = step.operands[0] if step.eqn.primitive.name == _CAST else None, step.node
+            if below is not None and node is not None and below.value_dtype.itemsize < node.dtype.itemsize:
+                values.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], below
             if self.notes is not None:  # values die with their trace
                 values.note.operands = [jax.typeof(value) for value in values.note.operands]
         return [values.read(atom) for atom in body.jaxpr.outvars]
@@ -180,58 +184,39 @@ class _Emission:
         note.operands = [values.read(atom) for atom in eqn.invars]
         if _stands(step):
             return _bound(eqn, note.operands, eqn.params)
-        if step.bodies is not None:
-            return self.with_bodies(step, values)
-        cast = node if eqn.primitive.name == "convert_element_type" else None
-        if cast is not None and (cast.kind is Kind.KEPT or is_widening(step)):  # from whatever dtype the value has
-            note.operands = [note.rounded(note.operands[0], step.operands[0])]
-            if cast.kind is Kind.KEPT:
-                return _bound(eqn, note.operands, eqn.params)
-            operands = [note.cast(note.operands[0], cast.dtype)]
-        else:
-            repeat = None
-            if eqn.primitive.name in BROADCAST:
-                repeat = step, next(filter(reading.is_batched, note.operands), None)
-            operands = [
-                values.read(atom) if dtype is None or operand is None else values.read_as(atom, operand, dtype, repeat)
-                for atom, operand, dtype in zip(eqn.invars, step.operands, operand_dtypes(step), strict=True)
-            ]
-        if cast is not None:
+        repeat = None
+        if eqn.primitive.name in BROADCAST:
+            repeat = step, next(filter(reading.is_batched, note.operands), None)
+        wanted = zip(note.operands, eqn.invars, step.operands, _wants(step), strict=True)
+        operands = [
+            value if dtype is None or operand is None else values.read_as(atom, operand, dtype, repeat)
+            for value, atom, operand, dtype in wanted
+        ]
+        if eqn.primitive.name == _CAST and node is not None and node.kind is not Kind.KEPT:
             if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
                 del note.casts[-1:]  # which is the author's
             return operands
         note.operands = operands
+        if step.bodies is not None:
+            return self.with_bodies(step, step.bodies, operands)
         params = eqn.params if node is None or node.compute is None else _in_dtype(step, node.compute)
         if _is_missing(params):
             params = {**params, "precision": None}
         results = _bound(eqn, operands, params)
-        return (
-            [note.cast(results[0], node.dtype)]
-            if node is not None and node.compute not in (None, node.dtype)
-            else results
-        )
+        if node is None or node.compute in (None, node.dtype):
+            return results
+        return [note.cast(results[0], node.dtype)]
 
-    def with_bodies(self, step: Step, values: _Values) -> Sequence[Any]:
-        eqn, bodies, name = step.eqn, step.bodies, step.eqn.primitive.name
-        assert bodies is not None
-        note, operands = values.note, values.note.operands
-        if bodies.kind in ("scan", "while"):
-            for position, join in enumerate(step.joins, bodies.start):
-                if join is not None:
-                    value = note.rounded(operands[position], step.operands[position])
-                    operands[position] = note.cast(value, join.dtype)
-        elif bodies.kind == "call":
-            for position, (atom, operand) in enumerate(zip(eqn.invars, step.operands, strict=True)):
-                dtype = read_in(step.inner[0], position) if operand is not None and operand.is_cast_once else None
-                if operand is not None and dtype is not None:
-                    operands[position] = values.read_as(atom, operand, dtype)
-                elif name in _WITH_RULES:  # which are traced on the dtypes that the author wrote
-                    operands[position] = note.rounded(operands[position], operand)
+    def with_bodies(self, step: Step, bodies: reading.Bodies, operands: Sequence[Any]) -> Sequence[Any]:
+        eqn, name = step.eqn, step.eqn.primitive.name
         functions = [functools.partial(self.run, body, step, position) for position, body in enumerate(step.inner)]
-        evaluate = functools.partial(self.rule, step.names, name == "custom_vjp_call")
-        rule = Rule(evaluate, functools.partial(tracing, self.rules, step.region.products))
+
+        def derived(jaxpr: tuple[Any, list[Any]], args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+            """A derivative rule; its operands come, and its results go, in the dtypes of the function's."""
+            return coloured(jaxpr, self.rules, step.names, args, dtypes, True, in_rule=name == "custom_vjp_call")
 
         def program() -> Callable[..., list[Any]]:
+            rule = Rule(derived, functools.partial(tracing, self.rules, step.region.products))
             return rebuilt(eqn, bodies, functions, rule)
 
         if name == "jit":  # layers that share a jitted body share its program
@@ -265,27 +250,20 @@ class _Emission:
                 results[number] = note.cast(results[number], join.dtype)
         return results
 
-    def rule(
-        self, names: reading.Names, in_rule: bool, jaxpr: Any, args: Sequence[Any], dtypes: Sequence[Any]
-    ) -> list[Any]:
-        """A derivative rule; its operands come, and its results go, in the dtypes of the function's."""
-        return coloured(jaxpr, self.rules, names, args, dtypes, force=True, in_rule=in_rule)
-
 
 def _is_normalised(node: Node) -> bool:
     """Whether a weight is added to each row before the next product, as at the end of a normalisation."""
-    stack, seen, size = [node], {node}, math.prod(node.shape)
-    while stack:
-        for user in stack.pop().users:
-            if user in seen or user.name in PRODUCTS:
-                continue
-            weights = [other for other in user.inputs if not other.is_cast_once and other.const is None]
-            if user.name == "add" and any(math.prod(weight.shape) < size for weight in weights):
-                return True
-            if user.kind is Kind.CLEAR or math.prod(user.shape) == size:
-                seen.add(user)
-                stack.append(user)
-    return False
+    size = math.prod(node.shape)
+
+    def readers(node: Node) -> list[Node]:
+        return [user for user in node.users if user.name not in PRODUCTS]
+
+    def as_large(node: Node) -> list[Node]:
+        return [user for user in readers(node) if user.kind is Kind.CLEAR or math.prod(user.shape) == size]
+
+    adds = (user for passed in walk([node], as_large) for user in readers(passed) if user.name == "add")
+    weights = (other for add in adds for other in add.inputs if not other.is_cast_once and other.const is None)
+    return any(math.prod(weight.shape) < size for weight in weights)
 
 
 def _bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
@@ -296,27 +274,69 @@ def _bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[An
 def _stands(step: Step) -> bool:
     """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
     if step.stands is None:
-        step.stands = _is_unchanged(step)
+        known = [node for node in (*step.operands, *step.nodes) if node is not None]
+        has_rules = step.eqn.primitive.name in _WITH_RULES and step.region.level != "written"  # decided when they run
+        is_changed = any(node.late is not None or node.dtype != node.written for node in known)
+        if is_changed or _is_missing(step.eqn.params) or (step.bodies is not None and has_rules):
+            step.stands = False
+        elif step.bodies is not None:
+            step.stands = all(_stands(inner) for body in step.inner for inner in body.steps)
+        else:
+            wanted = zip(step.operands, _wants(step), strict=True)
+            is_computed = step.node is not None and step.node.compute is not None
+            step.stands = not is_computed and all(op is None or dtype in (None, op.dtype) for op, dtype in wanted)
     return step.stands
 
 
-def _is_unchanged(step: Step) -> bool:
-    name, node = step.eqn.primitive.name, step.node
-    known = [operand for operand in (*step.operands, *step.nodes) if operand is not None]
-    if any(operand.late is not None or operand.dtype != operand.written for operand in known):
-        return False
-    if _is_missing(step.eqn.params):
-        return False
-    if step.bodies is not None:
-        if name in _WITH_RULES and step.region.level != "written":
-            return False  # its rules are decided when they run
-        return all(map(_stands, (inner for body in step.inner for inner in body.steps)))
-    if node is None or node.compute is None:
-        return all(
-            dtype is None or operand is None or dtype == operand.dtype
-            for operand, dtype in zip(step.operands, operand_dtypes(step), strict=True)
-        )
-    return False
+def _wants(step: Step) -> list[np.dtype | None]:
+    """The dtypes that an equation reads its operands in; None for those that it takes as they are."""
+    if step.wants is None:
+        step.wants = _wants_of_bodies(step, step.bodies) if step.bodies is not None else _wants_of_leaf(step)
+    return step.wants
+
+
+def _wants_of_leaf(step: Step) -> list[np.dtype | None]:
+    name, node, operands = step.eqn.primitive.name, step.node, step.operands
+    if node is None and name in _COMPARISONS:
+        # The derivative of a maximum asks which operand it is: rounded as it is, the operand still equals it.
+        largest = [one for one in operands if one and one.name in ("max", "min") and {*one.inputs} & {*operands}]
+        largest = largest if name in ("eq", "ne") else []
+        dtypes = {operand.value_dtype for operand in largest or operands if operand and operand.const != (0.0, 0.0)}
+        if len(dtypes) == 1 and (largest or dtypes != {np.dtype(np.float32)}):
+            return [None if operand is None else next(iter(dtypes)) for operand in operands]
+    if node is None:
+        return [None if operand is None else operand.written for operand in operands]
+    if name == _CAST and node.kind is Kind.KEPT:  # from whatever dtype the value has
+        return [None if operand is None else operand.late for operand in operands]
+    return [None if operand is None else read_in(node, operand) for operand in operands]
+
+
+def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None]:
+    wants: list[np.dtype | None] = [None] * len(step.operands)
+    if bodies.kind in ("scan", "while"):
+        wants[bodies.start : bodies.start + bodies.carry] = [join.dtype if join else None for join in step.joins]
+    elif bodies.kind == "call":
+        for position, operand in enumerate(step.operands):
+            if operand is not None and operand.is_cast_once:  # then the call saves no float32 copy of it
+                wants[position] = _half_wanted(step.inner[0], position)
+            if operand is not None and step.eqn.primitive.name in _WITH_RULES:  # traced on what the author wrote
+                wants[position] = wants[position] or operand.late
+    return wants
+
+
+def _half_wanted(body: Body, position: int) -> np.dtype | None:
+    """The half dtype that all who read an operand of a body want; None if there is none."""
+    if body.wanted is None:
+        body.wanted = {}
+        for step in body.steps:
+            # What its author casts to half is half before as well.
+            wants = [step.node.dtype] if step.eqn.primitive.name == _CAST and step.node else _wants(step)
+            for atom, dtype in zip(step.eqn.invars, wants, strict=True):
+                if not reading.is_literal(atom):
+                    body.wanted.setdefault(atom, set()).add(dtype)
+    var = body.jaxpr.invars[position]
+    dtypes = body.wanted.get(var, set()) if var not in body.jaxpr.outvars else set()
+    return next((dtype for dtype in dtypes if len(dtypes) == 1 and dtype and dtype.itemsize == 2), None)
 
 
 def _is_missing(params: dict[str, Any]) -> bool:
@@ -354,8 +374,8 @@ def _signature(step: Step, rules: Rules) -> Any:
 def _decisions(step: Step) -> Any:
     own = tuple((node.compute, node.dtype, node.late) for node in step.nodes if node is not None)
     shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
-    casts = None if step.inner else tuple(operand_dtypes(step))  # of comparisons they depend on constants too
-    return (own, shared, casts, tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
+    # What is wanted of comparisons depends on constants too.
+    return (own, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
 
 
 def _is_hashable(value: Any) -> bool:
@@ -364,29 +384,3 @@ def _is_hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def read_in(body: Body, position: int) -> np.dtype | None:
-    """The half dtype that all who read an operand of a call want: then the call saves no float32 copy of it."""
-    var = body.jaxpr.invars[position]
-    if body.readers is None:
-        body.readers = {}
-        for step in body.steps:
-            for n, atom in enumerate(step.eqn.invars):
-                if not reading.is_literal(atom):
-                    body.readers.setdefault(atom, []).append((step, n))
-    dtypes = {_wanted_by(step, n) for step, n in body.readers.get(var, [])}
-    dtype = dtypes.pop() if len(dtypes) == 1 and var not in body.jaxpr.outvars else None
-    return dtype if dtype is not None and dtype.itemsize == 2 else None
-
-
-def _wanted_by(step: Step, position: int) -> np.dtype | None:
-    if step.eqn.primitive.name == "convert_element_type" and step.node is not None:
-        return step.node.dtype  # what its author casts to half is half before as well
-    if step.bodies is None:
-        return operand_dtypes(step)[position]
-    if step.bodies.kind == "call":
-        return read_in(step.inner[0], position)
-    carried = position - step.bodies.start
-    join = step.joins[carried] if step.bodies.carry > carried >= 0 else None
-    return None if join is None else join.dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ _UNMARKED = Region()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """An equation in its place: the nodes of its floating results and the bodies in it."""
+    """An equation in its place: the nodes of its floating results and the bodies in it; what emit made out of it."""
 
     eqn: Any
     names: reading.Names
@@ -112,6 +112,7 @@ class Step:
     inner: list[Body] = dataclasses.field(default_factory=list)
     fixed: list[bool] = dataclasses.field(default_factory=list)
     """Whether each operand is made of constants only: the positions of a sequence, the same for every example."""
+    wants: list[np.dtype | None] | None = None
     stands: bool | None = None
 
     @property
@@ -134,7 +135,7 @@ class Body:
     steps: list[Step]
     results: list[Node | None]
     has_floats: bool
-    readers: dict[Any, list[tuple[Step, int]]] | None = None
+    wanted: dict[Any, set[np.dtype | None]] | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -150,16 +151,17 @@ class Graph:
     """The results that are wanted in half."""
 
 
-def walk(start: Iterable[Node], follow: Callable[[Node], Iterable[Node]]) -> list[Node]:
+def walk(start: Iterable[Node], follow: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
     """The nodes that one comes to, each once."""
-    found = dict.fromkeys(start)
-    stack = [*found]
+    stack = [*dict.fromkeys(start)]
+    found = {*stack}
+    yield from stack
     while stack:
         for node in follow(stack.pop()):
             if node not in found:
-                found[node] = None
+                found.add(node)
                 stack.append(node)
-    return [*found]
+                yield node
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = (), in_rule: bool = False) -> Graph:
