@@ -106,7 +106,7 @@ class _Place:
         assert bodies is not None
         before = {"cond": 1, "while": bodies.consts}.get(bodies.kind, 0)
         found = [(self.around, self.eqn.invars[before + index])]
-        turn = index - {"scan": bodies.consts, "while": bodies.body_consts}.get(bodies.kind, index + 1)
+        turn = index - (bodies.start - bodies.consts) if bodies.kind in ("scan", "while") else -1
         return [*found, (self, self.jaxpr.outvars[turn])] if 0 <= turn < bodies.carry + self._while_carry() else found
 
     def _while_carry(self) -> int:
@@ -140,7 +140,7 @@ class _Place:
         if bodies is None or bodies.kind not in ("scan", "while"):
             return None
         (body,) = self.bodies(eqn)
-        first = bodies.consts if bodies.kind == "scan" else bodies.body_consts
+        first = bodies.start - bodies.consts
         if index >= (bodies.carry if bodies.kind == "scan" else len(body.jaxpr.outvars)):
             return None
         goal = body.jaxpr.invars[first + index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,12 +95,22 @@ def _scopes(stack: Any) -> Names:
     return tuple(part for scope in scopes for part in scope.name.split("/"))
 
 
-def source_of(eqn: Any) -> tuple[str, int] | None:
-    """The file and line that an equation comes from: the innermost that is neither JAX's nor jaxmp's own."""
+def source_of(eqn: Any) -> str:
+    """The file and line that an equation comes from, ``"package/module.py:12"``; empty where JAX knows none.
+
+    The innermost that is neither JAX's nor jaxmp's own, told alike on every machine: from its outermost package on.
+    """
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_OURS):
-            return frame.file_name, frame.start_line
-    return None
+            return f"{_from_package(frame.file_name)}:{frame.start_line}"
+    return ""
+
+
+@functools.cache
+def _from_package(file: str) -> str:
+    *folders, top = Path(file).parents
+    outside = (folder for folder in folders if not (folder / "__init__.py").exists())
+    return Path(file).relative_to(next(outside, top)).as_posix()
 
 
 _OURS = str(Path(__file__).parents[1]) + os.sep

@@ -7,8 +7,7 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from jaxmp.flops import flops_of
 
 _HALF = {"float16", "bfloat16"}
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")
+_LINE = "{:<24} {:<36} {:>8} {:>8}  {:<12} {} | {} | {}"  # no width depends on another row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,22 +154,20 @@ class CastPlan:
 
     def __str__(self) -> str:
         """The text of the plan."""
-        rows = map(_line, [_HEADER, *(row._cells() for row in self.rows)])
+        rows = [_LINE.format(*(cell or "-" for cell in cells)) for cells in (_HEADER, *(r._cells() for r in self.rows))]
         return "\n".join([*self._title(), "", *rows, "", *self.summary._lines()])
 
     def _title(self) -> list[str]:
-        overrides = (f"override {key!r}: {level}" for key, level in self.overrides.items())
-        return [f"autocast plan under {self.policy}", *overrides]
+        return [f"autocast plan under {self.policy}", *(f"override {k!r}: {v}" for k, v in self.overrides.items())]
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
         """The plan as a table; below 110 columns without sizes, class and source."""
-        from rich.table import Table
+        from rich.table import Column, Table
         from rich.text import Text
 
-        grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        shown = [n for n in range(len(_HEADER)) if options.max_width >= 110 or n in (0, 1, 5, 6)]
-        for name in (_HEADER[n] for n in shown):
-            grid.add_column(name, justify="right" if name in ("FLOPs", "casts") else "left", overflow="fold")
+        shown = range(len(_HEADER)) if options.max_width >= 110 else (0, 1, 5, 6)
+        columns = (Column(_HEADER[n], justify="right" if n in (2, 3) else "left", overflow="fold") for n in shown)
+        grid = Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for row in self.rows:
             cells, in_half = row._cells(), _HALF & {*row.operands, *row.result.split(", ")}
             grid.add_row(*(Text(cells[n]) for n in shown), style="green" if in_half else "")
@@ -187,12 +185,6 @@ class CastPlan:
         return json.dumps(value, indent=2, allow_nan=False)
 
 
-def _line(cells: Sequence[str]) -> str:
-    """No width depends on another row."""
-    primitive, dtypes, flops, casts, cls, path, why, source = cells
-    return f"{primitive:<24} {dtypes:<36} {flops:>8} {casts:>8}  {cls:<12} {path or '-'} | {why} | {source or '-'}"
-
-
 def _runs(names: Sequence[str]) -> str:
     """Names with their repetitions told by a number."""
     groups = ((name, len(list(group))) for name, group in itertools.groupby(names))
@@ -201,10 +193,8 @@ def _runs(names: Sequence[str]) -> str:
 
 def _short(number: int) -> str:
     """A number with three digits and a prefix: 1.05M."""
-    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size * 0.9995:
-            return f"{number / size:.3g}{prefix}"
-    return str(number)
+    power = next((n for n in range(5, 0, -1) if number >= 0.9995 * 1000**n), 0)
+    return f"{number / 1000**power:.3g}{' kMGTP'[power]}".strip()
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -259,100 +249,84 @@ def cast_plan(
         rules.check()
         notes: dict[Step | Body, Note] = {}
         jax.eval_shape(lambda *args: emitted(graph, rules, args, dtypes, changed, notes), *traced.operands)
-        rows = _Rows(Reasons(graph, changed), notes)
-        rows.add(graph.body)
-        return CastPlan(str(one_policy), rules.overrides, tuple(rows.found), rows.summary(notes[graph.body].casts))
+        reasons = Reasons(graph, changed)
+        uncounted = set[str]()
+        rows = tuple(_rows(graph.body.steps, notes, reasons, uncounted))
+        summary = _summary(rows, uncounted, reasons, notes[graph.body].casts)
+        return CastPlan(str(one_policy), rules.overrides, rows, summary)
 
     return planned
 
 
-class _Rows:
-    """The rows of a decided program, from the notes of its emission."""
-
-    def __init__(self, reasons: Reasons, notes: Mapping[Step | Body, Note]) -> None:
-        self.reasons, self.notes = reasons, notes
-        self.found: list[Row] = []
-        self.uncounted: set[str] = set()
-
-    def add(self, body: Body, depth: int = 0, trips: int = 1, outer: str = "") -> None:
-        """Adds those of a body that runs ``trips`` times, in an equation whose source is ``outer``."""
-        for step in body.steps:
-            eqn, name, inside = step.eqn, step.eqn.primitive.name, _bodies(step)
-            note = self.notes.get(step) or Note([atom.aval for atom in eqn.invars])
-            turns = trips * (eqn.params["length"] if name == "scan" else 1)
-            casts = [size * trips for size in note.casts]
-            casts += [size * turns for inner in inside if inner in self.notes for size in self.notes[inner].casts]
-            flops = 0 if reading.bodies_of(eqn) is not None else flops_of(eqn)
-            if flops is None:
-                self.uncounted.add(name)
-            row = Row(
-                path="/".join(path_of(step.names)),
-                primitive=name,
-                cls=str(classify(name) or "unknown"),
-                operands=tuple(map(_name, note.operands)),
-                result=", ".join(_name(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
-                why=self.reasons.of(step),
-                source=_source_of(eqn) or outer,  # a function of JAX's that was traced before knows no caller
-                flops=(flops or 0) * trips,
-                casts=len(casts),
-                cast_bytes=sum(casts),
-                depth=depth,
-            )
-            self.found.append(row)
-            for inner in inside:
-                self.add(inner, depth + 1, turns, row.source)
-
-    def summary(self, of_results: Sequence[int]) -> Summary:
-        """The totals; ``of_results`` are the bytes of the casts of the function's results."""
-        rows = self.found
-        half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
-        full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
-        return Summary(
-            changes=self.reasons.changed,
-            flops=sum(row.flops for row in rows),
-            half_flops=sum(row.flops for row in half),
-            product_flops=sum(row.flops for row in rows if row.cls == Class.HALF),
-            half_product_flops=sum(row.flops for row in half if row.cls == Class.HALF),
-            casts=sum(row.casts for row in rows) + len(of_results),
-            cast_bytes=sum(row.cast_bytes for row in rows) + sum(of_results),
-            operations=dict(sorted(Counter(row.cls for row in rows).items())),
-            groups=dict(sorted(Counter(self.reasons.groups).items())),
-            full_products=tuple((row.path or row.source or row.primitive, row.why) for row in full),
-            unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),
-            uncounted=tuple(sorted(self.uncounted)),
-            unknown_trips=sum(row.primitive == "while" for row in rows),
+def _rows(
+    steps: Iterable[Step],
+    notes: Mapping[Step | Body, Note],
+    reasons: Reasons,
+    uncounted: set[str],
+    depth: int = 0,
+    trips: int = 1,
+    outer: str = "",
+) -> Iterator[Row]:
+    """Those of equations that run ``trips`` times, in one whose source is ``outer``; ``uncounted`` gets names."""
+    for step in steps:
+        eqn, name, inside = step.eqn, step.eqn.primitive.name, _inside(step)
+        note = notes.get(step) or Note([atom.aval for atom in eqn.invars])
+        turns = trips * (eqn.params["length"] if name == "scan" else 1)
+        casts = [size * trips for size in note.casts]
+        casts += [size * turns for body in step.inner if body in notes for size in notes[body].casts]
+        flops = 0 if reading.bodies_of(eqn) is not None else flops_of(eqn)
+        uncounted |= {name} if flops is None else set()
+        row = Row(
+            path="/".join(path_of(step.names)),
+            primitive=name,
+            cls=str(classify(name) or "unknown"),
+            operands=tuple(map(_name, note.operands)),
+            result=", ".join(_name(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
+            why=reasons.of(step),
+            source=reading.source_of(eqn) or outer,  # a function of JAX's that was traced before knows no caller
+            flops=(flops or 0) * trips,
+            casts=len(casts),
+            cast_bytes=sum(casts),
+            depth=depth,
         )
+        yield row
+        for inner in inside:
+            yield from _rows(inner, notes, reasons, uncounted, depth + 1, turns, row.source)
 
 
-def _bodies(step: Step) -> Sequence[Body]:
-    """The bodies of an equation; what autocast does not look into, or one inside has decided, keeps its dtypes."""
+def _inside(step: Step) -> Iterable[Sequence[Step]]:
+    """The equations of bodies; what autocast does not look into, or one inside has decided, keeps its dtypes."""
     if step.bodies is not None:
-        return step.inner
-    known = reading.bodies_of(step.eqn)
-    jaxprs = known.jaxprs if known is not None else ()
-    if known is None and classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):
-        jaxprs = tuple(jaxprs_in(step.eqn))
-    found = []
-    for jaxpr, consts in map(reading.opened, jaxprs):
-        names = [(*step.names, *reading.names_of(eqn)) for eqn in jaxpr.eqns]
-        steps = [Step(eqn, of, [], [], Kind.KEPT, step.reason) for eqn, of in zip(jaxpr.eqns, names, strict=True)]
-        found.append(Body(jaxpr, consts, steps, [], has_floats=False))
-    return found
+        return [body.steps for body in step.inner]
+    looks = classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG)
+    jaxprs = [reading.opened(jaxpr)[0] for jaxpr in jaxprs_in(step.eqn)] if looks else []
+    return [
+        [Step(eqn, (*step.names, *reading.names_of(eqn)), [], [], Kind.KEPT, step.reason) for eqn in jaxpr.eqns]
+        for jaxpr in jaxprs
+    ]
+
+
+def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
+    """The totals; ``of_results`` are the bytes of the casts of the function's results."""
+    half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
+    full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
+    return Summary(
+        changes=reasons.changed,
+        flops=sum(row.flops for row in rows),
+        half_flops=sum(row.flops for row in half),
+        product_flops=sum(row.flops for row in rows if row.cls == Class.HALF),
+        half_product_flops=sum(row.flops for row in half if row.cls == Class.HALF),
+        casts=sum(row.casts for row in rows) + len(of_results),
+        cast_bytes=sum(row.cast_bytes for row in rows) + sum(of_results),
+        operations=dict(sorted(Counter(row.cls for row in rows).items())),
+        groups=dict(sorted(Counter(reasons.groups).items())),
+        full_products=tuple((row.path or row.source or row.primitive, row.why) for row in full),
+        unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),
+        uncounted=tuple(sorted(uncounted)),
+        unknown_trips=sum(row.primitive == "while" for row in rows),
+    )
 
 
 def _name(typed: Any) -> str:
     """The name of the dtype of an operand or a result, or of its type if it has none."""
     return str(getattr(getattr(typed, "dtype", None), "name", None) or type(typed).__name__)
-
-
-def _source_of(eqn: Any) -> str:
-    """Where an equation comes from, told alike on every machine: from the outermost package of its file."""
-    place = reading.source_of(eqn)
-    return "" if place is None else f"{_from_package(place[0])}:{place[1]}"
-
-
-@functools.cache
-def _from_package(file: str) -> str:
-    *folders, top = Path(file).parents
-    outside = (folder for folder in folders if not (folder / "__init__.py").exists())
-    return Path(file).relative_to(next(outside, top)).as_posix()
