@@ -48,7 +48,7 @@ Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740. docs/autocast
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -59,7 +59,7 @@ from jaxmp.engine.classes import CASTABLE
 from jaxmp.engine.emit import coloured
 from jaxmp.engine.marks import DECIDED, level_of, precision
 from jaxmp.engine.rules import Rules
-from jaxmp.engine.trace import Traced
+from jaxmp.engine.trace import traced
 from jaxmp.policy import Policy, PolicyMap
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -131,13 +131,18 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
       args, kwargs: its arguments.
       policy: that of an autocast of the whole function; without one all is decided, whether it has products or not.
     """
-    traced = Traced(fun, args, kwargs, rules)
-    refuse_shapes(traced.operands)
-    dtypes = traced.result_dtypes(policy)
+    program, operands = traced(fun, args, kwargs, rules)
+    for leaf in operands:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"a function under autocast takes arrays, got {leaf}; use jaxmp.cast_plan(fun, policy) to see the "
+                "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
+            )
     with jax.named_scope(DECIDED):
-        results = coloured(traced.jaxpr, rules, (), traced.operands, dtypes, force=policy is None)
+        dtypes = program.result_dtypes(policy)
+        results = coloured(program.jaxpr, rules, (), operands, dtypes, force=policy is None)
     rules.check()
-    return traced.unflatten(results)
+    return program.unflatten(results)
 
 
 def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, Any]]:
@@ -188,13 +193,3 @@ def check_backend(policy: Policy) -> None:
             "autocast needs a backend that multiplies in the policy's compute dtype, got float16 on a TPU, whose "
             "matrix unit has bfloat16 only; use 'mixed_bfloat16'"
         )
-
-
-def refuse_shapes(operands: Sequence[Any]) -> None:
-    """Raises a TypeError if an operand has a shape and no value."""
-    for leaf in operands:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"a function under autocast takes arrays, got {leaf}; use jaxmp.cast_plan(fun, policy) to see the "
-                "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
-            )

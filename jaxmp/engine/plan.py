@@ -23,7 +23,7 @@ from jaxmp.engine.graph import Body, Step, build
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
-from jaxmp.engine.trace import Traced
+from jaxmp.engine.trace import traced
 from jaxmp.flops import flops_of
 
 _HALF = {"float16", "bfloat16"}
@@ -243,12 +243,12 @@ def cast_plan(
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
         rules = Rules(one_policy.compute_dtype, exceptions)
-        traced = Traced(fun, args, kwargs, rules)
-        graph, dtypes = build(*traced.jaxpr, rules), traced.result_dtypes(one_policy)
+        program, operands = traced(fun, args, kwargs, rules)
+        graph, dtypes = build(*program.jaxpr, rules), program.result_dtypes(one_policy)
         changed = decide(graph, dtypes)
         rules.check()
         notes: dict[Step | Body, Note] = {}
-        jax.eval_shape(lambda *args: emitted(graph, rules, args, dtypes, changed, notes), *traced.operands)
+        jax.eval_shape(lambda *args: emitted(graph, rules, args, dtypes, changed, notes), *operands)
         reasons = Reasons(graph, changed)
         uncounted = set[str]()
         rows = tuple(_rows(graph.body.steps, notes, reasons, uncounted))

@@ -81,9 +81,7 @@ class Rules:
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.paths: dict[str, str] = {}
         levels = {}
-        self.operations: dict[str, list[tuple[str, str]]] = {}  # of each primitive; its own key goes before its class
         for key, value in self.overrides.items():
             if not isinstance(key, str) or key.startswith("type:"):
                 raise TypeError(
@@ -96,20 +94,15 @@ class Rules:
                     f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
                     f"{value!r}; make a half policy the default, and the rest float32 by overrides"
                 )
-            if key.startswith(OPERATIONS):
-                named = primitives_named_by(key)
-                if fixed := sorted(name for name in named if classify(name) in _FIXED):
-                    raise ValueError(
-                        f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
-                        "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
-                    )
-                for name in named:
-                    place = 0 if key.startswith("primitive:") else len(self.operations.get(name, ()))
-                    self.operations.setdefault(name, []).insert(place, (key, level))
-            else:
-                self.paths[key] = level
+            named = primitives_named_by(key) if key.startswith(OPERATIONS) else ()
+            if fixed := sorted(name for name in named if classify(name) in _FIXED):
+                raise ValueError(
+                    f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
+                    "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
+                )
             levels[key] = level
         self.overrides = levels
+        self.paths = [key for key in levels if not key.startswith(OPERATIONS)]
         self.key = (self.half, tuple(levels.items()))
         self.matched: set[str] = set()
         self.visited: set[reading.Names] = set()
@@ -191,12 +184,14 @@ class Rules:
 
     def asked_of(self, name: str, names: reading.Names) -> tuple[str, str] | None:
         """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
-        region, keys = region_of(names), self._path_rules(path_of(names))
-        asked = [*((key, self.paths[key]) for key in keys), *self.operations.get(name, ())]
-        self.matched.update(key for key, _ in asked)
+        region, keys = region_of(names), list[str]()
+        if self.overrides:
+            of_operation = (f"primitive:{name}", f"class:{classify(name)}")
+            keys = [*self._path_rules(path_of(names)), *(key for key in of_operation if key in self.overrides)]
+            self.matched.update(keys)
         if region.level is not None:
             return region.level, region.asked_by
-        return next(((level, f"override {key!r}") for key, level in asked), None)
+        return (self.overrides[keys[0]], f"override {keys[0]!r}") if keys else None
 
     def _find_path_rules(self, path: reading.Names) -> list[str]:
         prefixes = [path[:depth] for depth in range(1, len(path) + 1)]

@@ -65,47 +65,27 @@ def autocast_dtype() -> np.dtype | None:
 class Program:
     """The program of a function for arguments like these; of arrays only, what is none stays the Python value it is.
 
+    Args:
+      fun: a function.
+      args: its arguments, none of which is kept.
+      write: makes what a call returns of what ``fun`` returns.
+
     Attributes:
       jaxpr: an open jaxpr and its constants.
-      tree: the structure of its results.
-      leaves: what they are, with ``ARRAY`` for arrays.
     """
 
-    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], write: Callable[..., Any] | None = None) -> None:
         leaves, tree = jax.tree.flatten(args)
 
         def flat(*operands: Any) -> list[Any]:
             rest = iter(operands)
             filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
-            results, self.tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
-            self.leaves = [ARRAY if is_array(leaf) else leaf for leaf in results]  # tracers die with the trace
+            results, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
+            self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]  # tracers die with the trace
             return arrays_in(results)
 
         self.jaxpr = reading.opened(jax.make_jaxpr(flat)(*arrays_in(leaves)))
-
-    def unflatten(self, results: Sequence[Any]) -> Any:
-        """What the function returns, with ``results`` for its arrays."""
-        rest = iter(results)
-        return jax.tree.unflatten(self.tree, [next(rest) if leaf is ARRAY else leaf for leaf in self.leaves])
-
-
-ARRAY = object()
-
-
-class Traced:
-    """The program of one call, on the dtypes that the author wrote.
-
-    Attributes:
-      jaxpr: an open jaxpr and its constants.
-      operands: the arrays of the call, in the order of the jaxpr's arguments.
-    """
-
-    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rules: Rules) -> None:
-        pure, arguments, self._write, _ = _of_arrays(fun, args, kwargs)
-        self.operands = arrays_in(jax.tree.leaves(arguments))
-        with tracing(rules):
-            self._program = Program(pure, arguments)
-        self.jaxpr = self._program.jaxpr
+        self._write = write
 
     def result_dtypes(self, policy: Policy | None = None) -> list[Any]:
         """The dtypes that the results have: their own, or in a policy without float32 results its output dtype.
@@ -115,23 +95,30 @@ class Traced:
         avals = [atom.aval for atom in self.jaxpr[0].outvars]
         dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
         if policy is not None and policy.output_dtype.itemsize == 2:
-            results, _written = jax.tree.unflatten(self._program.tree, self._program.leaves)
-            returned = sum(leaf is ARRAY for leaf in jax.tree.leaves(results))
+            results, _written = jax.tree.unflatten(self._tree, self._leaves)
+            returned = sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))
             dtypes[:returned] = [dtype and policy.output_dtype for dtype in dtypes[:returned]]
         return dtypes
 
     def unflatten(self, results: Sequence[Any]) -> Any:
-        """What ``fun`` returns, with ``results`` for its arrays, once its arguments have what it wrote to them."""
-        return self._write(*self._program.unflatten(results))
+        """What the function returns, with ``results`` for its arrays, once what it wrote is written."""
+        rest = iter(results)
+        whole = jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._leaves])
+        return self._write(*whole) if self._write else whole
 
 
-def _of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``fun`` as a function without NNX objects, of which there can be none unless NNX is loaded."""
-    if "flax.nnx" in sys.modules:
+_ARRAY = object()
+
+
+def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tuple[Program, list[Any]]:
+    """The program of one call, on the dtypes that the author wrote, and the arrays of the call."""
+    pure, arguments, write = lambda *call: (fun(*call[0], **call[1]), ()), (args, kwargs), lambda results, _: results
+    if "flax.nnx" in sys.modules:  # there may be NNX objects, which change as by NNX's own transforms
         from jaxmp._nnx_objects import of_arrays
 
-        return of_arrays(fun, args, kwargs)
-    return lambda args, kwargs: (fun(*args, **kwargs), ()), (args, kwargs), lambda results, _: results, None
+        pure, arguments, write, _ = of_arrays(fun, args, kwargs)
+    with tracing(rules):
+        return Program(pure, arguments, write), arrays_in(jax.tree.leaves(arguments))
 
 
 def arrays_in(leaves: Sequence[Any]) -> list[Any]:
