@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jaxmp import training as training
     from jaxmp import tree as tree
     from jaxmp.engine.autocast import autocast as autocast
-    from jaxmp.engine.classes import UnknownOperationError as UnknownOperationError
     from jaxmp.engine.marks import precision as precision
     from jaxmp.engine.plan import CastPlan as CastPlan
     from jaxmp.engine.plan import cast_plan as cast_plan
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from jaxmp.optimizer import scaled_value_and_grad as scaled_value_and_grad
     from jaxmp.optimizer import unscale as unscale
     from jaxmp.optimizer import wrap_opt_state as wrap_opt_state
+    from jaxmp.overrides import UnknownOperationError as UnknownOperationError
     from jaxmp.policy import Policy as Policy
     from jaxmp.policy import PolicyMap as PolicyMap
     from jaxmp.policy import get_policy as get_policy
@@ -56,7 +56,7 @@ _EXPORTS = {
     **dict.fromkeys(("dtypes", "formats", "hardware", "jmp", "linen", "loss_scale", "losses", "nnx"), ""),
     **dict.fromkeys(("optimizer", "policy", "training", "tree"), ""),
     "autocast": "engine.autocast",
-    "UnknownOperationError": "engine.classes",
+    "UnknownOperationError": "overrides",
     **dict.fromkeys(("CastPlan", "cast_plan"), "engine.plan"),
     "precision": "engine.marks",
     "UnmatchedOverrideError": "engine.rules",

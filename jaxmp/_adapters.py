@@ -25,6 +25,7 @@ from jaxmp.engine.classes import CASTABLE
 from jaxmp.engine.marks import computing, precision, widened
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import Program, arrays_in, is_array
+from jaxmp.overrides import levels_of
 from jaxmp.patterns import OPERATIONS, Path, Pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
@@ -56,7 +57,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
                 f"so, but the one for {pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write "
                 "'float32' or 'half' there"
             )
-    return policies, Rules(half, operations).overrides
+    return policies, levels_of(operations, half)
 
 
 def policies_below(policies: PolicyMap, path: Path, classes: Mapping[Path, type]) -> PolicyMap:

@@ -49,8 +49,9 @@ from jaxmp._linen_variables import (
     store_params,
 )
 from jaxmp.dtypes import is_half
-from jaxmp.engine.marks import computing, level_of
+from jaxmp.engine.marks import computing
 from jaxmp.engine.rules import Rules
+from jaxmp.overrides import level_of
 from jaxmp.patterns import Path, is_class_pattern
 from jaxmp.policy import Policy, PolicyMap
 

@@ -32,7 +32,7 @@ from jaxmp._nnx_run import Decision, bare_class, decision_of, follow, policied_c
 from jaxmp._nnx_training import make_train_step as make_train_step
 from jaxmp._nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.dtypes import is_half
-from jaxmp.engine.marks import level_of
+from jaxmp.overrides import level_of
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 

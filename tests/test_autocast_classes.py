@@ -21,10 +21,11 @@ from primitive_tools import SKIPPED, installed_primitives
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import equations, jaxprs_in
 from jaxmp.engine import classes
-from jaxmp.engine.classes import Class, UnknownOperationError, classify, primitives_named_by, primitives_of
+from jaxmp.engine.classes import Class, classify, primitives_of
 from jaxmp.engine.marks import SPECIAL
 from jaxmp.engine.rules import MONOTONE, MOVES, Rules
 from jaxmp.engine.trace import tracing
+from jaxmp.overrides import UnknownOperationError, primitives_named_by
 
 ALL = frozenset().union(*map(primitives_of, Class))
 X = jax.ShapeDtypeStruct((4, 4), "float32")

@@ -12,7 +12,7 @@ from autocast_tools import dtypes_of, half, normal, products
 from flax import nnx
 
 import jaxmp
-from jaxmp.engine.classes import UnknownOperationError
+from jaxmp.overrides import UnknownOperationError
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 

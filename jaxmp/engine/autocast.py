@@ -57,9 +57,10 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp.engine.classes import CASTABLE
 from jaxmp.engine.emit import coloured
-from jaxmp.engine.marks import DECIDED, level_of, precision
+from jaxmp.engine.marks import DECIDED, precision
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import traced
+from jaxmp.overrides import level_of, levels_of
 from jaxmp.policy import Policy, PolicyMap
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -145,7 +146,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     return program.unflatten(results)
 
 
-def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, Any]]:
+def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
     """The policy of a function and the exceptions from it: ``overrides``, then those of a PolicyMap.
 
     Raises:
@@ -160,8 +161,7 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     exceptions: dict[Any, Any] = dict(overrides or {})
     for pattern, exception in policies.rules:
         exceptions.setdefault(pattern, exception)
-    Rules(policies.compute_dtype, exceptions)  # raises
-    return policies.root, exceptions
+    return policies.root, levels_of(exceptions, policies.compute_dtype)
 
 
 def require_function(fun: Any, name: str) -> None:

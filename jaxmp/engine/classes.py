@@ -17,7 +17,6 @@ import numpy as np
 from jax.numpy import bfloat16
 
 from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp.dtypes import nearest
 
 CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, bfloat16))
 """The dtypes that the engine casts from and to; float64, complex numbers and fp8 it leaves alone."""
@@ -201,10 +200,6 @@ _NAMES = MappingProxyType({cls: tuple(" ".join(lines).split()) for cls, lines in
 _CLASSES = MappingProxyType({name: cls for cls, names in _NAMES.items() for name in names})
 
 
-class UnknownOperationError(ValueError):
-    """An override that names a primitive or class that there is not."""
-
-
 def classify(name: str) -> Class | None:
     """The class of the primitive called ``name``; None when no supported JAX has it.
 
@@ -221,29 +216,3 @@ def primitives_of(cls: Class) -> frozenset[str]:
     ['conv_general_dilated', 'dot_general', 'ragged_dot_general']
     """
     return frozenset(_NAMES[cls])
-
-
-def primitives_named_by(key: str) -> frozenset[str]:
-    """The primitives that ``"primitive:exp"`` or ``"class:accumulation"``, the key of an override, stands for.
-
-    Raises:
-      UnknownOperationError: there is no such primitive or class; the nearest names are listed.
-
-    >>> primitives_named_by("primitive:exp")
-    frozenset({'exp'})
-    """
-    kind, _, name = key.partition(":")
-    if kind == "primitive" and name in _CLASSES:
-        return frozenset({name})
-    if kind == "class" and name in _NAMES:
-        return primitives_of(Class(name))
-    known = {"primitive": [*_CLASSES], "class": [cls.value for cls in Class]}.get(kind)
-    if known is None:
-        raise UnknownOperationError(
-            f"an override by operation is 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
-            f"'class:accumulation', got {key!r}"
-        )
-    raise UnknownOperationError(
-        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known)}; "
-        f"jax.make_jaxpr(fun)(*args) shows the primitives of a function"
-    )

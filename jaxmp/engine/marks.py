@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._jaxpr.reading import Names
-from jaxmp.policy import Policy
+from jaxmp.overrides import checked_level
 
 DECIDED = "jaxmp.decided"
 """The scope around everything that the engine has written: an engine around it leaves it as it is."""
@@ -40,9 +40,6 @@ class Region(NamedTuple):
     half: np.dtype | None = None
     asked_by: str = ""
     products: str = ""
-
-
-LEVELS = ("float32", "tensorfloat32", "half")
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:
@@ -84,23 +81,6 @@ def widened(value: jax.Array) -> jax.Array:
 def is_widened(names: Names) -> bool:
     """Whether an operation in these scopes is the cast of :func:`widened`."""
     return bool(names) and names[-1] == _WIDENED
-
-
-def checked_level(level: Any) -> str:
-    """``level`` itself if it is one."""
-    if level in LEVELS:
-        return str(level)
-    raise ValueError(
-        f"a region or an override is computed in 'float32', in 'tensorfloat32' or in 'half' (the policy's compute "
-        f"dtype), got {level!r}"
-    )
-
-
-def level_of(policy: Policy) -> str:
-    """The level at which a policy computes, where its half dtype is that of the policy at hand."""
-    if policy.compute_dtype != np.float32:
-        return "half"
-    return "tensorfloat32" if policy.matmul_precision == "tensorfloat32" else "float32"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import glob
@@ -14,10 +13,9 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp.dtypes import nearest
-from jaxmp.engine.classes import CASTABLE, Class, Kind, classify, is_castable, primitives_named_by
-from jaxmp.engine.marks import DECIDED, LEVELS, SPECIAL, checked_level, is_widened, level_of, path_of, region_of
+from jaxmp.engine.classes import CASTABLE, Class, Kind, classify, is_castable
+from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.patterns import OPERATIONS, matches
-from jaxmp.policy import Policy, get_policy
 
 # To cast before or after is the same: each element has one origin and one destination, or the largest is picked, and
 # rounding keeps the order. (Not so where the gradient is a sum: after a gather, a broadcast.)
@@ -42,7 +40,6 @@ MOVES = frozenset(
 _NO_SCOPES = (
     "none: no scopes are seen (NNX has none, jaxmp.nnx.apply_policy puts them there; an autocast inside keeps its own)"
 )
-_FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
 
 
 class UnmatchedOverrideError(ValueError):
@@ -64,59 +61,22 @@ class Rules:
 
     Args:
       half: the compute dtype of code in no marked module; None if all of it is marked.
-      overrides: ``"**/head"`` (a path of modules or scopes), ``"primitive:exp"`` or ``"class:accumulation"`` to
-        one of :data:`jaxmp.engine.marks.LEVELS` or a policy that computes at one; of several paths the first that
-        matches wins, as in a PolicyMap.
+      overrides: the levels of paths, primitives and classes, by :func:`jaxmp.overrides.levels_of`; of several paths the
+        first that matches wins, as in a PolicyMap.
       programs: what was made of parts of the program before, to be used again.
-
-    Raises:
-      UnknownOperationError: an override names a primitive or a class that there is not.
-      ValueError: an override asks for another level, for ``"half"`` where there is none, or names what computes in no
-        dtype.
-      TypeError: a key is a class of modules, or no string.
     """
 
     half: np.dtype | None
-    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    overrides: dict[str, str] = dataclasses.field(default_factory=dict)
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        levels = {}
-        for key, value in self.overrides.items():
-            if not isinstance(key, str) or key.startswith("type:"):
-                raise TypeError(
-                    f"an override of autocast is a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
-                    f"{key!r}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
-                )
-            level = self._level(value)
-            if level == "half" and self.half == np.float32:
-                raise ValueError(
-                    f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
-                    f"{value!r}; make a half policy the default, and the rest float32 by overrides"
-                )
-            named = primitives_named_by(key) if key.startswith(OPERATIONS) else ()
-            if fixed := sorted(name for name in named if classify(name) in _FIXED):
-                raise ValueError(
-                    f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
-                    "move data, are opaque or have a body; mark a region with jaxmp.precision or override a path"
-                )
-            levels[key] = level
-        self.overrides = levels
-        self.paths = [key for key in levels if not key.startswith(OPERATIONS)]
-        self.key = (self.half, tuple(levels.items()))
+        self.paths = [key for key in self.overrides if not key.startswith(OPERATIONS)]
+        self.key = (self.half, tuple(self.overrides.items()))
         self.matched: set[str] = set()
         self.visited: set[reading.Names] = set()
         self.primitives: set[str] = set()
         self._path_rules = functools.lru_cache(maxsize=None)(self._find_path_rules)
-
-    def _level(self, value: Any) -> str:
-        """The level that the value of an override means."""
-        if value not in LEVELS:
-            with contextlib.suppress(ValueError, TypeError):
-                policy = get_policy(value)
-                if isinstance(policy, Policy) and policy.compute_dtype in (np.float32, self.half):
-                    return level_of(policy)
-        return checked_level(value)
 
     def check(self) -> None:
         """Raises an UnmatchedOverrideError if one matched nothing, with the nearest paths or primitives."""
