@@ -121,6 +121,28 @@ def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:
     return list(core.eval_jaxpr(jaxpr, consts, *args))
 
 
+def asks_for_highest(precision: Any) -> bool:
+    """Whether the ``precision`` of a product asks for true float32 on some operand."""
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return any(
+        part is jax.lax.Precision.HIGHEST or str(part).endswith(("F32_F32_F32", "F64_F64_F64")) for part in parts
+    )
+
+
+def asks_for_what_is_missing(params: dict[str, Any]) -> bool:
+    """Whether a product asks for an algorithm that the backend lacks.
+
+    JAX's attention tries it, and goes on without when that raises an error: while it is traced none is raised.
+    """
+    return params.get("precision") is jax.lax.DotAlgorithmPreset.F16_F16_F32 and jax.default_backend() == "cpu"
+
+
+def names_a_dtype(eqn: Any) -> bool:
+    """Whether a parameter fixes the dtype of a result: ``out_dtype`` of ``mul``, a function that a scatter applies."""
+    update = eqn.params.get("update_jaxpr")
+    return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
+
+
 def in_dtype_of_scatter(jaxpr: Any, dtype: Any) -> Any | None:
     """The update function of a scatter for another dtype; None if it is more than one operation."""
     if len(jaxpr.eqns) > 1:

@@ -18,7 +18,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
-from jaxmp._jaxpr.reading import Bodies, opened
+from jaxmp._jaxpr.reading import Bodies, asks_for_highest, in_dtype_of_scatter, opened
+from jaxmp._jaxpr.walk import PRODUCTS
 
 Values = Sequence[Any]
 Body = Callable[..., list[Any]]
@@ -54,6 +55,22 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> 
     if name in _WITH_RULES:
         return functools.partial(_WITH_RULES[name], eqn, functions[0], rule)
     return functools.partial(_REBUILT[name], params, bodies, functions)
+
+
+def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
+    """The parameters of an equation for another dtype; a float32 product is true float32 if it shall be exact."""
+    params = dict(eqn.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
+    if params.get("update_jaxpr") is not None:
+        params["update_jaxpr"] = in_dtype_of_scatter(params["update_jaxpr"], dtype)
+    if eqn.primitive.name in PRODUCTS:
+        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes that it was chosen for.
+        if dtype != np.float32:
+            params["precision"] = None
+        elif is_exact and not asks_for_highest(params["precision"]):
+            params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    return params
 
 
 def _jit(params: Any, function: Body) -> Body:

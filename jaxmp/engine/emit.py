@@ -12,14 +12,14 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.rebuild import Rule, rebuilt
+from jaxmp._jaxpr.rebuild import Rule, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.classes import Kind, is_castable
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build, walk
 from jaxmp.engine.marks import OF_POLICY, marks_in
-from jaxmp.engine.rules import BROADCAST, Rules, asks_for_highest
+from jaxmp.engine.rules import BROADCAST, Rules
 from jaxmp.engine.trace import tracing
 
 # Without jit, loops are compiled as one, and found compiled by the next call.
@@ -199,8 +199,11 @@ class _Emission:
         note.operands = operands
         if step.bodies is not None:
             return self.with_bodies(step, step.bodies, operands)
-        params = eqn.params if node is None or node.compute is None else _in_dtype(step, node.compute)
-        if _is_missing(params):
+        params = eqn.params
+        if node is not None and node.compute is not None:
+            is_exact = node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
+            params = params_in_dtype(eqn, node.compute, is_exact)
+        if reading.asks_for_what_is_missing(params):
             params = {**params, "precision": None}
         results = _bound(eqn, operands, params)
         if node is None or node.compute in (None, node.dtype):
@@ -277,7 +280,7 @@ def _stands(step: Step) -> bool:
         known = [node for node in (*step.operands, *step.nodes) if node is not None]
         has_rules = step.eqn.primitive.name in _WITH_RULES and step.region.level != "written"  # decided when they run
         is_changed = any(node.late is not None or node.dtype != node.written for node in known)
-        if is_changed or _is_missing(step.eqn.params) or (step.bodies is not None and has_rules):
+        if is_changed or reading.asks_for_what_is_missing(step.eqn.params) or (step.bodies is not None and has_rules):
             step.stands = False
         elif step.bodies is not None:
             step.stands = all(_stands(inner) for body in step.inner for inner in body.steps)
@@ -337,29 +340,6 @@ def _half_wanted(body: Body, position: int) -> np.dtype | None:
     var = body.jaxpr.invars[position]
     dtypes = body.wanted.get(var, set()) if var not in body.jaxpr.outvars else set()
     return next((dtype for dtype in dtypes if len(dtypes) == 1 and dtype and dtype.itemsize == 2), None)
-
-
-def _is_missing(params: dict[str, Any]) -> bool:
-    """Whether a product asks for an algorithm that the backend lacks.
-
-    JAX's attention tries it, and goes on without when that raises an error: while it is traced none is raised.
-    """
-    return params.get("precision") is jax.lax.DotAlgorithmPreset.F16_F16_F32 and jax.default_backend() == "cpu"
-
-
-def _in_dtype(step: Step, dtype: np.dtype) -> dict[str, Any]:
-    params, is_cheap = dict(step.eqn.params), step.node is not None and step.node.asked == "tensorfloat32"
-    if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = dtype
-    if params.get("update_jaxpr") is not None:
-        params["update_jaxpr"] = reading.in_dtype_of_scatter(params["update_jaxpr"], dtype)
-    if step.eqn.primitive.name in PRODUCTS:
-        # A precision or an algorithm (jax.lax.DotAlgorithmPreset) goes with the dtypes that it was chosen for.
-        if dtype != np.float32:
-            params["precision"] = None
-        elif not (is_cheap or step.region.asked_by == OF_POLICY or asks_for_highest(params["precision"])):
-            params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
-    return params
 
 
 def _signature(step: Step, rules: Rules) -> Any:

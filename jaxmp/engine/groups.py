@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.walk import PRODUCTS, equations
+from jaxmp._jaxpr.walk import PRODUCTS, follow_products
 from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.graph import Body, Graph, Node, Step, walk
 from jaxmp.engine.rules import MOVES
@@ -267,29 +267,10 @@ def _searches(_: Node, step: Step) -> Iterator[Group]:
     condition, body = (reading.opened(jaxpr)[0] for jaxpr in step.bodies.jaxprs)
     carried = [False] * step.bodies.carry
     for _turn in carried:  # what depends on a product after so many turns
-        returned = _follow(body, [*[False] * (step.bodies.start - step.bodies.consts), *carried])
+        returned = follow_products(body, [*[False] * (step.bodies.start - step.bodies.consts), *carried])
         carried = [old or new for old, new in zip(carried, returned, strict=True)]
-    if _follow(condition, [*[False] * step.bodies.consts, *carried])[0]:
+    if follow_products(condition, [*[False] * step.bodies.consts, *carried])[0]:
         yield Group("search", tuple(products), "in a loop that runs until it converges")
-
-
-def _follow(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Which results depend on a product or on those of the inputs, but not by way of integers, as a token is one."""
-    depends = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> bool:
-        return not reading.is_literal(atom) and depends.get(atom, False)
-
-    for eqn in jaxpr.eqns:
-        operands, bodies = [read(atom) for atom in eqn.invars], reading.bodies_of(eqn)
-        if bodies is not None and bodies.kind == "call":
-            results = _follow(reading.opened(bodies.jaxprs[0])[0], operands)
-        else:
-            inside = (each for inner in (bodies.jaxprs if bodies else ()) for each in equations(inner))
-            found = any(operands) or any(each.primitive.name in PRODUCTS for each in (eqn, *inside))
-            results = [found] * len(eqn.outvars)
-        depends |= {var: old and not _is(np.integer, var) for var, old in zip(eqn.outvars, results, strict=True)}
-    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _is(kind: Any, atom: Any) -> bool:

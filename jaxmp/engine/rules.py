@@ -121,7 +121,7 @@ class Rules:
             return Decision(Kind.CLEAR, "moves data") if moves else Decision(Kind.KEPT, "as its module is written")
         if cls is Class.RECURSE:
             return Decision(Kind.KEPT, "a body that autocast does not look into")
-        if cls is Class.OPAQUE or _names_a_dtype(eqn):
+        if cls is Class.OPAQUE or reading.names_a_dtype(eqn):
             return Decision(Kind.KEPT, "opaque: its meaning depends on its dtypes")
         request = self.asked_of(name, names)
         if cls is Class.CLEAR:
@@ -169,7 +169,7 @@ class Rules:
         operands = [atom.aval for atom in eqn.invars if not jax.numpy.issubdtype(atom.aval.dtype, np.integer)]
         if not all(is_castable(aval) for aval in operands) or len(operands) < 2:
             return Decision(Kind.KEPT, "a product with an operand that is no float")
-        if asks_for_highest(eqn.params.get("precision")):
+        if reading.asks_for_highest(eqn.params.get("precision")):
             return Decision(Kind.FULL, "the author asks for the highest precision")
         if all(aval.dtype.itemsize == 2 for aval in operands):
             is_half = eqn.outvars[0].aval.dtype.itemsize == 2
@@ -198,14 +198,6 @@ def range_of(half: np.dtype) -> tuple[float, float]:
     return float(info.smallest_normal), float(info.max)
 
 
-def asks_for_highest(precision: Any) -> bool:
-    """Whether the ``precision`` of a product asks for true float32 on some operand."""
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    return any(
-        part is jax.lax.Precision.HIGHEST or str(part).endswith(("F32_F32_F32", "F64_F64_F64")) for part in parts
-    )
-
-
 def _is_other_float(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and dtype not in CASTABLE and _is_inexact(dtype)
@@ -214,9 +206,3 @@ def _is_other_float(aval: Any) -> bool:
 @functools.cache
 def _is_inexact(dtype: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, np.inexact))
-
-
-def _names_a_dtype(eqn: Any) -> bool:
-    """Whether a parameter fixes the dtype of a result: ``out_dtype`` of ``mul``, a function that a scatter applies."""
-    update = eqn.params.get("update_jaxpr")
-    return eqn.params.get("out_dtype") is not None or (update is not None and len(update.eqns) > 1)
