@@ -172,9 +172,8 @@ class _Emission:
             with reading.in_place_of(step.eqn):
                 results = self.results(step, values)
             values.env.update(zip(step.eqn.outvars, results, strict=True))
-            below, node = step.operands[0] if step.eqn.primitive.name == _CAST else None, step.node
-            if below is not None and node is not None and below.value_dtype.itemsize < node.dtype.itemsize:
-                values.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], below
+            if _is_widening(step):
+                values.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], step.operands[0]
             if self.notes is not None:  # values die with their trace
                 values.note.operands = [jax.typeof(value) for value in values.note.operands]
         return [values.read(atom) for atom in body.jaxpr.outvars]
@@ -192,6 +191,8 @@ class _Emission:
             value if dtype is None or operand is None else values.read_as(atom, operand, dtype, repeat)
             for value, atom, operand, dtype in wanted
         ]
+        if _is_widening(step) and node is not None:
+            note.operands, operands = operands, [note.cast(operands[0], node.dtype)]
         if eqn.primitive.name == _CAST and node is not None and node.kind is not Kind.KEPT:
             if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
                 del note.casts[-1:]  # which is the author's
@@ -291,6 +292,12 @@ def _stands(step: Step) -> bool:
     return step.stands
 
 
+def _is_widening(step: Step) -> bool:
+    """Whether an equation is a cast to float32 of what is half now."""
+    node, operand = step.node, step.operands[0] if step.eqn.primitive.name == _CAST else None
+    return node is not None and operand is not None and operand.value_dtype.itemsize < node.dtype.itemsize
+
+
 def _wants(step: Step) -> list[np.dtype | None]:
     """The dtypes that an equation reads its operands in; None for those that it takes as they are."""
     if step.wants is None:
@@ -309,7 +316,7 @@ def _wants_of_leaf(step: Step) -> list[np.dtype | None]:
             return [None if operand is None else next(iter(dtypes)) for operand in operands]
     if node is None:
         return [None if operand is None else operand.written for operand in operands]
-    if name == _CAST and node.kind is Kind.KEPT:  # from whatever dtype the value has
+    if name == _CAST and (node.kind is Kind.KEPT or _is_widening(step)):  # from whatever dtype the value has
         return [None if operand is None else operand.late for operand in operands]
     return [None if operand is None else read_in(node, operand) for operand in operands]
 
