@@ -10,6 +10,8 @@ half precision: a primitive that has nothing else keeps its dtypes, whatever its
 from __future__ import annotations
 
 import enum
+import fnmatch
+import re
 from types import MappingProxyType
 from typing import Any
 
@@ -80,7 +82,7 @@ class Kind(enum.IntEnum):
     """Keeps the dtypes it was written with."""
 
 
-# Names with spaces between, a line for each reason to be here.
+# Names with spaces between, a line for each reason to be here; of opaque ones `*` is any part of a name.
 _TABLE: dict[Class, tuple[str, ...]] = {
     Class.HALF: tuple(sorted(PRODUCTS)),
     Class.POINTWISE: (
@@ -163,41 +165,32 @@ _TABLE: dict[Class, tuple[str, ...]] = {
         # the dtype is their meaning: bits, steps between neighbouring numbers, and what the author asked for by name
         "convert_element_type bitcast_convert_type reduce_precision nextafter to_edtype from_edtype",
         # results of the dtype they were written with, from nothing or from a key: another dtype, other random numbers
-        "iota empty empty2 random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap",
-        "random_wrap rng_bit_generator rng_uniform iota_2x32_shape philox2x32 philox4x32 threefry2x32 threefry4x32",
+        "iota empty empty2 random_* rng_* iota_2x32_shape philox*x32 threefry*x32",
         # code that is not JAX's
         "pallas_call core_map mpmd_map custom_fusion fusible einshape_lo pack_dtype unpack_dtype ffi_call",
         "tpu_custom_call mosaic_gpu_p custom_partitioning call_exported io_callback pure_callback buffer_callback",
         # attention and products of cuDNN: their operands are half or fp8 already, the saved statistics float32
-        "cudnn_fusion dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd",
-        "dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper",
-        "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper scaled_dot scaled_matmul",
-        "scaled_matmul_wrapper rnn_fwd rnn_bwd",
+        "cudnn_fusion dot_product_attention_* scaled_dot scaled_matmul* rnn_fwd rnn_bwd",
         # show or check the values that the author wrote
         "check debug_callback debug_print inspect_sharding unreachable assert_consumed_value consume",
         # tiles are chosen for the width of a dtype
         "layout_constraint relayout",
         # references: all who read and write one agree on its dtype
         "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze run_state create_linear pin unpin",
-        "box_get box_set new_box new_log log_extend log_read call_hi_primitive call_hi_primitive_linearized",
+        "box_* new_box new_log log_extend log_read call_hi_primitive*",
         # one half of an operation: the other half, which may be anywhere, has to agree
-        "all_gather_start all_gather_reduced_start all_gather_done all_to_all_start all_to_all_done ppermute_start",
-        "ppermute_done pbroadcast_start pbroadcast_done psum_start psum_invariant_start psum_done psend precv",
-        "reduce_scatter_start reduce_scatter_done unreduced_psum_start unreduced_reduce_scatter_start",
-        # jax.experimental.thunky: programs of an executor, on references
-        "thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done thunky.async_start thunky.call_jax",
-        "thunky.call_thunky_nested thunky.collective_group thunky.collective_permute thunky.cond thunky.copy",
-        "thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel",
-        "thunky.reduce_scatter thunky.while",
+        "*_start *_done psend precv",
+        # programs of an executor, on references
+        "thunky.*",
         # nothing that floats
-        "and or xor not shift_left shift_right_arithmetic shift_right_logical clz population_count mulhi",
-        "reduce_and reduce_or reduce_xor axis_index platform_index after_all create_token",
-        "dim_as_value dimension_size shape_assertion",
+        "and or xor not shift_* clz population_count mulhi reduce_and reduce_or reduce_xor axis_index platform_index",
+        "after_all create_token dim_as_value dimension_size shape_assertion",
     ),
 }
 
 _NAMES = MappingProxyType({cls: tuple(" ".join(lines).split()) for cls, lines in _TABLE.items()})
-_CLASSES = MappingProxyType({name: cls for cls, names in _NAMES.items() for name in names})
+_CLASSES = MappingProxyType({name: cls for cls, names in _NAMES.items() for name in names if "*" not in name})
+_OPAQUE = re.compile("|".join(fnmatch.translate(name) for name in _NAMES[Class.OPAQUE] if "*" in name))
 
 
 def classify(name: str) -> Class | None:
@@ -206,11 +199,11 @@ def classify(name: str) -> Class | None:
     >>> classify("dot_general")
     <Class.HALF: 'half'>
     """
-    return _CLASSES.get(name)
+    return _CLASSES.get(name) or (Class.OPAQUE if _OPAQUE.match(name) else None)
 
 
 def primitives_of(cls: Class) -> frozenset[str]:
-    """The names of the primitives of a class, over all supported versions of JAX.
+    """The names of the primitives of a class, over all supported versions of JAX, and patterns of opaque ones.
 
     >>> sorted(primitives_of(Class.HALF))
     ['conv_general_dilated', 'dot_general', 'ragged_dot_general']
