@@ -24,7 +24,7 @@ from jaxmp._jaxpr.walk import equations, jaxprs_in
 from jaxmp.engine import classes
 from jaxmp.engine.classes import Class, classify, primitives_of
 from jaxmp.engine.marks import SPECIAL
-from jaxmp.engine.rules import MONOTONE, MOVES, Rules
+from jaxmp.engine.rules import COMBINES, MONOTONE, Rules
 from jaxmp.engine.trace import tracing
 from jaxmp.overrides import UnknownOperationError, primitives_named_by
 
@@ -370,7 +370,7 @@ def test_an_override_of_another_form_says_which_forms_there_are(key):
 
 def test_sets_of_primitives_lie_in_the_classes_they_speak_of():
     assert primitives_of(Class.CLEAR) | {"convert_element_type"} >= MONOTONE
-    assert primitives_of(Class.WIDEST) >= MOVES
+    assert primitives_of(Class.WIDEST) >= COMBINES
 
 
 def scopes(fun, *args):

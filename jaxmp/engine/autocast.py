@@ -177,10 +177,8 @@ def require_function(fun: Any, name: str) -> None:
         adapter, make = ("linen", "(...)") if linen else ("nnx", "(..., rngs=nnx.Rngs(0))")
         what = f"{'the class' if cls is fun else 'an instance'} {cls.__name__} of {'Linen' if linen else 'NNX'} modules"
         instance = f"{cls.__name__}{make}" if cls is fun else "model"
-        if name == "autocast":
-            remedy = f"use jaxmp.{adapter}.autocast({instance}, policy)"
-        else:
-            remedy = f"use jaxmp.{name}({instance}{'.apply' if linen else ''}, policy)"
+        model = f"{instance}{'.apply' if linen and name != 'autocast' else ''}"
+        remedy = f"use jaxmp.{f'{adapter}.' if name == 'autocast' else ''}{name}({model}, policy)"
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {what}; {remedy}")
     if not callable(fun):
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {fun!r}; give it what computes, a loss say")

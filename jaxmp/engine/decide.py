@@ -2,15 +2,19 @@
 
 The passes, in order (the model is TensorFlow's ``auto_mixed_precision`` pass; where this one differs it says so):
 
-1. Products are half. Without one nothing changes.
-2. :mod:`jaxmp.engine.groups` makes float32 what feeds only float32 operations, and groups from their first operation.
-3. Forwards, float32 drags along what reads it (the scale and bias after a normalisation), until a product or an
+1. Products are half, but for those of groups that are float32 (:mod:`jaxmp.engine.groups`). Without one in half nothing
+   changes.
+2. The author's casts of weights to half are put off to each reader.
+3. Backwards, what feeds only float32 operations is float32, and groups from their first operation on.
+4. A loop's carry that adds up, with no product on its way round, is float32. Another has one colour too: half if a
+   product lies on its way round.
+5. Forwards, float32 drags along what reads it (the scale and bias after a normalisation), until a product or an
    activation on the way to one reads it: from there on it exists in half. It does not drag along the residual stream:
    a sum of a float32 value and a half one is half, or one normalisation would make everything after it float32.
-4. What stands between two products, by any path, and was not dragged along, is half. What leads to no product, such
-   as the last bias before the result, stays float32.
-5. A loop's carry has one colour: half if a product lies on its way round, else float32, for then it adds up.
-6. Data that is only moved keeps its dtype, or is cast before it moves if all who read it want half.
+   What feeds only that is float32 as well, as in 3.
+6. What stands between two products, by any path, and is not float32 by now, is half. What leads to no product, such as
+   the last bias before the result, stays float32.
+7. Data that is only moved keeps its dtype, or is cast before it moves if all who read it want half.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine import groups
 from jaxmp.engine.classes import Kind
 from jaxmp.engine.graph import Graph, Node, walk
-from jaxmp.engine.rules import BROADCAST, MONOTONE, MOVES, PICKS
+from jaxmp.engine.rules import BROADCAST, COMBINES, MONOTONE, PICKS
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -94,8 +98,8 @@ def _hold_sums(nodes: Sequence[Node]) -> None:
     """Makes float32 each carry that adds up: arithmetic on its way round, but no product."""
     carries = [node for node in nodes if node.kind is Kind.JOIN and node.name == "carry"]
     for cycle in _cycles(nodes) if carries else ():
-        adds_up = any(node.kind is Kind.FULL or (node.kind is Kind.INFER and node.name not in MOVES) for node in cycle)
-        if adds_up and all(node.kind is not Kind.HALF for node in cycle):
+        kinds = {node.kind for node in cycle if node.kind is not Kind.INFER or node.name not in COMBINES}
+        if Kind.HALF not in kinds and not kinds.isdisjoint((Kind.FULL, Kind.INFER)):
             for node in cycle:
                 if node.kind is Kind.JOIN:
                     node.kind, node.reason = Kind.FULL, "a carry that adds up, with no product on its way round"
@@ -116,9 +120,12 @@ def _cycles(nodes: Sequence[Node]) -> Iterable[list[Node]]:
 
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     """Finds what exists in half although it is computed in float32: what products read, and activations before them."""
-    _mark("has_half_copy", walk(operands, _moved))
-    # Each element of these goes into a product by way of operations on single elements.
-    heading = set(walk(operands, lambda user: _moved(user) or [op for op in user.inputs if _is_elementwise(user, op)]))
+    _mark("has_half_copy", walk(operands, _moved_from))
+
+    def made_of(node: Node) -> Sequence[Node]:
+        return _moved_from(node) or [operand for operand in node.inputs if _is_elementwise(node, operand)]
+
+    heading = set(walk(operands, made_of))  # each element to a product, by way of operations on single elements
     starts = [
         operand
         for node in nodes
@@ -127,13 +134,13 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
         # An epsilon would be lost again.
         if operand.is_activation and not operand.has_epsilon and _is_elementwise(node, operand)
     ]
-    _mark("has_half_copy", walk(starts, _moved))
+    _mark("has_half_copy", walk(starts, _moved_from))
 
 
 _AFFINE = frozenset({"add", "sub", "mul", "div"})
 
 
-def _moved(node: Node) -> Sequence[Node]:
+def _moved_from(node: Node) -> Sequence[Node]:
     """What is moved to make a node."""
     is_moved = node.kind is Kind.JOIN or (node.kind is Kind.CLEAR and node.name in MONOTONE)
     return node.inputs if is_moved else ()

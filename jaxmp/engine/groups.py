@@ -20,7 +20,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS, follow_products
 from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.graph import Body, Graph, Node, Step, walk
-from jaxmp.engine.rules import MOVES
+from jaxmp.engine.rules import COMBINES
 
 _LINALG = primitives_of(Class.LINALG)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
@@ -347,7 +347,7 @@ def _keeps_places(node: Node, computed: Collection[Node]) -> bool:
     unknown = [operand for operand in node.inputs if operand in computed]
     if (node.name in _SUMS and len(unknown) > 1) or node.name in _LIMITS:  # but no residual stream, no activation
         return {reader.name for reader in _readers(node)}.isdisjoint({*PRODUCTS, "reduce_sum"})
-    is_moved = node.kind in (Kind.CLEAR, Kind.JOIN) or node.name in MOVES
+    is_moved = node.kind in (Kind.CLEAR, Kind.JOIN) or node.name in COMBINES
     is_passed = is_moved or node.name in _AFFINE | PRODUCTS or _passed(node, ()) is not None
     return len(unknown) < 2 if node.name == "mul" else is_passed
 

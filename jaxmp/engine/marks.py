@@ -86,9 +86,9 @@ def is_widened(names: Names) -> bool:
 @functools.lru_cache(maxsize=4096)
 def region_of(names: Names) -> Region:
     """What the innermost marks among some scopes ask for; none outside of a module that is left as it is counts."""
-    marks = _marks(names)
-    region = Region(products=next((products for kind, _, products in reversed(marks) if kind == "compute"), ""))
-    for kind, text, _ in reversed(marks):
+    marks = [mark.groups() for part in reversed(names) if (mark := _MARK.fullmatch(part))]
+    region = Region(products=next((products for kind, _, products in marks if kind == "compute"), ""))
+    for kind, text, _ in marks:
         if kind == "precision" and region.level is None:
             region = region._replace(level=text, asked_by=f"region jaxmp.precision({text!r})")
         elif kind == "compute" and region.half is None:
@@ -96,10 +96,6 @@ def region_of(names: Names) -> Region:
                 return region if region.level else region._replace(level=text, asked_by=OF_POLICY)
             region = region._replace(half=np.dtype(jnp.dtype(text)))
     return region
-
-
-def _marks(names: Names) -> list[tuple[str, str, str]]:
-    return [(mark[1], mark[2], mark[3]) for part in names if (mark := _MARK.fullmatch(part))]
 
 
 def marks_in(names: Names) -> Names:

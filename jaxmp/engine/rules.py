@@ -30,7 +30,7 @@ PICKS = frozenset(
 )
 # JAX broadcasts their operands by itself, along axes of size 1 and from scalars.
 BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2"})
-MOVES = frozenset(
+COMBINES = frozenset(
     {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}
     | {"scatter", "scatter-min", "scatter-max"}
 )
@@ -107,7 +107,7 @@ class Rules:
             return Decision(Kind.KEPT, "decided by the autocast inside")
         path, region = path_of(names), region_of(names)
         self.visited.add(path)
-        if any(_is_other_float(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
+        if any(_is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)):
             return Decision(Kind.KEPT, "float64, complex and fp8 are left alone")
         if not any(is_castable(var.aval) for var in eqn.outvars):
             return Decision(Kind.KEPT, "no floating result")
@@ -198,11 +198,6 @@ def range_of(half: np.dtype) -> tuple[float, float]:
     return float(info.smallest_normal), float(info.max)
 
 
-def _is_other_float(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and dtype not in CASTABLE and _is_inexact(dtype)
-
-
 @functools.cache
-def _is_inexact(dtype: Any) -> bool:
-    return bool(jax.numpy.issubdtype(dtype, np.inexact))
+def _is_other_float(dtype: Any) -> bool:
+    return dtype is not None and dtype not in CASTABLE and bool(jax.numpy.issubdtype(dtype, np.inexact))

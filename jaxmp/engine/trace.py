@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -25,7 +24,13 @@ _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_a
 @contextlib.contextmanager
 def tracing(rules: Rules, products: str = "") -> Iterator[None]:
     """Traces the author's code for an engine with these rules, its products in a precision if one is named."""
-    ask = functools.partial(_half_at, Rules(rules.half, rules.overrides))  # whose questions are no matches of overrides
+    silent = Rules(rules.half, rules.overrides)  # whose questions are no matches of overrides
+
+    def ask() -> np.dtype | None:
+        names = reading.current_names()
+        asked = silent.asked_of("dot_general", names)
+        return None if asked is not None and asked[0] != "half" else region_of(names).half or rules.half
+
     token = _tracing.set(ask)
     # Without the default precision, so that what is left in a product is what its author wrote there. The adapters set
     # that of each module's policy.
@@ -37,12 +42,6 @@ def tracing(rules: Rules, products: str = "") -> Iterator[None]:
             yield
     finally:
         _tracing.reset(token)
-
-
-def _half_at(rules: Rules) -> np.dtype | None:
-    names = reading.current_names()
-    asked = rules.asked_of("dot_general", names)
-    return None if asked is not None and asked[0] != "half" else region_of(names).half or rules.half
 
 
 def autocast_dtype() -> np.dtype | None:
