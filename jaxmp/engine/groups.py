@@ -235,7 +235,7 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
         factors = {_origin(factor) for each in inputs if is_multiplied(each) for factor in each.inputs}
         added = {"reduce_sum": inputs | factors, **dict.fromkeys(PRODUCTS, factors)}
         for means in squared:
-            if all(not added.get(mean.name, set()).isdisjoint(map(_origin, mean.inputs)) for mean in means):
+            if all(added.get(mean.name, set()) & {*map(_origin, mean.inputs)} for mean in means):
                 yield Group("moments", (second, *means), "a mean of a product less the product of the means")
 
 
@@ -334,7 +334,7 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
             ends = reals
         handed |= dict.fromkeys(ends, name)
     places = set(walk(handed, lambda node: node.inputs if node in keeping else ()))
-    between = places_made(node for node in products if node in places) & keeping & places
+    between = places_made(places.intersection(products)) & keeping & places
     found = [node for node in graph.nodes if node in between]
     reason = "handed to " + ", ".join(sorted({handed[node] for node in found if node in handed}))
     for node in [*filter(_is_product, found)]:
@@ -347,9 +347,8 @@ def _keeps_places(node: Node, computed: Collection[Node]) -> bool:
     unknown = [operand for operand in node.inputs if operand in computed]
     if (node.name in _SUMS and len(unknown) > 1) or node.name in _LIMITS:  # but no residual stream, no activation
         return {reader.name for reader in _readers(node)}.isdisjoint({*PRODUCTS, "reduce_sum"})
-    is_moved = node.kind in (Kind.CLEAR, Kind.JOIN) or node.name in COMBINES
-    is_passed = is_moved or node.name in _AFFINE | PRODUCTS or _passed(node, ()) is not None
-    return len(unknown) < 2 if node.name == "mul" else is_passed
+    is_moved = node.kind in (Kind.CLEAR, Kind.JOIN) or _passed(node, ()) is not None
+    return len(unknown) < 2 if node.name == "mul" else is_moved or node.name in COMBINES | _AFFINE | PRODUCTS
 
 
 def _is_quantised(rounded: Node) -> bool:
@@ -436,13 +435,10 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
     Once states are known, also what feeds only what float32 was carried on to: the mean, subtracted before a scale.
     """
     needed = {node: group.reason for group in groups if group.reason for node in group.nodes}
-    solved = set()  # what is factorised or solved, and all that is computed from products just for that
-    logged = set()  # what a logarithm is taken of, and all that is computed from activations for that
+    # What is factorised or solved and what a logarithm is taken of, and all that is computed from products for that.
+    solved = {node for node in nodes if node.name in _LINALG}
+    logged = {node for node in nodes if node.name in _LOGARITHMS}
     for node in reversed(nodes):
-        if node.name in _LINALG:
-            solved.add(node)
-        if node.name in _LOGARITHMS:
-            logged.add(node)
         if not node.after_product or node.state >= Kind.FULL:
             continue
         readers = _readers(node)
@@ -455,17 +451,17 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
         # What the author casts to float32 is the author's half up to there.
         full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT) or user.state >= Kind.FULL]
         full = [user for user in full if user.name != _CAST]
-        if not solved.isdisjoint(full):
-            solved.add(node)
+        is_solved, is_stream = not solved.isdisjoint(full), _is_stream(node)
+        reason = needed.get(node, "")
+        if is_solved or (
+            not logged.isdisjoint(full) and not is_stream
+        ):  # 1 - x is what counts, and x near 1 has lost it
+            (solved if is_solved else logged).add(node)
             reason = f"feeds {_names(full)}"
-        elif not logged.isdisjoint(full) and not _is_stream(node):  # 1 - x is what counts, and x near 1 has lost it
-            logged.add(node)
-            reason = f"feeds {_names(full)}"
-        elif full and len(full) == len(readers) and not _is_stream(node):
+        elif full and len(full) == len(readers) and not is_stream:
             reason = f"feeds only {_names(full)}"
-        elif (reason := needed.get(node, "")) == "":
-            continue
-        node.kind, node.state, node.reason = Kind.FULL, Kind.FULL, reason
+        if reason:
+            node.kind, node.state, node.reason = Kind.FULL, Kind.FULL, reason
 
 
 def _is_stream(node: Node) -> bool:
