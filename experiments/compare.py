@@ -31,8 +31,8 @@ import jaxmp
 from experiments import image_classification, language_modeling, masked_lm
 from experiments.comparison import report as comparison_report
 from experiments.comparison.outcomes import AUTOCAST, BASELINE, RESERVED, Outcome, Task, compare
+from experiments.comparison.picture import picture
 from experiments.measure.environment import environment
-from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.training import cli
 from experiments.training.experiment import Experiment
@@ -178,7 +178,7 @@ def report(results: dict[str, list[Outcome]], folder: Path, seconds: float, data
     sentences = [comparison_report.sentence(task, outcomes, METRICS[task]) for task, outcomes in results.items()]
     conclusion = f"{'; '.join(sentences)}."
     conclusion = conclusion[0].upper() + conclusion[1:]
-    plots.comparison(results, METRICS, folder / "compare.png", f"{where['device']}, {where['date'][:10]}")
+    picture(results, METRICS, folder / "compare.png", f"{where['device']}, {where['date'][:10]}")
 
     lines = ["# Comparison", "", conclusion, "", "![comparison](compare.png)", ""]
     lines += [f"- {name}: {value}" for name, value in where.items()]

@@ -85,7 +85,7 @@ def line(monkeypatch):
     """The benchmark with this task in place of the images, and the runs that it has prepared; nothing is drawn."""
     prepared = []
     monkeypatch.setattr(plots, "curves", lambda *_: None)
-    monkeypatch.setattr(plots, "learning", lambda *_: None)
+    monkeypatch.setattr(accuracy_report, "picture", lambda *_: None)
 
     def prepare(config):
         prepared.append((config.policy, config.loss_scale))

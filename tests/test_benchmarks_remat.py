@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.benchmarks.remat import report as remat_report
 from experiments.benchmarks.remat import run as remat
 from experiments.benchmarks.shared import targets
 from experiments.benchmarks.shared.workloads import FULL
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Prepared
 from experiments.measure.memory import NO_ROOM
-from experiments.report import plots
 from experiments.training.runs import write_json
 
 
@@ -28,7 +28,7 @@ from experiments.training.runs import write_json
 def steps(monkeypatch):
     """Train steps in place of the models', whose temporaries grow with the batch; returns those asked for."""
     asked = []
-    monkeypatch.setattr(plots, "remat", lambda *_: None)
+    monkeypatch.setattr(remat_report, "picture", lambda *_: None)
 
     def train_step(case, row):
         asked.append((case.name, row.precision, row.remat, row.scaled, case.sizes.batch_size))
@@ -48,7 +48,7 @@ def steps(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """Steps that do nothing, of 1 kB a sequence: nothing is compiled."""
-    monkeypatch.setattr(plots, "remat", lambda *_: None)
+    monkeypatch.setattr(remat_report, "picture", lambda *_: None)
     monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
     monkeypatch.setattr(remat.measure, "prepare", lambda *_: Prepared(lambda: None, None, 0.0, 2**20))
     monkeypatch.setattr(remat, "step_bytes", lambda step, device, batch=0: 1000 * (batch or 2))

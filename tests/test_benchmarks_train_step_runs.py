@@ -12,6 +12,7 @@ import pytest
 from benchmark_tools import SMALL
 
 from experiments.benchmarks.shared import kept
+from experiments.benchmarks.train_step import config as train_step_config
 from experiments.benchmarks.train_step import measure, report
 from experiments.benchmarks.train_step import run as train_step
 from experiments.benchmarks.train_step import sweeps as train_step_sweeps
@@ -34,7 +35,7 @@ def quick(monkeypatch):
 
     monkeypatch.setattr(measure, "prepare", prepare)
     monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
-    monkeypatch.setattr(train_step, "SMOKE", SMALL)
+    monkeypatch.setattr(train_step_config, "SMOKE", SMALL)
     monkeypatch.setattr(train_step_sweeps, "SMOKE", SMALL)
     monkeypatch.setattr(train_step.ceiling, "SMOKE_SHAPES", ((8, 8, 8),))
 
@@ -119,7 +120,7 @@ def rows_alone(quick, monkeypatch, tmp_path):
     monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
     monkeypatch.setattr(kept.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(report, "picture", lambda *_: None)
-    monkeypatch.setattr(train_step, "FULL", SMALL)
+    monkeypatch.setattr(train_step_config, "FULL", SMALL)
     return started, finds
 
 
@@ -286,7 +287,7 @@ def test_a_folder_is_gone_on_with_on_the_same_device_with_the_same_versions_only
 
 def test_a_real_row_runs_from_the_command_to_the_table(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "picture", lambda *_: None)
-    monkeypatch.setattr(train_step, "SMOKE", SMALL)
+    monkeypatch.setattr(train_step_config, "SMOKE", SMALL)
     monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
     rows = ("hand-fp32",)
     config = train_step.Config(smoke=True, models=("gpt2",), rows=rows, passes=("forward",), run_dir=tmp_path)

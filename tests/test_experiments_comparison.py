@@ -18,7 +18,7 @@ import jaxmp
 from experiments import compare, image_classification, language_modeling, masked_lm
 from experiments.comparison import report as comparison_report
 from experiments.comparison.outcomes import RESERVED, Outcome, train
-from experiments.report import plots
+from experiments.comparison.picture import picture
 from experiments.report.progress import Progress
 from experiments.training import loop
 from experiments.training.experiment import Experiment
@@ -167,7 +167,7 @@ def test_a_difference_within_the_spread_of_the_seeds_is_not_called_worse():
 @pytest.mark.parametrize("outcomes", [[BASELINE, GOOD], [BASELINE, GOOD, WORSE, LOST]], ids=["few", "one not finite"])
 def test_the_picture_is_drawn_and_small(outcomes, tmp_path):
     metrics = {"pysource": "loss", "digits": "accuracy"}
-    plots.comparison({"pysource": outcomes, "digits": outcomes}, metrics, tmp_path / "compare.png", "a device")
+    picture({"pysource": outcomes, "digits": outcomes}, metrics, tmp_path / "compare.png", "a device")
     with Image.open(tmp_path / "compare.png") as image:
         assert image.width > 1000 and len(image.convert("L").getcolors()) > 20
     assert (tmp_path / "compare.png").stat().st_size < 300_000

@@ -10,9 +10,16 @@ import pytest
 
 import jaxmp
 
+ROOT = Path(__file__).parents[1]
+# What a benchmark does without until it uses it; JAX, Flax, optax, Rich and tyro are what every one needs.
+HIDDEN = (
+    "PIL", "array_record", "jmp", "keras", "matplotlib", "orbax", "safetensors", "sklearn", "tensorflow",
+    "tensorflow_datasets", "torch",
+)  # fmt: skip
+
 
 def python(code: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -39,7 +46,7 @@ def test_importing_jaxmp_adds_at_most_a_tenth_of_a_second_to_importing_jax():
 
 
 def test_what_a_type_checker_sees_is_what_there_is():
-    source = (Path(__file__).parents[1] / "jaxmp" / "__init__.py").read_text()
+    source = (ROOT / "jaxmp" / "__init__.py").read_text()
     seen = {
         alias.asname for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) for alias in node.names
     }
@@ -51,3 +58,82 @@ def test_every_public_name_is_there_and_listed():
     with pytest.raises(subprocess.CalledProcessError) as failure:
         python("import jaxmp; jaxmp.no_such_name")
     assert "module 'jaxmp' has no attribute 'no_such_name'" in failure.value.stderr
+
+
+def imports(roots: list[Path]) -> dict[str, set[str]]:
+    """Module to the modules of ours that its file imports, also inside functions and for a type checker."""
+    files = {}
+    for root in roots:
+        for file in root.rglob("*.py"):
+            parts = file.relative_to(root.parent).with_suffix("").parts
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    found: dict[str, set[str]] = {name: set() for name in files}
+    for name, file in files.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{file} has a relative import"
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                # `from package import module` is of the module; a name of the package is of the package's own file
+                found[name] |= {each if each in files else node.module for each in whole}
+    return {name: {each for each in own if each in files and each != name} for name, own in found.items()}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The modules that import each other, however far around."""
+    reached = {}
+    for name in graph:
+        reached[name], new = set(), graph[name]
+        while new:
+            reached[name] |= new
+            new = set().union(*(graph[each] for each in new)) - reached[name]
+    found = {tuple(sorted(each for each in reached[name] if name in reached[each])) for name in graph}
+    return [list(each) for each in sorted(found) if each]
+
+
+def test_no_files_import_each_other_in_a_circle():
+    # The adapters of Flax's two libraries call each other where nnx.bridge nests a module of either in the other.
+    bridge = ["jaxmp._linen_run", "jaxmp.linen", "jaxmp.nnx"]
+    assert [each for each in circles(imports([ROOT / "jaxmp", ROOT / "experiments"])) if each != bridge] == []
+
+
+def test_a_circle_is_found_wherever_its_imports_stand(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "one.py").write_text("from package import two")
+    (package / "two.py").write_text("def late():\n    import package.three")
+    (package / "three.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.one import name"
+    )
+    (package / "four.py").write_text("import package.one")
+    assert circles(imports([package])) == [["package.one", "package.three", "package.two"]]
+
+
+def test_every_benchmark_helps_with_jax_flax_optax_rich_and_tyro_only():
+    folder = ROOT / "experiments" / "benchmarks"
+    names = [file.stem for file in folder.glob("[a-z]*.py")] + [
+        file.parent.name for file in folder.glob("*/__main__.py")
+    ]
+    assert {"loss_scaling", "train_step", "accuracy"} <= set(names)
+    code = f"""
+import contextlib, importlib.abc, io, runpy, sys
+
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {HIDDEN}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+for name in {sorted(names)}:
+    sys.argv, text = ["", "--help"], io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            runpy.run_module(f"experiments.benchmarks.{{name}}", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code and "--run-dir" in text.getvalue(), (name, end.code)
+    else:
+        raise AssertionError(name)
+"""
+    python(code)

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -435,6 +436,33 @@ def sentence(run: dict[str, Any]) -> str:
     )
 
 
+@plots.drawn
+def picture(results: list[dict[str, Any]], path: Path, caption: str) -> None:
+    """A panel a half format, a row a case: each way's error on a log axis; grey: what rounding alone explains."""
+    from matplotlib import ticker
+
+    halves = list(dict.fromkeys(result["half"] for result in results))
+    ways = dict(zip(dict.fromkeys(way for result in results for way in result["ways"]), plots.COLORS[1:], strict=False))
+    figure = plots.figure(2.2 + 3.9 * len(halves), 4.8)
+    for i, (axes, half) in enumerate(zip(figure.subplots(1, len(halves), squeeze=False)[0], halves, strict=True)):
+        own = [result for result in results if result["half"] == half]
+        plots.style(axes, half, "relative error of the gradient, %")
+        axes.set_xscale("log")
+        for y, result in enumerate(own):
+            axes.barh(y, 100 * result["rounding"], height=0.86, color=plots.LIGHT)
+            for n, (way, color) in enumerate(ways.items()):
+                if way in result["ways"]:
+                    place = y + 0.15 * (n - (len(ways) - 1) / 2)
+                    axes.plot([100 * result["ways"][way]["error"]], [place], "o", color=color, markersize=6, label=way)
+        plots.row_axis(axes, [result["case"] for result in own], named=i == 0)
+        axes.set_xlim(1e-4, 200)
+        axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8.5)
+    plots.save(figure, path, f"grey: what rounding alone explains. {caption}")
+
+
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         folder = run_folder("gradient_sums", config.run_dir)
@@ -455,7 +483,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     lines = ["# Errors of the gradients of params", "", *facts, "", *notes]
     (folder / "gradient_sums.md").write_text("\n".join([*lines, *(each.markdown() for each in tables)]))
     write_json(folder / "gradient_sums.json", run)
-    plots.gradient_sums(results, folder / "gradient_sums.png", f"{where['device']}, {where['date'][:10]}")
+    picture(results, folder / "gradient_sums.png", f"{where['device']}, {where['date'][:10]}")
     console = rich.console.Console()
     for each in tables:
         each.show(console if console.is_terminal else rich.console.Console(width=140))

@@ -159,6 +159,24 @@ def table(result: dict[str, Any]) -> Table:
     return Table(f"{result['model']}: ms a step", COLUMNS, rows)
 
 
+@plots.drawn
+def picture(results: list[dict[str, Any]], path: Path, caption: str) -> None:
+    """A panel a model: what each variant adds to a step without scaling, in percent, with the rounds' quartiles."""
+    figure = plots.figure(4.2 + 3.4 * len(results), 2.9)
+    for i, (axes, result) in enumerate(zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True)):
+        variants = {label: row for label, row in result["variants"].items() if label != REFERENCE}
+        plots.style(axes, result["model"].split(", batch")[0], f"% added to {REFERENCE}")
+        axes.axvline(0, color=plots.GREY, linewidth=1)
+        for y, row in enumerate(variants.values()):
+            low, middle, high = (100 * (ratio - 1) for ratio in row["ratio"])
+            axes.plot([low, high], [y, y], color=plots.color(y), linewidth=3, alpha=0.4, solid_capstyle="round")
+            axes.plot([middle], [y], "o", color=plots.color(y), markersize=8)
+            axes.annotate(f"{middle:+.2f}", (middle, y), (0, 8), textcoords="offset points", ha="center", fontsize=9)
+        plots.row_axis(axes, list(variants), named=i == 0, above=0.8, below=0.5)
+        axes.margins(x=0.1)
+    plots.save(figure, path, caption)
+
+
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         cli.require("--rounds", config.rounds, 2)
@@ -180,7 +198,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     lines = ["# What loss scaling adds to a train step", "", *facts, "", intro, "", "![ratios](loss_scaling.png)", ""]
     (folder / "loss_scaling.md").write_text("\n".join([*lines, *(each.markdown() for each in tables)]))
     write_json(folder / "loss_scaling.json", {"environment": where, "results": results})
-    plots.ratios(results, REFERENCE, folder / "loss_scaling.png", f"{where['device']}, {where['date'][:10]}")
+    picture(results, folder / "loss_scaling.png", f"{where['device']}, {where['date'][:10]}")
     console = rich.console.Console()
     for each in tables:
         each.show(console if console.is_terminal else rich.console.Console(width=120))

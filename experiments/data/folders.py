@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-
-from PIL import Image, UnidentifiedImageError
+from typing import TYPE_CHECKING
 
 from experiments.data.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SPLITS = ("train", "test")
 _SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -68,6 +70,8 @@ def encoded(path: Path, shape: tuple[int, int, int]) -> io.BytesIO | Image.Image
     Raises:
       DataError: the file is damaged, or of another size; the message names it.
     """
+    from PIL import Image, UnidentifiedImageError
+
     try:
         content = path.read_bytes()
         image = Image.open(io.BytesIO(content))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import tensorflow_datasets as tfds
 
 from experiments.data import archives, folders
 from experiments.data.errors import DataError
@@ -79,6 +78,8 @@ def parsed(name: str, paths: Mapping[str, str | Path], origin: str) -> Found:
 
 def published(name: str) -> tuple[str, list[str]]:
     """From where TFDS downloads the set's archives, and what they are called."""
+    import tensorflow_datasets as tfds
+
     urls = list(tfds.builder_cls(name).url_infos)
     return urls[0].rpartition("/")[0] + "/", [file_of(url) for url in urls]
 
@@ -135,6 +136,8 @@ def _checked(name: str, paths: Iterable[Path]) -> str:
 
 
 def _unregistered(name: str, paths: Iterable[Path]) -> list[Path]:
+    import tensorflow_datasets as tfds
+
     registered = {file_of(url): info.checksum for url, info in tfds.builder_cls(name).url_infos.items()}
 
     def digest(path: Path) -> str:

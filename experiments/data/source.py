@@ -11,20 +11,39 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow_datasets as tfds
 
-from experiments.data import stock
-from experiments.data.digits import Digits
 from experiments.data.errors import DataError
-from experiments.data.pysource import pysource
+from experiments.data.places import CLASSES
+
+if TYPE_CHECKING:  # not needed by those who read no set
+    import tensorflow_datasets as tfds
+
+
+def _digits(**kwargs: Any) -> tfds.core.DatasetBuilder:
+    from experiments.data.digits import Digits
+
+    return Digits(**kwargs)
+
+
+def _stock(name: str, **kwargs: Any) -> tfds.core.DatasetBuilder:
+    from experiments.data import stock
+
+    return stock.builder(name, **kwargs)
+
+
+def _pysource(**kwargs: Any) -> tfds.core.DatasetBuilder:
+    from experiments.data.pysource import pysource
+
+    return pysource(**kwargs)
+
 
 BUILDERS: dict[str, Callable[..., tfds.core.DatasetBuilder]] = {
-    "digits": Digits,
-    **{name: functools.partial(stock.builder, name) for name in stock.CLASSES},
-    "pysource": pysource,
+    "digits": _digits,
+    **{name: functools.partial(_stock, name) for name in CLASSES},
+    "pysource": _pysource,
 }
 _ORIGIN = "origin.json"  # beside TFDS's files: what the set was prepared from
 
@@ -80,6 +99,9 @@ def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tf
                 _prepare(name, root, final)
             with _names_the_damaged(final):
                 yield _readable(name, root, final)
+    except ModuleNotFoundError as error:
+        remedy = "pip install -e '.[experiments]'"
+        raise DataError(f"{name} is read with {error.name}, which is not installed; {remedy}") from error
     # array_record's writer has no OSError for a full disk.
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
@@ -87,6 +109,8 @@ def _prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Iterator[tf
 
 
 def _readable(name: str, root: Path, final: Path) -> tfds.core.DatasetBuilder:
+    import tensorflow_datasets as tfds
+
     if not (final / "dataset_info.json").is_file():
         raise FileNotFoundError("it lacks dataset_info.json")
     builder = BUILDERS[name](data_dir=root)
@@ -103,7 +127,7 @@ def _readable(name: str, root: Path, final: Path) -> tfds.core.DatasetBuilder:
 def _names_the_damaged(final: Path) -> Iterator[None]:
     try:
         yield
-    except (DataError, MemoryError, PermissionError):
+    except (DataError, MemoryError, ModuleNotFoundError, PermissionError):
         raise
     except Exception as error:  # TFDS, protobuf, array_record and pillow have errors of their own
         reason = " ".join(str(error).split())
@@ -116,7 +140,7 @@ def _prepare(name: str, root: Path, final: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".preparing-", dir=root) as scratch:
         builder = BUILDERS[name](data_dir=scratch, file_format="array_record")
         # Only a stock set may have files to look for and to keep in the data folder.
-        builder.download_and_prepare(download_dir=root / "downloads" if name in stock.CLASSES else None)
+        builder.download_and_prepare(download_dir=root / "downloads" if name in CLASSES else None)
         made_from = getattr(builder, "origin", builder.info.description)
         (Path(builder.data_dir) / _ORIGIN).write_text(json.dumps({"origin": made_from}))
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +154,8 @@ def _prepare(name: str, root: Path, final: Path) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without TFDS's progress bars, its announcement on stdout and absl's advice."""
+    import tensorflow_datasets as tfds
+
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

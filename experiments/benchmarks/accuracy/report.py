@@ -225,7 +225,7 @@ def write(records: list[Record], folder: Path) -> None:
         }
         for task, variants in tasks.items()
     }
-    plots.learning(drawn, folder / "accuracy.png", f"{where['device']}, {where['date'][:10]}")
+    picture(drawn, folder / "accuracy.png", f"{where['device']}, {where['date'][:10]}")
 
 
 def _difference_curves(task: str, runs: list[Record], baseline: list[Record]) -> list[dict[str, Any]]:
@@ -237,6 +237,46 @@ def _difference_curves(task: str, runs: list[Record], baseline: list[Record]) ->
         ends = ({name: values[:both] for name, values in curve.items()} for curve in (own, other))
         found.append({"step": own["step"][:both], "difference": difference(task, *ends)})
     return found
+
+
+@plots.drawn
+def picture(tasks: dict[str, dict[str, Any]], path: Path, caption: str) -> None:
+    """A row a task: loss and accuracy against steps, and the held-out difference to float32; mean over the seeds.
+
+    Args:
+      tasks: title to ``runs`` (policy to records of runs, each with curves ``train`` and ``test``), ``differences``
+        (policy to curves of a ``difference``), ``unit`` (its own) and ``goal`` (the largest that counts as met).
+      path: of the picture.
+      caption: below it.
+    """
+    figure = plots.figure(14, 0.6 + 3.2 * len(tasks))
+    grid = figure.subplots(len(tasks), 3, squeeze=False)
+    for (title, task), row in zip(tasks.items(), grid, strict=True):
+        others = [label for label in task["runs"] if label != "float32"]
+        colors = {label: plots.COLORS[1 + i % (len(plots.COLORS) - 1)] for i, label in enumerate(others)} | {
+            "float32": "#9A9A9A"
+        }
+        for axes, name in zip(row, ("loss", "accuracy"), strict=False):
+            plots.style(axes, f"{title}: {name}" if name == "loss" else name, "step")
+            for label, runs in task["runs"].items():
+                for split, width in (("train", 0.8), ("test", 2.2)):
+                    wide = width * (3 if label == "float32" else 1)  # it lies beneath the others
+                    _mean_line(axes, [run[split] for run in runs], name, color=colors[label], linewidth=wide, alpha=0.8,
+                               label=label if split == "test" else None)  # fmt: skip
+        plots.style(row[2], f"held out, {task['unit']} from float32; grey: goal", "step")
+        row[2].axhspan(-task["goal"], task["goal"], color="#F0F0F0", zorder=0)
+        row[2].axhline(0, color=colors["float32"], linewidth=2)
+        for label, found in task["differences"].items():
+            _mean_line(row[2], found, "difference", color=colors[label], linewidth=2.2, alpha=0.8)
+        row[1].legend(frameon=False, fontsize=7.5, title="thin: training, thick: held out", title_fontsize=7.5)
+    plots.save(figure, path, caption, dpi=100)
+
+
+def _mean_line(axes: Any, curves: list[dict[str, list[float]]], name: str, **look: Any) -> None:
+    """The mean of curves over the steps that all of them have."""
+    length = min((len(curve.get(name, ())) for curve in curves), default=0)
+    if length:
+        axes.plot(curves[0]["step"][:length], np.mean([curve[name][:length] for curve in curves], axis=0), **look)
 
 
 def show(records: list[Record], folder: Path) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import rich.console
-from matplotlib.figure import Figure
 
 from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, SCALING, TENSOR_FLOPS, Goal, saved, share
-from experiments.report.plots import COLORS, row_axis, style
+from experiments.report import plots
 from experiments.report.tables import Table
 
 MIB = 2**20
@@ -145,24 +144,24 @@ def show(console: rich.console.Console, where: dict[str, str], results: list[dic
     console.print("\n".join(f"- {name}: {value}" for name, value in where.items()), markup=False, highlight=False)
 
 
+@plots.drawn
 def chart(results: list[dict[str, Any]], path: Path, caption: str) -> None:
     """A panel a model: the peak of each step in GiB, torch.compile's as a line."""
     height = max(len(result["variants"]) for result in results)
-    figure = Figure(figsize=(3.2 + 3.4 * len(results), 1.3 + 0.3 * height), layout="constrained")
+    figure = plots.figure(3.2 + 3.4 * len(results), 1.3 + 0.3 * height)
     labels = list(dict.fromkeys(row["label"] for result in results for row in result["variants"].values()))
     for i, (axes, result) in enumerate(zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True)):
-        style(axes, result["model"], "peak memory, GiB")
+        plots.style(axes, result["model"], "peak memory, GiB")
         for row in result["variants"].values():
             y, gib = labels.index(row["label"]), row["peak"] / 2**30
-            axes.barh(y, gib, color=COLORS[2 if row["label"].startswith("jaxmp") else 5], height=0.65)
+            axes.barh(y, gib, color=plots.COLORS[2 if row["label"].startswith("jaxmp") else 5], height=0.65)
             axes.annotate(f"{gib:.2f}", (gib, y), (4, 0), textcoords="offset points", va="center", fontsize=8,
                           bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
         if result["full"]:
             torch = RECORDED[result["name"]].torch / 1024
-            axes.axvline(torch, color=COLORS[1], linewidth=1.2, linestyle=(0, (4, 3)))
+            axes.axvline(torch, color=plots.COLORS[1], linewidth=1.2, linestyle=(0, (4, 3)))
             axes.annotate(f"torch.compile, measured: {torch:.2f}", (torch, -0.8), (3, 0), textcoords="offset points",
-                          fontsize=8, color=COLORS[1])  # fmt: skip
-        row_axis(axes, labels, named=i == 0, above=1.2)
+                          fontsize=8, color=plots.COLORS[1])  # fmt: skip
+        plots.row_axis(axes, labels, named=i == 0, above=1.2)
         axes.margins(x=0.16)
-    figure.supxlabel(caption, fontsize=7.5, color="#6B6B6B", x=0.995, ha="right")
-    figure.savefig(path, dpi=110)
+    plots.save(figure, path, caption)

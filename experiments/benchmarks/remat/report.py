@@ -124,8 +124,37 @@ def write(folder: Path) -> Result:
     (folder / "remat.md").write_text("\n".join(lines))
     write_json(folder / "remat.json", result)
     about = f"compiled for {where['target']}" if "target" in where else where["device"]
-    plots.remat(result["groups"], folder / "remat.png", f"{about}, {where['date'][:10]}")
+    picture(result["groups"], folder / "remat.png", f"{about}, {where['date'][:10]}")
     return result
+
+
+@plots.drawn
+def picture(groups: list[dict[str, Any]], path: Path, caption: str) -> None:
+    """A panel a model: memory of a step against its time, both over those without remat; a line a policy.
+
+    Where no times were measured, the largest batch takes their place.
+    """
+    models = dict.fromkeys(group["model"] for group in groups)
+    figure = plots.figure(1 + 4.4 * len(models), 3.6)
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        own = [group for group in groups if group["model"] == model]
+        timed = any("ratio" in row for group in own for row in group["rows"].values())
+        plots.style(axes, own[0]["text"], "memory ÷ none", "time ÷ none" if timed else "largest batch")
+        axes.grid(axis="x", color=plots.LIGHT, linewidth=0.8)
+        for i, group in enumerate(own):
+            points, none = [], group["rows"].get("none", {}).get("step_bytes")
+            for kind, row in group["rows"].items():
+                y = row["ratio"][1] if "ratio" in row else None if timed else row.get("largest", {}).get("batch")
+                if none and y is not None and "step_bytes" in row:
+                    points.append((row["step_bytes"] / none, y))
+                    axes.annotate(kind, points[-1], (6, 5), textcoords="offset points", fontsize=8)
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), "o", color=plots.COLORS[2 + i], markersize=7, label=group["policy"]
+                )
+        axes.margins(x=0.2, y=0.2)
+        axes.legend(fontsize=8, framealpha=1, edgecolor="#BBBBBB")  # in a frame: its dots are no measurements
+    plots.save(figure, path, caption)
 
 
 def show(result: Result, folder: Path) -> None:

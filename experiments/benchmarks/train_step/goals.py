@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from experiments.benchmarks.shared.workloads import FULL
+from experiments.benchmarks.train_step.results import Results
 from experiments.benchmarks.train_step.rows import ROWS
-
-if TYPE_CHECKING:
-    from experiments.benchmarks.train_step.report import Results
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,21 +10,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rich.console
 
 from experiments.benchmarks.shared.workloads import FULL, SMOKE, Name, Workload, workload
 from experiments.benchmarks.train_step import jax_steps, measure
+from experiments.benchmarks.train_step.config import Config
 from experiments.benchmarks.train_step.rows import ROWS, Row, broken, peers, rows_of
 from experiments.measure import timing
 from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training.runs import write_json
-
-if TYPE_CHECKING:
-    from experiments.benchmarks.train_step.run import Config
 
 SWEEPS = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1)}
 SMOKE_SWEEPS = {"width": (128, 64), "depth": (2, 1)}

@@ -1,0 +1,108 @@
+"""What a run folder of benchmarks.train_step has measured, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+from experiments.benchmarks.shared import kept
+from experiments.benchmarks.shared.workloads import NAMES
+from experiments.benchmarks.train_step.rows import FLOPS_DTYPES, ROWS, Pass, broken
+from experiments.measure import timing
+
+REFERENCES = tuple(key for key, row in ROWS.items() if row.library == "compile" and row.precision in ("bf16", "fp16"))
+"""The peer that the goals are held against: whichever of these is the fastest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a run has measured of one model.
+
+    Attributes:
+      about: its name, sizes, text, items and FLOPs a step, device, versions, date and command.
+      alone: by row, what was measured in a process of its own.
+      turns: by pass, the rounds in which rows took turns, the newest last: each from row to its figures.
+      ceiling: what benchmarks.ceiling measured.
+    """
+
+    about: dict[str, Any]
+    alone: dict[str, dict[str, Any]]
+    turns: dict[Pass, list[dict[str, dict[str, Any]]]]
+    ceiling: dict[str, Any]
+
+    def passes(self) -> list[Pass]:
+        """Those that have figures."""
+        return [
+            which for which in get_args(Pass) if which in self.turns or any(which in row for row in self.alone.values())
+        ]
+
+    def figures(self, which: Pass, row: str) -> dict[str, Any]:
+        """What is known of a row's pass: of the newest rounds, and alone."""
+        alone = self.alone.get(row, {})
+        found = {**alone.get(which, {}), **({"error": alone["error"]} if "error" in alone else {})}
+        for turns in self.turns.get(which, []):
+            own = turns.get(row, {})
+            if "milliseconds" in own:
+                found.pop("error", None)
+            if "milliseconds" in own or "milliseconds" not in found:  # times count more than why there were none
+                found |= own
+        if why := broken(found):
+            found["error"] = why
+        if "milliseconds" in found and "error" not in found:
+            found["ms"] = timing.quartiles(found["milliseconds"])
+        return found
+
+    def failed(self) -> list[str]:
+        """The rows that have an error in place of figures."""
+        return [row for row in self.alone if any("error" in self.figures(which, row) for which in self.passes())]
+
+    def memory(self, which: Pass, row: str) -> int | None:
+        """A row's peak in bytes, or what its program needs where the device does not count; None of a broken step."""
+        found = self.figures(which, row)
+        if broken(found):
+            return None
+        return found.get("compiled_bytes") if found.get("peak") is None else found["peak"]
+
+    def ratio(self, which: Pass, row: str, other: str) -> tuple[float, float, float] | None:
+        """Quartiles of a row's time over another's, round for round, in the newest rounds that have both."""
+        for turns in reversed(self.turns.get(which, [])):
+            own, others = (turns.get(name, {}) for name in (row, other))
+            a, b = own.get("milliseconds"), others.get("milliseconds")
+            if a and b and not broken(own) and not broken(others):
+                return timing.quartiles([x / y for x, y in zip(a, b, strict=True)])
+        return None
+
+    def fastest(self, which: Pass, *rows: str) -> str | None:
+        """The row with the least time among these, as far as they have any."""
+        times = {row: self.figures(which, row)["ms"][1] for row in rows if "ms" in self.figures(which, row)}
+        return min(times, key=times.__getitem__) if times else None
+
+    def reference(self, which: Pass) -> str | None:
+        """The fastest of torch.compile's rows in half."""
+        return self.fastest(which, *REFERENCES)
+
+    def utilisation(self, which: Pass, row: str) -> float | None:
+        """The model's FLOPs a second, as a share of the fastest product of the row's dtype."""
+        best = self.ceiling.get("best", {}).get(FLOPS_DTYPES[ROWS[row].precision])
+        found = self.figures(which, row)
+        if best is None or "ms" not in found:
+            return None
+        flops = self.about["model_flops"] / (1 if which == "train" else 3)
+        return flops / found["ms"][1] / 1e9 / best
+
+
+def read(folder: Path) -> dict[str, Results]:
+    """By model, all that lies in a run folder."""
+    ceiling = kept.read(file) if (file := folder / "ceiling.json").exists() else {}
+    results: dict[str, Results] = {}
+    for name in NAMES:
+        alone = [kept.read(file) for file in folder.glob(f"alone-{name}-*.json")]
+        turns = [kept.read(file) for file in folder.glob(f"together-{name}-*.json")]
+        if found := sorted(alone + turns, key=lambda each: each["measured"]):
+            by_pass: dict[Pass, list[Any]] = {}
+            for each in sorted(turns, key=lambda each: each["measured"]):
+                by_pass.setdefault(each["pass"], []).append(each["rows"])
+            about = {**found[-1], "environment": kept.joined([each["environment"] for each in found])}
+            results[name] = Results(about, {each["row"]: each for each in alone}, by_pass, ceiling)
+    return results
