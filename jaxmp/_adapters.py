@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -58,6 +59,14 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
                 "'float32' or 'half' there"
             )
     return policies, levels_of(operations, half)
+
+
+def adapter_of(library: str) -> Any:
+    """``jaxmp.linen`` or ``jaxmp.nnx``, loaded when a module of theirs is met in one of the other library.
+
+    Each may wrap modules of the other, so that neither can import the other.
+    """
+    return importlib.import_module(f"jaxmp.{library}")
 
 
 def policies_below(policies: PolicyMap, path: Path, classes: Mapping[Path, type]) -> PolicyMap:

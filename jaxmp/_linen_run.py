@@ -26,6 +26,7 @@ from flax.core import Scope
 from jaxmp._adapters import (
     Mode,
     Treatment,
+    adapter_of,
     as_carry,
     carried_by,
     handed_out,
@@ -307,12 +308,10 @@ class Run:
         self, module: Any, path: Path, next_fun: Callable[..., Any], *args: Any, nnx_method: Any = None, **kwargs: Any
     ) -> Any:
         """Calls an ``nnx.bridge.ToLinen``, which makes its NNX module anew each time, under its policies."""
-        from jaxmp.nnx import in_linen
-
         bare, policies = module.nnx_class, policies_below(self.policies, self.prefix + path, self.classes)
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            made, met = in_linen(bare(*args, **kwargs), policies, self.prefix + path, self.autocast)
+            made, met = adapter_of("nnx").in_linen(bare(*args, **kwargs), policies, self.prefix + path, self.autocast)
             for where, (cls, product) in met.items():
                 at = where[len(self.prefix) :]
                 self.classes.setdefault(where if at != path else (*where, "nnx_class"), cls)

@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxmp._adapters import (
     Mode,
+    adapter_of,
     autocast_map,
     is_default,
     is_floating,
@@ -241,11 +242,9 @@ def _set_up(
 
 def _set_up_linen(node: _Node, policies: PolicyMap, by_autocast: bool, graph: _Graph) -> dict[int, np.dtype]:
     """Puts what an ``nnx.bridge.ToNNX`` wraps under its policies; returns the dtypes for its Params, by their ids."""
-    from jaxmp import linen
-
     path = _deciding_path(policies, node, graph)
     below, wrapped = policies_below(policies, path, graph.classes), node.module.to_nnx__module
-    node.module.to_nnx__module = linen.in_nnx(wrapped, below, path, by_autocast)
+    node.module.to_nnx__module = adapter_of("linen").in_nnx(wrapped, below, path, by_autocast)
     if by_autocast or node.module.to_nnx__module is wrapped:
         return {}
     params = [(names, var) for names, var in nnx.iter_graph(node.module, graph=True) if isinstance(var, nnx.Param)]

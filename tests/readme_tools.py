@@ -48,8 +48,9 @@ def read_page() -> dict[str, tuple[Code, Code]]:
 
 def read_block(text: str) -> Code:
     """The code of a block, with growth intervals that are short."""
-    set_up, _, step = text.replace("2000", "2").replace("2001", "3").partition("\n\n")
-    return Code(set_up, step)
+    text = text.replace("2000", "2").replace("2001", "3")
+    set_up, _, step = text.partition("\n\n")
+    return Code(text, "") if re.fullmatch(r"(import|from) .*", set_up) else Code(set_up, step)
 
 
 def run(code: str, scope: Scope) -> Scope:
