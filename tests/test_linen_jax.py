@@ -147,3 +147,38 @@ def test_float8_operations_inside_a_layer_are_those_that_dtype_written_by_hand_g
         assert shapes(model, x) == shapes(make(), x)
         assert set(model_products(model, x)) == set(model_products(make(dtype="bfloat16"), x))
         is_as_by_hand(model, make(dtype="bfloat16"), shapes(make(), x), x)
+
+
+SOLVERS = {
+    "inv": jnp.linalg.inv,
+    "solve": lambda h: jnp.linalg.solve(h, h[0]),
+    "cg": lambda h: jax.scipy.sparse.linalg.cg(h @ h.T + jnp.eye(4, dtype=h.dtype), h[0])[0],
+}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_solver_behind_a_layer_is_float32_with_its_derivative_and_under_vmap(solver, policy):
+    class Solved(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(4, use_bias=False, name="layer")(x)
+            return SOLVERS[solver](h + 4 * jnp.eye(4, dtype=h.dtype))
+
+    model, x, weights = apply_policy(Solved(), policy), data(4, 4), data(4, 4) / 4
+    half = policy.removeprefix("mixed_")
+
+    def by_hand(weights):
+        h = (x.astype(half) @ weights.astype(half) + 4 * jnp.eye(4, dtype=half)).astype(jnp.float32)
+        return SOLVERS[solver](h)
+
+    def run(weights):
+        return model.apply({"params": {"layer": {"kernel": weights}}}, x)
+
+    with standard_promotion():
+        found, expected = (jax.jit(jax.value_and_grad(lambda w, f=f: f(w).sum()))(weights) for f in (run, by_hand))
+        members = jax.jit(jax.vmap(run))(jnp.stack([weights, weights]))
+    tolerance = 0.02 if half == "bfloat16" else 0.003
+    assert jnp.allclose(found[0], expected[0], rtol=tolerance, atol=tolerance)
+    assert jnp.allclose(found[1], expected[1], rtol=tolerance, atol=10 * tolerance * jnp.abs(expected[1]).max())
+    assert jnp.allclose(members[1], run(weights), rtol=tolerance, atol=tolerance)

@@ -57,6 +57,31 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> 
     return functools.partial(_REBUILT[name], params, bodies, functions)
 
 
+def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Values) -> list[Any]:
+    """A ``custom_linear_solve`` on operands of other dtypes than it was written with, its parts by a rule."""
+    jaxprs, consts, rest = eqn.params["jaxprs"], {}, list(operands)
+    for name, length in eqn.params["const_lengths"]._asdict().items():
+        consts[name], rest = rest[:length], rest[length:]
+    size, has_more = len(rest), len(eqn.outvars) > len(rest)
+
+    def body(name: str, args: Values) -> list[Any]:
+        jaxpr = opened(getattr(jaxprs, name))
+        more = [None] * (len(jaxpr[0].outvars) - size)
+        return evaluate(jaxpr, [*consts[name], *args], [*(value.dtype for value in rest), *more])
+
+    def solved(name: str) -> Any:
+        def solve(_: Any, values: Values) -> Any:
+            out = body(name, values)
+            return (out[:size], out[size:]) if has_more else out
+
+        return solve if getattr(jaxprs, name) is not None else None
+
+    out = jax.lax.custom_linear_solve(
+        lambda values: body("matvec", values), rest, solved("solve"), solved("transpose_solve"), has_aux=has_more
+    )
+    return [*out[0], *out[1]] if has_more else list(out)
+
+
 def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]:
     """The parameters of an equation for another dtype; a float32 product is true float32 if it shall be exact."""
     params = dict(eqn.params)

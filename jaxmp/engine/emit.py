@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.rebuild import Rule, params_in_dtype, rebuilt
+from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.classes import Kind, is_castable
@@ -206,6 +206,12 @@ class _Emission:
             params = params_in_dtype(eqn, node.compute, is_exact)
         if reading.asks_for_what_is_missing(params):
             params = {**params, "precision": None}
+        if (
+            eqn.primitive.name == "custom_linear_solve"
+            and node is not None
+            and node.compute not in (None, node.written)
+        ):
+            return linear_solve(eqn, functools.partial(self.derived, step), operands)
         results = _bound(eqn, operands, params)
         if node is None or node.compute in (None, node.dtype):
             return results
@@ -215,12 +221,10 @@ class _Emission:
         eqn, name = step.eqn, step.eqn.primitive.name
         functions = [functools.partial(self.run, body, step, position) for position, body in enumerate(step.inner)]
 
-        def derived(jaxpr: tuple[Any, list[Any]], args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-            """A derivative rule; its operands come, and its results go, in the dtypes of the function's."""
-            return coloured(jaxpr, self.rules, step.names, args, dtypes, True, in_rule=name == "custom_vjp_call")
-
         def program() -> Callable[..., list[Any]]:
-            rule = Rule(derived, functools.partial(tracing, self.rules, step.region.products))
+            rule = Rule(
+                functools.partial(self.derived, step), functools.partial(tracing, self.rules, step.region.products)
+            )
             return rebuilt(eqn, bodies, functions, rule)
 
         if name == "jit":  # layers that share a jitted body share its program
@@ -228,6 +232,11 @@ class _Emission:
         if name in _LOOPS and not reading.is_tracing():
             return self.shared(step, lambda: jax.jit(program()))(*operands)
         return program()(*operands)
+
+    def derived(self, step: Step, jaxpr: Any, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+        """A derivative rule, or a part of a solver; its operands come, and its results go, in those dtypes."""
+        in_rule = step.eqn.primitive.name == "custom_vjp_call"
+        return coloured(jaxpr, self.rules, step.names, args, dtypes, True, in_rule)
 
     def shared(self, step: Step, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """What was made of an equal step before, else what ``make`` makes."""
