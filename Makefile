@@ -1,10 +1,11 @@
 # make demo and make test set up what they need. ARGS="..." reaches the command, PYTHON=... chooses the interpreter.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test compare benchmark notebook doctor lint format types unit unit-newest docs dist pins clean
+.PHONY: help demo test compare benchmark gpu wheelhouse notebook doctor lint format types unit unit-newest docs dist pins clean
 
 PY := .venv/bin/python
 NAME ?= loss_scaling
+MINUTES ?= 9
 PYTEST := -m pytest -q -n logical --maxprocesses 8 --dist worksteal
 SOURCES := jaxmp experiments tests notebooks docs .ci
 export PYTHON
@@ -23,6 +24,16 @@ compare: .venv/installed ## one task under several policies: make compare ARGS="
 
 benchmark: .venv/installed ## one of experiments/benchmarks: make benchmark NAME=train_step ARGS="--help"
 	@$(PY) -m experiments.benchmarks.$(NAME) $(ARGS)
+
+gpu: ## all that needs a GPU, piece by piece; again to go on: make gpu MINUTES=9 [SMOKE=1] [ARGS="--list"]
+	@python=$${PYTHON:-python3}; \
+	if [ -d build/wheelhouse ] && $$python -c 'import jax' 2>/dev/null; then \
+	  wheels=$$($$python .ci/wheels.py) || exit 1; export PYTHONPATH="$$wheels$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	else $(MAKE) --no-print-directory .venv/installed && python=$(PY); fi && \
+	$$python -m experiments.benchmarks.gpu --minutes $(MINUTES) $(if $(SMOKE),--smoke) $(ARGS)
+
+wheelhouse: .venv/installed ## build/wheelhouse: what `make gpu` needs on a machine without a network, for its own python3
+	@.ci/wheelhouse.sh $(PY)
 
 notebook: .venv/installed ## run notebooks/quickstart.ipynb and keep what it shows
 	@cd notebooks && PYTHONPATH=$(CURDIR) ../.venv/bin/jupyter execute --inplace quickstart.ipynb $(ARGS)

@@ -22,6 +22,7 @@ from PIL import Image
 import jaxmp
 from experiments.benchmarks.accuracy import report as accuracy_report
 from experiments.benchmarks.accuracy import run as accuracy
+from experiments.benchmarks.shared import kept
 from experiments.comparison.outcomes import Task
 from experiments.measure.environment import environment
 from experiments.report import plots
@@ -152,6 +153,28 @@ def test_what_was_finished_before_an_interruption_is_reported_and_the_rest_goes_
     assert [run["train"] for run in resumed] == [run["train"] for run in whole]
 
 
+def test_when_the_minutes_are_up_a_run_leaves_a_checkpoint_and_the_next_command_goes_on(
+    line, tmp_path, capsys, monkeypatch
+):
+    class Clock(kept.Clock):
+        def late(self, seconds=0.0):
+            calls.append(seconds)
+            return len(calls) >= 7  # in the second run of four steps, after its first step
+
+    calls = []
+    config = smoke(tmp_path / "cut", seeds=(0,), minutes=8.0, steps=4)
+    whole = accuracy.main(smoke(tmp_path / "whole", seeds=(0,), steps=4))
+    assert kept.UNFINISHED not in capsys.readouterr().out
+    with monkeypatch.context() as patched:
+        patched.setattr(accuracy.kept, "Clock", Clock)
+        accuracy.main(config)
+    assert capsys.readouterr().out.endswith(f"{kept.UNFINISHED}\n")
+    assert list((tmp_path / "cut").rglob("checkpoints"))
+    resumed = accuracy.main(dataclasses.replace(config, resume=True))
+    assert kept.UNFINISHED not in capsys.readouterr().out and not list(tmp_path.rglob("checkpoints"))
+    assert [run["final"] for run in resumed] == [run["final"] for run in whole]
+
+
 def test_a_report_alone_needs_no_device(line, tmp_path):
     config = smoke(tmp_path, policies=("float32",), seeds=(0,))
     accuracy.main(config)
@@ -166,10 +189,10 @@ def test_every_policy_starts_from_the_params_of_float32_in_its_own_dtype(line, t
     def spy(name, flags, prepare):
         experiment = prepare(flags)
         started.append(experiment.init(flags.seed).params["w"])
-        return train(name, flags, prepare)
+        return running(name, flags, prepare)
 
-    train = accuracy.loop.train
-    monkeypatch.setattr(accuracy.loop, "train", spy)
+    running = accuracy.loop.running
+    monkeypatch.setattr(accuracy.loop, "running", spy)
     accuracy.main(smoke(tmp_path, seeds=(3,)))
     full, half = started
     assert (full.dtype, half.dtype) == (jnp.float32, jnp.bfloat16)

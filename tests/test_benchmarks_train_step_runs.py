@@ -314,6 +314,35 @@ def test_the_sweeps_say_where_half_precision_pays(quick, tmp_path, capsys, monke
         assert [point["gain"]["jaxmp-bf16"][1] for point in points] == [1.5, 0.75]
 
 
+def test_a_sweep_that_is_cut_goes_on_with_the_widths_that_are_missing(quick, tmp_path, capsys, monkeypatch):
+    timed = []
+
+    class Late(kept.Clock):
+        def late(self, seconds=0.0):
+            self.unfinished = bool(timed)
+            return self.unfinished
+
+    def one_each(prepared, *_):
+        timed.append(1)
+        return {key: {"milliseconds": [2.0]} for key in prepared}
+
+    monkeypatch.setattr(measure, "together", one_each)
+    config = train_step.Config(
+        smoke=True, models=("gpt2",), rows=("jaxmp-bf16",), sweep="width", run_dir=tmp_path, minutes=5
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(train_step_sweeps.kept, "Clock", Late)
+        found = train_step.main(config)
+        assert len(found["gpt2"]["points"]) == len(timed) == 1
+    assert capsys.readouterr().out.endswith(f"{kept.UNFINISHED}\n")
+    found = train_step.main(config)
+    assert [point["value"] for point in found["gpt2"]["points"]] == [128, 64] and len(timed) == 2
+    assert kept.UNFINISHED not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        train_step.main(dataclasses.replace(config, rounds=3))
+    assert "rounds is 20 there and 3 here; take" in capsys.readouterr().err
+
+
 def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
     def point(value, *keys):
         gain = {"jaxmp-bf16": (1.0, 1.5, 2.0)} if "jaxmp-tf32" in keys else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import jax
 import pytest
 
 from experiments import image_classification
+from experiments.benchmarks import loss_scaling
 from experiments.comparison import report as comparison_report
 from experiments.training import runs
 
@@ -188,7 +190,7 @@ def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path):
     done = train("benchmarks.loss_scaling", *flags, cwd=tmp_path)
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "loss_scaling.json", "loss_scaling.md", "loss_scaling.png",
+        "loss_scaling.json", "loss_scaling.md", "loss_scaling.png", "measured-mlp.json",
     ]  # fmt: skip
     result = json.loads((folder / "loss_scaling.json").read_text())
     assert "jmp " in result["environment"]["versions"]
@@ -207,6 +209,26 @@ def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path):
     ):
         assert label in done.stdout
         assert label in (folder / "loss_scaling.md").read_text()
+
+
+def test_the_cost_of_loss_scaling_of_a_model_that_was_measured_is_kept(tmp_path, monkeypatch, capsys):
+    def measured(name, *_):
+        asked.append(name)
+        if len(asked) == 2:  # the time was up
+            return None
+        row = {"milliseconds": [2.0, 2.0], "ms": (2.0,) * 3, "ratio": (1.0,) * 3}
+        return {"model": f"{name}, batch 1", "policy": "half", "variants": {"no scaling": row}, "losses": {}}
+
+    asked = []
+    monkeypatch.setattr(loss_scaling, "measure", measured)
+    monkeypatch.setattr(loss_scaling, "picture", lambda *_: None)
+    config = loss_scaling.Config(layers=1, width=64, vocabulary=64, batch_size=1, sequence=8, run_dir=tmp_path)
+    assert [each["model"] for each in loss_scaling.main(config)] == ["mlp, batch 1"]
+    assert [each["model"] for each in loss_scaling.main(config)] == ["mlp, batch 1", "gpt2, batch 1"]
+    assert asked == ["mlp", "gpt2", "gpt2"] and "## gpt2, batch 1: ms" in (tmp_path / "loss_scaling.md").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        loss_scaling.main(dataclasses.replace(config, rounds=3))
+    assert "rounds is 30 there and 3 here; take the device" in capsys.readouterr().err
 
 
 def test_a_run_that_is_stopped_has_the_rows_of_all_its_steps(tmp_path, data_dir):

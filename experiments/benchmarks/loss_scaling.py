@@ -6,12 +6,14 @@ The times are of whole steps (forward, backward, AdamW), warm, each turn waited 
 round each variant has its turn; a ratio is one round's time over the same round's time without scaling, and the median
 over the rounds counts, so that what drifts cancels. `no scaling, again` is the same step compiled once more: its ratio
 is what noise looks like here. What scaling costs goes with the params, what a step costs with params times examples:
-with fewer examples a step (--batch-size) the same cost is a larger share. The run folder holds loss_scaling.md, .json
-and .png.
+with fewer examples a step (--batch-size) the same cost is a larger share. What was measured of a model stays in the
+run folder: --minutes 8 starts nothing new after eight minutes, and the same command goes on from there. The run folder
+holds loss_scaling.md, .json and .png.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -25,7 +27,9 @@ import rich.console
 import tyro
 
 import jaxmp
-from experiments.benchmarks.shared import scaled_steps
+from experiments.benchmarks.shared import kept, scaled_steps
+from experiments.benchmarks.train_step.measure import caches_in
+from experiments.benchmarks.train_step.rows import peers
 from experiments.measure import timing
 from experiments.measure.environment import environment
 from experiments.models import GPT2, MLP
@@ -72,8 +76,10 @@ class Config:
     """gpt2: tokens; 0 for 50304 on a GPU, 1024 elsewhere."""
     hlo: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also write each step's optimised HLO."""
+    minutes: float = 0.0
+    """Start nothing new after so many minutes; the same command goes on from there. 0 is no limit."""
     run_dir: cli.Folder = None
-    """Folder to write to. (default: runs/loss_scaling-TIME)"""
+    """Folder to write to, and to go on from. (default: runs/loss_scaling-TIME)"""
 
 
 def build(name: str, config: Config) -> tuple[Any, Any, str]:
@@ -102,8 +108,8 @@ def build(name: str, config: Config) -> tuple[Any, Any, str]:
     return jaxmp.linen.apply_policy(model, config.policy), {"inputs": inputs, "labels": labels}, text
 
 
-def measure(name: str, config: Config, progress: Progress, folder: Path) -> dict[str, Any]:
-    """Times every variant of one model's step."""
+def measure(name: str, config: Config, progress: Progress, folder: Path, clock: kept.Clock) -> dict[str, Any] | None:
+    """Times every variant of one model's step; None if the time was up before all were compiled."""
     model, batch, text = build(name, config)
 
     def loss_fn(params: Any, model_state: None, batch: Any, rng: None) -> tuple[jax.Array, None]:
@@ -115,14 +121,18 @@ def measure(name: str, config: Config, progress: Progress, folder: Path) -> dict
 
     turns = {}
     for label, variant in VARIANTS.items():
+        if label.startswith("jmp") and "jmp" not in peers():
+            continue
+        if clock.late():
+            return None
         progress.advance(0, f"compiling {label}", name)
         start, step = variant(loss_fn, optax.adamw(3e-4), init)
         state = start()
-        jitted = jax.jit(step, donate_argnums=0)
+        compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
         if config.hlo:
             text_file = folder / f"{name}-{label.split(' (')[0].replace(' ', '_')}.hlo.txt"
-            text_file.write_text(jitted.lower(state, batch).compile().as_text())
-        turns[label] = timing.turn(jitted, state, batch)
+            text_file.write_text(compiled.as_text())
+        turns[label] = timing.turn(compiled, state, batch)
     times = timing.interleaved(
         turns,
         config.rounds,
@@ -177,18 +187,45 @@ def picture(results: list[dict[str, Any]], path: Path, caption: str) -> None:
     plots.save(figure, path, caption)
 
 
+def settings(config: Config, where: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """By model, what its figures in one folder have in common."""
+    flags = {name: getattr(config, name) for name in ("policy", "rounds", "block_ms")}
+    place = {name: where[name] for name in ("device", "versions")}
+    return {name: {"model": build(name, config)[2], **flags, **place} for name in config.models}
+
+
 def main(config: Config) -> list[dict[str, Any]]:
+    clock = kept.Clock(config.minutes)
     with cli.bad_values_end_it():
+        cli.require("--minutes", config.minutes, 0)
         cli.require("--rounds", config.rounds, 2)
         cli.require("--block-ms", config.block_ms, 0.1)
         for flag in ("batch_size", "sequence", "layers", "width", "vocabulary"):
             cli.require(f"--{flag.replace('_', '-')}", getattr(config, flag), 0)
-        for name in config.models:
-            build(name, config)
+        where = environment(tuple(name for name in peers() if name == "jmp"))
+        setting = settings(config, where)
         folder = run_folder("loss_scaling", config.run_dir)
-    where = environment(("jmp",))
-    with Progress("loss scaling", len(config.models) * config.rounds) as progress:
-        results = [measure(name, config, progress, folder) for name in config.models]
+        files = {name: folder / f"measured-{name}.json" for name in setting}
+        for name, file in files.items():
+            if file.exists():
+                kept.require_alike(file, setting[name])
+    # What was compiled is there when the same command goes on.
+    cache = caches_in(folder.absolute() / "cache") if config.minutes else contextlib.nullcontext()
+    with cache, Progress("loss scaling", len(files) * config.rounds) as progress:
+        for name, file in files.items():
+            if not file.exists() and (found := measure(name, config, progress, folder, clock)):
+                write_json(file, {"setting": setting[name], "environment": where, **found})
+    found = [kept.read(file) for file in files.values() if file.exists()]
+    results = [{key: each[key] for key in ("model", "policy", "variants", "losses")} for each in found]
+    if found:
+        report(folder, kept.joined([each["environment"] for each in found]), results)
+    if clock.unfinished:
+        print(kept.UNFINISHED)
+    return results
+
+
+def report(folder: Path, where: dict[str, str], results: list[dict[str, Any]]) -> None:
+    """Writes and shows the tables, and draws the picture."""
     tables = [table(result) for result in results]
     facts = [f"- {name}: {value}" for name, value in {**where, "policy": results[0]["policy"]}.items()]
     intro = (
@@ -204,7 +241,6 @@ def main(config: Config) -> list[dict[str, Any]]:
         each.show(console if console.is_terminal else rich.console.Console(width=120))
     console.print("\n".join(facts), markup=False, highlight=False)
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
-    return results
 
 
 if __name__ == "__main__":

@@ -235,6 +235,7 @@ def lines(results: Path, root: Path) -> list[str]:
     commands = [f"`python -m experiments.benchmarks.{name} --run-dir experiments/results/{name}`" for name in empty]
     if commands:
         notes.append(
-            f"Empty cells are filled on a GPU by {', '.join(commands)}, and then `python -m experiments.report.readme`."
+            f"Empty cells are filled on a GPU by `make gpu`, or by {', '.join(commands)}, and then "
+            "`python -m experiments.report.readme`."
         )
     return ["Goals in brackets, ✓ where they are met.", "", *found, "", *(f"{note}\n" for note in notes)]

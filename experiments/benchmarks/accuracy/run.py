@@ -10,7 +10,8 @@ GPU runs without tensor cores. O3 is float16 throughout without a loss scale, bf
 points of accuracy lost (aim 0.1) on images, at most 0.5 % of loss gained on text.
 
 Every finished run is kept, and --resume goes on with those that are missing, so that the whole can be had in pieces by
-task, policy and seed; the report is of all runs in the folder, with the minutes that each took. A goal is open until
+task, policy and seed; the report is of all runs in the folder, with the minutes that each took. --minutes 8 ends after
+eight, in the middle of a run, which a checkpoint keeps for the next --resume. A goal is open until
 three seeds are there. --smoke trains little models on any machine: no result. CIFAR-10 is downloaded, or built from
 files in --data-dir. The run folder holds accuracy.md, accuracy.json, accuracy.png, and each run in a folder of its own.
 """
@@ -103,6 +104,9 @@ class Config:
     """Other flags of the script of the one task in --tasks, as in 'epochs=30 no-flip'; see that script's --help."""
     checkpoint_every: int = 0
     """Steps between checkpoints, from which --resume goes on within a run; 0 writes none. A finished run keeps none."""
+    minutes: float = 0.0
+    """Stop after so many minutes, with a checkpoint; the same command with --resume goes on from there. 0 is no
+    limit."""
     smoke: tyro.conf.FlagCreatePairsOff[bool] = False
     """Little models and few steps, on any device, to see that everything runs: no result."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -166,8 +170,9 @@ def task_flags(config: Config, name: str) -> Any:
     task = (SMOKE_TASKS if config.smoke else TASKS)[name]
     flags = task.flags(config.flags, RESERVED, "benchmark")
     given = {"steps": config.steps} if config.steps else {}
+    cut = 10**9 if config.minutes else 0  # then there is one when the time is up, and none before
     return dataclasses.replace(
-        flags, data_dir=config.data_dir, checkpoint_every=config.checkpoint_every, keep=1, **given
+        flags, data_dir=config.data_dir, checkpoint_every=config.checkpoint_every or cut, keep=1, **given
     )
 
 
@@ -179,6 +184,7 @@ def plan(config: Config) -> list[Run]:
     """
     cli.require("--steps", config.steps, 0)
     cli.require("--checkpoint-every", config.checkpoint_every, 0)
+    cli.require("--minutes", config.minutes, 0)
     cli.require("the number of --tasks", len(config.tasks), 1)
     for seed in config.seeds:
         cli.require("--seeds", seed, 0, 2**31)
@@ -244,15 +250,30 @@ def to_do(config: Config) -> list[Run]:
     return missing
 
 
-def train(run: Run, experiment: Experiment, baseline: Experiment, folder: Path) -> dict[str, Any]:
-    """Trains once, from the baseline's params, and returns the record of it."""
+class _TimeIsUp(Exception):
+    """A run has a checkpoint, and the rest of it is the next command's."""
+
+
+def train(
+    run: Run, experiment: Experiment, baseline: Experiment, folder: Path, clock: kept.Clock
+) -> dict[str, Any] | None:
+    """Trains once, from the baseline's params, and returns the record of it; None if the time was up before its end."""
     resumable = any(checkpoints_folder(folder).glob("*"))
     flags = dataclasses.replace(run.flags, seed=run.seed, run_dir=folder, resume=resumable)
     alike = dataclasses.replace(experiment, init_params=functools.partial(init_params, experiment, baseline))
     summary, failure = {}, ""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what it wrote in the end is in the run's folder
-            summary = loop.train(f"accuracy, {run.task}", flags, lambda _: alike)
+            with loop.running(f"accuracy, {run.task}", flags, lambda _: alike) as running:
+                for batch in running.batches():
+                    running.state, metrics = experiment.step(running.state, batch)
+                    running.log(metrics)
+                    if clock.late() and int(running.state.step) < experiment.steps:
+                        running.save(running.state)
+                        raise _TimeIsUp
+            summary = running.summary
+    except _TimeIsUp:
+        return None
     except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
         failure = str(error)
     state, batch = jax.eval_shape(experiment.init, run.seed), next(experiment.train_batches(run.seed))
@@ -276,20 +297,29 @@ def main(config: Config) -> list[dict[str, Any]]:
         flags = {run.task: run.flags for run in missing}
         baselines = {task: TASKS[task].prepare(flags[task], *BASELINE) for task in flags}
         folder = run_folder("accuracy", config.run_dir)
-    variant, experiment = None, None
+    clock, variant, experiment = kept.Clock(config.minutes), None, None
+    finished_now = 0
     try:
         for i, run in enumerate(missing, 1):
+            if clock.late():
+                break
             print(f"run {i} of {len(missing)}: {run.place}", file=sys.stderr, flush=True)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # what O3 is for
                 if variant != (run.task, run.policy, run.loss_scale):
                     variant = (run.task, run.policy, run.loss_scale)
                     experiment = TASKS[run.task].prepare(run.flags, run.policy, run.loss_scale)
-                record = train(run, experiment, baselines[run.task], folder / run.place)
+                record = train(run, experiment, baselines[run.task], folder / run.place, clock)
+            if record is None:
+                break
             write_json(folder / run.place / "result.json", record)
             shutil.rmtree(checkpoints_folder(folder / run.place), ignore_errors=True)
+            finished_now = i
     finally:  # what was finished before an interruption counts
         if records := finished(folder):
             accuracy_report.write(records, folder)
-    accuracy_report.show(records, folder)
+    if records:
+        accuracy_report.show(records, folder)
+    if finished_now < len(missing):
+        print(kept.UNFINISHED)
     return records

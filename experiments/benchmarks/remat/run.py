@@ -357,5 +357,5 @@ def main(config: Config) -> dict[str, Any]:
     if result:
         remat_report.show(result, folder)
     if measurement.clock.unfinished:
-        print("not all is measured: the same command goes on from here")
+        print(kept.UNFINISHED)
     return result

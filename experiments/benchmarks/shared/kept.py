@@ -10,6 +10,9 @@ from typing import Any
 from experiments.benchmarks.shared.workloads import Workload
 from experiments.training.runs import strict_json, write_json
 
+UNFINISHED = "not all is measured: the same command goes on from here"
+"""What a command says last that left something to the next one."""
+
 
 def read(file: Path) -> dict[str, Any]:
     """What a run has left in a file.

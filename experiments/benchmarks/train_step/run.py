@@ -290,7 +290,7 @@ def main(config: Config) -> dict[str, Any]:
     report.show(results, console if console.is_terminal else rich.console.Console(width=240))
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
     if unfinished:
-        console.print("not all is measured: the same command goes on from here", markup=False)
+        print(kept.UNFINISHED)
     wrong = [row for each in results.values() for row in each.failed()] if config.smoke else []
     if wrong:
         cli.fail(f"a smoke test is to see that everything runs, but {', '.join(wrong)} did not; see above", 1)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import rich.console
 
+from experiments.benchmarks.shared import kept
 from experiments.benchmarks.shared.workloads import FULL, SMOKE, Name, Workload, workload
 from experiments.benchmarks.train_step import jax_steps, measure
-from experiments.benchmarks.train_step.config import Config
+from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import ROWS, Row, broken, peers, rows_of
 from experiments.measure import timing
 from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
+from experiments.training import cli
 from experiments.training.runs import write_json
 
 SWEEPS = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1)}
@@ -42,9 +45,8 @@ def check(config: Config) -> None:
     """
     if config.sweep and config.busy:
         raise ValueError("--sweep and --busy are measured one after the other; give one of them")
-    for flag in ("report_only", "minutes"):
-        if getattr(config, flag):
-            raise ValueError(f"--sweep and --busy are measured in one go, got --{flag.replace('_', '-')}; leave it out")
+    if config.report_only:
+        raise ValueError("--sweep and --busy write their report when they measure, got --report-only; leave it out")
     if "train" not in config.passes:
         raise ValueError("--sweep and --busy are of the train step, got --passes forward")
     if config.sweep and not _models(config):
@@ -55,11 +57,11 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     """Measures what the flags ask for, and writes and shows its tables."""
     name = config.sweep or "busy"
     models = _models(config)
-    where = environment(peers())
+    kept_in = _Kept(folder, config, environment(peers()))
     with measure.caches_in(folder / "cache"), Progress(name, len(models) * _steps(config)) as progress:
-        results: dict[str, Any] = {
-            model: (sweep if config.sweep else busy)(model, config, progress) for model in models
-        }
+        found = {model: (sweep if config.sweep else busy)(model, config, progress, kept_in) for model in models}
+    results = {model: result for model, result in found.items() if result}
+    where = kept.joined(kept_in.environments) if results else kept_in.where
     tables = [(sweep_table if config.sweep else busy_table)(result) for result in results.values()]
     facts = [f"- {key}: {value}" for key, value in where.items()]
     title = f"Half precision by {name}" if config.sweep else "A train step while the host is busy"
@@ -71,10 +73,43 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     for each in tables:
         each.show(console)
     console.print(*facts, f"written to {folder}", sep="\n", markup=False, highlight=False, soft_wrap=True)
+    if kept_in.clock.unfinished:
+        print(kept.UNFINISHED)
     return results
 
 
-def sweep(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
+class _Kept:
+    """What a run folder has of sweeps and of a busy host, a file for each width, depth or model.
+
+    Attributes:
+      clock: what is left to the next command.
+      environments: of all that was found or measured.
+    """
+
+    def __init__(self, folder: Path, config: Config, where: dict[str, str]) -> None:
+        self.where, self._folder = where, folder
+        self.clock = kept.Clock(config.minutes)
+        self.environments: list[dict[str, str]] = []
+        held = {name: where[name] for name in ("device", "versions")}
+        self._setting = held | {name: getattr(config, name) for name in ("rows", "rounds", "block_ms", "smoke")}
+
+    def get(self, name: str, case: Workload, find: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """What was found before, or what ``find`` does now; None if there is no time left for it."""
+        file = self._folder / f"{name}.json"
+        setting = {"sizes": dataclasses.asdict(case.sizes), **self._setting}
+        if file.exists():
+            with cli.bad_values_end_it():
+                kept.require_alike(file, setting)
+        elif self.clock.late():
+            return None
+        else:
+            kept.save(file, case, setting, self.where, {"found": find()})
+        record = kept.read(file)
+        self.environments.append(record["environment"])
+        return record["found"]
+
+
+def sweep(name: Name, config: Config, progress: Progress, kept_in: _Kept) -> dict[str, Any] | None:
     """The train step at each width, or depth: milliseconds a row, and what half precision gains over TF32."""
     axis = config.sweep
     field = {"width": "width", "depth": "layers"}[axis]
@@ -82,19 +117,29 @@ def sweep(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
     for value in (SMOKE_SWEEPS if config.smoke else SWEEPS)[axis]:
         sizes = dataclasses.replace((SMOKE if config.smoke else FULL)[name], **{field: value})
         case = workload(name, dataclasses.replace(sizes, batch_size=config.batch_size or sizes.batch_size))
-        rows = _rows(name, config, SWEEP_ROWS)
-        times, errors = _time(case, rows, config, progress, f"{axis} {value}")
-        base = times.get(BASE)
-        gains = {key: _gain(base, own) for key, own in times.items() if base and _half(key)}
-        points.append({"value": value, "milliseconds": times, "gain": gains, "errors": errors})
+        find = functools.partial(_point, case, value, config, progress)
+        if point := kept_in.get(f"sweep-{axis}-{name}-{value}", case, find):
+            points.append(point)
         progress.advance(1, f"{axis} {value}", name)
-    return {"axis": axis, "text": case.text, "points": points}
+    return {"axis": axis, "text": case.text, "points": points} if points else None
 
 
-def busy(name: Name, config: Config, progress: Progress) -> dict[str, Any]:
+def _point(case: Workload, value: int, config: Config, progress: Progress) -> dict[str, Any]:
+    rows = _rows(case.name, config, SWEEP_ROWS)
+    times, errors = _time(case, rows, config, progress, f"{config.sweep} {value}")
+    base = times.get(BASE)
+    gains = {key: _gain(base, own) for key, own in times.items() if base and _half(key)}
+    return {"value": value, "milliseconds": times, "gain": gains, "errors": errors}
+
+
+def busy(name: Name, config: Config, progress: Progress, kept_in: _Kept) -> dict[str, Any] | None:
     """The train step with idle cores, and with a process at work on every one, block by block in turn."""
-    sizes = (SMOKE if config.smoke else FULL)[name]
-    case = workload(name, dataclasses.replace(sizes, batch_size=config.batch_size or sizes.batch_size))
+    case = case_of(name, config)
+    return kept_in.get(f"busy-{name}", case, functools.partial(_busy, case, config, progress))
+
+
+def _busy(case: Workload, config: Config, progress: Progress) -> dict[str, Any]:
+    name = case.name
     rows = _rows(name, config, BUSY_ROWS)
     prepared, errors = _prepare(case, rows, config, progress)
     found: dict[str, dict[str, list[float]]] = {label: {key: [] for key in prepared} for label in ("idle", "busy")}

@@ -1,0 +1,168 @@
+"""The command that runs all benchmarks of a GPU, piece by piece."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from experiments.benchmarks import gpu
+from experiments.benchmarks.shared import kept
+
+HERE = {"device": "1 × cpu", "versions": "Python 3.11", "backend": "cpu", "bytes": None}
+
+
+@pytest.fixture
+def on(monkeypatch, tmp_path):
+    """Says which device there is; results go to a folder of the test."""
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    return lambda **about: monkeypatch.setattr(gpu, "place", lambda: {**HERE, **about})
+
+
+def pieces(monkeypatch, **scripts):
+    """Pieces that run a line of Python each, which has the run folder's path as ``folder``."""
+    made = tuple(gpu.Piece(name, f"a {name}", name, (), (), wants=(), limited=False) for name in scripts)
+
+    def command(piece, run_dir, small, minutes):
+        folder = run_dir / piece.name
+        folder.mkdir(exist_ok=True)
+        begin = f"import sys, time; from pathlib import Path; folder = Path({str(folder)!r})"
+        return [sys.executable, "-c", f"{begin}\n{scripts[piece.name]}"]
+
+    monkeypatch.setattr(gpu.Piece, "command", command)
+    monkeypatch.setattr(gpu, "PIECES", made)
+    monkeypatch.setattr(gpu, "NAMES", tuple(scripts))
+    return made
+
+
+def states(folder):
+    return {name: piece["state"] for name, piece in json.loads((folder / "gpu.json").read_text())["pieces"].items()}
+
+
+def test_two_pieces_run_small_and_are_not_run_again(on, tmp_path, capsys, monkeypatch):
+    on()
+    small = {piece.name: dataclasses.replace(piece, flags=("--models", "mlp")) for piece in gpu.PIECES}
+    monkeypatch.setattr(gpu, "PIECES", (small["loss_scaling"], gpu.PIECES[-1]))
+    config = gpu.Config(smoke=True, minutes=0, pieces=("input_pipeline", "loss_scaling"), run_dir=tmp_path / "run")
+    gpu.main(config)
+    out = capsys.readouterr().out
+    assert states(tmp_path / "run") == {"loss_scaling": "done", "input_pipeline": "done"}  # in the order of the pieces
+    assert out.index("== loss_scaling: what loss scaling adds") < out.index("== input_pipeline: how many images")
+    assert "jaxmp.loss_scaling" in out and "images/s" in out  # what they printed
+    assert (tmp_path / "run/loss_scaling/loss_scaling.md").exists() and not (tmp_path / "results").exists()
+    gpu.main(config)
+    assert "==" not in capsys.readouterr().out
+
+
+def test_a_piece_that_fails_is_told_at_the_end_and_the_others_go_on(on, tmp_path, capsys, monkeypatch):
+    on()
+    flag = tmp_path / "mended"
+    fails = f"if not Path({str(flag)!r}).exists(): print('error: no such kernel', file=sys.stderr); sys.exit(3)"
+    pieces(monkeypatch, first=fails, second="print('found')")
+    config = gpu.Config(smoke=True, minutes=0, run_dir=tmp_path / "run")
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main(config)
+    out, err = capsys.readouterr()
+    assert "found\n" in out and "to do: first; go on with: python -m experiments.benchmarks.gpu" in out
+    assert f"error: no such kernel (exit code 3; {tmp_path}/run/first.log)" in out
+    assert err == "error: first failed: the reasons and the logs are in the table\n"
+    assert states(tmp_path / "run") == {"first": "failed", "second": "done"}
+    flag.touch()
+    gpu.main(config)
+    assert states(tmp_path / "run") == {"first": "done", "second": "done"}
+
+
+def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes_on(on, tmp_path, capsys, monkeypatch):
+    on()
+    slow = "began = folder / 'began'; again = began.exists(); began.touch(); time.sleep(0 if again else 100)"
+    part = f"part = folder / 'part'; print('whole' if part.exists() else {kept.UNFINISHED!r}); part.touch()"
+    pieces(monkeypatch, part=part, slow=slow, last="pass")
+    config = gpu.Config(smoke=True, minutes=4 / 60, run_dir=tmp_path / "run")
+    gpu.main(config)
+    out = capsys.readouterr().out
+    assert "== slow: begun, cut: the minutes were up" in out and "to do: part, slow, last; go on with" in out
+    assert states(tmp_path / "run") == {"part": "begun", "slow": "begun"}
+    gpu.main(dataclasses.replace(config, minutes=0))
+    assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
+
+
+def test_what_is_whole_is_copied_to_a_dated_folder_and_the_readme_is_written_again(on, tmp_path, monkeypatch):
+    on(backend="gpu")
+    made = pieces(
+        monkeypatch, one="[(folder / name).write_text('x') for name in ('one.md', 'one.json', 'alone-one.json')]"
+    )
+    monkeypatch.setattr(gpu, "PIECES", (dataclasses.replace(made[0], result="one"),))
+    ran, run = [], subprocess.run
+    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **flags: ran.append(command) or run(["true"]))
+    (tmp_path / "results" / f"one-{gpu.datetime.date.today():%Y%m%d}").mkdir(parents=True)  # of another run
+    gpu.main(gpu.Config(minutes=0, run_dir=tmp_path / "run"))
+    (folder,) = (tmp_path / "results").glob("one-*-2")
+    assert sorted(file.name for file in folder.iterdir()) == ["one.json", "one.md"]
+    assert ran == [[sys.executable, "-m", "experiments.report.readme"]]
+
+
+def test_a_folder_has_pieces_of_one_device_and_one_size(on, tmp_path, capsys, monkeypatch):
+    pieces(monkeypatch, one="pass")
+    config = gpu.Config(smoke=True, minutes=0, run_dir=tmp_path)
+    on()
+    gpu.main(config)
+    on(device="1 × another")
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(config)
+    assert "device is 1 × cpu there and 1 × another here; take the device" in capsys.readouterr().err
+
+
+def test_without_a_gpu_one_line_says_what_to_do(on, tmp_path, capsys):
+    on()
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(gpu.Config(run_dir=tmp_path / "run"))
+    said = capsys.readouterr().err
+    assert said.startswith("error: this measures a GPU, but JAX finds only 1 × cpu") and said.count("\n") == 1
+    assert "make gpu SMOKE=1" in said and not (tmp_path / "run").exists()
+
+
+def test_what_is_not_here_is_named_with_the_pieces_that_want_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    chosen = gpu.chosen(("step-gpt2", "accuracy-images", "remat"))
+    assert gpu.foreseen(chosen, HERE, small=True) == ["torch is not installed: wanted by step-gpt2"]
+    _, data, memory = gpu.foreseen(chosen, {**HERE, "bytes": 24 * 2**30}, small=False)
+    assert data == f"CIFAR-10 is not in {tmp_path}/jaxmp/data: accuracy-images must download it"
+    assert memory.startswith("the device gives JAX 24 GiB")
+
+
+def test_pieces_are_listed_with_their_commands_and_an_unknown_one_is_refused(capsys):
+    gpu.main(gpu.Config(list=True, pieces=("step-gpt2",)))
+    title, command = capsys.readouterr().out.splitlines()
+    assert title == "step-gpt2: the train step of GPT-2, with its energy"
+    assert command.startswith("  python -m experiments.benchmarks.train_step --models gpt2 --rows jaxmp-bf16 hand-bf16")
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(gpu.Config(list=True, pieces=("gpt2",)))
+    assert "--pieces must be among check, step-gpt2, " in capsys.readouterr().err
+
+
+def test_of_a_wheelhouse_only_what_is_not_installed_is_taken(tmp_path):
+    spec = importlib.util.spec_from_file_location("wheels", gpu.ROOT / ".ci" / "wheels.py")
+    wheels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheels)
+    house = [tmp_path / f"{name}-1.0-py3-none-any.whl" for name in ("numpy", "no_such_package", "markdown_it_py")]
+    assert wheels.lacking(house) == [house[1]]
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("piece", gpu.PIECES, ids=gpu.NAMES)
+def test_every_piece_has_flags_that_its_benchmark_takes(piece, small, tmp_path):
+    module = f"experiments.benchmarks.{piece.benchmark}"
+    package = importlib.import_module(module)
+    script = importlib.import_module(f"{module}.run") if hasattr(package, "__path__") else package
+    _, _, _, *flags = piece.command(tmp_path, small, 5.0)
+    config = gpu.cli.parse(script.Config, "", flags)
+    assert config.run_dir == tmp_path / (piece.folder or piece.name)
+    assert getattr(config, "minutes", 5.0) == 5.0 or not piece.limited
+    if piece.benchmark == "train_step" and small and piece.name != "check":
+        assert config.rows == ("jaxmp-bf16", "jaxmp-tf32")
