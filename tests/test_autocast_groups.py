@@ -351,6 +351,17 @@ def test_products_of_log_probabilities_are_float32_in_every_spelling(spelling, a
     assert jaxmp.cast_plan(fun, policy)(x).summary.groups["log-probabilities"] == 1
 
 
+@pytest.mark.parametrize("policy", HALVES)
+def test_a_probability_that_a_product_picks_for_a_logarithm_is_float32(policy):
+    def fun(x):
+        picked = jnp.einsum("ij,ij->i", jax.nn.softmax(x @ W), jnp.eye(8)[jnp.arange(4)])
+        return -jnp.log(picked), jnp.log(1.0 - picked + 1e-7)
+
+    x = (5 * normal(9, 4, 8)).astype(HALVES[policy]).astype(jnp.float32)
+    for result, expected in zip(half(fun, policy)(x), fun(x), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -387,7 +398,18 @@ def sample(affine):
 AFFINE = jnp.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]])
 POINTS, ROTATION = 10 * normal(1, 1000, 3), jnp.linalg.qr(normal(2, 3, 3))[0]
 FREQUENCIES = 10 * normal(4, 3, 16)
+
+
+def tent(distances):
+    return jnp.maximum(0.0, 1.0 - jnp.abs(distances))
+
+
 COORDINATES = {
+    "an interpolation on integers": (
+        lambda p, r: tent((p @ r.T)[:, :1] - jnp.arange(9).astype("float32")),
+        POINTS,
+        ROTATION,
+    ),
     "an affine warp": (warp, AFFINE),
     "a sampled grid": (sample, AFFINE),
     "floor": (lambda p, r: jnp.floor(p @ r.T / 0.05).astype(jnp.int32), POINTS, ROTATION),

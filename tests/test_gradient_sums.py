@@ -286,3 +286,43 @@ def test_the_table_has_every_layer_of_flax_that_has_params():
         text = " ".join(named)
         layers = {name for name, c in vars(module).items() if isinstance(c, type) and issubclass(c, module.Module)}
         assert {name for name in layers - left_out if name not in text} == set(), api
+
+
+INNER = {"jit": jax.jit, "checkpoint": jax.checkpoint}
+
+
+def _example(weight: jax.Array, bias: jax.Array, row: jax.Array) -> jax.Array:
+    return ((row @ weight + bias) @ weight).sum()
+
+
+@pytest.mark.parametrize("half", HALVES.values())
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_nor_does_one_where_a_batch_comes_after_the_trace(inner, order, half):
+    def wrapped(fun):
+        policy = f"mixed_{half}"
+        return (
+            jaxmp.autocast(INNER[inner](fun), policy)
+            if order == "inside"
+            else INNER[inner](jaxmp.autocast(fun, policy))
+        )
+
+    def loss_of(bias):
+        return jax.vmap(jax.vmap(lambda row: wrapped(_example)(jnp.eye(4), bias, row)))(X).mean()
+
+    sums = [
+        eqn.outvars[0].aval.dtype
+        for eqn in equations(jax.make_jaxpr(jax.grad(loss_of))(jnp.zeros(4)))
+        if eqn.primitive.name in ("reduce_sum", "add_any")
+    ]
+    assert sums and half not in [dtype.name for dtype in sums]
+    np.testing.assert_allclose(compiled(jax.grad(loss_of))(jnp.zeros(4)), np.ones(4), rtol=1e-2)
+
+
+def test_per_example_gradients_of_a_bias_alone_are_those_of_float32():
+    half = jaxmp.autocast(_example, "mixed_bfloat16")
+    rows = jnp.arange(12.0).reshape(3, 4)
+    expected = jax.vmap(jax.grad(_example, 1), (None, None, 0))(jnp.eye(4), jnp.zeros(4), rows)
+    assert jnp.array_equal(jax.vmap(jax.grad(half, 1), (None, None, 0))(jnp.eye(4), jnp.zeros(4), rows), expected)
+    jacobians = jax.vmap(lambda row: jax.jacfwd(lambda bias: half(jnp.eye(4), bias, row))(jnp.zeros(4)))(rows)
+    assert jnp.array_equal(jacobians, expected)

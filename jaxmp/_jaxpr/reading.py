@@ -211,6 +211,11 @@ def is_batched(value: Any) -> bool:
     return isinstance(value, BatchTracer)
 
 
+def is_staged(value: Any) -> bool:
+    """Whether a value belongs to a program that is traced, which a ``jax.vmap`` around it may batch afterwards."""
+    return isinstance(value, core.Tracer) and hasattr(value._trace, "frame")
+
+
 def has_explicit_axes(value: Any) -> bool:
     """Whether a value lies on a mesh on which each operation says where its result is."""
     return bool(jax.typeof(value).sharding.mesh.explicit_axes)

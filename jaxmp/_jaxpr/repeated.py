@@ -3,7 +3,8 @@
 A bias is added to every row, and the derivative adds up what comes back. Where the cast stands before the broadcast,
 that sum is in half precision; where it stands behind it, XLA no longer finds the bias of a matrix product, and writes
 its result twice. So this is one linear operation: forwards it casts and repeats, backwards it widens and sums. Under
-``jax.vmap`` a weight takes on the batch of the activation that it meets, which repeats it as well.
+``jax.vmap`` a weight takes on the batch of the activation that it meets, which repeats it as well: so that activation
+is an operand too, of which nothing is computed.
 
 On its way to float32 the cotangent is rounded to the precision that it has, or XLA would drop both casts, sum what it
 was before it became half, and write all of that in float32. A rounding that changes nothing costs nothing: the sum is
@@ -20,10 +21,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxmp._jaxpr.reading import is_batched
-
 _cast = Primitive("cast_repeated")
-_cast_like = Primitive("cast_repeated_like")  # only where something is batched
 
 
 def cast_repeated(
@@ -35,26 +33,39 @@ def cast_repeated(
       value: a floating array.
       dtype: a floating dtype.
       shape: that of the result.
+      like: what it meets; where ``jax.vmap`` has one of it for each example, the result is repeated for each.
       is_normalised: whether its cotangents come from a normalisation, the kernel of which sums those of a scale and a
         bias: XLA finds no room there for a third sum in float32, which gets a kernel of its own.
     """
     axes = tuple(range(len(shape) - value.ndim, len(shape)))
-    return _bind(value, like, dtype=dtype, shape=shape, axes=axes, is_normalised=is_normalised)
+    others = () if like is None else (like,)
+    return _cast.bind(value, *others, dtype=dtype, shape=shape, axes=axes, is_normalised=is_normalised)
 
 
-def _bind(value: Any, like: Any, **params: Any) -> Any:
-    return _cast_like.bind(value, like, **params) if is_batched(like) else _cast.bind(value, **params)
-
-
-def _forward(value: Any, *, dtype: np.dtype, shape: tuple[int, ...], axes: tuple[int, ...], is_normalised: bool) -> Any:
+def _forward(value: Any, *_: Any, dtype: np.dtype, shape: tuple[int, ...], axes: tuple[int, ...], **__: Any) -> Any:
     return jax.lax.broadcast_in_dim(value.astype(dtype), shape, axes)
 
 
+def _derivative(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    value, *like = primals
+    out, tangent = _cast.bind(value, *like, **params), tangents[0]
+    if type(tangent) is ad.Zero:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _cast.bind(tangent, *like, **params)
+
+
 def _backward(
-    cotangent: Any, value: Any, *, dtype: np.dtype, shape: tuple[int, ...], axes: tuple[int, ...], is_normalised: bool
-) -> Any:
+    cotangent: Any,
+    value: Any,
+    *like: Any,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    is_normalised: bool,
+) -> list[Any]:
+    rest = [None] * len(like)
     if type(cotangent) is ad.Zero:
-        return [ad.Zero(value.aval)]
+        return [ad.Zero(value.aval), *rest]
     if is_normalised:
         cotangent = jax.lax.optimization_barrier(cotangent)
     else:
@@ -62,20 +73,20 @@ def _backward(
         cotangent = jax.lax.reduce_precision(cotangent, info.nexp, info.nmant)
     old = dict(zip(axes, value.aval.shape, strict=True))
     summed = tuple(axis for axis, size in enumerate(shape) if old.get(axis) != size)
-    return [jnp.sum(cotangent.astype(value.aval.dtype), summed).reshape(value.aval.shape)]
+    return [jnp.sum(cotangent.astype(value.aval.dtype), summed).reshape(value.aval.shape), *rest]
 
 
 def _batch(operands: Any, batched: Any, *, shape: tuple[int, ...], axes: tuple[int, ...], **params: Any) -> Any:
-    (value, *like), value_axis = operands, batched[0]
     size = next(x.shape[axis] for x, axis in zip(operands, batched, strict=True) if axis is not None)
-    moved = tuple(axis + 1 for axis in axes)
-    if value_axis is not None:
-        value, moved = jnp.moveaxis(value, value_axis, 0), (0, *moved)
-    return _bind(value, like[0] if like else None, shape=(size, *shape), axes=moved, **params), 0
+    value, *like = (x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, batched, strict=True))
+    first = () if batched[0] is None else (0,)
+    axes = (*first, *(axis + 1 for axis in axes))
+    return _cast.bind(value, *like, shape=(size, *shape), axes=axes, **params), 0
 
 
 _cast.def_impl(_forward)
-_cast.def_abstract_eval(lambda aval, *, dtype, shape, **_: aval.update(dtype=dtype, shape=shape, weak_type=False))
-ad.deflinear2(_cast, _backward)
+_cast.def_abstract_eval(lambda aval, *_, dtype, shape, **__: aval.update(dtype=dtype, shape=shape, weak_type=False))
+ad.primitive_jvps[_cast] = _derivative
+ad.primitive_transposes[_cast] = _backward
 mlir.register_lowering(_cast, mlir.lower_fun(_forward, multiple_results=False))
-batching.primitive_batchers[_cast] = batching.primitive_batchers[_cast_like] = _batch
+batching.primitive_batchers[_cast] = _batch

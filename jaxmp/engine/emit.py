@@ -102,12 +102,20 @@ class Note:
         return value if node is None or node.late is None else self.cast(value, node.late)
 
     def repeat(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
-        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example where ``like`` is batched."""
+        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of what it meets."""
         shape = step.eqn.outvars[0].aval.shape
-        if (value.shape == shape and not reading.is_batched(like)) or reading.has_explicit_axes(value):
+        if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
         self.casts.append(value.size * dtype.itemsize)
         return cast_repeated(value, dtype, shape, like, step.node is not None and _is_normalised(step.node))
+
+
+def _met(step: Step, operands: Sequence[Any]) -> Any:
+    """What a weight among ``operands`` meets of which there is, or may come to be, one for each example."""
+    if (batched := next(filter(reading.is_batched, operands), None)) is not None:
+        return batched
+    nodes = zip(operands, step.operands, strict=True)
+    return next((value for value, node in nodes if node and node.is_cast_once and reading.is_staged(value)), None)
 
 
 class _Values:
@@ -185,7 +193,7 @@ class _Emission:
             return _bound(eqn, note.operands, eqn.params)
         repeat = None
         if eqn.primitive.name in BROADCAST:
-            repeat = step, next(filter(reading.is_batched, note.operands), None)
+            repeat = step, _met(step, note.operands)
         wanted = zip(note.operands, eqn.invars, step.operands, _wants(step), strict=True)
         operands = [
             value if dtype is None or operand is None else values.read_as(atom, operand, dtype, repeat)

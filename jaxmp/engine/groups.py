@@ -94,6 +94,12 @@ def _exponential(node: Node) -> list[Node]:
     return [*found, *(base for each in found if (base := _origin(each.inputs[0])).name == "sub")]
 
 
+def _probability(node: Node) -> list[Node]:
+    """The exponential that a softmax is of; none of another value."""
+    node = _origin(node)
+    return _exponential(node.inputs[0]) if node.name == "div" else []
+
+
 def _logarithms(node: Node, _: Step) -> Iterator[Group]:
     """Logarithms of sums of exponentials, what they are subtracted from, and the products that add or select those."""
     way, logs = [node], [node]
@@ -117,6 +123,8 @@ def _logarithms(node: Node, _: Step) -> Iterator[Group]:
             yield Group("cross-entropy", (*picks, *less), "a product of what logsumexp is of")
     elif total.name in PRODUCTS and any(map(_exponential, total.inputs)):
         yield Group("logsumexp", (total, *way), "a logarithm of a product of exponentials")
+    elif total.name in PRODUCTS and any(map(_probability, total.inputs)):
+        yield Group("log-probabilities", (total, *way), "a logarithm of a product of probabilities")
     elif total.name != "logistic" and (total.name != "div" or not _exponential(total.inputs[0])):
         return
     yield from _read_by_products("log-probabilities", logs, "a product of log-probabilities")
@@ -306,6 +314,7 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
     integers = [step for step in casts if step.node is not None and not step.node.inputs]
     # A number that is written out, the 6 of `clip(x, 0, 6)`, is a bound.
     of_integers = places_made(step.node for step in integers if step.node and (step.node.shape or not all(step.fixed)))
+    of_iota |= places_made(step.node for step in integers if step.node and step.node.shape and all(step.fixed))
     coarse = {step.operands[0] for step in casts if step.eqn.outvars[0].aval.dtype.name in ("int8", "int4", "int2")}
     read = [*filter(None, coarse), *(operand for node in products for operand in node.inputs)]
     leading = set(walk(read, lambda node: () if node.name in PRODUCTS else node.inputs))  # to products
