@@ -8,6 +8,7 @@ Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -155,11 +156,22 @@ def loss_scaling(
         )
         return jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates), new_state
 
-    return _LossScaling(init, update)
+    tx = _LossScaling(init, update)
+    tx.inner = inner
+    return tx
 
 
 class _LossScaling(optax.GradientTransformationExtraArgs):
     """What :func:`loss_scaling` returns. A transform around it may drop the extra argument ``clip_norm``."""
+
+    inner: optax.GradientTransformationExtraArgs
+
+
+def takes_value(tx: optax.GradientTransformation) -> bool:
+    """Whether the update of an optimizer, of that in ``loss_scaling``, takes the extra argument ``value``."""
+    update = (tx.inner if isinstance(tx, _LossScaling) else tx).update
+    parameters = inspect.signature(update).parameters.values()
+    return any(each.name == "value" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _clip(grads: Any, norm: jax.Array, clip_norm: jax.typing.ArrayLike) -> Any:

@@ -35,6 +35,7 @@ from jaxmp.optimizer import (
     require_loss,
     scaled_value_and_grad,
     take_step,
+    takes_value,
     unscaled_norm,
     warn_if_behind,
 )
@@ -318,11 +319,12 @@ class TrainStep:
         loss, grads, model_state, metrics = self._gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
         scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
+        value = {"value": loss} if takes_value(state.tx) else {}
         new_state = state.apply_gradients(
             grads=grads,
             model_state=model_state,
             ema_decay=self._ema_decay,
-            extra_args={"value": loss, **self._clip},
+            extra_args={**value, **self._clip},
             rng=rng,
         )
         skipped = new_state.skipped > state.skipped

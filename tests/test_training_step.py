@@ -273,6 +273,27 @@ def test_an_optimizer_that_needs_the_loss_gets_it():
     assert state.opt_state.inner_state[1].scale < 1
 
 
+def test_an_optimizer_that_does_not_take_the_loss_is_not_given_it_but_what_the_user_gives_is_not_dropped():
+    params, batch = problem()
+    sam = optax.contrib.sam(optax.sgd(0.125), optax.sgd(0.25), sync_period=2, opaque_mode=False)
+    tx = loss_scaling(sam, DynamicLossScale(2.0**8))
+    state = TrainState.create(params=jax.tree.map(jnp.array, params), tx=tx)
+    step, by_hand = (
+        make_train_step(train_loss),
+        jax.jit(jax.grad(lambda params: train_loss(params, None, batch, None)[0])),
+    )
+    with jax.numpy_dtype_promotion("standard"):  # SAM's own arithmetic
+        opt_state = sam.init(params)
+        for _ in range(4):
+            state, metrics = step(state, batch)
+            updates, opt_state = sam.update(by_hand(params), opt_state, params)
+            params = optax.apply_updates(params, updates)
+            assert not metrics["skipped"]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, params)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
+            state.apply_gradients(grads=params, extra_args={"value": jnp.float32(1)})
+
+
 def test_the_warning_for_float16_products_without_a_scale_comes_once_and_only_where_it_is_true():
     def warned(dtype, scale, remat=None):
         def loss(params, model_state, batch, rng):
