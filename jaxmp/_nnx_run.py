@@ -116,6 +116,7 @@ def _following(flatten: Any) -> Callable[..., Any]:
 
 
 def _reduce(self: Any) -> Any:
+    _follow(self)  # for pickle and copy.copy
     return _unpickle, (bare_class(self), decision_of(self)), dict(vars(self))
 
 

@@ -251,6 +251,24 @@ def test_modes_of_the_model_that_was_given_are_followed(adapter):
     assert flags(model, clone, quiet) == [[False, False], [True, False], [True, True]]
 
 
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_have_the_modes_that_the_given_model_changed_to(duplicate):
+    net = nnx.Dropout(0.5, rngs=rngs())
+    model, nested = apply_policy(net, "mixed_float16"), Net(rngs())
+    outer = apply_policy(nested, "mixed_float16")
+    net.eval()
+    nested.eval()
+    same_bits(duplicate(model)(IMAGE), IMAGE)
+    again = duplicate(outer)
+    same_bits(again(IMAGE), again(IMAGE))
+    model.eval()
+    net.train()  # a change
+    assert np.any(duplicate(model)(IMAGE) != IMAGE)
+    model.eval()
+    net.train()  # no change
+    same_bits(duplicate(model)(IMAGE), IMAGE)
+
+
 def test_a_jitted_step_sees_a_mode_that_changes_in_the_model_that_was_given():
     net = Net(rngs())
     model = apply_policy(net, "mixed_float16")
