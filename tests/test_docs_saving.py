@@ -47,7 +47,45 @@ def test_the_policy_comes_back_from_its_text(scope):
     assert scope["policy"] == jaxmp.get_policy("mixed_float16")
     by_path = jaxmp.PolicyMap("mixed_float16", {"**/BatchNorm_*": "float32"})
     assert jaxmp.get_policy(str(by_path)) == by_path
-    assert json.loads(scope["text"]) == {"policy": str(scope["policy"]), "loss_scale": "DynamicLossScale"}
+    expected = {"policy": str(scope["policy"]), "loss_scale": "DynamicLossScale", "text": {}}
+    assert json.loads(scope["text"]) == expected
+
+
+class Named(jaxmp.LossScale):
+    """A loss scale of a user's, with text and a bool in it."""
+
+    def __init__(self, loss_scale: float, name: str) -> None:
+        self.loss_scale, self.name, self.on = loss_scale, name, True
+
+
+@pytest.mark.parametrize("by", ["msgpack", "orbax"])
+@pytest.mark.parametrize(
+    ("scale", "other"),
+    [
+        (jaxmp.HeadroomLossScale(3, loss_scale=2.0**9, dtype="bfloat16"), jaxmp.HeadroomLossScale()),
+        (Named(2.0**9, "first"), Named(2.0, "second")),
+    ],
+)
+def test_a_loss_scale_with_text_comes_back_through_both_formats(scope, scale, other, by, tmp_path):
+    _, state = scope["fresh"]("mixed_float16", scale)
+    saved, text = scope["to_dict"](jax.device_get(state)), scope["about"]("mixed_float16", state)
+    if by == "msgpack":
+        saved = flax.serialization.msgpack_restore(flax.serialization.msgpack_serialize(saved))
+    else:
+        with scope["ocp"].StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", saved)
+        with scope["ocp"].StandardCheckpointer() as checkpointer:
+            saved = checkpointer.restore(tmp_path / "state")
+    new = scope["from_dict"](saved, text, scope["fresh"]("mixed_float16", other)[1])
+    assert bits(new) == bits(state) and jax.tree.structure(new.opt_state.loss_scale) == jax.tree.structure(scale)
+
+
+def test_files_of_before_with_the_text_among_the_numbers_are_read(scope):
+    _, state = scope["fresh"]("mixed_float16", jaxmp.HeadroomLossScale(dtype="bfloat16"))
+    saved = flax.serialization.to_state_dict(scope["without_key"](state))
+    text = json.dumps({"policy": "mixed_float16", "loss_scale": "HeadroomLossScale"})
+    new = scope["from_dict"](saved, text, scope["fresh"]("mixed_float16", jaxmp.HeadroomLossScale())[1])
+    assert new.opt_state.loss_scale.dtype == "bfloat16"
 
 
 def test_another_policy_and_scale_take_the_numbers_in_their_own_dtypes(scope):
