@@ -59,7 +59,7 @@ def canonical_dtype(dtype: Any) -> np.dtype:
     if not jnp.issubdtype(result, jnp.floating):
         raise ValueError(
             f"a policy's dtypes must be floating, got {result.name}: integers, bools and keys are never cast; "
-            f"use one of {', '.join(NAMES)}"
+            f"use one of {', '.join(NAMES[:4])}"
         )
     return result
 

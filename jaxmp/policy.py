@@ -269,8 +269,11 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
         return _parse(policy)
     if all(hasattr(policy, name) for name in ("param_dtype", "compute_dtype", "output_dtype")):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    dtype = None
     with contextlib.suppress(ValueError):
-        return _parse(canonical_dtype(policy).name)
+        dtype = canonical_dtype(policy)
+    if dtype is not None:
+        return PRESETS.get(dtype.name) or Policy(dtype, dtype, dtype)
     raise TypeError(
         f"a policy is a preset's name, a string such as 'params=float32,compute=float16,output=float32', a Policy or a "
         f"PolicyMap, got {policy!r}; presets: {', '.join(PRESETS)}"

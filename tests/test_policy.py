@@ -236,7 +236,19 @@ def test_what_cannot_be_read_is_named_with_what_can(text, said):
         get_policy(text)
 
 
-@pytest.mark.parametrize("what", [None, 16, ("float32",), object()])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("form", [str, lambda name: getattr(jnp, name), jnp.dtype])
+def test_float8_is_refused_with_its_reason_in_every_form(dtype, form):
+    with pytest.raises(ValueError, match=f"16 bits or more, got param_dtype={dtype}: a float8 product needs a scale"):
+        get_policy(form(dtype))
+
+
+def test_what_is_proposed_in_place_of_an_integer_is_no_float8():
+    with pytest.raises(ValueError, match=r"got int8: .* use one of float64, float32, bfloat16, float16$"):
+        get_policy("int8")
+
+
+@pytest.mark.parametrize("what", [None, 16, ("float32",), object(), jnp.int8])
 def test_what_is_no_policy_is_named_with_the_presets(what):
     with pytest.raises(
         TypeError, match=r"a policy is a preset's name, a string such as .*, got .*; presets: float32, "
