@@ -200,6 +200,8 @@ def test_arguments_that_are_no_tuple_are_told_to_be_one(here, capsys):
         ("sub/other", "sub.other:square"),
         ("/a/b.py", "b:square in the folder /a"),
         ("../b.py", "b:square in the folder .."),
+        ("./plan_cli_module.py", "plan_cli_module:square"),
+        ("./sub/other.py", "sub.other:square"),
     ],
 )
 def test_a_file_in_place_of_a_module_is_told_the_modules_name(file, remedy, here, capsys):

@@ -108,7 +108,7 @@ def _function(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
-    if len(PurePath(module).parts) > 1:
+    if len(PurePath(module).parts) > 1 or module.startswith("."):  # PurePath drops a leading ./
         raise UsageError(_file_for_module(module, attribute))
     with _told(Exception, of=f"importing {module!r} failed"):
         try:
