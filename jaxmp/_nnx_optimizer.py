@@ -157,8 +157,9 @@ class Optimizer(_Object):
 def require_optimizer(optimizer: Any, who: str) -> None:
     """Raises unless ``optimizer`` is one of this module."""
     if not isinstance(optimizer, Optimizer):
+        of_flax = "flax.nnx's " if isinstance(optimizer, nnx.Optimizer) else ""
         raise TypeError(
-            f"{who} takes the loss scale from a jaxmp.nnx.Optimizer, got {type(optimizer).__name__}; "
+            f"{who} takes the loss scale from a jaxmp.nnx.Optimizer, got {of_flax}{type(optimizer).__name__}; "
             "make it with jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale())"
         )
 

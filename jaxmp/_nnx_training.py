@@ -87,6 +87,11 @@ class _State(training.TrainState):
 
 
 def _state_of(model: Any, optimizer: Optimizer) -> _State:
+    if isinstance(model, nnx.Optimizer):
+        raise TypeError(
+            "a train step takes (model, optimizer, batch), but an optimizer came in the place of the model; write "
+            "step(model, optimizer, batch)"
+        )
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
     params, *others = map(nnx.as_pure, parts)

@@ -241,7 +241,7 @@ def test_bad_input_is_refused():
     model = Net(rngs())
     with pytest.raises(ValueError, match="one loss has one scale, but the optimizer given has a loss scale"):
         Optimizer(model, jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()), loss_scale=jaxmp.NoOpLossScale())
-    with pytest.raises(TypeError, match=r"from a jaxmp\.nnx\.Optimizer, got Optimizer; make it with"):
+    with pytest.raises(TypeError, match=r"from a jaxmp\.nnx\.Optimizer, got flax.nnx's Optimizer; make it with"):
         scaled_value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
     with pytest.raises(TypeError, match="must be float32, got float16"):

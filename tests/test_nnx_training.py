@@ -359,9 +359,12 @@ def test_arguments_that_do_not_fit_are_told():
         make_train_step(loss_fn, accumulate_steps=0)
     model, _ = setup(mlp())
     with pytest.raises(
-        TypeError, match=r"a train step takes the loss scale from a jaxmp.nnx.Optimizer, got Optimizer; "
+        TypeError, match=r"a train step takes the loss scale from a jaxmp.nnx.Optimizer, got flax.nnx's Optimizer; "
     ):
         make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
+    model, optimizer = setup(mlp())
+    with pytest.raises(TypeError, match=r"an optimizer came in the place of the model; write step\(model, optimizer, "):
+        make_train_step(loss_fn)(optimizer, model, ROWS)
 
 
 def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
