@@ -596,6 +596,12 @@ def _non_finite(tree: Any) -> list[str]:
 
 def _require_same_structure(new: Any, old: Any) -> Any:
     """The model state ``new``, if it has the structure and the shapes of ``old``."""
+    if old is None and isinstance(new, Mapping):
+        raise ValueError(
+            "the loss function must return a model state of the structure it was given, but it was given None and "
+            f"returned a dict of {', '.join(map(repr, new)) or 'nothing'}: for metrics, return loss, model_state, "
+            "metrics; for a model state, pass the whole of it to TrainState.create(model_state=…)"
+        )
     returned: Any = jax.tree.structure(new)
     given: Any = jax.tree.structure(old)
     if returned != given:

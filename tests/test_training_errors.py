@@ -114,6 +114,19 @@ def test_a_model_state_of_another_structure_is_refused(accumulate_steps):
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_metrics_in_the_place_of_the_model_state_are_told_from_it(accumulate_steps):
+    step = make_train_step(
+        lambda p, s, b, r: (p * jnp.mean(b), {"accuracy": jnp.ones(()), "n": b[0]}), accumulate_steps=accumulate_steps
+    )
+    said = (
+        "it was given None and returned a dict of 'accuracy', 'n': for metrics, return loss, model_state, metrics; "
+        "for a model state, pass the whole of it to TrainState.create(model_state=…)"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        step(state_of(), jnp.ones(2))
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_model_state_of_another_shape_is_refused(accumulate_steps):
     step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), jnp.ones(3)), accumulate_steps=accumulate_steps)
     with pytest.raises(ValueError, match=r"model state of the shapes it was given, but '' had \(\) and has \(3,\)"):
