@@ -106,7 +106,7 @@ class TrainState(flax.struct.PyTreeNode):
           **fields: further fields of a subclass.
 
         Raises:
-          ValueError: the optimizer has several loss scales.
+          ValueError: the optimizer has several loss scales; or it is ``optax.lookahead``, whose params are a pair.
 
         Warns when the optimizer is a chain with another transform before ``loss_scaling``.
         """
@@ -116,6 +116,13 @@ class TrainState(flax.struct.PyTreeNode):
             tx = loss_scaling(tx, NoOpLossScale())
         opt_state = tx.init(params)
         get_loss_scale(opt_state)  # raises if there are several
+        nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, optax.LookaheadState))
+        if any(isinstance(node, optax.LookaheadState) for node in nodes):
+            raise ValueError(
+                "a TrainState has one tree of params, which the loss function takes and the optimizer updates, got "
+                "optax.lookahead, which updates a pair of trees by gradients of one; call tx.init(pair) and tx.update "
+                "by hand, tx in jaxmp.loss_scaling, with jaxmp.scaled_value_and_grad(loss_fn, opt_state)(pair.fast)"
+            )
         warn_if_behind(tx, params, stacklevel=2)
         state = cls(
             step=jnp.zeros((), jnp.int32),

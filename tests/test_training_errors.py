@@ -126,6 +126,21 @@ def test_metrics_in_the_place_of_the_model_state_are_told_from_it(accumulate_ste
         step(state_of(), jnp.ones(2))
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: loss_scaling(tx, DynamicLossScale())])
+def test_lookahead_is_refused_with_the_way_by_hand_which_works(wrap):
+    tx = wrap(standard(optax.lookahead(optax.sgd(0.5), 1, 0.5)))
+    pair = optax.LookaheadParams.init_synced({"w": jnp.array([2.0])})
+    said = r"one tree of params, .*, got optax.lookahead, which updates a pair .*; call tx.init\(pair\) .* by hand"
+    with pytest.raises(ValueError, match=said):
+        TrainState.create(params=pair, tx=tx)
+    if isinstance(opt_state := tx.init(pair), optax.LookaheadState):
+        return
+    _, grads = jaxmp.scaled_value_and_grad(lambda params: jnp.sum(params["w"] ** 2), opt_state)(pair.fast)
+    updates, _ = tx.update(grads, opt_state, pair)
+    new = optax.apply_updates(pair, updates)
+    assert new.fast["w"] == new.slow["w"] == 1.0  # half of the way from 2 to 2 - 0.5 * 4
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_model_state_of_another_shape_is_refused(accumulate_steps):
     step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), jnp.ones(3)), accumulate_steps=accumulate_steps)
