@@ -76,7 +76,7 @@ def checked_level(level: Any) -> str:
         return str(level)
     raise ValueError(
         f"a region or an override is computed in 'float32', in 'tensorfloat32' or in 'half' (the policy's compute "
-        f"dtype), got {level!r}"
+        f"dtype), got {level!r}; write one of these"
     )
 
 
