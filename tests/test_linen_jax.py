@@ -149,6 +149,13 @@ def test_float8_operations_inside_a_layer_are_those_that_dtype_written_by_hand_g
         is_as_by_hand(model, make(dtype="bfloat16"), shapes(make(), x), x)
 
 
+def _is_traced_in_half(fun):
+    try:
+        return bool(jax.eval_shape(fun, jax.ShapeDtypeStruct((4, 4), "float16")))
+    except TypeError:
+        return False
+
+
 SOLVERS = {
     "inv": jnp.linalg.inv,
     "solve": lambda h: jnp.linalg.solve(h, h[0]),
@@ -175,6 +182,11 @@ def test_a_solver_behind_a_layer_is_float32_with_its_derivative_and_under_vmap(s
     def run(weights):
         return model.apply({"params": {"layer": {"kernel": weights}}}, x)
 
+    if solver != "cg" and not _is_traced_in_half(jnp.linalg.inv):  # as from JAX 0.12 on
+        with pytest.raises(TypeError, match="lu does not accept") as error:
+            run(weights)
+        assert "jaxmp.linen.autocast" in error.value.__notes__[0]
+        return
     with standard_promotion():
         found, expected = (jax.jit(jax.value_and_grad(lambda w, f=f: f(w).sum()))(weights) for f in (run, by_hand))
         members = jax.jit(jax.vmap(run))(jnp.stack([weights, weights]))
