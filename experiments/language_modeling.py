@@ -36,6 +36,7 @@ import tyro
 
 from experiments.data import DataError, text, tokens
 from experiments.models import GPT2, NextToken
+from experiments.models.weights import PUBLISHED_GPT2
 from experiments.training import batch_size, cli, loop, sampling, text_training
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.metrics import accuracy
@@ -74,7 +75,7 @@ def check(config: Config) -> None:
     cli.check(config)
     cli.require("--steps", config.steps, 1)
     cli.require("--context", config.context, 1)
-    for name in ("layers", "heads", "width", "weight_decay", "clip"):
+    for name in ("layers", "heads", "width", "weight_decay", "clip", "weights", "save_weights"):
         if getattr(config, name) is not None:
             raise ValueError(
                 f"--model next_token has no --{name.replace('_', '-')}, got {getattr(config, name)}; --model gpt2 has"
@@ -199,6 +200,7 @@ def gpt2(config: Config, held: tokens.Text) -> Task:
         test_batches=test_batches,
         tokens=config.batch_size * config.context,
         remat=remat,
+        weights=PUBLISHED_GPT2,
         closing=closing,
     )
 

@@ -35,6 +35,7 @@ from experiments import data
 from experiments.data import text, tokens
 from experiments.data.masking import IGNORE, mask
 from experiments.models import BERT
+from experiments.models.weights import PUBLISHED_BERT
 from experiments.training import batch_size, cli, loop, text_training
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.metrics import accuracy
@@ -133,6 +134,7 @@ def bert(config: Config, held: tokens.Text) -> Task:
         test_batches=test_batches,
         tokens=config.batch_size * config.context,
         remat=remat,
+        weights=PUBLISHED_BERT,
         closing=closing,
     )
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +151,11 @@ def test_flags_that_repeat_and_flags_with_several_values_are_read():
         (image_classification, {"keep": 0}, "--keep must be at least 1, got 0"),
         (language_modeling, {"layers": 2}, "--model next_token has no --layers, got 2; --model gpt2 has"),
         (language_modeling, {"tokens": "bytes"}, "got --tokens bytes and --schedule constant; take --model gpt2"),
+        (
+            language_modeling,
+            {"model": "gpt2", "save_weights": Path("no/folder/file")},
+            "--save-weights must be a file in a folder that is there, got no/folder/file",
+        ),
         (language_modeling, {"model": "gpt2", "heads": 3}, "--width must be a multiple of --heads, got 128 for 3"),
         (language_modeling, {"model": "gpt2", "clip": 0.0}, "--clip must be positive, got 0"),
         (language_modeling, {"top_k": -1}, "--top-k must be at least 0, got -1"),

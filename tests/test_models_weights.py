@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxmp
-from experiments.models import BERT, GPT2, weights
+from experiments import language_modeling, masked_lm
+from experiments.models import BERT, GPT2
+from experiments.models.weights import PUBLISHED_BERT, PUBLISHED_GPT2
 
 SIZES = (41, 12, 2, 2, 16)  # of tests/record_transformers.py
 KINDS = {
-    "gpt2": (GPT2, weights.load_gpt2, weights.gpt2_tensors, weights.save_gpt2),
-    "bert": (BERT, weights.load_bert, weights.bert_tensors, weights.save_bert),
+    "gpt2": (GPT2, PUBLISHED_GPT2),
+    "bert": (BERT, PUBLISHED_BERT),
 }
 Run = dict[str, np.ndarray]
 
@@ -40,7 +43,7 @@ def published(kind: str) -> Run:
 
 def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
     """The largest errors of hidden state, loss and gradients, relative to the largest value of the array or module."""
-    _, load, tensors, _ = KINDS[kind]
+    files = KINDS[kind][1]
     inputs = part(run, "inputs")
     targets = inputs.pop("targets")
 
@@ -52,9 +55,9 @@ def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
         return model.apply({"params": params}, **inputs, method="hidden"), *jax.value_and_grad(loss)(params)
 
     with jax.numpy_dtype_promotion("standard"):  # which Flax's own LayerNorm needs in half precision
-        *found, gradients = outputs(load(part(run, "weights")))
+        *found, gradients = outputs(files.load(part(run, "weights")))
     assert {array.dtype for array in (*found, *jax.tree.leaves(gradients))} == {np.dtype(np.float32)}
-    own = dict(zip(("hidden", "loss"), found, strict=True)) | tensors(gradients, vocabulary=SIZES[0])
+    own = dict(zip(("hidden", "loss"), found, strict=True)) | files.tensors(gradients, vocabulary=SIZES[0])
     expected = {name: run[name] for name in ("hidden", "loss")}
     expected |= {name.removeprefix("transformer."): value for name, value in part(run, "gradients").items()}
     assert own.keys() == expected.keys()
@@ -87,31 +90,31 @@ def test_hidden_states_and_gradients_are_those_of_transformers_in_float64_to_rou
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_round_trip_through_a_file_changes_no_bit(kind, tmp_path):
-    _, load, tensors, save = KINDS[kind]
+    files = KINDS[kind][1]
     save_file(published(kind), tmp_path / "in.safetensors")
-    params = load(tmp_path / "in.safetensors")
-    save(params, tmp_path / "out.safetensors", vocabulary=SIZES[0])
+    params = files.load(tmp_path / "in.safetensors")
+    files.save(params, tmp_path / "out.safetensors", vocabulary=SIZES[0])
     written = load_file(tmp_path / "out.safetensors")
     expected = {name.removeprefix("transformer."): tensor for name, tensor in published(kind).items()}
     assert written.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(written[name].view(np.int32), tensor.view(np.int32))
-    again = load(tensors(params, vocabulary=SIZES[0]))
+    again = files.load(files.tensors(params, vocabulary=SIZES[0]))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, again))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_params_are_those_that_the_model_makes(kind):
-    model, load, *_ = KINDS[kind]
+    model, files = KINDS[kind]
     made = jax.eval_shape(model(*SIZES).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    loaded = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), load(published(kind)))
+    loaded = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), files.load(published(kind)))
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), loaded
     )
 
 
 def test_rows_beyond_the_vocabulary_are_zeros():
-    rows = weights.load_gpt2(published("gpt2"))["wte"]["embedding"]
+    rows = PUBLISHED_GPT2.load(published("gpt2"))["wte"]["embedding"]
     assert rows.shape == (64, 16) and not rows[41:].any()
 
 
@@ -123,7 +126,7 @@ def test_names_of_other_times_and_tensors_without_a_use_are_understood():
         "h.0.attn.masked_bias": np.float32(-1e4),
         "lm_head.weight": gpt2["transformer.wte.weight"],
     }
-    assert same(weights.load_gpt2(old), weights.load_gpt2(gpt2))
+    assert same(PUBLISHED_GPT2.load(old), PUBLISHED_GPT2.load(gpt2))
     older = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
         for name, tensor in bert.items()
@@ -135,7 +138,7 @@ def test_names_of_other_times_and_tensors_without_a_use_are_understood():
         "cls.predictions.decoder.weight": bert["bert.embeddings.word_embeddings.weight"],
         "cls.predictions.decoder.bias": bert["cls.predictions.bias"],
     }
-    assert older.keys() - bert.keys() and same(weights.load_bert(older), weights.load_bert(bert))
+    assert older.keys() - bert.keys() and same(PUBLISHED_BERT.load(older), PUBLISHED_BERT.load(bert))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -165,20 +168,44 @@ def test_weights_that_are_not_a_models_are_refused_by_name(change, message):
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in published("gpt2").items()}
     tensors = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
     with pytest.raises(ValueError, match=message):
-        weights.load_gpt2(tensors)
+        PUBLISHED_GPT2.load(tensors)
 
 
 def test_what_is_no_safetensors_file_is_named(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(range(200)))
     with pytest.raises(ValueError, match=r"pytorch_model\.bin is no whole safetensors file .*pickled by torch"):
-        weights.load_gpt2(tmp_path / "pytorch_model.bin")
+        PUBLISHED_GPT2.load(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"one safetensors file, or its tensors by name, but .* is no file"):
-        weights.load_bert(tmp_path)
+        PUBLISHED_BERT.load(tmp_path)
 
 
 def test_a_vocabulary_that_does_not_go_with_the_rows_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a vocabulary of 30522 has 30528 rows in decoder_bias, got 64"):
-        weights.save_bert(weights.load_bert(published("bert")), tmp_path / "bert.safetensors")
+        PUBLISHED_BERT.save(PUBLISHED_BERT.load(published("bert")), tmp_path / "bert.safetensors", vocabulary=30522)
+
+
+@pytest.mark.parametrize(("kind", "script"), [("gpt2", language_modeling), ("bert", masked_lm)])
+def test_a_script_begins_with_the_weights_of_a_file_and_writes_such_a_file(kind, script, tmp_path):
+    model, files = KINDS[kind]
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
+    vocabulary = 257 + (kind == "bert")  # [MASK]
+    start = jax.jit(model(vocabulary, 24, 1, 2, 16).init)(jax.random.key(7), jnp.zeros((1, 2), jnp.int32))["params"]
+    files.save(start, tmp_path / "in.safetensors", vocabulary=vocabulary)
+    more = {"model": "gpt2", "sample_tokens": 0} if kind == "gpt2" else {}
+    config = script.Config(
+        dataset=str(tmp_path / "text.txt"), data_dir=tmp_path / "data", tokens="bytes", layers=1, heads=2, width=16,
+        context=12, batch_size=4, steps=1, test_batches=1, policy="O2", weights=tmp_path / "in.safetensors",
+        save_weights=tmp_path / "out.safetensors", **more,
+    )  # fmt: skip
+    with jax.numpy_dtype_promotion("standard"):
+        experiment = script.prepare(config)
+        state = experiment.init(3)
+        expected = files.load_for(state.params, tmp_path / "in.safetensors")
+        assert same(state.params, jax.tree.map(lambda array, param: array.astype(param.dtype), expected, state.params))
+        experiment.closing(state, {"loss": 1.0})
+        assert same(files.load(tmp_path / "out.safetensors"), jax.tree.map(np.float32, state.params))
+        with pytest.raises(ValueError, match=r"must have the size of --weights, got .* for .*; give its --layers"):
+            script.prepare(dataclasses.replace(config, width=32))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,13 +215,13 @@ def test_transformers_itself_agrees_and_reads_what_is_saved(kind, tmp_path):
     import record_transformers
 
     run = record_transformers.record(kind, layers=3)
-    model, load, _, save = KINDS[kind]
+    model, files = KINDS[kind]
     with jax.default_matmul_precision("highest"):
         found = errors(kind, run, model(41, 12, 3, 2, 16))
     assert max(found.values()) < 128 * 2.0**-23
     theirs = record_transformers.published(kind, layers=3)
     theirs.config.save_pretrained(tmp_path)
-    save(load(part(run, "weights")), tmp_path / "model.safetensors", vocabulary=41)
+    files.save(files.load(part(run, "weights")), tmp_path / "model.safetensors", vocabulary=41)
     read = type(theirs).from_pretrained(tmp_path).state_dict()
     for name, tensor in theirs.state_dict().items():
         np.testing.assert_array_equal(read[name].float().numpy(), tensor.float().numpy(), err_msg=name)

@@ -47,8 +47,8 @@ class _Leaf(NamedTuple):
         }
 
 
-class _Layout(NamedTuple):
-    """How a kind of model is published.
+class Published(NamedTuple):
+    """How a kind of model is published: :data:`PUBLISHED_GPT2` and :data:`PUBLISHED_BERT`.
 
     Attributes:
       model: the model whose params these are, from the shapes of the tensors and the number of layers.
@@ -57,6 +57,13 @@ class _Layout(NamedTuple):
       layer: what the name of a layer's tensor begins with, the number in a group.
       tied: tensors that only repeat another one.
       unused: names of tensors that the models have no use for, in full.
+      positions: the module whose rows are the positions.
+
+    >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
+    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    >>> params = PUBLISHED_GPT2.load(PUBLISHED_GPT2.tensors(params, vocabulary=50))
+    >>> params["h_0"]["attn"]["c_attn"]["kernel"].shape
+    (16, 48)
     """
 
     model: Callable[[Mapping[str, tuple[int, ...]], int], GPT2 | BERT]
@@ -65,117 +72,115 @@ class _Layout(NamedTuple):
     layer: str
     tied: dict[str, str]
     unused: str
+    positions: str
 
+    def load(self, source: Source) -> dict[str, Any]:
+        """The params of the model from published weights, float32 NumPy arrays.
 
-def load_gpt2(source: Source) -> dict[str, Any]:
-    """The params of :class:`experiments.models.GPT2` from published weights, float32 NumPy arrays.
+        Tensors of BERT's pooler and of its head for the next sentence are left out.
 
-    Args:
-      source: a safetensors file, or its tensors by name.
+        Args:
+          source: a safetensors file, or its tensors by name.
 
-    Raises:
-      ValueError: it is no such file; tensors are missing, unknown or of another shape; the output layer is not the
-        embeddings.
+        Raises:
+          ValueError: it is no such file; tensors are missing, unknown or of another shape; the output layer is not the
+            embeddings.
+        """
+        tensors_by_name = source if isinstance(source, Mapping) else _read(Path(source))
+        given = {self.canonical(name): np.asarray(tensor) for name, tensor in tensors_by_name.items()}
+        for name, other in self.tied.items():
+            if name in given and other in given and not np.array_equal(given[name], given[other], equal_nan=True):
+                raise ValueError(f"{name} must be the same as {other}, for the model has one tensor for both")
+        tensors = {
+            name: np.asarray(tensor, np.float32)
+            for name, tensor in given.items()
+            if name not in self.tied and not re.fullmatch(self.unused, name)
+        }
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        numbers = [int(found[1]) for name in tensors if (found := re.match(self.layer, name))]
+        try:
+            model = self.model(shapes, 1 + max(numbers, default=0))
+        except KeyError as error:
+            raise ValueError(
+                f"the weights must have {error.args[0]}, which says the sizes; got {_some(tensors)}"
+            ) from None
+        except IndexError:
+            raise ValueError(f"embeddings have 2 axes, got {[s for s in shapes.items() if len(s[1]) < 2]}") from None
+        zeros = jnp.zeros((1, 1), jnp.int32)
+        expected = traverse_util.flatten_dict(jax.eval_shape(model.init, jax.random.key(0), zeros)["params"], sep="/")
+        wanted = {  # each tensor's name, with the shape it must have
+            name: tensor.shape
+            for path, param in expected.items()
+            for name, tensor in self.leaf(path)
+            .write(np.broadcast_to(np.float32(0), param.shape), model.vocabulary)
+            .items()
+        }
+        if missing := wanted.keys() - tensors.keys():
+            raise ValueError(
+                f"the weights of a {type(model).__name__} must have {_some(missing)} too, which are missing"
+            )
+        if unknown := tensors.keys() - wanted.keys():
+            raise ValueError(
+                f"{type(model).__name__} has no place for {_some(unknown)}; leave them out if that is right"
+            )
+        for name, shape in wanted.items():
+            if shapes[name] != shape:
+                raise ValueError(f"{name} must have shape {shape} beside the other weights, got {shapes[name]}")
+        params = {path: self.leaf(path).read(tensors, param.shape) for path, param in expected.items()}
+        return traverse_util.unflatten_dict(params, sep="/")
 
-    >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
-    >>> params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    >>> params = load_gpt2(gpt2_tensors(params, vocabulary=50))
-    >>> params["h_0"]["attn"]["c_attn"]["kernel"].shape
-    (16, 48)
-    """
-    return _load(source, _GPT2)
+    def load_for(self, params: Any, path: Path) -> dict[str, Any]:
+        """The params in a file for a model of a given size, whose context may be shorter than the file's.
 
+        Args:
+          params: those of the model, or their shapes.
+          path: a safetensors file.
 
-def load_bert(source: Source) -> dict[str, Any]:
-    """The params of :class:`experiments.models.BERT` from published weights, float32 NumPy arrays.
+        Raises:
+          ValueError: as from :meth:`load`, or the model is of another size.
+        """
+        loaded = self.load(path)
+        wanted = traverse_util.flatten_dict(params, sep="/")
+        rows = len(wanted[f"{self.positions}/embedding"])
+        loaded[self.positions]["embedding"] = loaded[self.positions]["embedding"][:rows]
+        shapes = {name: array.shape for name, array in traverse_util.flatten_dict(loaded, sep="/").items()}
+        for name in sorted(wanted.keys() | shapes.keys()):
+            own = wanted[name].shape if name in wanted else "none"
+            if shapes.get(name, "none") != own:
+                raise ValueError(
+                    f"the model must have the size of --weights, got {name} of shape {own} for "
+                    f"{shapes.get(name, 'none')} in {path}; give its --layers, --heads and --width, at most its "
+                    "--context, and its tokens (--tokens, --vocabulary)"
+                )
+        return loaded
 
-    Tensors of the pooler and of the head for the next sentence are left out.
+    def tensors(self, params: Any, *, vocabulary: int) -> Tensors:
+        """The published tensors by name, of params or of anything else with a leaf for each, gradients say.
 
-    Args:
-      source: a safetensors file, or its tensors by name.
+        Args:
+          params: the model's.
+          vocabulary: the model's; further rows of the embeddings and of the output layer's bias are left out.
 
-    Raises:
-      ValueError: it is no such file; tensors are missing, unknown or of another shape; the output layer is not the
-        embeddings.
-    """
-    return _load(source, _BERT)
+        Raises:
+          ValueError: the embeddings have another number of rows than that vocabulary needs.
+        """
+        tensors: Tensors = {}
+        for path, param in traverse_util.flatten_dict(params, sep="/").items():
+            leaf = self.leaf(path)
+            if leaf.padded and aligned(vocabulary) != len(param):
+                raise ValueError(
+                    f"a vocabulary of {vocabulary} has {aligned(vocabulary)} rows in {path}, got {len(param)}; give "
+                    "the model's vocabulary=…"
+                )
+            tensors |= leaf.write(param, vocabulary)
+        return tensors
 
+    def save(self, params: Any, path: str | Path, *, vocabulary: int) -> None:
+        """Writes :meth:`tensors` in float32 to a safetensors file."""
+        from safetensors.numpy import save_file
 
-def save_gpt2(params: Any, path: str | Path, *, vocabulary: int = 50257) -> None:
-    """Writes params of :class:`experiments.models.GPT2` under the published names.
-
-    Args:
-      params: its ``params``.
-      path: the safetensors file.
-      vocabulary: the model's; further rows of the embeddings are not written.
-
-    Raises:
-      ValueError: the embeddings have another number of rows than that vocabulary needs.
-    """
-    _save(gpt2_tensors(params, vocabulary=vocabulary), path)
-
-
-def save_bert(params: Any, path: str | Path, *, vocabulary: int = 30522) -> None:
-    """Writes params of :class:`experiments.models.BERT` under the published names.
-
-    Args:
-      params: its ``params``.
-      path: the safetensors file.
-      vocabulary: the model's; further rows of the embeddings and of the output layer's bias are not written.
-
-    Raises:
-      ValueError: the embeddings have another number of rows than that vocabulary needs.
-    """
-    _save(bert_tensors(params, vocabulary=vocabulary), path)
-
-
-def gpt2_tensors(params: Any, *, vocabulary: int = 50257) -> Tensors:
-    """What :func:`save_gpt2` writes; also of gradients, or of anything else with a leaf for each param."""
-    return _tensors(params, _GPT2, vocabulary)
-
-
-def bert_tensors(params: Any, *, vocabulary: int = 30522) -> Tensors:
-    """What :func:`save_bert` writes, see :func:`gpt2_tensors`."""
-    return _tensors(params, _BERT, vocabulary)
-
-
-def _load(source: Source, layout: _Layout) -> dict[str, Any]:
-    tensors_by_name = source if isinstance(source, Mapping) else _read(Path(source))
-    given = {layout.canonical(name): np.asarray(tensor) for name, tensor in tensors_by_name.items()}
-    for name, other in layout.tied.items():
-        if name in given and other in given and not np.array_equal(given[name], given[other], equal_nan=True):
-            raise ValueError(f"{name} must be the same as {other}, for the model has one tensor for both")
-    tensors = {
-        name: np.asarray(tensor, np.float32)
-        for name, tensor in given.items()
-        if name not in layout.tied and not re.fullmatch(layout.unused, name)
-    }
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    numbers = [int(found[1]) for name in tensors if (found := re.match(layout.layer, name))]
-    try:
-        model = layout.model(shapes, 1 + max(numbers, default=0))
-    except KeyError as error:
-        raise ValueError(f"the weights must have {error.args[0]}, which says the sizes; got {_some(tensors)}") from None
-    except IndexError:
-        raise ValueError(f"embeddings have 2 axes, got {[s for s in shapes.items() if len(s[1]) < 2]}") from None
-    zeros = jnp.zeros((1, 1), jnp.int32)
-    expected = traverse_util.flatten_dict(jax.eval_shape(model.init, jax.random.key(0), zeros)["params"], sep="/")
-    wanted = {  # each tensor's name, with the shape it must have
-        name: tensor.shape
-        for path, param in expected.items()
-        for name, tensor in layout.leaf(path)
-        .write(np.broadcast_to(np.float32(0), param.shape), model.vocabulary)
-        .items()
-    }
-    if missing := wanted.keys() - tensors.keys():
-        raise ValueError(f"the weights of a {type(model).__name__} must have {_some(missing)} too, which are missing")
-    if unknown := tensors.keys() - wanted.keys():
-        raise ValueError(f"{type(model).__name__} has no place for {_some(unknown)}; leave them out if that is right")
-    for name, shape in wanted.items():
-        if shapes[name] != shape:
-            raise ValueError(f"{name} must have shape {shape} beside the other weights, got {shapes[name]}")
-    params = {path: layout.leaf(path).read(tensors, param.shape) for path, param in expected.items()}
-    return traverse_util.unflatten_dict(params, sep="/")
+        whole = {name: array.astype(np.float32) for name, array in self.tensors(params, vocabulary=vocabulary).items()}
+        save_file(whole, path, metadata={"format": "pt"})  # the layout, without which transformers reads no file
 
 
 def _read(path: Path) -> Tensors:
@@ -192,25 +197,6 @@ def _read(path: Path) -> Tensors:
         ) from error
 
 
-def _tensors(params: Any, layout: _Layout, vocabulary: int) -> Tensors:
-    tensors: Tensors = {}
-    for path, param in traverse_util.flatten_dict(params, sep="/").items():
-        leaf = layout.leaf(path)
-        if leaf.padded and aligned(vocabulary) != len(param):
-            raise ValueError(
-                f"a vocabulary of {vocabulary} has {aligned(vocabulary)} rows in {path}, got {len(param)}; give the "
-                "model's vocabulary=…"
-            )
-        tensors |= leaf.write(param, vocabulary)
-    return tensors
-
-
-def _save(tensors: Tensors, path: str | Path) -> None:
-    from safetensors.numpy import save_file
-
-    save_file(tensors, path, metadata={"format": "pt"})  # the layout, without which transformers reads no file
-
-
 def _some(names: Any) -> str:
     first = sorted(names)[:5]
     return ", ".join(first) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -225,7 +211,7 @@ def _gpt2_leaf(path: str) -> _Leaf:
     return _Leaf((f"{name}.{_LEAVES[leaf]}",), padded=module == "wte")
 
 
-_GPT2 = _Layout(
+PUBLISHED_GPT2 = Published(
     model=lambda shapes, layers: GPT2(
         shapes["wte.weight"][0], shapes["wpe.weight"][0], layers, 1, shapes["wte.weight"][1]
     ),
@@ -234,6 +220,7 @@ _GPT2 = _Layout(
     layer=r"h\.(\d+)\.",
     tied={"lm_head.weight": "wte.weight"},
     unused=r"h\.\d+\.attn\.(masked_)?bias",  # which tokens may be seen
+    positions="wpe",
 )
 _BERT_MODULES = {
     "word_embeddings": "bert.embeddings.word_embeddings",
@@ -266,7 +253,7 @@ def _bert_model(shapes: Mapping[str, tuple[int, ...]], layers: int) -> BERT:
     return BERT(words[0], positions[0], layers, 1, words[1])
 
 
-_BERT = _Layout(
+PUBLISHED_BERT = Published(
     model=_bert_model,
     leaf=_bert_leaf,
     canonical=lambda name: name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
@@ -278,4 +265,5 @@ _BERT = _Layout(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     unused=r"bert\.pooler\..*|cls\.seq_relationship\..*|bert\.embeddings\.position_ids",
+    positions="position_embeddings",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import flax.linen as nn
@@ -17,6 +18,7 @@ from experiments import data
 from experiments.data.tokens import Kind, Text
 from experiments.data.tokens import load as load_text
 from experiments.models.transformer import Remat
+from experiments.models.weights import Published
 from experiments.training import cli
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.precision import read_autocast, read_overrides, read_policy, split_overrides
@@ -25,6 +27,7 @@ _ROOM_TO_EVALUATE = 4096  # tokens whose logits are there at once, whole
 _HINT = tyro.conf.arg(help_behavior_hint="(default: what suits model and device)")
 Number = Annotated[int | None, _HINT, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, _HINT, tyro.conf.arg(metavar="FLOAT")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 
 _NEXT_TOKEN = {
     "vocabulary": 2048, "context": 4, "batch_size": 8192, "steps": 150, "learning_rate": 3e-3, "test_batches": 8,
@@ -80,6 +83,12 @@ class TextTraining(cli.Training):
     """AdamW's, for params of more than one dimension."""
     clip: Real = None
     """Largest norm of all gradients together; longer ones are scaled down to it."""
+    weights: File = None
+    """Params to begin from: one safetensors file as GPT-2's or BERT's are published. --layers, --heads, --width and the
+    vocabulary must be the file's; --context may be shorter. GPT-2's tokens are those of --tokens bpe; BERT's are word
+    pieces, which --tokens has not."""
+    save_weights: File = None
+    """Where to write the trained params in that form, which other libraries read."""
 
 
 def settled(config: Any, model: str) -> Any:
@@ -102,6 +111,8 @@ def check(config: Any) -> None:
     cli.require("--weight-decay", config.weight_decay, 0)
     if not config.clip > 0:
         raise ValueError(f"--clip must be positive, got {config.clip:g}")
+    if (path := config.save_weights) is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"--save-weights must be a file in a folder that is there, got {path}")
     if config.width % config.heads:
         raise ValueError(f"--width must be a multiple of --heads, got {config.width} for {config.heads} heads")
 
@@ -185,6 +196,7 @@ class Task(NamedTuple):
       train_batches, test_batches: as those of :class:`experiments.training.experiment.Experiment`.
       tokens: predicted a step.
       remat: of the step.
+      weights: reads and writes the model's published form; None if it has none.
       closing: the model, params and held-out metrics to what the summary says too.
     """
 
@@ -195,6 +207,7 @@ class Task(NamedTuple):
     test_batches: Callable[[], Iterable[Batch]]
     tokens: int
     remat: str
+    weights: Published | None = None
     closing: Callable[[nn.Module, Any, dict[str, float]], Closing] = lambda model, params, test: Closing({}, {})
 
 
@@ -202,7 +215,7 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
     """The experiment of a task under its precision.
 
     Raises:
-      ValueError: a pattern of an override matches nothing, or ``--remat`` is unknown.
+      ValueError: a pattern of an override matches nothing, ``--remat`` is unknown, or the weights are another model's.
     """
     autocast, model, policy = precision.autocast, task.model, precision.policy
     if isinstance(policy, jaxmp.Policy):  # a model returns its loss, too, which is float32 whatever logits are
@@ -217,6 +230,13 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
         return model.init(jax.random.key(seed), jnp.zeros((1, config.context), jnp.int32))["params"]
 
     params = jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error before the folder is made
+    begin = init_params
+    if config.weights is not None and task.weights is not None:
+        loaded = task.weights.load_for(params, config.weights)
+
+        def begin(seed: int) -> Any:
+            return jax.tree.map(lambda array, param: jnp.array(array, param.dtype), loaded, params)
+
     to_train = to_evaluate = autocast
     if autocast.get("overrides"):
         batches = next(task.train_batches(0)), next(iter(task.test_batches()))
@@ -227,6 +247,8 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
         params = state.params
         if state.ema_params is not None:
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
+        if config.save_weights is not None and task.weights is not None:
+            task.weights.save(params, config.save_weights, vocabulary=task.model.vocabulary)
         return task.closing(model, params, test)
 
     return Experiment(
@@ -239,7 +261,7 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
             **to_train,
         ),
         eval_step=jaxmp.make_eval_step(eval_loss_fn, use_ema=config.ema > 0, **to_evaluate),
-        init_params=init_params,
+        init_params=begin,
         create=lambda params: jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx, ema=config.ema > 0),
         train_batches=task.train_batches,
         test_batches=task.test_batches,
