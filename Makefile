@@ -52,7 +52,7 @@ format: .venv/installed ## ruff rewrites what it can
 types: .venv/installed ## mypy on the library
 	$(PY) -m mypy
 
-unit: .venv/installed ## the tests on the default Python: make unit ARGS="tests/test_cli.py -x"
+unit: .venv/installed ## the tests on the default Python: make unit ARGS="tests/cli -x"
 	$(PY) $(PYTEST) $(ARGS)
 
 unit-newest: .venv/installed ## the tests on the newest Python and JAX that this machine offers

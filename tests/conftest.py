@@ -19,8 +19,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("jaxmp")
 
-# Scripts run by hand, where a library to compare with is installed; what they recorded lies beside them.
-collect_ignore_glob = ["record_*.py"]
+# What tests share. `record_*.py` are run by hand, where a library to compare with is installed.
+collect_ignore = ["tools"]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import jaxmp
 
-ROOT = Path(__file__).parents[1]
 # What a benchmark does without until it uses it; JAX, Flax, optax, Rich and tyro are what every one needs.
 HIDDEN = (
     "PIL", "array_record", "jmp", "keras", "matplotlib", "orbax", "safetensors", "sklearn", "tensorflow",

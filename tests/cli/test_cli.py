@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import types
+
+import jax
+import pytest
+from places import ROOT
+
+import jaxmp
+from jaxmp import cli, doctor, hardware
+from jaxmp.cli import main
+from jaxmp.formats import formats
+
+H200 = types.SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0")
+
+
+def run(*arguments, python="from jaxmp.cli import main; sys.exit(main(sys.argv[1:]))", **environment):
+    """The command in a process of its own: exit code, output, errors."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **environment}
+    env = {name: value for name, value in env.items() if value is not None}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {python}", *arguments], env=env, capture_output=True, text=True, cwd=ROOT
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def healthy(monkeypatch):
+    """A machine with nothing to fix, whatever this one has."""
+    for variable in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "COLUMNS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: False)
+    monkeypatch.setattr(doctor, "train_one_step", lambda policy: None)
+
+
+def versions_are(monkeypatch, **versions):
+    """Every package has the oldest supported version, but for those named."""
+    found = {name: oldest for name, (oldest, _) in doctor.SUPPORTED.items()}
+    found |= {name.replace("_", "-"): version for name, version in versions.items()}
+
+    def version(package):
+        if found.get(package) is None:
+            raise doctor.metadata.PackageNotFoundError(package)
+        return found[package]
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+
+
+def problems():
+    return [finding.problem for finding in doctor.diagnose().findings]
+
+
+# --- the command itself
+
+
+def test_help_names_every_command_and_every_command_has_help(capsys):
+    assert main([]) == 0
+    overview = capsys.readouterr().out
+    assert set(cli._COMMANDS) >= {"doctor", "formats"}
+    for name in cli._COMMANDS:
+        assert re.search(rf"^ +{name} +\w", overview, re.MULTILINE)
+        with pytest.raises(SystemExit) as stop:
+            main([name, "--help"])
+        assert stop.value.code == 0
+        assert "--json" in capsys.readouterr().out
+
+
+def test_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"jaxmp {jaxmp.__version__}\n"
+
+
+@pytest.mark.parametrize(("word", "nearest"), [("doctr", "'doctor', 'formats'"), ("format", "'formats', 'doctor'")])
+def test_an_unknown_command_exits_with_2_and_lists_the_nearest_first(word, nearest, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([word])
+    assert stop.value.code == 2
+    assert f"there is no command '{word}'; commands, nearest first: {nearest}" in capsys.readouterr().err
+
+
+def test_an_unknown_option_exits_with_2_and_says_which(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["formats", "--yaml"])
+    assert stop.value.code == 2
+    assert "unrecognized arguments: --yaml" in capsys.readouterr().err
+
+
+def test_help_and_version_do_not_wait_for_jax():
+    loaded = "main({!r}); print('jax' in sys.modules or 'rich' in sys.modules)"
+    assert run(python=f"from jaxmp.cli import main; {loaded.format([])}")[1].endswith("False\n")
+
+
+# --- formats
+
+
+def test_formats_prints_every_value_of_every_format(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["formats"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [row.name for row in formats()]
+    by_name = {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line)[1:] for line in lines[1:13]}
+    assert by_name["bits"] == ["64", "32", "19", "16", "16", "8", "8"]
+    assert by_name["exponents"][4] == "-14 to 15"
+    assert by_name["largest"][3:] == ["3.39e+38", "65504", "57344", "448"]
+    assert by_name["smallest subnormal"][4] == "5.96e-08"
+    assert by_name["infinities"][-1] == "no" and by_name["NaN"][-1] == "yes"
+    assert all(len(values) == 7 for values in by_name.values())
+
+
+@pytest.mark.parametrize("columns", ["200", "80", "40", "10"])
+def test_formats_cuts_no_value_at_any_width(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["formats"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    for text in ("tensorfloat32", "float8_e4m3fn", "smallest subnormal", "-1022 to 1023", "5.96e-08", "1.80e+308"):
+        assert text in out
+    # it fits, or it is down to one format per block
+    assert max(map(len, out.splitlines()[:12])) <= max(int(columns), 33)
+
+
+def test_formats_as_json_are_the_rows_in_full_precision(capsys):
+    assert main(["formats", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["float16"]["smallest_subnormal"] == 2.0**-24
+    assert rows["float32"]["largest"] == float(jax.numpy.finfo("float32").max)
+    assert list(rows) == [row.name for row in formats()]
+
+
+def test_output_survives_a_pipe_that_closes_and_an_ascii_terminal():
+    command = f'"{sys.executable}" -m jaxmp.cli formats | head -n 1'
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "float64" in done.stdout
+    code, out, err = run("doctor", PYTHONIOENCODING="ascii", JAX_PLATFORMS="cpu", TERM="dumb")
+    assert (code, err) == (0, "") and "? unset JAX_PLATFORMS" in out
+
+
+@pytest.mark.parametrize("arguments", [["formats"], ["formats", "--json"], ["plan", "jax.numpy:sin", "--arg", "f32"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line_and_exit_code_1(arguments, unbuffered):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxmp.cli", *arguments], env=env, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    expected = f"jaxmp {arguments[0]}: error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+# --- doctor
+
+
+def test_doctor_trains_here_and_says_everything(capsys, monkeypatch):
+    for variable in ("JAX_PLATFORMS", "COLUMNS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: False)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "cpu on platform cpu",
+        "float32: a CPU computes half precision more slowly",
+        "works: one step under mixed_bfloat16, with loss scaling, gave the right numbers",
+        f"jax {jax.__version__}",
+        f"jaxmp {jaxmp.__version__}",
+        "nothing",
+    ):
+        assert text in out
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "bfloat16"])
+def test_the_step_that_doctor_trains_is_exact_under(policy):
+    doctor.train_one_step(policy)
+
+
+def test_a_step_with_wrong_numbers_is_told_apart_from_one_that_works(monkeypatch):
+    monkeypatch.setattr(jax.numpy, "square", lambda x: x * x * 2)
+    with pytest.raises(RuntimeError, match=r"should give a loss of 16 and weights of 0\.25, got 32\.0 and 0\.0"):
+        doctor.train_one_step("mixed_bfloat16")
+
+
+def test_doctor_exits_with_1_when_training_fails_and_says_how_to_see_more(healthy, monkeypatch, capsys):
+    def fails(policy):
+        raise RuntimeError(f"no kernel for {policy}\nand a long trace")
+
+    monkeypatch.setattr(doctor, "train_one_step", fails)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "Training            does not work\n" in out
+    assert "one training step under mixed_bfloat16 fails: RuntimeError: no kernel for mixed_bfloat16\n" in out
+    assert "jaxmp.doctor.train_one_step('mixed_bfloat16')" in out and "long trace" not in out
+
+
+def test_a_device_that_trains_in_float32_only_trains_and_is_told_what_failed(healthy, monkeypatch):
+    def fails(policy):
+        if policy != "float32":
+            raise TypeError()
+
+    monkeypatch.setattr(doctor, "train_one_step", fails)
+    report = doctor.diagnose()
+    assert report.trains and "works: one step under float32" in report.training
+    assert report.findings[0].problem == "one training step under mixed_bfloat16 fails: TypeError"
+
+
+def test_doctor_as_json_has_the_device_the_versions_and_what_to_fix(healthy, monkeypatch, capsys):
+    monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["hardware"]["name"] == "NVIDIA H200" and report["hardware"]["compute_capability"] == "9.0"
+    assert "float8_e4m3fn" in report["hardware"]["tensor_cores"]
+    assert report["hardware"]["peak_tflops"]["bfloat16"] == 989.4
+    assert report["hardware"]["recommended_policy"] == "mixed_bfloat16"
+    assert (report["trains"], report["findings"]) == (True, [])
+    assert {"python", "jaxmp", "jax", "jaxlib", "flax", "optax", "numpy"} <= set(report["versions"])
+
+
+@pytest.mark.parametrize("columns", [None, "100", "30", "8"])
+def test_doctor_on_a_gpu_loses_no_word_at_any_width(columns, healthy, monkeypatch, capsys):
+    monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert main(["doctor"]) == 0
+    out = "".join(capsys.readouterr().out.split())
+    for text in ("NVIDIA H200 on platform gpu", "9.0", "bfloat16 989.4 TFLOP/s", "memory 4800 GB/s", "mixed_bfloat16:"):
+        assert text.replace(" ", "") in out
+
+
+def test_doctor_tells_of_a_gpu_that_jax_does_not_use(healthy, monkeypatch):
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: True)
+    versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2")
+    (finding,) = doctor.diagnose().findings
+    assert finding.problem == "an NVIDIA driver is there, and JAX has no CUDA support: it runs on the CPU"
+    assert finding.remedy.startswith('pip install "jax[cuda13]==0.11.2" (before compute capability 7.5')
+
+    versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2", jax_cuda13_plugin="0.11.2")
+    (finding,) = doctor.diagnose().findings
+    assert finding.problem.startswith("an NVIDIA driver and JAX's CUDA plugin are there, and JAX runs on the CPU")
+    assert "JAX_PLATFORMS=cuda python -c" in finding.remedy
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (finding,) = doctor.diagnose().findings
+    assert finding.problem == "CUDA_VISIBLE_DEVICES='' hides the NVIDIA GPU, and JAX runs on the CPU"
+
+    monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
+    assert doctor.diagnose().findings == ()
+
+
+def test_doctor_tells_of_versions_that_do_not_go_together(healthy, monkeypatch):
+    versions_are(monkeypatch)
+    assert problems() == []
+    versions_are(monkeypatch, flax=None)
+    assert problems() == ["flax is not installed"]
+    versions_are(monkeypatch, optax="0.2.7")
+    assert problems() == ["optax 0.2.7 is older than jaxmp supports (0.2.8)"]
+    versions_are(monkeypatch, jax="0.9.2", jaxlib="0.9.2")
+    assert problems()[0] == "jax 0.9.2 is older than jaxmp supports (0.10)"
+    versions_are(monkeypatch, jax="0.13.0.dev7", jaxlib="0.13.0.dev7")
+    assert problems()[0] == "jax 0.13.0.dev7 is newer than jaxmp was tested with (0.12)"
+    versions_are(monkeypatch, jax="0.12.0.1", jaxlib="0.11.2")
+    assert problems() == ["jax 0.12.0.1 runs with jaxlib 0.11.2"]
+    versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2", jax_cuda12_plugin="0.11.1")
+    (finding,) = doctor.diagnose().findings
+    assert finding.problem.startswith("jax-cuda12-plugin 0.11.1 does not go with jaxlib 0.11.2")
+    assert finding.remedy == 'pip install "jax[cuda12]==0.11.2"'
+
+
+def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monkeypatch):
+    versions_are(monkeypatch)
+    with jax.enable_x64(True):
+        assert problems() == [
+            "jax_enable_x64 is True: new arrays are float64, which half precision's tensor cores do not multiply"
+        ]
+    with jax.default_matmul_precision("highest"):
+        assert problems()[0].startswith(
+            "jax_default_matmul_precision is highest: it decides every product whose policy"
+        )
+    with jax.debug_nans(True):
+        assert problems() == ["jax_debug_nans is True: a step that overflows raises, where loss scaling would skip it"]
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: True)
+    assert problems() == ["JAX_PLATFORMS=cpu is set: JAX looks at no other kind of device"]
+
+
+@pytest.mark.parametrize("forced", ["cuda", "nonsense"])
+def test_doctor_exits_with_1_when_jax_does_not_start(forced):
+    code, out, err = run("doctor", JAX_PLATFORMS=forced)
+    assert (code, "Traceback" in err) == (1, False)
+    assert "none: JAX does not start" in out and f"JAX_PLATFORMS={forced} is set" in out
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"), [("jaxlib", "JAX does not start: ModuleNotFoundError"), ("flax", "No module")]
+)
+def test_doctor_exits_with_1_when_a_package_is_missing(missing, text):
+    hidden = f"sys.modules[{missing!r}] = None; from jaxmp.cli import main; sys.exit(main(['doctor']))"
+    code, out, err = run(python=hidden)
+    assert (code, "Traceback" in err) == (1, False)
+    assert text in out
+
+
+def test_the_supported_versions_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = dict(requirement.split(">=") for requirement in project["dependencies"])
+    for package, (oldest, _) in doctor.SUPPORTED.items():
+        assert floors.get(package, oldest) == oldest
+    assert set(floors) - set(doctor.SUPPORTED) == {"rich", "scipy"}
+    assert doctor.SUPPORTED["jax"] == doctor.SUPPORTED["jaxlib"]
+    assert project["scripts"] == {"jaxmp": "jaxmp.cli:main"}
+
+
+def test_the_tested_versions_are_those_of_the_pins():
+    pins = re.findall(r"^(\w+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    for package, (oldest, newest) in doctor.SUPPORTED.items():
+        pinned = [doctor._release(version) for name, version in pins if name == package]
+        assert min(pinned) >= doctor._release(oldest)
+        assert newest is None or max(pinned)[:2] == doctor._release(newest)

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from places import ROOT, TOOLS
+
+import jaxmp
+from jaxmp import cli
+from jaxmp.cli import main
+
+MATMUL = ("jax.numpy:matmul", "--arg", "float32[8,16]", "--arg", "float32[16,4]")
+MODULE = """
+import jax, jax.numpy as jnp, numpy as np
+
+def loss(params, x):
+    with jax.named_scope("head"):
+        return jnp.sum(x @ params["w"])
+
+def example():
+    return {"w": jnp.zeros((1 << 20, 1 << 20))}, jnp.zeros((4, 1 << 20))
+
+def one():
+    return jnp.zeros((4, 4))
+
+def square(x):
+    return x @ x
+
+def dropout(key, x):
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ x.T @ x, 0)
+
+def fails(x):
+    raise RuntimeError("first line\\nsecond line")
+
+def branches(x):
+    if x[0] > 0:
+        return x
+    return -x
+
+def by_keyword(x, *, w, scale=1):
+    return scale * (x @ w)
+
+def listed():
+    return [jnp.zeros((4, 4)), jnp.zeros((4, 4))]
+
+class Model:
+    @staticmethod
+    def apply(x):
+        return x @ x
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a module of the user's, which is the current one."""
+    (tmp_path / "plan_cli_module.py").write_text(MODULE)
+    (tmp_path / "plan_cli_broken.py").write_text("import plan_cli_absent\n")
+    (tmp_path / "plan_cli_crash.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("plan_cli_")]:
+        del sys.modules[name]
+
+
+def error(capsys, *arguments) -> str:
+    """The one line that ``jaxmp plan`` stops with."""
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("jaxmp plan: error: ") and err.count("\n") == 1
+    return err.removeprefix("jaxmp plan: error: ").rstrip("\n")
+
+
+def test_the_example_of_the_help_works(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--help"])
+    assert stop.value.code == 0
+    command = re.search(r"^ +jaxmp (plan .*)$", capsys.readouterr().out, re.MULTILINE)[1]
+    assert main(command.split()) == 0
+    out = capsys.readouterr().out
+    assert "dot_general" in out and "FLOPs: 1024, 100.0 % in half precision" in out
+
+
+def test_the_text_is_that_of_the_plan(capsys):
+    assert main(["plan", *MATMUL, "--policy", "mixed_float16", "--override", "primitive:dot_general=half"]) == 0
+    overrides = {"primitive:dot_general": "half"}
+    plan = jaxmp.cast_plan(jnp.matmul, "mixed_float16", overrides)(jnp.ones((8, 16)), jnp.ones((16, 4)))
+    assert capsys.readouterr().out == f"{plan}\n"
+
+
+def test_json_is_that_of_the_plan(capsys):
+    assert main(["plan", *MATMUL, "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["summary"]["product_flops"] == 1024 and read["rows"][0]["operands"] == ["bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize(("columns", "shown"), [("80", False), ("200", True)])
+def test_a_terminal_gets_a_table_with_what_its_width_has_room_for(columns, shown, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["plan", *MATMUL]) == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert lines[:2] == ["autocast plan under params=float32,compute=bfloat16,output=float32", ""]
+    assert ("class" in lines[2].split(), "source" in lines[2].split()) == (shown, shown)
+    assert re.match(r"dot_general +2×bfloat16 -> bfloat16 ", lines[3]) and "product" in lines[3]
+    assert "FLOPs: 1024, 100.0 % in half precision" in lines
+    assert max(map(len, lines)) <= int(columns)
+
+
+def test_a_module_of_the_current_folder_with_a_pytree_of_arguments_that_are_never_made(here, capsys):
+    assert main(["plan", "plan_cli_module:loss", "--args", "plan_cli_module:example"]) == 0
+    out = capsys.readouterr().out
+    assert f"FLOPs of products: {2 * 4 << 40}, 100.0 % in half precision" in out
+    assert "head | product | plan_cli_module.py:6" in out
+    assert str(here) not in out and str(here) not in sys.path
+    assert main(["plan", "plan_cli_module:square", "--args", "plan_cli_module:one"]) == 0
+    assert main(["plan", "plan_cli_module:Model.apply", "--arg", "f32[4, 4]"]) == 0
+    assert main(["plan", "plan_cli_module:dropout", "--arg", "key[]", "--arg", "bf16[4,4]"]) == 0
+
+
+@pytest.mark.parametrize("text", ["float32", "float32[]", "int32[3]", "bool[2,2]", "uint8[1]", "float16[0,3]"])
+def test_dtypes_and_shapes(text, capsys):
+    assert main(["plan", "jax.numpy:negative" if "bool" not in text else "jax.numpy:logical_not", "--arg", text]) == 0
+    dtype = text.partition("[")[0]
+    assert re.search(rf"^\w+ +{dtype} -> {dtype} ", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", ["float32[", "float32[8,]", "float32[8 16]", "[8]", "float32[-1]", "float32[a]", ""])
+def test_a_shape_that_is_none_is_told(text, capsys):
+    expected = f"an --arg is a dtype and a shape, such as float32[8,16] or int32[], got {text!r}"
+    assert error(capsys, "jax.numpy:negative", "--arg", text) == expected
+
+
+def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
+    assert error(capsys, "jax.numpi:matmul").startswith("there is no module 'jax.numpi' in the current folder")
+    assert error(capsys, "nowhere.at.all:f").startswith("there is no module 'nowhere' in the current folder")
+    assert error(capsys, "jax.numpy:matmull").startswith("'jax.numpy' has no 'matmull'; nearest: 'matmul'")
+    assert error(capsys, "jax.numpy:pi") == "a function is needed, got jax.numpy:pi, which is of type 'float'"
+    for name in ("matmul", "jax.numpy", ":f", "jax.numpy:"):
+        assert error(capsys, name) == f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}"
+    expected = "importing 'plan_cli_broken' failed: ModuleNotFoundError: No module named 'plan_cli_absent'"
+    assert error(capsys, "plan_cli_broken:f") == f"{expected} (line 1 of plan_cli_broken.py: import plan_cli_absent)"
+    expected = (
+        "importing 'plan_cli_crash' failed: ZeroDivisionError: division by zero (line 1 of plan_cli_crash.py: 1 / 0)"
+    )
+    assert error(capsys, "plan_cli_crash:f") == expected
+    assert "unknown dtype 'float23'" in error(capsys, "jax.numpy:negative", "--arg", "float23[8]")
+
+
+def test_wrong_arguments_are_told(here, capsys):
+    text = error(capsys, "plan_cli_module:loss", "--arg", "float32[8]")
+    assert text.startswith("plan_cli_module:loss takes (params, x), got 1 by --arg or --args: missing")
+    text = error(capsys, "jax.numpy:matmul", "--arg", "float32[8]", "--arg", "float32[9]")
+    assert text.startswith("jax.numpy:matmul cannot be traced with these arguments: TypeError: ")
+    text = error(capsys, "plan_cli_module:fails", "--arg", "float32[8]")
+    assert text.startswith(
+        "plan_cli_module:fails cannot be traced with these arguments: RuntimeError: first line (line 21"
+    )
+    text = error(capsys, "plan_cli_module:square", "--arg", "f32[4,4]", "--args", "plan_cli_module:one")
+    assert text == "the arguments come from --arg or from --args, got both"
+
+
+def test_an_if_on_an_array_is_shown_with_its_line_and_what_to_write(here, capsys):
+    text = error(capsys, "plan_cli_module:branches", "--arg", "float32[8]")
+    assert "TracerBoolConversionError: " in text
+    assert text.endswith(
+        "(line 24 of plan_cli_module.py: if x[0] > 0:); nothing is computed for a plan, as under jax.jit: write "
+        "jnp.where or jax.lax.cond"
+    )
+
+
+def test_arguments_by_keyword_only_are_told_from_missing_ones(here, capsys):
+    assert error(capsys, "plan_cli_module:by_keyword", "--arg", "float32[8,8]") == (
+        "--arg and --args pass arguments by position, but plan_cli_module:by_keyword takes w by keyword only; name a "
+        "function that passes them on: lambda x, w: by_keyword(x, w=w)"
+    )
+
+
+def test_arguments_that_are_no_tuple_are_told_to_be_one(here, capsys):
+    text = error(capsys, "plan_cli_module:loss", "--args", "plan_cli_module:one")
+    assert text.endswith("; plan_cli_module:one returned an array, which is one argument: return several as a tuple")
+    for function in ("loss", "square"):
+        text = error(capsys, f"plan_cli_module:{function}", "--args", "plan_cli_module:listed")
+        assert text.endswith(
+            "; plan_cli_module:listed returned a list, which is one argument: return several as a tuple"
+        )
+
+
+@pytest.mark.parametrize(
+    ("file", "remedy"),
+    [
+        ("plan_cli_module.py", "plan_cli_module:square"),
+        ("sub/other.py", "sub.other:square"),
+        ("sub/other", "sub.other:square"),
+        ("/a/b.py", "b:square in the folder /a"),
+        ("../b.py", "b:square in the folder .."),
+        ("./plan_cli_module.py", "plan_cli_module:square"),
+        ("./sub/other.py", "sub.other:square"),
+    ],
+)
+def test_a_file_in_place_of_a_module_is_told_the_modules_name(file, remedy, here, capsys):
+    assert error(capsys, f"{file}:square", "--arg", "float32[4,4]") == (
+        f"a function is named MODULE:FUNCTION, with the module as Python imports it, got the file {file!r}; write "
+        f"{remedy}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [("float64", "float32"), ("int64", "int32"), ("uint64", "uint32"), ("complex128", "complex64"), ("f64", "float32")],
+)
+def test_a_dtype_that_jax_would_narrow_is_refused(wide, narrow, capsys):
+    text = error(capsys, "jax.numpy:negative", "--arg", f"{wide}[4]")
+    name = wide.replace("f64", "float64")
+    assert text == (
+        f"without jax_enable_x64 JAX makes {narrow} of every {name}, got '{wide}[4]'; set JAX_ENABLE_X64=1 in the "
+        f"environment, or ask for {narrow}"
+    )
+    with jax.enable_x64(True):
+        assert main(["plan", "jax.numpy:negative", "--arg", f"{wide}[4]"]) == 0
+    assert f"{name} -> {name}" in capsys.readouterr().out
+
+
+def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
+    assert error(capsys, *MATMUL, "--policy", "mixed").startswith("unknown policy 'mixed'")
+    assert error(capsys, *MATMUL, "--policy", "float32").startswith("cast_plan needs a policy with a half compute")
+    assert error(capsys, *MATMUL, "--policy", "O2").startswith("an override of autocast is a path such as")
+    assert "matched none" in error(capsys, *MATMUL, "--override", "**/head=float32")
+    assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--override", "primitive:expo=half")
+    assert "'tensorfloat32' or in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
+    assert error(capsys, *MATMUL, "--override", "head") == (
+        "an --override is KEY=LEVEL, such as '**/head=float32', got 'head'"
+    )
+
+
+def test_the_command_in_a_process_of_its_own_gives_the_text_that_is_kept(tmp_path):
+    command = [sys.executable, "-m", "jaxmp.cli", "plan", "plan_block:loss", "--args", "plan_block:example"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [*command, "--override", "**/head=float32"], cwd=TOOLS, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (TOOLS / "plan_block.txt").read_text()
+
+
+def test_the_command_is_one_of_jaxmps():
+    assert "plan" in cli._COMMANDS

@@ -1,0 +1,54 @@
+"""Every notebook runs from the first cell to the last, and is stored with the pictures that it draws."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from places import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def pictures(notebook: nbformat.NotebookNode) -> int:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def printed(notebook: nbformat.NotebookNode) -> str:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def test_there_is_a_notebook():
+    assert [path.name for path in NOTEBOOKS] == ["quickstart.ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_runs_and_draws_what_is_stored_with_it(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    stored = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    assert pictures(notebook) == pictures(stored) > 0
+    assert all(cell.execution_count for cell in stored.cells if cell.cell_type == "code")
+    losses = [float(line.split("held-out loss ")[1].split(",")[0]) for line in printed(notebook).splitlines()
+              if "held-out loss" in line]  # fmt: skip
+    float32, unscaled, scaled, bfloat16 = losses
+    assert unscaled > float32 + 0.1 and abs(scaled - float32) < 0.02 and abs(bfloat16 - float32) < 0.02
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_stored_notebook_is_small_and_names_no_path_of_a_machine(path):
+    text = path.read_text()
+    assert len(text) < 300_000
+    here = (str(ROOT), str(Path.home()), sys.prefix, sys.base_prefix, "site-packages")
+    assert not [place for place in here if place in text]
+    assert not re.search(r"[\w-]+/[\w-]+\.py:\d+", text)  # as warnings and tracebacks name a file and a line

@@ -1,0 +1,191 @@
+"""Equinox and transformers' Flax models, unedited, under autocast; they run where the libraries are installed.
+
+The configurations are tiny and their params random: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from places import ROOT
+
+import jaxmp
+from jaxmp._jaxpr.walk import PRODUCTS, equations
+
+POLICIES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
+Program = tuple[Callable[[Any], tuple[jax.Array, Any]], Any]
+
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.fixture(autouse=True)
+def as_their_readers_have_it() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the libraries say of each other's versions
+        yield
+
+
+def data(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(7).normal(size=shape), jnp.float32)
+
+
+IDS = jnp.asarray(np.random.default_rng(3).integers(2, 40, (2, 6)), jnp.int32)
+PADDED = jnp.array([[1] * 6, [1] * 4 + [0] * 2])
+
+
+def equinox_mlp(eqx: Any) -> tuple[Any, Any]:
+    return eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0)), data(3, 8)
+
+
+def equinox_convolution(eqx: Any) -> tuple[Any, Any]:
+    first, second = jax.random.split(jax.random.key(0))
+    layers = [eqx.nn.Conv2d(3, 8, 3, key=first), eqx.nn.GroupNorm(2, 8), eqx.nn.Lambda(jax.nn.relu)]
+    return eqx.nn.Sequential([*layers, eqx.nn.MaxPool2d(2, 2), eqx.nn.Conv2d(8, 2, 1, key=second)]), data(2, 3, 6, 6)
+
+
+def equinox_attention(eqx: Any) -> tuple[Any, Any]:
+    class Block(eqx.Module):
+        norm: Any
+        attention: Any
+        mlp: Any
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = jax.vmap(self.norm)(x)
+            x = x + self.attention(y, y, y, mask=jnp.tril(jnp.ones((5, 5), bool)))
+            return x + jax.vmap(self.mlp)(x)
+
+    first, second = jax.random.split(jax.random.key(0))
+    attention = eqx.nn.MultiheadAttention(2, 16, key=first)
+    return Block(eqx.nn.LayerNorm(16), attention, eqx.nn.MLP(16, 16, 32, 1, jax.nn.gelu, key=second)), data(2, 5, 16)
+
+
+def equinox_recurrence(eqx: Any) -> tuple[Any, Any]:
+    class Recurrent(eqx.Module):
+        cell: Any
+        head: Any
+
+        def __call__(self, xs: jax.Array) -> jax.Array:
+            start = (jnp.zeros(8), jnp.zeros(8))
+            (hidden, _), _ = jax.lax.scan(lambda carry, x: (self.cell(x, carry), None), start, xs)
+            return self.head(hidden)
+
+    first, second = jax.random.split(jax.random.key(0))
+    return Recurrent(eqx.nn.LSTMCell(4, 8, key=first), eqx.nn.Linear(8, 3, key=second)), data(2, 7, 4)
+
+
+EQUINOX = {
+    "MLP": equinox_mlp,
+    "convolutions": equinox_convolution,
+    "attention": equinox_attention,
+    "LSTM": equinox_recurrence,
+}
+
+
+def equinox_program(name: str) -> Program:
+    eqx = pytest.importorskip("equinox")
+    model, x = EQUINOX[name](eqx)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params: Any) -> tuple[jax.Array, Any]:
+        out = jax.vmap(eqx.combine(params, static))(x)
+        return jnp.square(out).mean(), out
+
+    return loss, params
+
+
+TEXT = {"vocab_size": 40, "attention_probs_dropout_prob": 0.0}
+BERT = TEXT | {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "BERT": ("BertConfig", "FlaxBertForMaskedLM", BERT),
+    "GPT-2": ("GPT2Config", "FlaxGPT2LMHeadModel", {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2}),
+    "Llama": (
+        "LlamaConfig",
+        "FlaxLlamaForCausalLM",
+        {name: BERT[name] for name in BERT if name != "attention_probs_dropout_prob"} | {"max_position_embeddings": 16},
+    ),
+    "ViT": (
+        "ViTConfig",
+        "FlaxViTForImageClassification",
+        {name: BERT[name] for name in BERT if name not in TEXT} | {"image_size": 8, "patch_size": 4, "num_labels": 3},
+    ),
+}
+
+
+def transformers_program(name: str) -> Program:
+    transformers = pytest.importorskip("transformers", "4.40", exc_type=ImportError)
+    config, model_class, options = TRANSFORMERS[name]
+    if not hasattr(transformers, model_class):
+        pytest.skip("transformers 5 has no Flax models")
+    model = getattr(transformers, model_class)(getattr(transformers, config)(**options), seed=0)
+    inputs: dict[str, Any] = {"input_ids": IDS, "attention_mask": PADDED}
+    if name == "ViT":
+        inputs = {"pixel_values": data(2, 3, 8, 8)}
+
+    def loss(params: Any) -> tuple[jax.Array, Any]:
+        out = model(**inputs, params=params).logits
+        labels = jnp.arange(out[..., 0].size).reshape(out.shape[:-1]) % out.shape[-1]
+        return optax.losses.softmax_cross_entropy_with_integer_labels(out, labels).mean(), out
+
+    return loss, model.params
+
+
+MODELS: dict[str, Callable[[], Program]] = {
+    **{f"equinox {name}": functools.partial(equinox_program, name) for name in EQUINOX},
+    **{f"transformers {name}": functools.partial(transformers_program, name) for name in TRANSFORMERS},
+}
+
+
+def value_and_grad(loss: Any) -> Any:
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_peer_s_model_computes_in_half_what_it_computes_in_float32(name: str) -> None:
+    loss, params = MODELS[name]()
+    halves = [value_and_grad(jaxmp.autocast(loss, policy)) for policy in POLICIES]
+    want, *all_got = compiled(lambda params: [fun(params) for fun in (value_and_grad(loss), *halves)])(params)
+    (value, out), grads = want
+    for half, ((got_value, got_out), got_grads) in zip(POLICIES.values(), all_got, strict=True):
+        assert got_value.dtype == got_out.dtype == jnp.float32
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(got_grads)} == {"float32"}
+        rounding = 10 * float(jnp.finfo(half).eps)  # some ten roundings one after the other
+        scale = float(jnp.abs(out).max())
+        assert np.abs(flat(got_out) - flat(out)).max() <= rounding * scale
+        assert abs(float(got_value - value)) <= rounding * max(float(value), scale)
+        assert cosine(flat(got_grads), flat(grads)) > (0.99 if half == "bfloat16" else 0.9999)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_product_of_a_peer_s_model_is_left_in_float32(name: str) -> None:
+    loss, params = MODELS[name]()
+    for policy, half in POLICIES.items():
+        jaxpr = jax.make_jaxpr(value_and_grad(jaxmp.autocast(loss, policy)))(params)
+        operands = [eqn.invars[:2] for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
+        dtypes = [{var.aval.dtype.name for var in pair} for pair in operands]
+        # BERT multiplies its attention by a mask of integers with an einsum: no contraction, and no half integers.
+        assert {dtype for pair in dtypes if "int32" not in pair for dtype in pair} == {half}
+
+
+def test_the_extra_peers_of_autocast_names_these_libraries() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    named = {re.match(r"[\w-]+", requirement)[0] for requirement in extras["autocast-peers"]}
+    assert named == {"equinox", "transformers"}

@@ -1,0 +1,226 @@
+"""Rows of the plan and their FLOPs."""
+
+from __future__ import annotations
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen
+from jax import lax
+from plan_tools import MLP, doubled, flops, mlp, plan, rows, shape
+
+import jaxmp
+
+
+def test_rows_of_an_mlp_with_a_softmax_are_what_one_expects():
+    half, full = "bfloat16", "float32"
+    expected = [  # path, primitive, class, operands, result, why, FLOPs, bytes of casts
+        ("hidden", "dot_general", "half", (half, half), half, "product", 2 * 4 * 8 * 16, 2 * (32 + 128)),
+        ("hidden", "broadcast_in_dim", "clear", (full,), full, "moves data", 0, 0),
+        ("hidden", "add", "widest", (half, half), half, "between dot_general and dot_general of head", 64, 2 * 64),
+        ("hidden", "tanh", "infer", (half,), half, "between dot_general and dot_general of head", 64, 0),
+        ("head", "dot_general", "half", (half, half), half, "product", 2 * 4 * 16 * 2, 2 * 32),
+        ("", "reduce_max", "clear", (half,), half, "moves data", 0, 0),
+        ("", "broadcast_in_dim", "clear", (half,), half, "moves data", 0, 0),
+        ("", "sub", "widest", (full, full), full, "softmax: feeds only exp", 8, 4 * (8 + 8)),
+        ("", "exp", "pointwise", (full,), full, "softmax: pointwise is float32", 8, 0),
+        ("", "reduce_sum", "accumulation", (full,), full, "softmax: accumulation is float32", 8, 0),
+        ("", "broadcast_in_dim", "clear", (full,), full, "moves data", 0, 0),
+        ("", "div", "widest", (full, full), full, "softmax: goes on in float32 after exp", 8, 0),
+    ]
+    keys = ("path", "primitive", "cls", "operands", "result", "why", "flops", "cast_bytes")
+    found = [tuple(getattr(row, key) for key in keys) for row in rows(mlp, *MLP)]
+    assert [row[1] for row in found] == [row[1] for row in expected]
+    for number, row in enumerate(expected):
+        assert found[number] == row
+
+
+def test_a_flax_layer_norm_between_products_is_a_group_under_its_modules_path():
+    model = linen.Sequential([linen.Dense(8, use_bias=False), linen.LayerNorm(), linen.Dense(8, use_bias=False)])
+    params = jax.eval_shape(model.init, jax.random.key(0), shape(4, 8))
+    found = rows(model.apply, params, shape(4, 8))
+    products = [row for row in found if row.primitive == "dot_general"]
+    assert [row.path.rpartition("/")[2] for row in products] == ["layers_0", "layers_2"]
+    assert all(row.result == "bfloat16" for row in products)
+    (root,) = (row for row in found if row.primitive == "rsqrt")
+    assert root.path.endswith("layers_1") and root.operands == ("float32",)
+    assert root.why == "normalisation: pointwise is float32"
+    assert all(row.result == "float32" for row in found if row.primitive == "reduce_sum")
+
+
+def test_sources_are_files_in_their_packages_and_lines_of_the_user():
+    line = mlp.__code__.co_firstlineno + 4
+    (dot,) = (row for row in rows(mlp, *MLP) if row.path == "head")
+    assert dot.source == f"plan_tools.py:{line}"
+    params = jax.eval_shape(linen.Dense(4).init, jax.random.key(0), shape(2, 3))
+    for row in rows(linen.Dense(4).apply, params, shape(2, 3)):
+        assert re.fullmatch(r"flax/linen/linear\.py:\d+", row.source)
+
+
+def test_what_jax_traced_before_is_told_by_the_line_that_calls_it():
+    def fun(x, w):
+        return jax.nn.log_softmax(x @ w)
+
+    inner = [row for row in rows(fun, shape(4, 8), shape(8, 8)) if row.depth]
+    assert inner and all(row.source.startswith("test_plan.py:") for row in inner)
+
+
+def test_the_reason_names_what_decided():
+    def fun(w, x, g, mask):
+        y = x @ w
+        masked = jnp.where(mask, y, jnp.finfo("float32").min)
+        root = lax.rsqrt(lax.reduce_sum(y * y, (1,)) + 1e-12)
+        scaled = y * lax.broadcast_in_dim(root, (4, 4), (0,))
+        return (scaled @ w + g) * g, lax.exp(masked), g * g
+
+    found = rows(fun, shape(4, 4), shape(4, 4), shape(4, 4), shape(4, 4, dtype=bool), policy="mixed_float16")
+    why = collections.defaultdict(list)
+    for row in found:
+        why[row.primitive].append(row.why)
+    assert why["select_n"] == ["a constant beyond float16's largest number"]
+    after = ["goes on in float32 after rsqrt", "leads to no product", "no product before it"]
+    assert why["mul"] == ["L2 norm: feeds only reduce_sum", *after]
+    assert why["add"][0] in ("L2 norm: a constant below float16's smallest normal number", "L2 norm: feeds only rsqrt")
+    assert why["add"][1] == "leads to no product"
+
+
+def test_rows_of_loops_and_branches_follow_the_equation_that_has_them():
+    def fun(w, x):
+        def step(carry, _):
+            x, total = carry
+            x = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)
+            return (x, total + 1.0), x[0]
+
+        return lax.scan(step, (x, 0.0), None, length=5)
+
+    found = rows(fun, shape(4, 4), shape(4, 4))
+    scan, cond, product = (
+        next(row for row in found if row.primitive == name) for name in ("scan", "cond", "dot_general")
+    )
+    assert (scan.cls, scan.depth, cond.depth, product.depth) == ("recurse", 0, 1, 2)
+    assert found.index(scan) < found.index(cond) < found.index(product)
+    assert scan.result == "bfloat16, float32, bfloat16" and "5 trips" in scan.why
+    assert "float32: a carry that adds up, with no product on its way round" in scan.why
+    assert product.flops == 5 * 2 * 4 * 4 * 4
+
+
+def test_a_while_loop_counts_one_trip_and_the_summary_says_so():
+    def fun(w, x):
+        return lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x)
+
+    found = plan(fun, shape(4, 4), shape(4, 4))
+    assert found.summary.product_flops == 2 * 4 * 4 * 4
+    assert found.summary.unknown_trips == 1
+    assert "loops of unknown trips, counted as one trip each: 1" in str(found)
+
+
+def test_a_custom_rule_is_shown_as_it_computes_its_value():
+    call, dot, mul = rows(doubled, shape(2, 4), shape(4, 8))
+    assert (call.cls, call.why) == ("recurse", "decided inside; its derivative rules when they run")
+    assert (dot.primitive, dot.operands, mul.primitive) == ("dot_general", ("bfloat16", "bfloat16"), "mul")
+
+
+def test_a_function_without_products_keeps_every_operation_and_says_so():
+    found = plan(lambda x: jnp.sum(lax.exp(x)) + 1, shape(8))
+    assert {row.why for row in found.rows} == {"no product in half: nothing changes"}
+    assert (found.summary.changes, found.summary.casts, found.summary.half_flops) == (False, 0, 0)
+    assert str(found).endswith("no product in half: nothing changes")
+
+
+def test_a_function_without_operations_has_a_plan_too():
+    text = str(plan(lambda x: x, shape(8)))
+    assert "operations: none\nFLOPs: 0, 0.0 % in half precision\n" in text
+
+
+def test_an_autocast_inside_has_decided():
+    inner = jaxmp.autocast(lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=3)[0], "mixed_float16")
+    found = plan(lambda x, w: inner(x, w) @ w, shape(4, 4), shape(4, 4))
+    products = [row for row in found.rows if row.primitive == "dot_general"]
+    assert [row.operands[0] for row in products] == ["float16", "bfloat16"]
+    assert products[0].why == "decided by the autocast inside"
+    assert [row.flops for row in products] == [3 * 128, 128]
+    assert found.summary.half_product_flops == found.summary.product_flops == 4 * 128
+
+
+def test_an_unknown_primitive_is_reported():
+    from jax.extend.core import Primitive
+
+    mystery = Primitive("mystery")
+    mystery.def_abstract_eval(lambda x: x)
+    found = plan(lambda x, w: mystery.bind(x @ w), shape(4, 4), shape(4, 4))
+    assert found.rows[1].cls == "unknown" and found.rows[1].operands == ("float32",)
+    assert found.rows[1].why == "an unknown primitive keeps its dtypes"
+    assert (found.summary.unknown, found.summary.uncounted) == (("mystery",), ("mystery",))
+    assert "unknown primitives, which keep their dtypes: mystery" in str(found)
+
+
+# --- FLOPs
+
+
+def test_flops_of_products_are_two_for_each_term():
+    assert flops(jnp.matmul, shape(8, 16), shape(16, 4)) == [("dot_general", 2 * 8 * 16 * 4)]
+    assert flops(jnp.matmul, shape(3, 8, 16), shape(3, 16, 4)) == [("dot_general", 2 * 3 * 8 * 16 * 4)]
+    sizes = shape(2, dtype="int32")
+    assert flops(lax.ragged_dot, shape(6, 8), shape(2, 8, 4), sizes) == [("ragged_dot_general", 2 * 6 * 8 * 4)]
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "options", "expected"),
+    [
+        # results 1 × 6 × 6 × 16, each of 3 × 3 × 8 terms
+        ((1, 8, 8, 8), (3, 3, 8, 16), {}, 2 * 36 * 16 * 72),
+        # stride 2 with padding: results 2 × 4 × 4 × 16
+        ((2, 8, 8, 8), (3, 3, 8, 16), {"window_strides": (2, 2), "padding": "SAME"}, 2 * 2 * 16 * 16 * 72),
+        # four groups: each result reads two of the eight channels
+        ((1, 8, 8, 8), (3, 3, 2, 16), {"feature_group_count": 4}, 2 * 36 * 16 * 18),
+        # two groups of the batch: half as many images come out
+        ((2, 8, 8, 8), (3, 3, 8, 16), {"batch_group_count": 2}, 2 * 36 * 16 * 72),
+        # kernel dilated by 2: it spans 5, so 4 × 4 results
+        ((1, 8, 8, 8), (3, 3, 8, 16), {"rhs_dilation": (2, 2)}, 2 * 16 * 16 * 72),
+        # transposed: each of the 4 × 4 pixels meets the 2 × 2 taps once
+        ((1, 4, 4, 8), (2, 2, 8, 16), {"lhs_dilation": (2, 2), "padding": ((1, 1), (1, 1))}, 2 * 64 * 16 * 8),
+    ],
+)
+def test_flops_of_a_convolution(image, kernel, options, expected):
+    options = {"window_strides": (1, 1), "padding": "VALID", "dimension_numbers": ("NHWC", "HWIO", "NHWC")} | options
+
+    def fun(x, w):
+        return lax.conv_general_dilated(x, w, **options)
+
+    assert flops(fun, shape(*image), shape(*kernel)) == [("conv_general_dilated", expected)]
+
+
+def test_flops_of_other_operations_are_their_elements():
+    x, i = shape(4, 8), shape(4, 8, dtype="int32")
+    assert flops(lambda x: lax.exp(x) + x, x) == [("exp", 32), ("add", 32)]
+    assert flops(lambda x: lax.reduce_sum(x, (0,)), x) == [("reduce_sum", 32)]
+    assert flops(lambda x: x.T.reshape(-1)[3:], x) == []
+    assert flops(lambda i: i * i + 1, i) == []
+    assert flops(lambda x: x.at[jnp.array([0, 0])].add(x[:2]), x)[-1] == ("scatter-add", 16)
+    assert flops(lambda x: jnp.fft.fft(x), shape(3, 8))[-1] == ("fft", 5 * 3 * 8 * 3)
+    assert flops(lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 2), (2, 2), "VALID"), x) == [
+        ("reduce_window_sum", 8 * 4)
+    ]
+
+
+def test_flops_in_a_scan_count_each_trip():
+    def fun(w, x):
+        return lax.scan(lambda x, _: (lax.scan(lambda x, _: (x @ w, None), x, None, 3)[0], None), x, None, 5)[0]
+
+    found = plan(fun, shape(4, 4), shape(2, 4))
+    assert found.summary.flops == found.summary.half_flops == 3 * 5 * 2 * 2 * 4 * 4
+    assert found.summary.half_share == 1
+
+
+def test_flops_of_complex_numbers_are_not_half():
+    summary = plan(lambda x, w: jnp.fft.fft(x @ w), shape(2, 8), shape(8, 8)).summary
+    assert (summary.flops, summary.half_flops) == (2 * 2 * 8 * 8 + 5 * 2 * 8 * 3, 2 * 2 * 8 * 8)
+
+
+def test_what_has_no_formula_is_named():
+    found = plan(lambda x: jnp.linalg.cholesky(x @ x.T), shape(4, 4))
+    assert found.summary.uncounted == ("cholesky",)
+    assert "FLOPs not counted: cholesky" in str(found)

@@ -1,0 +1,123 @@
+"""The plan as text, JSON and table; nothing runs; errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plan_block
+import pytest
+from jax import lax
+from places import ROOT, TOOLS
+from plan_tools import MLP, custom, looped, mlp, plan, shape
+from rich.console import Console
+
+import jaxmp
+from jaxmp.engine.plan import Row
+
+
+def test_the_text_of_a_transformer_block_is_the_one_kept():
+    found = plan(plan_block.loss, *plan_block.example(), overrides={"**/head": "float32"})
+    assert f"{found}\n" == (TOOLS / "plan_block.txt").read_text()
+
+
+def test_the_text_is_the_same_in_another_process_folder_and_hash_seed(tmp_path):
+    code = f"""
+import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(ROOT)!r}]
+import jaxmp, plan_block
+print(jaxmp.cast_plan(plan_block.loss, "mixed_bfloat16", {{"**/head": "float32"}})(*plan_block.example()))
+"""
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == (TOOLS / "plan_block.txt").read_text(), done.stderr
+
+
+def test_one_change_of_precision_changes_its_line_and_the_totals():
+    def lines(**overrides):
+        return str(plan(mlp, *MLP, **overrides)).splitlines()[3:]
+
+    before, after = lines(), lines()
+    assert before == after
+    after = [line for line in lines(overrides={"primitive:tanh": "float32"}) if not line.startswith("override")]
+    changed = {line.split()[0] for line in set(after) - set(before)}
+    assert "tanh" in changed and "exp" not in changed and "sub" not in changed
+
+
+def test_the_text_holds_no_absolute_path_and_no_id():
+    text = str(plan(custom, shape(4, 8), shape(8, 8)))
+    assert not re.search(r"0x[0-9a-f]+|\s/\w", text)
+
+
+def test_json_holds_all_that_the_plan_holds():
+    found = plan(looped, shape(4, 8), shape(8, 8))
+    read = json.loads(found.to_json())
+    assert set(read) == {"policy", "overrides", "rows", "summary"}
+    restored = [Row(**{**row, "operands": tuple(row["operands"])}) for row in read["rows"]]
+    assert tuple(restored) == found.rows
+    assert read["summary"].pop("half_share") == found.summary.half_share
+    assert read["summary"] == json.loads(json.dumps(vars(found.summary)))
+    assert read["policy"] == str(jaxmp.get_policy("mixed_bfloat16"))
+
+
+def test_rich_prints_a_table_with_every_row_and_the_totals():
+    found = plan(mlp, *MLP)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(found)
+    text = console.export_text()
+    assert all(row.primitive in text for row in found.rows)
+    assert "groups in float32: 1 softmax" in text and "softmax: pointwise is float32" in text
+
+
+# --- nothing runs, overrides, errors
+
+
+def test_nothing_is_executed():
+    huge = shape(1 << 20, 1 << 20)  # 4 TB
+    found = plan(lambda x: x @ x, huge)
+    assert found.summary.product_flops == 2 * 2**60
+
+
+def test_arrays_python_values_and_keywords_are_arguments_as_they_are():
+    def fun(x, transpose, *, w, name):
+        assert transpose is True and name == "w"
+        return x @ w.T
+
+    found = jaxmp.cast_plan(fun, "mixed_float16")(np.ones((2, 3), np.float32), True, w=jnp.ones((4, 3)), name="w")
+    assert found.rows[-1].operands == ("float16", "float16")
+
+
+def test_an_override_is_the_reason_it_gives():
+    def fun(x, w):
+        with jax.named_scope("a"):
+            y = lax.exp(x @ w)
+        with jaxmp.precision("float32"):
+            return y @ w
+
+    found = plan(fun, shape(4, 8), shape(8, 8), overrides={"primitive:exp": "half"})
+    exp, last = found.rows[1:]
+    assert (exp.path, exp.operands, exp.why) == ("a", ("bfloat16",), "override 'primitive:exp'")
+    assert (last.path, last.operands, last.why) == ("", ("float32",) * 2, "region jaxmp.precision('float32')")
+    assert "override 'primitive:exp': half" in str(found)
+
+
+def test_errors_are_those_of_autocast():
+    def fun(x, w):
+        return x @ w
+
+    with pytest.raises(ValueError, match=r"every override must match an operation .* '\*\*/heed' matched none"):
+        plan(fun, shape(4, 8), shape(8, 8), overrides={"**/heed": "float32"})
+    with pytest.raises(ValueError, match="names a primitive that does not exist; the nearest: 'exp'"):
+        jaxmp.cast_plan(fun, "mixed_bfloat16", {"primitive:expo": "float32"})
+    with pytest.raises(ValueError, match="cast_plan needs a policy with a half compute dtype, got float32"):
+        jaxmp.cast_plan(fun, "float32")
+    with pytest.raises(TypeError, match="a function has no modules"):
+        jaxmp.cast_plan(fun, "O2")
+    with pytest.raises(ValueError, match="unknown policy 'mixed_float61'"):
+        jaxmp.cast_plan(fun, "mixed_float61")

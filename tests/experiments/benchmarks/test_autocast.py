@@ -1,0 +1,240 @@
+"""The benchmarks of autocast and of tracing run, on code that is not prepared for them; docs/autocast.md runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import runpy
+import sys
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from places import ROOT
+
+from experiments.benchmarks import autocast, tracing
+from experiments.benchmarks.shared import by_hand, hlo
+
+NAMES = autocast.Config().models
+SMALL = autocast.Config(batch_size=2, sequence=8, layers=1, width=64, vocabulary=64, image=32)
+
+
+def program_of(fun, *args):
+    return hlo.Program(jax.jit(fun).lower(*args).as_text("hlo"))
+
+
+# Reading programs.
+
+
+def test_products_are_counted_by_the_dtypes_of_their_operands_in_functions_and_loops_too():
+    def fun(x, w):
+        y = jax.jit(lambda a: a.astype(jnp.bfloat16) @ a.astype(jnp.bfloat16))(x)
+        z, _ = jax.lax.scan(lambda carry, _: (carry @ w, None), x, length=3)
+        return y.astype(jnp.float32) + z @ w
+
+    x = jnp.ones((4, 4))
+    assert program_of(fun, x, x).products() == Counter({"dot f32×f32": 2, "dot bf16×bf16": 1})
+
+
+def test_casts_and_casts_that_undo_one_another_are_counted_and_integers_are_not():
+    def fun(x, n):
+        return x.astype(jnp.bfloat16).astype(jnp.float32) + n.astype(jnp.float32)
+
+    program = program_of(fun, jnp.ones(4), jnp.ones(4, jnp.int32))
+    assert program.converts() == Counter({"f32→bf16": 1, "bf16→f32": 1})
+    assert program.round_trips() == 1
+    assert program_of(lambda x: jnp.exp(x.astype(jnp.bfloat16)).astype(jnp.float32), jnp.ones(4)).round_trips() == 0
+
+
+def test_convolutions_are_counted_and_traffic_is_what_other_operations_read_and_write():
+    def fun(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    x, w = jnp.ones((1, 4, 4, 2), jnp.float16), jnp.ones((3, 3, 2, 2), jnp.float16)
+    assert program_of(fun, x, w).products() == Counter({"convolution f16×f16": 1})
+    assert program_of(fun, x, w).traffic() == (0, 0)
+    assert program_of(jnp.exp, jnp.ones(8)).traffic() == (64, 0)
+
+
+# The steps.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_line_of_jaxmp_runs_in_the_code_that_autocast_rewrites(name):
+    case = autocast.case_of(name, SMALL)
+    model = by_hand.build(case)
+    params, state = jax.eval_shape(functools.partial(by_hand.init, case, model), jax.random.key(0))
+    called = set()
+    sys.setprofile(lambda frame, event, arg: called.add(frame.f_code.co_filename))
+    try:
+        jax.eval_shape(by_hand.loss_fn_of(model), params, state, case.batch)
+    finally:
+        sys.setprofile(None)
+    assert by_hand.__file__ in called and not [file for file in called if str(ROOT / "jaxmp") in file]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_lstm_computes_what_flaxs_own_computes(dtype):
+    xs = jax.random.normal(jax.random.key(0), (5, 2, 4), dtype)
+    ours = by_hand.Recurrence(dtype)
+    params = ours.init(jax.random.key(1), xs)["params"]
+    gates = {"kernel": jnp.split(params["outer"]["kernel"], 4, axis=1), "inner": jnp.split(params["inner"], 4, axis=1)}
+    theirs = {f"i{gate}": {"kernel": kernel} for gate, kernel in zip("ifgo", gates["kernel"], strict=True)}
+    for gate, kernel in zip("ifgo", gates["inner"], strict=True):
+        theirs[f"h{gate}"] = {"kernel": kernel, "bias": jnp.full(4, float(gate == "f"))}
+    flax = nn.RNN(nn.LSTMCell(4), time_major=True).apply({"params": {"cell": theirs}}, xs.astype(jnp.float32))
+    got = ours.apply({"params": params}, xs)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(got.astype(jnp.float32), flax, atol=2 * float(jnp.finfo(dtype).eps))
+
+
+def test_the_nnx_model_that_is_traced_computes_what_the_one_in_linen_computes():
+    linen = by_hand.GPT2(64, tracing.LENGTH, 2, 1, tracing.WIDTH)
+    tokens = jax.random.randint(jax.random.key(0), tracing.TOKENS.shape, 0, 64)
+    params = jax.tree.map(lambda x: x + 0.1, linen.init(jax.random.key(1), tokens)["params"])
+    model = tracing.GPT2(2, 64, nnx.Rngs(0))
+    blocks = {}
+    for i in range(2):
+        attention = params[f"attention{i}"]
+        own = {"norm1": f"norm1_{i}", "norm2": f"norm2_{i}", "up": f"up{i}", "down": f"down{i}"}
+        blocks[i] = {**attention, **{name: params[theirs] for name, theirs in own.items()}}
+    own = {name: params[name] for name in ("embed", "positions", "norm")}
+    nnx.update(model, nnx.State({**own, "blocks": blocks}))
+    np.testing.assert_allclose(model(tokens), linen.apply({"params": params}, tokens), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_step_under_autocast_has_the_products_of_the_step_by_hand(name, policy):
+    case = autocast.case_of(name, SMALL)
+    products = {}
+    for variant in ("float32", autocast.BY_HAND, autocast.AUTOCAST):
+        with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+            init, step = autocast.step_of(case, variant, policy)
+            lowered = step.lower(jax.eval_shape(init), case.batch)
+        products[variant] = hlo.Program(lowered.as_text("hlo")).products()
+    half = {"mixed_bfloat16": "bf16", "mixed_float16": "f16"}[policy]
+    assert products[autocast.AUTOCAST] == products[autocast.BY_HAND]
+    assert {product.split()[1] for product in products[autocast.AUTOCAST]} == {f"{half}×{half}"}
+    assert {product.split()[1] for product in products["float32"]} == {"f32×f32"}
+    assert sum(products["float32"].values()) == sum(products[autocast.AUTOCAST].values())
+
+
+def test_a_difference_between_programs_is_said_in_words():
+    same = {"products": Counter({"dot bf16×bf16": 3}), "round_trips": 0}
+    wider = {"products": Counter({"dot bf16×bf16": 2, "dot f32×f32": 1}), "round_trips": 2}
+    assert autocast.differences({"lowered": same}, {"lowered": same}) == []
+    assert autocast.differences({"lowered": same}, {"lowered": wider}) == [
+        "lowered: 2 products dot bf16×bf16, by hand 3",
+        "lowered: 1 products dot f32×f32, by hand 0",
+        "lowered: 2 casts undo the cast before, by hand 0",
+    ]
+
+
+def test_goals_say_whether_they_are_met():
+    rows = {autocast.BY_HAND: {"bytes": 100, "ratio": (1, 1, 1)}, autocast.AUTOCAST: {"bytes": 103, "ratio": (1, 1, 2)}}
+    assert autocast.goals({"variants": rows, "differences": []}) == [
+        "met: time is 1.0000 of by hand, the goal at most 1.01",
+        "NOT MET: memory of the compiled step is 1.0300 of by hand, the goal at most 1.02",
+        "met: the same products in the same dtypes as by hand, and no casts added that undo one another",
+    ]
+
+
+def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_variant(tmp_path, capsys):
+    config = autocast.Config(
+        models=("lstm",), rounds=2, block_ms=1, sequence=8, layers=1, vocabulary=32, hlo=True, run_dir=tmp_path
+    )
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        autocast.main(config)
+    result = json.loads((tmp_path / "autocast.json").read_text())
+    (model,) = result["results"]
+    assert model["model"] == "LSTM, 1 layers of 64, 2×8, 32 tokens"
+    assert list(model["variants"]) == list(autocast.VARIANTS)
+    assert all(len(row["milliseconds"]) == 2 and row["bytes"] > 0 for row in model["variants"].values())
+    losses = list(model["losses"].values())
+    assert losses == pytest.approx([losses[0]] * 4, rel=0.05)  # all train alike
+    markdown, printed = (tmp_path / "autocast.md").read_text(), capsys.readouterr().out
+    for name in ("device", "versions", "date", "command"):
+        assert f"- {name}: {result['environment'][name]}" in markdown
+    for text in (*autocast.VARIANTS, "float32, lowered", "autocast, compiled", "the goal at most 1.01"):
+        assert text in markdown and text in printed
+    assert "dot(" in (tmp_path / "lstm-by_hand_again.lowered.txt").read_text()
+
+
+def test_the_benchmark_of_tracing_writes_a_row_for_each_graph(monkeypatch, tmp_path):
+    monkeypatch.setattr(tracing.gc, "collect", lambda: 0)  # seconds each beside the other tests
+    config = tracing.Config(layers=1, rounds=1, equations=(16, 32), profile=True, run_dir=tmp_path)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms
+        tracing.main(config)
+    result = json.loads((tmp_path / "tracing.json").read_text())
+    measures = [
+        "apply_policy: tracing the loss", "autocast: tracing the loss", "apply_policy: tracing value and gradients",
+        "autocast: tracing value and gradients", "apply_policy: an eager call",
+    ]  # fmt: skip
+    assert [row["model"] for row in result["models"]] == [f"{api}, {name}" for api in tracing.APIS for name in measures]
+    assert [row["goal"] for row in result["models"]] == 2 * [1.6, 1.5, 1.6, 1.5, 2.0]
+    for row in result["models"]:
+        (bare, own) = row["milliseconds"].values()
+        assert row["ratio"] == [own[0] / bare[0]] * 3
+    graphs = [(row["graph"], row["equations"]) for row in result["graphs"]]
+    assert graphs == [("deep", 16), ("deep", 32), ("wide", 16), ("wide", 32)]
+    assert "wide: the time per equation under autocast changes" in (tmp_path / "tracing.md").read_text()
+    assert "emit.py" in (tmp_path / "profile.txt").read_text()
+
+
+def test_every_round_traces_a_model_of_its_own_under_the_policy_and_bare():
+    for api in tracing.APIS.values():
+        with jax.numpy_dtype_promotion("standard"):  # Flax's norms
+            rounds = [tracing.losses(api, 1, "mixed_bfloat16", round_) for round_ in (0, 1)]
+            shapes = [[leaf.shape for leaf in jax.tree.leaves(programs["float32"][1][0])] for programs in rounds]
+            assert shapes[0] != shapes[1]
+            texts = {name: str(jax.make_jaxpr(fun)(*args)) for name, (fun, args) in rounds[0].items()}
+        assert {name for name, text in texts.items() if "bf16" in text} == {"apply_policy", "autocast"}
+
+
+@pytest.mark.parametrize("make", [tracing.deep, tracing.wide])
+def test_the_large_graphs_have_the_equations_they_are_named_for(make):
+    fun, args = make(400)
+    assert len(jax.make_jaxpr(fun)(*args).jaxpr.eqns) == pytest.approx(400, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("main", "config", "text"),
+    [
+        (autocast.main, autocast.Config(rounds=-1), "--rounds must be at least 0, got -1"),
+        (autocast.main, autocast.Config(width=65), "a width must be a multiple of 64, the width of a head, got 65"),
+        (tracing.main, tracing.Config(equations=(3,)), "--equations must be at least 8, got 3"),
+        (tracing.main, tracing.Config(policy="float8"), "float8"),
+    ],
+)
+def test_a_bad_flag_ends_a_benchmark_with_one_line(main, config, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(config)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and text in said and said.count("\n") == 1
+
+
+# The page.
+
+
+def test_the_code_of_the_page_runs_as_printed(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "autocast.md").read_text(), re.DOTALL)
+    scope = {}
+    for block in blocks:
+        exec(compile(block, "docs/autocast.md", "exec"), scope)
+    printed = capsys.readouterr().out
+    assert len(blocks) == 5 and printed.startswith("float32 float32\nfloat32\n")
+    assert "dot_general" in printed  # the plan
+
+
+def test_the_pictures_of_the_page_are_drawn_from_the_graph_and_are_small(tmp_path):
+    names = re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "docs" / "autocast.md").read_text())
+    runpy.run_path(str(ROOT / "docs" / "draw_autocast.py"))["main"](tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for folder in (tmp_path, ROOT / "docs"):
+        assert all(5_000 < (folder / name).stat().st_size < 300_000 for name in names)

@@ -1,0 +1,227 @@
+"""Published weights: what the models compute with them is what transformers computes in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from places import TOOLS
+from safetensors.numpy import load_file, save_file
+
+import jaxmp
+from experiments import language_modeling, masked_lm
+from experiments.models import BERT, GPT2
+from experiments.models.weights import PUBLISHED_BERT, PUBLISHED_GPT2
+
+SIZES = (41, 12, 2, 2, 16)  # of tests/record_transformers.py
+KINDS = {
+    "gpt2": (GPT2, PUBLISHED_GPT2),
+    "bert": (BERT, PUBLISHED_BERT),
+}
+Run = dict[str, np.ndarray]
+
+
+@functools.cache
+def recorded(kind: str) -> Run:
+    with np.load(TOOLS / "transformers_models.npz") as file:
+        return part({name: file[name] for name in file.files}, kind)
+
+
+def part(run: Run, name: str) -> Run:
+    return {key.removeprefix(f"{name}/"): value for key, value in run.items() if key.startswith(f"{name}/")}
+
+
+def published(kind: str) -> Run:
+    """Weights of the recorded run, float32."""
+    return {name: tensor.astype(np.float32) for name, tensor in part(recorded(kind), "weights").items()}
+
+
+def errors(kind: str, run: Run, model: Any) -> dict[str, float]:
+    """The largest errors of hidden state, loss and gradients, relative to the largest value of the array or module."""
+    files = KINDS[kind][1]
+    inputs = part(run, "inputs")
+    targets = inputs.pop("targets")
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # which is sooner compiled
+    def outputs(params: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return model.apply({"params": params}, **inputs, targets=targets, ignore_index=-100, method="loss")
+
+        return model.apply({"params": params}, **inputs, method="hidden"), *jax.value_and_grad(loss)(params)
+
+    with jax.numpy_dtype_promotion("standard"):  # which Flax's own LayerNorm needs in half precision
+        *found, gradients = outputs(files.load(part(run, "weights")))
+    assert {array.dtype for array in (*found, *jax.tree.leaves(gradients))} == {np.dtype(np.float32)}
+    own = dict(zip(("hidden", "loss"), found, strict=True)) | files.tensors(gradients, vocabulary=SIZES[0])
+    expected = {name: run[name] for name in ("hidden", "loss")}
+    expected |= {name.removeprefix("transformer."): value for name, value in part(run, "gradients").items()}
+    assert own.keys() == expected.keys()
+    # A bias has the scale of its kernel: it sums what may cancel, and does so for keys, whose bias moves no attention.
+    scale: dict[str, float] = {}
+    for name, value in expected.items():
+        module = name.rpartition(".")[0] or name
+        scale[module] = max(scale.get(module, 0.0), float(abs(value).max()))
+    return {
+        name: float(abs(np.asarray(own[name], np.float64) - expected[name]).max())
+        / scale[name.rpartition(".")[0] or name]
+        for name in own
+    }
+
+
+# In units of the compute dtype's rounding, through two blocks and back. In float32 the norms' variance rounds most, the
+# mean of the squares less the square of the mean, as Flax has it; in half it is float32 too.
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_and_gradients_are_those_of_transformers_in_float64_to_rounding(kind, policy):
+    eps = float(jnp.finfo(policy.removeprefix("mixed_")).eps)
+    model = KINDS[kind][0](*SIZES)
+    if policy != "float32":
+        model = jaxmp.linen.apply_policy(model, policy)
+    with jax.default_matmul_precision("highest"):
+        found = errors(kind, recorded(kind), model)
+    assert max(found.values()) < (64 if policy == "float32" else 32) * eps, max(found, key=found.__getitem__)
+    assert found["hidden"] < 8 * eps and found["loss"] < 2 * eps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_trip_through_a_file_changes_no_bit(kind, tmp_path):
+    files = KINDS[kind][1]
+    save_file(published(kind), tmp_path / "in.safetensors")
+    params = files.load(tmp_path / "in.safetensors")
+    files.save(params, tmp_path / "out.safetensors", vocabulary=SIZES[0])
+    written = load_file(tmp_path / "out.safetensors")
+    expected = {name.removeprefix("transformer."): tensor for name, tensor in published(kind).items()}
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(written[name].view(np.int32), tensor.view(np.int32))
+    again = files.load(files.tensors(params, vocabulary=SIZES[0]))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, again))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_params_are_those_that_the_model_makes(kind):
+    model, files = KINDS[kind]
+    made = jax.eval_shape(model(*SIZES).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    loaded = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), files.load(published(kind)))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), loaded
+    )
+
+
+def test_rows_beyond_the_vocabulary_are_zeros():
+    rows = PUBLISHED_GPT2.load(published("gpt2"))["wte"]["embedding"]
+    assert rows.shape == (64, 16) and not rows[41:].any()
+
+
+def test_names_of_other_times_and_tensors_without_a_use_are_understood():
+    gpt2, bert = published("gpt2"), published("bert")
+    old = {
+        **{name.removeprefix("transformer."): tensor for name, tensor in gpt2.items()},
+        "h.0.attn.bias": np.ones((1, 1, 12, 12), np.float32),
+        "h.0.attn.masked_bias": np.float32(-1e4),
+        "lm_head.weight": gpt2["transformer.wte.weight"],
+    }
+    assert same(PUBLISHED_GPT2.load(old), PUBLISHED_GPT2.load(gpt2))
+    older = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in bert.items()
+    }
+    older |= {
+        "bert.pooler.dense.bias": np.ones(16, np.float32),
+        "cls.seq_relationship.bias": np.ones(2, np.float32),
+        "bert.embeddings.position_ids": np.arange(12)[None],
+        "cls.predictions.decoder.weight": bert["bert.embeddings.word_embeddings.weight"],
+        "cls.predictions.decoder.bias": bert["cls.predictions.bias"],
+    }
+    assert older.keys() - bert.keys() and same(PUBLISHED_BERT.load(older), PUBLISHED_BERT.load(bert))
+
+
+def same(a: Any, b: Any) -> bool:
+    return jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), a, b))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"h.1.mlp.c_fc.bias": None}, r"the weights of a GPT2 must have h\.1\.mlp\.c_fc\.bias too, which are missing"),
+        (
+            {"wpe.weight": None},
+            r"the weights must have wpe\.weight, which says the sizes; got h\.0\.attn\.c_attn\.bias",
+        ),
+        ({"h.0.ln_3.bias": np.ones(16)}, r"GPT2 has no place for h\.0\.ln_3\.bias; leave them out if that is right"),
+        (
+            {"h.0.mlp.c_fc.weight": np.ones((64, 16))},
+            r"h\.0\.mlp\.c_fc\.weight must have shape \(16, 64\) beside the other weights, got \(64, 16\)",
+        ),
+        (
+            {"lm_head.weight": np.ones((41, 16))},
+            r"lm_head\.weight must be the same as wte\.weight, for the model has one",
+        ),
+    ],
+)
+def test_weights_that_are_not_a_models_are_refused_by_name(change, message):
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in published("gpt2").items()}
+    tensors = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+    with pytest.raises(ValueError, match=message):
+        PUBLISHED_GPT2.load(tensors)
+
+
+def test_what_is_no_safetensors_file_is_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(range(200)))
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is no whole safetensors file .*pickled by torch"):
+        PUBLISHED_GPT2.load(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"one safetensors file, or its tensors by name, but .* is no file"):
+        PUBLISHED_BERT.load(tmp_path)
+
+
+def test_a_vocabulary_that_does_not_go_with_the_rows_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a vocabulary of 30522 has 30528 rows in decoder_bias, got 64"):
+        PUBLISHED_BERT.save(PUBLISHED_BERT.load(published("bert")), tmp_path / "bert.safetensors", vocabulary=30522)
+
+
+@pytest.mark.parametrize(("kind", "script"), [("gpt2", language_modeling), ("bert", masked_lm)])
+def test_a_script_begins_with_the_weights_of_a_file_and_writes_such_a_file(kind, script, tmp_path):
+    model, files = KINDS[kind]
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
+    vocabulary = 257 + (kind == "bert")  # [MASK]
+    start = jax.jit(model(vocabulary, 24, 1, 2, 16).init)(jax.random.key(7), jnp.zeros((1, 2), jnp.int32))["params"]
+    files.save(start, tmp_path / "in.safetensors", vocabulary=vocabulary)
+    more = {"model": "gpt2", "sample_tokens": 0} if kind == "gpt2" else {}
+    config = script.Config(
+        dataset=str(tmp_path / "text.txt"), data_dir=tmp_path / "data", tokens="bytes", layers=1, heads=2, width=16,
+        context=12, batch_size=4, steps=1, test_batches=1, policy="O2", weights=tmp_path / "in.safetensors",
+        save_weights=tmp_path / "out.safetensors", **more,
+    )  # fmt: skip
+    with jax.numpy_dtype_promotion("standard"):
+        experiment = script.prepare(config)
+        state = experiment.init(3)
+        expected = files.load_for(state.params, tmp_path / "in.safetensors")
+        assert same(state.params, jax.tree.map(lambda array, param: array.astype(param.dtype), expected, state.params))
+        experiment.closing(state, {"loss": 1.0})
+        assert same(files.load(tmp_path / "out.safetensors"), jax.tree.map(np.float32, state.params))
+        with pytest.raises(ValueError, match=r"must have the size of --weights, got .* for .*; give its --layers"):
+            script.prepare(dataclasses.replace(config, width=32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_itself_agrees_and_reads_what_is_saved(kind, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import record_transformers
+
+    run = record_transformers.record(kind, layers=3)
+    model, files = KINDS[kind]
+    with jax.default_matmul_precision("highest"):
+        found = errors(kind, run, model(41, 12, 3, 2, 16))
+    assert max(found.values()) < 128 * 2.0**-23
+    theirs = record_transformers.published(kind, layers=3)
+    theirs.config.save_pretrained(tmp_path)
+    files.save(files.load(part(run, "weights")), tmp_path / "model.safetensors", vocabulary=41)
+    read = type(theirs).from_pretrained(tmp_path).state_dict()
+    for name, tensor in theirs.state_dict().items():
+        np.testing.assert_array_equal(read[name].float().numpy(), tensor.float().numpy(), err_msg=name)

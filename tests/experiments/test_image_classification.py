@@ -1,0 +1,246 @@
+"""Image classification with every model and both APIs, on a tiny CIFAR-10, and `compare` with running statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from run_tools import train
+
+from experiments import compare, data, image_classification, models
+from experiments.benchmarks import input_pipeline
+from experiments.comparison import outcomes as comparison
+from experiments.data import stock
+from experiments.models import nnx as nnx_models
+from experiments.report.progress import Progress
+from experiments.training import cli
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten classes of four images, each class of a colour of its own, as folders."""
+    root = tmp_path_factory.mktemp("images")
+    for split, (label, name), i in itertools.product(("train", "test"), enumerate(stock.CLASSES["cifar10"]), range(4)):
+        folder = root / "cifar10" / split / name
+        folder.mkdir(parents=True, exist_ok=True)
+        rng = np.random.default_rng(1000 * label + 10 * i + len(split))
+        colour = np.array([25 * label % 190, 100 * label % 190, 60])
+        pixels = colour + rng.integers(0, 60, (32, 32, 3))
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def promotion_as_users_have_it():
+    """Flax's own BatchNorm needs it to train in half precision; in every thread, for compare compiles in some."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True)
+def tiny_networks(monkeypatch):
+    def linen(classes, small_images):
+        return models.ResNet((1, 1), "basic", classes, 4, small_images)
+
+    def nnx(channels, classes, small_images, rngs):
+        return nnx_models.ResNet((1, 1), channels, classes, 4, small_images, rngs=rngs)
+
+    monkeypatch.setitem(image_classification.LINEN, "resnet18", linen)
+    monkeypatch.setattr(nnx_models, "resnet18", nnx)
+
+
+def config(data_dir: Path, **flags) -> image_classification.Config:
+    recipe = {"dataset": "cifar10", "model": "resnet18", "image_size": 8, "batch_size": 10, "data_dir": data_dir}
+    return image_classification.Config(**{**recipe, **flags})
+
+
+@pytest.mark.parametrize(("api", "policy"), [("linen", "float32"), ("nnx", "mixed_bfloat16")])
+def test_a_residual_network_learns_in_either_api_and_its_statistics_move(api, policy, data_dir):
+    flags = {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "flip": True, "shift": 2, "steps": 20}
+    experiment = image_classification.prepare(config(data_dir, api=api, policy=policy, **flags))
+    state = experiment.init(0)
+    before = jax.device_get(state.model_state)
+    losses = []
+    for batch in itertools.islice(experiment.train_batches(0), 20):
+        state, metrics = experiment.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert batch["image"].shape == (10, 8, 8, 3) and batch["image"].dtype == policy.removeprefix("mixed_")
+    assert np.mean(losses[-4:]) < np.mean(losses[:4])
+    moved = jax.tree.map(lambda a, b: a.dtype == np.float32 and bool((a != b).any()), before, state.model_state)
+    assert jax.tree.leaves(moved) and jax.tree.all(moved)
+    assert experiment.step.jitted._cache_size() == 1
+
+
+def test_evaluation_uses_the_running_statistics_and_leaves_them(data_dir):
+    experiment = image_classification.prepare(config(data_dir, steps=2))
+    state = experiment.init(0)
+    batch = next(iter(experiment.test_batches()))
+    one = experiment.eval_step(state, {name: leaf[:1] for name, leaf in batch.items()})
+    statistics = jax.tree.map(lambda leaf: leaf + 1, state.model_state)
+    other = experiment.eval_step(
+        state.replace(model_state=statistics), {name: leaf[:1] for name, leaf in batch.items()}
+    )
+    assert float(one["loss"]) != float(other["loss"]) and math.isfinite(float(other["loss"]))
+    assert experiment.evaluate(state).keys() == {"loss", "accuracy"}
+
+
+def test_the_record_says_where_the_images_come_from(data_dir):
+    experiment = image_classification.prepare(config(data_dir, model="cnn", steps=1))
+    assert experiment.precision["data"] == (
+        f"cifar10/3.0.2: image files in {data_dir / 'cifar10'}: their pixels may differ from the original's"
+    )
+
+
+def test_digits_stay_between_0_and_1_and_other_sets_are_normalised(data_dir):
+    digits = image_classification.prepare(config(data_dir, dataset="digits", model="cnn", image_size=0))
+    batch = next(digits.train_batches(0))["image"]
+    assert float(batch.min()) == 0 and 0.9 < float(batch.max()) <= 1
+    batch = next(
+        image_classification.prepare(config(data_dir, model="cnn", image_size=0, batch_size=40)).train_batches(0)
+    )
+    np.testing.assert_allclose(batch["image"].mean((0, 1, 2)), 0, atol=1e-4)
+
+
+def test_an_override_gets_its_input_unrounded(data_dir):
+    flags = {"model": "cnn", "policy": "mixed_float16"}
+    for override, dtype in (((), "float16"), (("**/Conv_0=float32",), "float32")):
+        experiment = image_classification.prepare(config(data_dir, override=override, **flags))
+        assert next(experiment.train_batches(0))["image"].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"api": "nnx", "model": "resnet50"}, "--api nnx has cnn and resnet18, got --model resnet50; use --api linen"),
+        ({"image_size": -1}, "--image-size must be at least 0, got -1"),
+        ({"model": "cnn", "image_size": 1}, "--model cnn .* --image-size must be at least 2, or 0 for theirs, got 1"),
+        ({"weight_decay": -0.1}, r"--weight-decay must be at least 0, got -0\.1"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_an_error(flags, message, data_dir):
+    with pytest.raises(ValueError, match=message):
+        image_classification.prepare(config(data_dir, **flags))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_batch_that_the_set_cannot_fill_is_an_error_before_training(steps, data_dir):
+    message = "a batch must fit in the set's 40 examples, got --batch-size 41"
+    with pytest.raises(data.DataError, match=message):
+        image_classification.prepare(config(data_dir, batch_size=41, steps=steps))
+    with pytest.raises(data.DataError, match=message):
+        compare.prepare(compare.Config(task="cifar10", batch_size=41, steps=steps, data_dir=data_dir))
+
+
+@pytest.mark.parametrize(("model", "least"), [("cnn", 2), ("resnet18", 1)])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_the_least_image_size_makes_a_network(api, model, least, data_dir):
+    experiment = image_classification.prepare(config(data_dir, api=api, model=model, image_size=least))
+    batch = next(iter(experiment.test_batches()))
+    assert batch["image"].shape[1:3] == (least, least)
+    assert jax.eval_shape(experiment.eval_step, experiment.init(0), batch)["loss"].shape == ()
+
+
+def test_the_cosine_rises_and_falls_to_zero_and_adamw_is_as_it_was():
+    import optax
+
+    params = {"w": np.ones(3, np.float32)}
+    grads = {"w": np.full(3, 0.5, np.float32)}
+    cosine = image_classification.Config(optimizer="sgd", learning_rate=1.0, schedule="cosine", weight_decay=0.0)
+    tx = image_classification.optimizer(cosine, 40)
+    state, sizes = tx.init(params), []
+    for _ in range(41):
+        updates, state = tx.update(grads, state, params)
+        sizes.append(float(-updates["w"][0]))
+    assert sizes[0] == 0 and 1 <= np.argmax(sizes) <= 12 and sizes[-1] == pytest.approx(0, abs=1e-6)
+    ours, theirs = image_classification.optimizer(image_classification.Config(), 10), optax.adamw(1e-3)
+    updates = [tx.update(grads, tx.init(params), params)[0]["w"] for tx in (ours, theirs)]
+    np.testing.assert_array_equal(*updates)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_compare_measures_networks_with_running_statistics(api, data_dir):
+    flags = (("model=resnet18", f"api={api}", "image-size=8", "flip", "shift=1", "optimizer=sgd"),)
+    chosen = compare.Config(
+        task="cifar10", policies=("mixed_float16@dynamic",), seeds=(0,), steps=3, batch_size=10, flags=flags,
+        data_dir=data_dir,
+    )  # fmt: skip
+    with Progress("", 8) as progress:
+        full, half = comparison.compare(compare.prepare(chosen), [0], 1, progress, "cifar10")
+    assert half.flops.keys() == {"float16"} and full.flops["float32"] == half.flops["float16"]
+    assert half.step_bytes > 0 and len(half.curves[0]) == 3 and math.isfinite(half.test[0]["loss"])
+    assert half.curves[0][0] == pytest.approx(full.curves[0][0], rel=0.02)
+    assert 0 <= half.zero_params < 0.1
+    assert math.isnan(half.zero_activations) if api == "nnx" else 0 <= half.zero_activations < 0.1
+
+
+@pytest.mark.parametrize("flag", ["policy=float16", "seed=3", "--run-dir=x", "resume"])
+def test_compare_refuses_flags_that_are_its_own(flag):
+    name = flag.lstrip("-").partition("=")[0]
+    with pytest.raises(ValueError, match=f"--flags are the task's, but --{name} is up to the comparison"):
+        compare.prepare(compare.Config(flags=((flag,),)))
+
+
+def test_compare_hands_the_flags_of_the_task_on():
+    found = compare.task_flags(
+        compare.Config(task="mnist", flags=(("model=resnet18", "--flip"), ("learning-rate=0.5",)))
+    )
+    expected = {"model": "resnet18", "flip": True, "learning_rate": 0.5, "dataset": "mnist"}
+    assert found == dataclasses.replace(image_classification.Config(), **expected)
+
+
+def test_flags_of_the_task_add_up_when_they_are_given_twice():
+    args = ["--task", "mnist", "--flags", "flip", "--flags", "model=resnet18", "shift=2"]
+    found = compare.task_flags(cli.parse(compare.Config, "", args))
+    assert (found.flip, found.model, found.shift) == (True, "resnet18", 2)
+
+
+@pytest.mark.parametrize(("task", "script"), [("mnist", "image_classification"), ("pysource", "language_modeling")])
+def test_a_flag_that_the_task_lacks_points_to_the_help_of_the_tasks_script(task, script, capsys):
+    with pytest.raises(SystemExit) as end:
+        compare.task_flags(compare.Config(task=task, flags=(("foo=1",),)))
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert end.value.code == 2 and "--foo" in shown and f"python -m experiments.{script} --help" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"dtypes": ()}, "the number of --dtypes must be at least 1, got 0"),
+        ({"block_ms": math.nan}, "--block-ms must be at least 0, got nan"),
+        ({"block_ms": -5.0}, "--block-ms must be at least 0, got -5"),
+    ],
+)
+def test_flags_of_the_input_pipeline_that_cannot_be_are_an_error(flags, message):
+    with pytest.raises(ValueError, match=message):
+        input_pipeline.check(input_pipeline.Config(**flags))
+
+
+def test_image_classification_trains_two_steps_in_nnx_on_a_folder_of_images(tmp_path, data_dir):
+    flags = ["--dataset", "cifar10", "--api", "nnx", "--image-size", "12", "--flip", "--policy", "mixed_float16"]
+    flags += ["--steps", "2", "--batch-size", "10", "--checkpoint-every", "0", "--data-dir", str(data_dir)]
+    train("image_classification", *flags, "--run-dir", str(tmp_path / "run"), cwd=tmp_path)
+    config, summary = (json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("config", "summary"))
+    assert "image files in" in config["precision"]["data"] == summary["data"] and summary["skipped"] == 0
+
+
+def test_the_benchmark_of_the_input_pipeline_writes_what_it_found(tmp_path):
+    flags = ["--examples", "64", "--batch-size", "16", "--image-size", "40", "--rounds", "2", "--block-ms", "1"]
+    done = train("benchmarks.input_pipeline", *flags, "--run-dir", str(tmp_path / "run"), cwd=tmp_path)
+    folder = tmp_path / "run"
+    assert sorted(path.name for path in folder.iterdir()) == ["input_pipeline.json", "input_pipeline.md"]
+    result = json.loads((folder / "input_pipeline.json").read_text())
+    assert result["size"] == 40 and "jax " in result["environment"]["versions"]
+    for place, dtype in itertools.product(("device", "host"), ("float32", "bfloat16")):
+        name = f"{dtype}, held on the {place}"
+        row = result["variants"][name]
+        assert len(row["milliseconds"]) == 2 and row["share"] == pytest.approx(7000 * row["ms"] / 16_000)
+        assert row["images_per_s"][1] == pytest.approx(16_000 / row["ms"])
+        assert name in done.stdout and name in (folder / "input_pipeline.md").read_text()

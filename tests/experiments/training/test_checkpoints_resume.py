@@ -1,0 +1,373 @@
+"""--resume: a run that was stopped ends where one that was not ends, and says so when it cannot go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from checkpoint_tools import NAME, Config, bits, last, prepare, processes, rows, train, train_in_step
+from places import ROOT
+
+import jaxmp
+from experiments import image_classification, language_modeling
+from experiments.training import checkpoints, loop, runs
+
+
+def stopped(folder: Path, after: int) -> Path:
+    """Makes a run that has ended look as if it had been killed after its checkpoint of a step, within a later row."""
+    for step in checkpoints.steps(folder / "checkpoints"):
+        if step > after:
+            shutil.rmtree(folder / "checkpoints" / str(step))
+    for name in ("summary.json", "summary.md", "curves.png"):
+        (folder / name).unlink()
+    with (folder / "metrics.csv").open("a") as file:
+        file.write("1,trai")
+    return folder
+
+
+def ends_with(config: Any, train: Callable[[Any], Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train(config)
+    assert end.value.code == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in error
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Any]]:
+    """A run of 8 steps that nobody stopped, and its summary."""
+    config = Config(run_dir=tmp_path_factory.mktemp("runs") / "whole", keep=9)
+    return config, train(config)
+
+
+@pytest.fixture
+def run(whole, tmp_path) -> Config:
+    """That run as if it had been killed after step 4, and the flags to resume it."""
+    shutil.copytree(whole[0].run_dir, tmp_path / "run")
+    return dataclasses.replace(whole[0], run_dir=stopped(tmp_path / "run", after=4), resume=True)
+
+
+# --- the same, bit for bit -------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_ends_where_the_other_ends_with_its_metrics_and_summary(whole, run, capsys):
+    summary = train(run)
+    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
+    assert rows(run.run_dir) == rows(whole[0].run_dir)
+    assert [row[:2] for row in rows(run.run_dir)] == [
+        ["1", "train"], ["2", "train"], ["3", "train"], ["3", "test"], ["4", "train"], ["5", "train"], ["6", "train"],
+        ["6", "test"], ["7", "train"], ["8", "train"], ["8", "test"],
+    ]  # fmt: skip
+    assert summary["resumed_at_step"] == 4 and "resumed_at_step" not in whole[1]
+    same = ("test_loss", "test_accuracy", "steps", "skipped", "loss_scale", "policy", "loss_scale_rule")
+    assert [summary[name] for name in same] == [whole[1][name] for name in same]
+    assert summary["skipped"] > 0 and json.loads((run.run_dir / "summary.json").read_text())["steps"] == 8
+    assert f"resuming {run.run_dir} at step 4" in capsys.readouterr().err
+
+
+def test_the_bar_starts_at_the_step(run, monkeypatch):
+    shown = []
+
+    class Progress(runs.Progress):
+        def __init__(self, *args: Any) -> None:
+            shown.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(runs, "Progress", Progress)
+    train(run)
+    assert shown == [(NAME, 8, 4)]
+
+
+def test_a_run_that_was_killed_before_its_summary_gets_one(whole, run, tmp_path):
+    shutil.rmtree(run.run_dir)
+    shutil.copytree(whole[0].run_dir, run.run_dir)
+    stopped(run.run_dir, after=8)
+    summary = train(run)
+    assert summary["test_loss"] == whole[1]["test_loss"] and (run.run_dir / "summary.md").is_file()
+    assert rows(run.run_dir) == rows(whole[0].run_dir)
+
+
+def test_a_finished_run_says_so_and_is_left_alone(whole, capsys):
+    config, summary = whole
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
+    again = train(dataclasses.replace(config, resume=True))
+    assert again == json.loads(json.dumps(runs.strict_json(summary)))
+    assert f"{config.run_dir} has had its 8 steps; raise --steps to train on" in capsys.readouterr().out
+    assert before == {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in config.run_dir.rglob("*")}
+
+
+def test_a_finished_run_trains_on_when_steps_are_raised(whole, tmp_path):
+    config = dataclasses.replace(whole[0], run_dir=tmp_path / "run", steps=5)
+    train(config)
+    train(dataclasses.replace(config, steps=8, resume=True, evaluate_every=4, checkpoint_every=3, keep=2))
+    assert bits(last(config.run_dir)) == bits(last(whole[0].run_dir))
+    assert checkpoints.steps(config.run_dir / "checkpoints") == [6, 8]
+    tests = [row[0] for row in rows(config.run_dir) if row[1] == "test"]
+    assert tests == ["3", "5", "8"]  # one at the old end
+
+
+SCRIPTS = [
+    (image_classification, {"shift": 2, "batch_size": 200}),  # 7 batches an epoch: it is resumed in the second
+    (language_modeling, {"vocabulary": 64, "batch_size": 128, "test_batches": 1}),
+]
+
+
+@pytest.mark.parametrize(("script", "flags"), SCRIPTS, ids=["image_classification", "language_modeling"])
+def test_the_scripts_resume_bit_for_bit(script, flags, tmp_path, tmp_path_factory):
+    flags = {
+        "policy": "mixed_float16", "loss_scale": "dynamic:loss_scale=65536,period=2", "accumulate": 2, "ema": 0.9,
+        "steps": 10, "evaluate_every": 4, "checkpoint_every": 4, "data_dir": tmp_path_factory.mktemp("data"), **flags,
+    }  # fmt: skip
+    config = script.Config(run_dir=tmp_path / "whole", **flags)
+    with jax.numpy_dtype_promotion("standard"):
+        script.train(config)
+        shutil.copytree(tmp_path / "whole", tmp_path / "run")
+        stopped(tmp_path / "run", after=8)
+        script.train(dataclasses.replace(config, run_dir=tmp_path / "run", resume=True))
+    one, other = last(tmp_path / "whole"), last(tmp_path / "run")
+    assert one.step == other.step == 10 and bits(one) == bits(other)
+    assert one.leaves["opt_state/skipped"] > 0
+    assert any(name.startswith("ema_params/") for name in one.leaves)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "run")
+
+
+# --- where it may go on --------------------------------------------------------------------------------------------
+
+
+def test_without_a_folder_it_is_the_newest_run_of_the_experiment(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(run, run_dir=None)
+    ends_with(config, train, f"runs/ has none of {NAME}; give its folder with --run-dir, or start without", capsys)
+    for name in ("20260101-000000-2", "20260101-000000-10", "20251231-235959", "20260101-000000", "20260301-000000"):
+        (tmp_path / "runs" / f"{NAME}-{name}").mkdir(parents=True)
+    newest = tmp_path / "runs" / f"{NAME}-20260101-000000-10"  # the one of March has no config.json
+    for folder in newest.parent.iterdir():
+        if "20260301" not in folder.name:
+            shutil.copytree(run.run_dir, folder, dirs_exist_ok=True)
+    train(config)
+    assert [folder.name for folder in newest.parent.iterdir() if (folder / "summary.json").is_file()] == [newest.name]
+
+
+@pytest.mark.parametrize(
+    ("field", "now", "was"),
+    [("batch_size", 32, 16), ("seed", 1, 0), ("learning_rate", 0.1, 0.01), ("dataset", "mnist", "digits"),
+     ("width", 4, 8), ("accumulate", 1, 2), ("ema", 0.0, 0.9)],
+)  # fmt: skip
+def test_a_flag_that_makes_it_another_run_is_refused(field, now, was, run, capsys):
+    flag = f"--{field.replace('_', '-')}"
+    message = (
+        f"a resumed run keeps its flags, but in {run.run_dir} {flag} was {was} and is {now} now; resume with {flag} "
+        f"{was}, or start another run"
+    )
+    ends_with(dataclasses.replace(run, **{field: now}), train, message, capsys)
+
+
+def test_all_flags_that_are_refused_are_named_at_once(run, capsys):
+    message = "--seed was 0 and is 1 now, --width was 8 and is 4 now; resume with --seed 0 and with --width 8, or"
+    ends_with(dataclasses.replace(run, seed=1, width=4), train, message, capsys)
+
+
+def test_the_number_of_steps_may_not_change_under_a_schedule(whole, tmp_path, capsys):
+    """The learning rate of every step depends on it."""
+    config = dataclasses.replace(whole[0], schedule="cosine", run_dir=tmp_path / "run", steps=4)
+    train(config)
+    message = "--steps was 4 and is 8 now; resume with --steps 4, or start another run"
+    ends_with(dataclasses.replace(config, steps=8, resume=True), train, message, capsys)
+
+
+def test_a_switch_that_was_off_is_to_be_left_away(run, capsys):
+    ends_with(
+        dataclasses.replace(run, flip=True),
+        train,
+        "--flip was False and is True now; resume without --flip, or",
+        capsys,
+    )
+
+
+def test_another_policy_with_the_same_params_goes_on_and_the_loss_scale_too(whole, run):
+    config = dataclasses.replace(run, policy="mixed_bfloat16", loss_scale="dynamic:loss_scale=8,period=3", remat="full")
+    assert train(config)["policy"] == str(jaxmp.get_policy("mixed_bfloat16"))
+    one, other = ([row for row in rows(folder) if row[1] == "train"] for folder in (run.run_dir, whole[0].run_dir))
+    assert one[:4] == other[:4] and one[4][5] == other[4][5] != "8" and one[4:] != other[4:]
+
+
+def test_a_loss_scale_of_another_kind_starts_afresh(run):
+    assert train(dataclasses.replace(run, loss_scale="static:256"))["loss_scale"] == 256
+
+
+def test_another_policy_with_other_params_is_refused(run, capsys):
+    mixed, half = (jaxmp.get_policy(name) for name in ("mixed_float16", "float16"))
+    message = (
+        f"policy '{mixed}' made {run.run_dir}/checkpoints/4, in which 'params/hidden' is float32, and under policy "
+        f"'{half}' it is float16; resume with --policy {mixed}, or"
+    )
+    ends_with(dataclasses.replace(run, policy="float16"), train, message, capsys)
+
+
+def test_fewer_steps_than_it_has_had_are_refused(run, capsys):
+    message = f"--steps must be at least the 4 that {run.run_dir} has had, got 3; start another run to train less"
+    ends_with(dataclasses.replace(run, steps=3), train, message, capsys)
+
+
+def test_a_folder_without_a_run_or_without_a_checkpoint_is_an_error(run, tmp_path, capsys):
+    none = dataclasses.replace(run, run_dir=tmp_path / "none")
+    ends_with(none, train, f"goes on with a run, but {none.run_dir} has no config.json of one; start", capsys)
+    assert not none.run_dir.exists()
+    shutil.rmtree(run.run_dir / "checkpoints")
+    ends_with(run, train, f"{run.run_dir}/checkpoints has no finished checkpoint to resume from; start again", capsys)
+
+
+def test_a_new_run_does_not_begin_in_a_folder_with_checkpoints(run, capsys):
+    message = f"a run begins in a folder without checkpoints, but {run.run_dir} has one of step 4; go on with --resume"
+    ends_with(dataclasses.replace(run, resume=False), train, message, capsys)
+
+
+def test_a_new_run_does_not_begin_in_a_folder_with_a_finished_run_without_checkpoints(tmp_path, capsys):
+    config = Config(run_dir=tmp_path / "run", steps=1, checkpoint_every=0)
+    train(config)
+    before = rows(config.run_dir)
+    message = f"but {config.run_dir} has summary.json; take another --run-dir, or remove that folder"
+    ends_with(config, train, message, capsys)
+    assert rows(config.run_dir) == before
+
+
+def test_a_run_does_not_begin_where_no_checkpoint_can_be_kept(tmp_path, capsys):
+    config = Config(run_dir=tmp_path / "run[1]", steps=1)
+    ends_with(config, train, f"checkpoints need a path without [, ] and \\, got {config.run_dir}/checkpoints", capsys)
+    assert not (config.run_dir / "config.json").exists()
+    train(dataclasses.replace(config, checkpoint_every=0))
+
+
+def test_other_data_are_refused_wherever_they_lie(run, capsys):
+    """The place may be another one: what counts is what the examples are made from, and the first of them."""
+
+    def train_on(origin: str, shift: int) -> Callable[[Config], Any]:
+        def other(config: Config) -> Any:
+            experiment = prepare(config)
+
+            def train_batches(seed: int, start: int = 0) -> Any:
+                for batch in experiment.train_batches(seed, start):
+                    yield {**batch, "label": (batch["label"] + shift) % 10}
+
+            precision = {**experiment.precision, **({"data": origin} if origin else {})}
+            return dataclasses.replace(experiment, train_batches=train_batches, precision=precision)
+
+        return lambda config: loop.train(NAME, config, other)
+
+    examples = prepare(run).examples(run.seed)
+    message = f"keeps its data, but {run.run_dir} was trained on 'data' (first batch {examples}) and here is "
+    now = f"'digits 2' (first batch {examples}); resume with the --data-dir of that run, or"
+    ends_with(run, train_on("digits 2", 0), f"{message}{now}", capsys)
+    ends_with(run, train_on("", 1), f"{message}'data' (first batch ", capsys)
+    with jax.numpy_dtype_promotion("standard"):
+        assert train_on("", 0)(run)["resumed_at_step"] == 4
+
+
+def test_a_second_process_in_the_folder_is_refused_and_may_train_when_the_first_is_killed(whole, run, tmp_path, capsys):
+    context = processes()
+    pipe, childs = context.Pipe()
+    first = context.Process(target=train_in_step, args=(childs, run, tmp_path / "compiled"), daemon=True)
+    first.start()
+    assert pipe.poll(120) and pipe.recv() == 1  # it holds its folder by now
+    for config in (run, dataclasses.replace(run, resume=False)):
+        ends_with(config, train, f"but another process trains in {run.run_dir}; wait until it ends, or", capsys)
+    first.kill()
+    first.join(120)
+    train(run)
+    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir)) and rows(run.run_dir) == rows(whole[0].run_dir)
+
+
+def test_a_run_that_can_no_longer_be_written_ends_with_one_line_and_can_be_resumed(whole, run, monkeypatch, capsys):
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "_write_checksums", fail)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train(run)
+    *_, error = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and error == (
+        f"error: the run in {run.run_dir} cannot go on: a checkpoint cannot be written to {run.run_dir}/checkpoints "
+        "(no space left); once there is room, go on with --resume"
+    )
+    monkeypatch.undo()
+    train(run)
+    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
+
+
+@pytest.mark.parametrize("content", [b"{}", b"{", b"[]", b"\xff"])
+def test_a_summary_that_is_none_is_an_error_and_can_be_made_anew(content, whole, tmp_path, capsys):
+    config = dataclasses.replace(whole[0], run_dir=tmp_path / "run", resume=True)
+    shutil.copytree(whole[0].run_dir, config.run_dir)
+    path = config.run_dir / "summary.json"
+    path.write_bytes(content)
+    ends_with(config, train, f"{path} is no summary of a run (", capsys)
+    path.unlink()
+    assert train(config)["test_loss"] == whole[1]["test_loss"]
+
+
+@pytest.mark.parametrize("garbage", [b"\xff", b"a,b\nx,y\n", b"step,split,loss\n1\n", b"step,split\n1,train,2,3\n"])
+def test_metrics_that_are_something_else_are_an_error(garbage, run, capsys):
+    metrics = run.run_dir / "metrics.csv"
+    metrics.write_bytes(garbage * metrics.stat().st_size)
+    ends_with(run, train, f"goes on after its metrics, but {metrics} has something else (", capsys)
+
+
+def test_a_run_of_another_experiment_is_refused(run, capsys):
+    config = language_modeling.Config(run_dir=run.run_dir, resume=True)
+    ends_with(config, language_modeling.train, "a run of language_modeling, but", capsys)
+
+
+def test_metrics_that_were_cut_off_are_an_error(run, capsys):
+    metrics = run.run_dir / "metrics.csv"
+    metrics.write_bytes(metrics.read_bytes()[:90])
+    ends_with(run, train, f"bytes of its metrics, but {metrics} has fewer; put the file back, or start another", capsys)
+
+
+def test_a_damaged_checkpoint_is_named_and_what_is_offered_works(whole, run, capsys):
+    file = max((run.run_dir / "checkpoints" / "4" / "state" / "d").iterdir(), key=lambda file: file.stat().st_size)
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    damaged = run.run_dir / "checkpoints" / "4"
+    name = file.relative_to(damaged)
+    offer = f"the last good one is of step 2; to resume from it, remove what comes after: rm -r {damaged}"
+    ends_with(run, train, f"the checkpoint {damaged} is damaged: {name} is not what was written; {offer}", capsys)
+    subprocess.run(offer.split(": ")[1], shell=True, check=True)
+    train(run)
+    assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir)) and rows(run.run_dir) == rows(whole[0].run_dir)
+
+
+def test_a_half_written_checkpoint_is_named_and_left_out(whole, run, capsys):
+    half = run.run_dir / "checkpoints" / "6.orbax-checkpoint-tmp"
+    (half / "state").mkdir(parents=True)
+    train(run)
+    assert f"warning: {half} was not finished when its process ended, and is left out" in capsys.readouterr().err
+    assert not half.exists() and bits(last(run.run_dir)) == bits(last(whole[0].run_dir))
+
+
+# --- without checkpoints ---------------------------------------------------------------------------------------------
+
+
+def test_no_checkpoints_if_none_are_wanted(tmp_path):
+    summary = train(Config(run_dir=tmp_path / "run", steps=2, checkpoint_every=0))
+    assert not (tmp_path / "run" / "checkpoints").exists() and "waited_for_checkpoints_s" not in summary
+
+
+def test_orbax_is_imported_only_when_checkpoints_are_used():
+    code = """
+import sys
+import experiments.image_classification, experiments.language_modeling, experiments.compare
+assert not [name for name in sys.modules if name.startswith("orbax")]
+import experiments.training.checkpoints
+assert "orbax.checkpoint" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)

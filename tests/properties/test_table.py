@@ -1,0 +1,60 @@
+"""The table of docs/properties.md is whole, and every test that it names exists."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+
+import pytest
+from places import ROOT
+
+TESTS = ROOT / "tests"
+LATER = "comes with autocast"
+
+
+def rows() -> dict[int, tuple[str, str, str]]:
+    """For each number of the table: the property, and what is said of the explicit path and of autocast."""
+    section = (ROOT / "docs" / "properties.md").read_text()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {int(number): tuple(rest) for number, *rest in cells[2:]}
+
+
+def named(text: str) -> list[tuple[str, str]]:
+    """The tests that ``text`` names, as file and name."""
+    return re.findall(r"`([\w/]*test_\w+\.py)::(\w+)`", text)
+
+
+@functools.cache
+def collected_from(file: str) -> set[str]:
+    """What pytest collects in a file: functions, and what is assigned to a name that begins with Test."""
+    body = ast.parse((TESTS / file).read_text()).body
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    classes = {getattr(target, "id", "") for node in body if isinstance(node, ast.Assign) for target in node.targets}
+    return functions | {name for name in classes if name.startswith("Test")}
+
+
+def test_the_table_has_the_25_properties_and_that_of_clipping_and_second_moments_in_order():
+    assert list(rows()) == list(range(1, 27))
+    assert len({property for property, _, _ in rows().values()}) == 26
+
+
+@pytest.mark.parametrize("number", range(1, 27))
+def test_every_property_has_tests_that_exist(number):
+    _, explicit, autocast = rows()[number]
+    assert named(explicit), "the explicit path has no test"
+    for file, name in [*named(explicit), *named(autocast)]:
+        assert name in collected_from(file), f"{file} has no {name}"
+    assert explicit.count("`") == 2 * len(named(explicit)), "what is in backticks must be file.py::name"
+
+
+def test_a_property_of_autocast_has_tests_or_is_marked_as_to_come_and_the_scalers_have_none():
+    for number, (_, _, autocast) in rows().items():
+        assert autocast == "–" if number > 13 else autocast == LATER or named(autocast)
+
+
+def test_every_test_of_a_property_stands_in_the_table():
+    files = [f"properties/{name}.py" for name in ("test_models", "test_runs", "test_scaler")]
+    written = {(file, name) for file in files for name in collected_from(file)}
+    assert written
+    assert written <= {test for _, explicit, autocast in rows().values() for test in named(explicit + autocast)}

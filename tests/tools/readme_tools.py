@@ -1,0 +1,162 @@
+"""What tests/docs/test_coming_from.py runs docs/coming_from.md with.
+
+Its blocks, stand-ins for the reader's program, and what is to be seen of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from places import ROOT
+
+import jaxmp
+from jaxmp._jaxpr.walk import product_dtypes
+
+PAGE = ROOT / "docs" / "coming_from.md"
+Scope = dict[str, Any]
+
+FINITE = [True, True, True, False, True, False, False, True, True, True, True]  # of each step's batch
+# Gradients of 1 would overflow under a scale of 2**16, so the errors are small.
+X, Y = np.array([[1, 2], [-3, 0.5]], np.float32), np.array([[0.1875], [-1.5625]], np.float32)
+WEIGHT, BIAS = np.array([[0.5], [-0.25]], np.float32), np.array([0.125], np.float32)
+LEARNING_RATE, MAX_NORM = 0.125, 2.0**-6
+
+
+class Code(NamedTuple):
+    """A block: what is set up, and what each step repeats."""
+
+    set_up: str
+    step: str
+
+
+def read_page() -> dict[str, tuple[Code, Code]]:
+    """The sections of the page by heading: the code that the reader knows and the code to write."""
+    sections = re.split(r"^## (.+)$", PAGE.read_text(), flags=re.MULTILINE)
+    texts = dict(zip(sections[1::2], sections[2::2], strict=True))
+    pairs = {name: re.findall(r"```python\n(.*?)\n```", text, re.DOTALL) for name, text in texts.items()}
+    return {name: (read_block(known), read_block(write)) for name, (known, write) in pairs.items()}
+
+
+def read_block(text: str) -> Code:
+    """The code of a block, with growth intervals that are short."""
+    text = text.replace("2000", "2").replace("2001", "3")
+    set_up, _, step = text.partition("\n\n")
+    return Code(text, "") if re.fullmatch(r"(import|from) .*", set_up) else Code(set_up, step)
+
+
+def run(code: str, scope: Scope) -> Scope:
+    """Runs ``code`` as the reader's program would."""
+    exec(compile(code, str(PAGE), "exec"), scope)
+    return scope
+
+
+# What is to be seen.
+
+
+def expected_scales(start: float, period: int = 2, count: int = 0) -> list[float]:
+    """The loss scale after each step: twice after ``period`` finite ones in a row, half after one that is not."""
+    scales, scale = [], start
+    for finite in FINITE:
+        count = count + 1 if finite else 0
+        if not finite:
+            scale /= 2
+        elif count == period:
+            scale, count = scale * 2, 0
+        scales.append(scale)
+    return scales
+
+
+def expected_params(max_norm: float) -> list[float]:
+    """Weights and bias of the linear regression after the finite steps, by hand in float64."""
+    weight, bias = WEIGHT.astype(np.float64), BIAS.astype(np.float64)
+    for _ in range(sum(FINITE)):
+        error = 2 * (X @ weight + bias - Y) / Y.size
+        grads = [X.T @ error, error.sum(0)]
+        norm = np.sqrt(sum((grad**2).sum() for grad in grads))
+        clip = min(1.0, max_norm / norm)
+        weight, bias = weight - LEARNING_RATE * clip * grads[0], bias - LEARNING_RATE * clip * grads[1]
+    return [*weight.ravel(), *bias]
+
+
+def close(params: list[float]) -> Any:
+    return pytest.approx(params, rel=0, abs=2**-12)  # float16 rounds the params; they move by 2**-6 and more
+
+
+# Stand-ins for the reader's program, in JAX and in torch.
+
+
+def jax_program(model: nn.Module | None = None) -> Scope:
+    """A float32 linear regression, with the names that the page uses."""
+    scope: Scope = {"jax": jax, "jnp": jnp, "nn": nn, "optax": optax, "jaxmp": jaxmp, "partial": partial}
+    scope |= {"model": model or nn.Dense(1), "tx": optax.sgd(LEARNING_RATE), "max_norm": MAX_NORM}
+    scope |= {"params": {"kernel": jnp.array(WEIGHT), "bias": jnp.array(BIAS)}, "x": jnp.array(X), "y": jnp.array(Y)}
+    prediction = 'model.apply({"params": params}, x)'
+    return run(f"def loss_fn(params, x, y): return jnp.mean(({prediction} - y) ** 2)", scope)
+
+
+def train(code: Code, scope: Scope, loss_scale: Callable[[], Any]) -> Scope:
+    """Runs a block's steps; what is seen are the loss scales after each and the params after the last."""
+    batches = [scope["x"] if finite else scope["x"] * float("inf") for finite in FINITE]
+    run(code.set_up, scope)
+    scales = []
+    for scope["x"] in batches:
+        run(code.step, scope)
+        scales.append(float(loss_scale()))
+    return {"scales": scales, "params": flat(scope["params"])}
+
+
+def adjusted(loss_scale: Any) -> list[float]:
+    """The scales that a loss scale takes after each step."""
+    scales = []
+    for finite in FINITE:
+        loss_scale = loss_scale.adjust(jnp.bool_(finite))
+        scales.append(float(loss_scale.loss_scale))
+    return scales
+
+
+def flat(params: Any) -> list[float]:
+    return [*np.ravel(params["kernel"]).tolist(), *np.ravel(params["bias"]).tolist()]
+
+
+def products(scope: Scope) -> set[str]:
+    """The dtypes of the products in the scope's loss function."""
+    return product_dtypes(jax.make_jaxpr(scope["loss_fn"])(scope["params"], scope["x"], scope["y"]))
+
+
+def torch_program() -> Scope:
+    """The same regression in torch."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = torch.nn.Linear(2, 1, device=device)
+    model.load_state_dict({"weight": torch.tensor(WEIGHT.T), "bias": torch.tensor(BIAS)})
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    scope: Scope = {"torch": torch, "device": device, "model": model, "optimizer": optimizer}
+    scope |= {"x": torch.tensor(X, device=device), "y": torch.tensor(Y, device=device)}
+    return scope | {
+        "loss_fn": torch.nn.functional.mse_loss,
+        "clip_grad_norm_": torch.nn.utils.clip_grad_norm_,
+        "max_norm": MAX_NORM,
+        "scaler": torch.amp.GradScaler(device, growth_interval=2),
+    }
+
+
+class TorchParams:
+    """The params of the scope's model, read when they are asked for, as Linen has them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        param = {"kernel": self.model.weight, "bias": self.model.bias}[name]
+        assert param.dtype.is_floating_point and param.element_size() == 4
+        return param.detach().cpu().numpy()

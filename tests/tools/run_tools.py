@@ -1,0 +1,24 @@
+"""A script of the experiments in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from places import ROOT
+
+
+def start(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TERM": "dumb"}
+    env["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0"  # one device, as a user has it, and compiled in half the time
+    )
+    return subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def train(module: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    done = start("-m", f"experiments.{module}", *flags, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done
