@@ -7,10 +7,11 @@ and what the body returns) and the result of a conditional (what each branch ret
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +34,7 @@ class Node:
       half: the half dtype of the code that it stands in.
       loop: a number for the innermost loop body that it is computed in, 0 outside of any.
       in_rule: it is computed in a custom_vjp, whose rule is no derivative of it.
+      same: the first node of this value, which is written again where an equal operation has equal operands.
       inputs, users: the nodes it reads and those that read it.
       const: of a constant the smallest magnitude but 0, and the largest.
       has_epsilon: an operand is a constant below the half dtype's smallest normal number, which would vanish.
@@ -74,9 +76,10 @@ class Node:
     compute: np.dtype | None = None
     dtype: np.dtype = dataclasses.field(init=False)
     late: np.dtype | None = None
+    same: Node = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.dtype = self.written
+        self.dtype, self.same = self.written, self
 
     @property
     def is_cast_once(self) -> bool:
@@ -167,8 +170,9 @@ def walk(start: Iterable[Node], follow: Callable[[Node], Iterable[Node]]) -> Ite
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = (), in_rule: bool = False) -> Graph:
     """The graph of an open jaxpr and its constants; ``names`` are the scopes around it."""
     builder = _Builder(rules, in_rule)
-    sources = [builder.source(var.aval) for var in jaxpr.invars]
-    return Graph(builder.nodes, builder.body(jaxpr, consts, sources, names), sources)
+    sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
+    body, _ = builder.body(jaxpr, consts, sources, names)
+    return Graph(builder.nodes, body, [value.node for value in sources])
 
 
 _READ = 2**16
@@ -187,6 +191,14 @@ def _is_at_hand(value: Any) -> bool:
     return np.size(value) <= _READ
 
 
+class _Value(NamedTuple):
+    """A value while the graph is built; equal operations make of equal values those of an equal ``number``."""
+
+    node: Node | None
+    number: Any
+    is_fixed: bool = False
+
+
 class _Builder:
     def __init__(self, rules: Rules, in_rule: bool) -> None:
         self.in_rule = in_rule
@@ -195,6 +207,16 @@ class _Builder:
         self.region = Region()
         self.loop = 0
         self.loops = itertools.count(1)
+        self.numbers: dict[Any, Any] = {}
+
+    def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
+        """A node, or a value without one, as that of its key; one without a key is like no other."""
+        number: Any = node or object()
+        with contextlib.suppress(TypeError):  # parameters that are not hashable: no other is known to be equal
+            number = self.numbers.setdefault(key, number) if key is not None else number
+        if node is not None:
+            node.same = number
+        return _Value(node, number, is_fixed)
 
     def node(
         self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: str = ""
@@ -217,85 +239,88 @@ class _Builder:
         return node
 
     def body(
-        self,
-        jaxpr: Any,
-        consts: list[Any],
-        inputs: Sequence[Node | None],
-        names: reading.Names,
-        fixed_inputs: Sequence[bool] = (),
-    ) -> Body:
-        env: dict[Any, Node | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        fixed = {var for var, is_fixed in zip(jaxpr.invars, fixed_inputs, strict=False) if is_fixed}
-        fixed.update(jaxpr.constvars)
+        self, jaxpr: Any, consts: list[Any], inputs: Sequence[_Value], names: reading.Names
+    ) -> tuple[Body, list[_Value]]:
+        env: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.source(var.aval, value)
+            env[var] = self.value(self.source(var.aval, value), id(value), is_fixed=True)
 
-        def read(atom: Any) -> Node | None:
-            return self.source(atom.aval, atom.val) if reading.is_literal(atom) else env[atom]
+        def read(atom: Any) -> _Value:
+            if not reading.is_literal(atom):
+                return env[atom]
+            value = np.asarray(atom.val)
+            return self.value(self.source(atom.aval, value), (value.dtype, value.tobytes()), is_fixed=True)
 
         steps = []
         for eqn in jaxpr.eqns:
-            is_fixed = [reading.is_literal(atom) or atom in fixed for atom in eqn.invars]
-            step = self.step(eqn, [read(atom) for atom in eqn.invars], (*names, *reading.names_of(eqn)), is_fixed)
-            if all(is_fixed):
-                fixed.update(eqn.outvars)
-            env.update(zip(eqn.outvars, step.nodes, strict=True))
+            step, values = self.step(eqn, [read(atom) for atom in eqn.invars], (*names, *reading.names_of(eqn)))
+            env.update(zip(eqn.outvars, values, strict=True))
             steps.append(step)
         results = [read(atom) for atom in jaxpr.outvars]
-        return Body(jaxpr, consts, steps, results, has_floats=any(node is not None for node in env.values()))
+        has_floats = any(value.node is not None for value in env.values())
+        return Body(jaxpr, consts, steps, [value.node for value in results], has_floats), results
 
-    def step(self, eqn: Any, operands: list[Node | None], names: reading.Names, fixed: list[bool]) -> Step:
+    def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
         bodies = None if DECIDED in names else reading.bodies_of(eqn)
         self.region = region_of(names)
-        step = Step(eqn, names, operands, [], region=self.region, bodies=bodies, fixed=fixed)
+        fixed = [value.is_fixed for value in values]
+        step = Step(eqn, names, [value.node for value in values], [], region=self.region, bodies=bodies, fixed=fixed)
         if bodies is None:
-            self.leaf(step)
-            return step
-        enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
-        enter(step, bodies)
-        if not any(body.has_floats for body in step.inner):
-            step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
-        return step
+            results = self.leaf(step, values)
+        else:
+            enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
+            results = enter(step, bodies, values)
+            if not any(body.has_floats for body in step.inner):
+                step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
+        step.nodes = [value.node for value in results]
+        return step, [value._replace(is_fixed=True) for value in results] if all(fixed) else results
 
-    def inner(
-        self, step: Step, jaxpr: Any, inputs: Sequence[Node | None], fixed: Sequence[bool] = ()
-    ) -> list[Node | None]:
-        opened, consts = reading.opened(jaxpr)
-        step.inner.append(self.body(opened, consts, inputs, step.names, fixed))
+    def inner(self, step: Step, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
+        body, results = self.body(*reading.opened(jaxpr), values, step.names)
+        step.inner.append(body)
         self.region = step.region
-        return step.inner[-1].results
+        return results
 
-    def enter_call(self, step: Step, bodies: reading.Bodies) -> None:
+    def enter_call(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
         around, self.in_rule = self.in_rule, self.in_rule or step.eqn.primitive.name == "custom_vjp_call"
-        step.nodes = self.inner(step, bodies.jaxprs[0], step.operands, step.fixed)
+        results = self.inner(step, bodies.jaxprs[0], values)
         self.in_rule = around
+        return results
 
-    def enter_loop(self, step: Step, bodies: reading.Bodies) -> None:
+    def enter_loop(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
         start, stop, around = bodies.start, bodies.start + bodies.carry, self.loop
-        carried = zip(step.eqn.invars[start:stop], step.operands[start:stop], strict=True)
-        carry = [self.join("carry", atom.aval, [node]) for atom, node in carried]
+        key = tuple(value.number for value in values)  # as if equal loops had equal bodies
+        avals = [atom.aval for atom in step.eqn.invars[start:stop]]
+        carry = [
+            self.join("carry", aval, [value], (n, *key))
+            for n, (aval, value) in enumerate(zip(avals, values[start:stop], strict=True))
+        ]
         self.loop = next(self.loops)
         for condition in bodies.jaxprs[:-1]:
-            self.inner(step, condition, [*step.operands[: bodies.consts], *carry])
-        inputs = [*step.operands[bodies.consts : start], *carry, *step.operands[stop:]]
-        results = self.inner(step, bodies.jaxprs[-1], inputs)
+            self.inner(step, condition, [*values[: bodies.consts], *carry])
+        turns = [value._replace(is_fixed=False) for value in values[stop:]]
+        results = self.inner(step, bodies.jaxprs[-1], [*values[bodies.consts : start], *carry, *turns])
         self.loop = around
-        for join, node in zip(carry, results, strict=False):
-            if join is not None and node is not None:
-                join.read(node)
-                self.check_range(join)
-        step.nodes = [*carry, *results[bodies.carry :]]
+        for join, value in zip(carry, results, strict=False):
+            if join.node is not None and value.node is not None:
+                join.node.read(value.node)
+                self.check_range(join.node)
+        key = ("turns", *(value.number for value in (*carry, *results)))
+        return [*(self.value(join.node, (n, *key)) for n, join in enumerate(carry)), *results[bodies.carry :]]
 
-    def enter_cond(self, step: Step, bodies: reading.Bodies) -> None:
-        results = [self.inner(step, branch, step.operands[1:]) for branch in bodies.jaxprs]
-        columns = zip(step.eqn.outvars, zip(*results, strict=True), strict=True)
-        step.nodes = [self.join("branches", var.aval, column) for var, column in columns]
+    def enter_cond(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
+        columns = zip(*(self.inner(step, branch, values[1:]) for branch in bodies.jaxprs), strict=True)
+        which = values[0].number
+        return [
+            self.join("branches", var.aval, column, (which, *(value.number for value in column)))
+            for var, column in zip(step.eqn.outvars, columns, strict=True)
+        ]
 
-    def join(self, name: str, aval: Any, inputs: Sequence[Node | None]) -> Node | None:
+    def join(self, name: str, aval: Any, values: Sequence[_Value], key: Any) -> _Value:
         kind = Kind.KEPT if self.region.level == "written" else Kind.JOIN
-        join = self.node(kind, name, aval, [node for node in inputs if node is not None])
-        self.check_range(join)
-        return join
+        node = self.node(kind, name, aval, [value.node for value in values if value.node is not None])
+        self.check_range(node)
+        return self.value(node, (name, *key))
 
     def check_range(self, join: Node | None) -> None:
         """A join of a value that does not exist in half, the mask's ``finfo.min``, is float32."""
@@ -303,22 +328,26 @@ class _Builder:
         if join is not None and join.kind is Kind.JOIN and join.half and largest > range_of(join.half)[1]:
             join.kind, join.reason = Kind.STRICT, f"a constant beyond {join.half.name}'s largest number"
 
-    def leaf(self, step: Step) -> None:
-        eqn = step.eqn
+    def leaf(self, step: Step, values: Sequence[_Value]) -> list[_Value]:
+        eqn, found = step.eqn, list[_Value]()
         name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
         step.kind, step.reason, asked, has_epsilon = self.rules.kind_of(eqn, constants, step.names)
+        key = None if eqn.effects else (name, *eqn.params.values(), *(value.number for value in values))
         for position, var in enumerate(eqn.outvars):
             reads = inputs
             if step.kind is Kind.CLEAR and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort
                 one = step.operands[position]
                 reads = [] if one is None else [one]
-            step.nodes.append(self.node(step.kind, name, var.aval, reads, step.reason, asked))
-        if step.node is None:
+            node = self.node(step.kind, name, var.aval, reads, step.reason, asked)
+            found.append(self.value(node, key and (position, *key)))
+        node = next((value.node for value in found if value.node is not None), None)
+        if node is None:
             for operand in inputs if _tells_apart(name, inputs) else ():
                 operand.is_seen = True
         else:
-            step.node.has_epsilon = has_epsilon
+            node.has_epsilon = has_epsilon
             if step.kind is Kind.CLEAR and len(inputs) == 1:
-                step.node.const = inputs[0].const
-                step.node.is_looked_up = name == "gather" and not step.fixed[1]
+                node.const = inputs[0].const
+                node.is_looked_up = name == "gather" and not step.fixed[1]
+        return found

@@ -61,12 +61,17 @@ def find(graph: Graph) -> list[Group]:
         for recognised, ends in GROUPS:
             if step.eqn.primitive.name in ends and step.node is not None and step.node.inputs:
                 found += recognised(step.node, step)
-    for group in found:
-        has_products = group.reason and any(node.name in PRODUCTS for node in group.nodes)
-        for node in group.nodes if has_products else ():
-            if _is_product(node) or node.kind in (Kind.INFER, Kind.JOIN):
-                node.kind, node.reason = Kind.FULL, group.reason
+    with_products = [group for group in found if any(node.name in PRODUCTS for node in group.nodes)]
+    reasons = _reasons(with_products)
+    for node in graph.nodes if reasons else ():
+        if node.same in reasons and (_is_product(node) or node.kind in (Kind.INFER, Kind.JOIN)):
+            node.kind, node.reason = Kind.FULL, reasons[node.same]
     return found
+
+
+def _reasons(groups: Iterable[Group]) -> dict[Node, str]:
+    """Why the values of groups are float32, wherever they are written."""
+    return {node.same: group.reason for group in groups if group.reason for node in group.nodes}
 
 
 def steps_of(body: Body) -> Iterator[Step]:
@@ -156,8 +161,8 @@ def _squares(node: Node, step: Step) -> Iterator[Group]:
         reason = "a difference whose square is summed" if is_difference else "a square that is summed"
         root = next(filter(_is_root, _readers(node, _AFFINE)), node)
         below, mean = _origin(root.inputs[0], _AFFINE, way), _origin(squares[-1].inputs[-1], _AFFINE)
-        if root is not node and (below is node or any(map(_square, below.inputs))):  # E[x²] - E[x]²
-            is_mean = below is not node or any(each.name in ("mul", "div") for each in way)
+        if root is not node and (below is node.same or any(map(_square, below.inputs))):  # E[x²] - E[x]²
+            is_mean = below is not node.same or any(each.name in ("mul", "div") for each in way)
             divides = root.name != "sqrt" or any(user.name == "div" for user in _readers(root, _AFFINE))
             name = "L2 norm" if not is_mean else "normalisation" if divides else "standard deviation"
             yield Group(name, (root, *way, below, node, *squares), reason)
@@ -388,7 +393,7 @@ def _origin(node: Node, through: Collection[str] = (), way: list[Node] | None = 
         if way is not None and node.kind is not Kind.CLEAR:
             way.append(node)
         node = below
-    return node
+    return node.same
 
 
 def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node | None:
@@ -443,7 +448,7 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
 
     Once states are known, also what feeds only what float32 was carried on to: the mean, subtracted before a scale.
     """
-    needed = {node: group.reason for group in groups if group.reason for node in group.nodes}
+    needed = _reasons(groups)
     # What is factorised or solved and what a logarithm is taken of, and all that is computed from products for that.
     solved = {node for node in nodes if node.name in _LINALG}
     logged = {node for node in nodes if node.name in _LOGARITHMS}
@@ -461,7 +466,7 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
         full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT) or user.state >= Kind.FULL]
         full = [user for user in full if user.name != _CAST]
         is_solved, is_stream = not solved.isdisjoint(full), _is_stream(node)
-        reason = needed.get(node, "")
+        reason = needed.get(node.same, "")
         if is_solved or (
             not logged.isdisjoint(full) and not is_stream
         ):  # 1 - x is what counts, and x near 1 has lost it

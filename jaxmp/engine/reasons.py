@@ -29,7 +29,7 @@ class Reasons:
         self.scopes = {node: step.names for step in steps_of(graph.body) for node in step.nodes if node is not None}
         groups = [group for group in graph.groups if changed and group.nodes[0].compute == np.float32]
         self.groups = [group.name for group in groups]
-        self.group_of = {node: group.name for group in groups for node in group.nodes}
+        self.group_of = {node.same: group.name for group in groups for node in group.nodes}
         nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # None: the result of the function
         self.above = _nearest(nodes, lambda node: node.inputs, _is_half)
         self.below = _nearest(nodes[::-1], lambda node: node.users, lambda user: user.kind is Kind.HALF, known=ends)
@@ -47,7 +47,7 @@ class Reasons:
             return step.reason if is_product else "no product in half: nothing changes"
         if node is None:
             return step.reason or "no floating result"
-        group = self.group_of.get(node) if node.compute == np.float32 else None
+        group = self.group_of.get(node.same) if node.compute == np.float32 else None
         return f"{group}: {self._of_node(node, step)}" if group else self._of_node(node, step)
 
     def _of_node(self, node: Node, step: Step) -> str:

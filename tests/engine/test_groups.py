@@ -573,3 +573,71 @@ def test_what_a_gather_fills_with_is_not_rounded(fill):
         return 1 / jnp.take(x @ w, jnp.array([0, 99]), axis=0, mode="fill", fill_value=fill)
 
     np.testing.assert_allclose(half(fun, "mixed_float16")(jnp.ones((4, 8)), W), fun(jnp.ones((4, 8)), W), rtol=1e-3)
+
+
+def _embedded(x):
+    return jnp.where(x > 0, 5 + x * jnp.arange(8).astype(x.dtype), jnp.tanh(x))
+
+
+def _in_a_loop(x):
+    return jax.lax.fori_loop(0, 3, lambda n, h: jnp.where(n > 0, h, _embedded(h)), x)
+
+
+def _noisy(x):
+    return 1 + x + 0.1 * jax.random.normal(jax.random.key(7), x.shape, "float32").astype(x.dtype)
+
+
+def _sum_of_far(total, w):
+    return total + _far(lambda x: x + w)(total), None
+
+
+def _far(f):
+    return lambda x: jnp.sum(f(x) ** 2, -1)[:, None] + jnp.sum(f(x) ** 2, -1) - 2 * f(x) @ f(x).T
+
+
+WRITTEN_TWICE = {
+    "vdot(x - y, x - y)": lambda x: jnp.vdot(300 * x - 1, 300 * x - 1),
+    "a variance": lambda x: jnp.mean(jnp.mean(_embedded(x) * _embedded(x), -1) - jnp.mean(_embedded(x), -1) ** 2),
+    "cross-entropy": lambda x: jax.nn.logsumexp(_embedded(x)) - jnp.vdot(_embedded(x), x),
+    "distances": _far(_embedded),
+    "of calls": jax.jit(_far(jax.jit(_embedded))),
+    "of remat": _far(jax.checkpoint(_embedded)),
+    "of a loop": _far(_in_a_loop),
+    "of a scan": _far(lambda x: jax.lax.scan(lambda h, w: (h + w, h * w), x, 2 * jnp.ones(3, x.dtype))[1][-1]),
+    "of a cond": _far(lambda x: jax.lax.cond(x[0, 0] > 0, _embedded, jnp.sinh, x)),
+    "of random numbers": _far(_noisy),
+    "in a scan": lambda x: jax.lax.scan(_sum_of_far, 0 * x, x[0, :2])[0],
+}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("spelling", WRITTEN_TWICE)
+def test_a_value_that_is_written_twice_is_the_same(spelling, policy):
+    fun, x = WRITTEN_TWICE[spelling], (1 + 0.1 * normal(0, 8, 8)).astype(HALVES[policy]).astype(jnp.float32)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(np.asarray, fun(x.astype(jnp.float64)))
+    result = half(lambda x, w: (fun(x), w @ w), policy)(x, W)[0]
+    np.testing.assert_allclose(result, exact, rtol=1e-3, atol=3e-4 * np.abs(exact).max())
+
+
+DIFFERENT = {
+    "another operand": lambda x: (jnp.tanh(x), jnp.tanh(2 * x)),
+    "another parameter": lambda x: (jnp.roll(x, 1, 0) + 1, jnp.roll(x, 1, 1) + 1),
+    "another constant": lambda x: (x + 1.0, x + 2.0),
+    "another key": lambda x: tuple(x + jax.random.normal(jax.random.key(n), x.shape) for n in range(2)),
+    "another body": lambda x: tuple(
+        jax.lax.fori_loop(0, 3, turn, x) for turn in (lambda _, h: 1.5 * h, lambda _, h: 1.5 + h)
+    ),
+    "another branch": lambda x: tuple(jax.lax.cond(x[0, 0] > 0, jnp.sin, one, x) for one in (jnp.tanh, jnp.exp)),
+    "an effect": lambda x: tuple(
+        jax.experimental.io_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x) for _ in range(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_equal_operations_on_what_differs_are_not_the_same(what):
+    def fun(x):
+        return jnp.vdot(*DIFFERENT[what](x))
+
+    assert products(half(fun), normal(0, 8, 8)) == ["bfloat16"]
