@@ -1,48 +1,33 @@
 """Mixed precision for a whole function: each operation in the dtype that suits it, decided on its graph.
 
 ``autocast(fun, policy)`` traces ``fun`` as it is written, decides on the whole program, and computes it with each
-operation in its precision. ``cast_plan(fun, policy)(*args)`` shows the decisions and runs nothing. What it means:
+operation in its precision. What it means; docs/autocast.md has it with pictures, all groups and all sharp edges:
 
-**What is half.** Matrix products and convolutions take operands of the policy's compute dtype and return it; XLA adds
-their terms up in float32. So is what stands between two of them by any path: biases, activations, dropout, the residual
-stream. What leads to no product (the last bias, a loss) and what is made of arguments only stays as it was written. A
-function without a product is not changed, but for the results of a pure policy.
+**Half** are matrix products and convolutions, whose terms XLA adds up in float32, and what stands between two of them
+by any path: biases, activations, the residual stream. What leads to no product (the last bias, a loss) and what is made
+of arguments only stays as it was written. A function without a product is not changed, but for the results of a pure
+policy.
 
-**What is float32.** Exponentials, logarithms, ``pow``, trigonometric and special functions; sums and all that
-accumulates, scatters that add included; factorisations and Fourier transforms; products of the highest precision.
-Groups are float32 from their first operation on (:mod:`jaxmp.engine.groups`; docs/autocast.md has a table): a softmax
-(rounded where it ends if a product reads it), log-softmax, logsumexp, variances and norms, squared errors, masks and
-other constants that half cannot hold, what a factorisation reads. Products are float32 in groups that leave little of
-their results but rounding: distances, coordinates and phases, sums of log-probabilities, ``vdot(x, x)``. A float32
-value makes float32 what is computed from it, up to the next product or activation, but not a residual stream that it
-joins.
+**Float32** are operations that need range or accumulate (:mod:`jaxmp.engine.classes`), products of the highest
+precision, and groups from their first operation on (:mod:`jaxmp.engine.groups`), such as a softmax, a norm, a mask;
+their products too where rounding would leave little else: distances, coordinates. So is what is computed from a float32
+value, up to the next product or activation, or a residual stream that it joins.
 
-**Loops.** A carry has one dtype: half if a product lies on its way round, float32 if it only adds up. Weights stay
-float32 arguments, cast at each use, so that the cotangents of all uses are summed in float32. A while loop whose
-condition reads what products computed is float32 as a whole: half would never converge.
+**Loops.** A carry is half if a product lies on its way round, float32 if it only adds up. Weights are cast at each use,
+so that their cotangents are summed in float32. A while loop that runs until its products converge is float32.
 
-**Derivatives.** ``grad(autocast(f))`` differentiates the half program: its backward products are half and what it
-saves is half. Rules of ``custom_jvp`` and ``custom_vjp`` are kept, and run under the same policy. ``checkpoint`` keeps
-its policy. ``autocast(grad(f))`` has the same products.
+**Derivatives.** ``grad(autocast(f))`` differentiates the half program; ``autocast(grad(f))`` has the same products.
+Rules of ``custom_jvp`` and ``custom_vjp`` are kept, and run under the same policy.
 
-**What is left alone.** Integers, bools, keys, float64, complex numbers and fp8; random bits; an ``astype`` of the
-author that rounds; kernels, callbacks and references; every primitive that jaxmp does not know; what another autocast
-inside has written. Results keep their dtypes (a pure policy such as ``"bfloat16"`` casts them to its output dtype).
+**Left alone** are integers, float64, complex numbers and fp8; random bits; an ``astype`` that rounds; kernels,
+callbacks and references; what jaxmp does not know. Results keep their dtypes, under a pure policy they have its output
+dtype.
 
 **Who decides otherwise**, the most specific first: ``with jaxmp.precision("float32"):`` around code; an override by
-path of modules or scopes, the first that matches; by primitive; by class of primitives
-(:mod:`jaxmp.engine.classes`). ``"half"`` is meant literally, for groups too; only factorisations stay float32.
+path, the first that matches; by primitive; by class. ``"half"`` is meant literally; only factorisations stay float32.
 
-**Attention.** While a function is traced, a float32 call of ``jax.nn.dot_product_attention`` casts to half and runs
-on cuDNN's fused kernel, on a GPU that has one for it; ``implementation="xla"``, float32 regions and overrides are
-respected.
-
-Not seen: an ``astype(float32)`` of what is float32 already, and a module's ``dtype=float32``; mark the code with
-:func:`jaxmp.precision`, or override its path. Python code that asks for a dtype sees what was written. Put autocast
-around the loss, not around a loop that updates params. docs/autocast.md has all sharp edges.
-
-The colouring follows TensorFlow's ``auto_mixed_precision`` graph pass, the scheme of float32 params and half products
-Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740. docs/autocast.md shows it in pictures.
+Not seen are an ``astype(float32)`` of what is float32 already and a module's ``dtype=float32``. Put autocast around the
+loss, not around a loop that updates params.
 """
 
 from __future__ import annotations
@@ -97,8 +82,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
         primitive or class that there is (``UnknownOperationError``), or (in the call) matched nothing
         (``UnmatchedOverrideError``).
       TypeError: ``fun`` is a Linen module, a class of modules, or no function; a key of the overrides, or a pattern of
-        the PolicyMap, is a class of modules; an argument is a
-        ShapeDtypeStruct, which :func:`jaxmp.cast_plan` takes (in the call).
+        the PolicyMap, is a class of modules; an argument is a ShapeDtypeStruct (in the call).
 
     >>> def loss(w, x):
     ...     return jax.nn.logsumexp(jax.nn.relu(x @ w) @ w)

@@ -1,19 +1,13 @@
-"""Colouring: which values are half, decided on the whole graph.
+"""Colouring: which values are half, decided on the whole graph, in passes as TensorFlow's ``auto_mixed_precision`` has.
 
-The passes, in order (the model is TensorFlow's ``auto_mixed_precision`` pass; where this one differs it says so):
-
-1. Products are half, but for those of groups that are float32 (:mod:`jaxmp.engine.groups`). Without one in half nothing
-   changes.
+1. Products are half, but for those of groups that are float32 (:mod:`jaxmp.engine.groups`).
 2. The author's casts of weights to half are put off to each reader.
 3. Backwards, what feeds only float32 operations is float32, and groups from their first operation on.
-4. A loop's carry that adds up, with no product on its way round, is float32. Another has one colour too: half if a
-   product lies on its way round.
+4. A loop's carry is half if a product lies on its way round, float32 if it only adds up.
 5. Forwards, float32 drags along what reads it (the scale and bias after a normalisation), until a product or an
-   activation on the way to one reads it: from there on it exists in half. It does not drag along the residual stream:
-   a sum of a float32 value and a half one is half, or one normalisation would make everything after it float32.
-   What feeds only that is float32 as well, as in 3.
-6. What stands between two products, by any path, and is not float32 by now, is half. What leads to no product, such as
-   the last bias before the result, stays float32.
+   activation on the way to one reads it. Unlike TensorFlow's pass, this one does not let it drag along the residual
+   stream: one normalisation would make everything after it float32. What feeds only that is float32 as well, as in 3.
+6. What stands between two products, by any path, and is not float32 by now, is half.
 7. Data that is only moved keeps its dtype, or is cast before it moves if all who read it want half.
 """
 

@@ -368,11 +368,9 @@ def _half_wanted(body: Body, position: int) -> np.dtype | None:
 
 def _signature(step: Step, rules: Rules) -> Any:
     """What the program of a step depends on, besides the dtypes of its operands."""
-    assert step.bodies is not None
-    params = tuple((name, value if _is_hashable(value) else id(value)) for name, value in step.eqn.params.items())
     # Derivative rules are decided later, where these scopes have a say.
     names = step.names if rules.paths else marks_in(step.names)
-    return (step.eqn.primitive.name, params, step.bodies.jaxprs, names, _decisions(step))
+    return (step.eqn.primitive.name, *step.eqn.params.values(), names, _decisions(step))
 
 
 def _decisions(step: Step) -> Any:
@@ -380,11 +378,3 @@ def _decisions(step: Step) -> Any:
     shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
     # What is wanted of comparisons depends on constants too.
     return (own, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

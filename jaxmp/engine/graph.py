@@ -298,7 +298,7 @@ class _Builder:
         self.loop = next(self.loops)
         for condition in bodies.jaxprs[:-1]:
             self.inner(step, condition, [*values[: bodies.consts], *carry])
-        turns = [value._replace(is_fixed=False) for value in values[stop:]]
+        turns = [_Value(value.node, ("turn", value.number)) for value in values[stop:]]
         results = self.inner(step, bodies.jaxprs[-1], [*values[bodies.consts : start], *carry, *turns])
         self.loop = around
         for join, value in zip(carry, results, strict=False):
@@ -306,7 +306,8 @@ class _Builder:
                 join.node.read(value.node)
                 self.check_range(join.node)
         key = ("turns", *(value.number for value in (*carry, *results)))
-        return [*(self.value(join.node, (n, *key)) for n, join in enumerate(carry)), *results[bodies.carry :]]
+        ends = [self.value(join.node, (n, *key)) for n, join in enumerate(carry)]
+        return [_Value(value.node, ("turns", value.number)) for value in (*ends, *results[bodies.carry :])]
 
     def enter_cond(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
         columns = zip(*(self.inner(step, branch, values[1:]) for branch in bodies.jaxprs), strict=True)

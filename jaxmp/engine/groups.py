@@ -85,10 +85,14 @@ def steps_of(body: Body) -> Iterator[Step]:
 def _softmaxes(node: Node, _: Step) -> Iterator[Group]:
     """Exponentials over their sum; rounded where they end, but not if their logarithm is taken: it is lost near 1."""
     above, below = map(_origin, node.inputs)
-    inner = _exponential(above) if below.name == "reduce_sum" else []
-    if inner and _exponential(below.inputs[0]) == inner:
+    inner, is_product = _exponential(above), below.name == "dot_general"
+    summed = list(below.inputs)
+    if is_product:  # with ones
+        summed = [each for each, ones in (summed, summed[::-1]) if _origin(ones).const == (1.0, 1.0)]
+    if inner and (is_product or below.name == "reduce_sum") and inner in map(_exponential, summed):
         is_logged = any(reader.name in _LOGARITHMS for reader in _readers(node, _AFFINE))
-        yield Group("softmax", (node, below, *inner), rounded=not is_logged)
+        reason = "the sum of a softmax" if is_product else ""
+        yield Group("softmax", (node, below, *inner), reason, rounded=not is_logged)
 
 
 def _exponential(node: Node) -> list[Node]:

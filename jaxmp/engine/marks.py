@@ -1,7 +1,4 @@
-"""Marks on JAX's name stack: what code, or an adapter, asks of the operations that are traced within.
-
-A mark is a scope, so that it holds in gradients, loops and jitted functions alike, and costs nothing in the program.
-"""
+"""Marks on JAX's name stack: what code, or an adapter, asks of the operations that are traced within."""
 
 from __future__ import annotations
 
