@@ -54,9 +54,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) -> F:
     """``fun`` with each of its operations in the precision that suits it, decided on its whole graph.
 
-    Matrix products and convolutions run in the policy's compute dtype, what needs range or adds up many terms in
-    float32, the rest in what its neighbours have; :mod:`jaxmp.engine.autocast` states the rules, and
-    :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced as it is written, on its own dtypes, and stays
+    :mod:`jaxmp.engine.autocast` states the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced as
+    it is written, on its own dtypes, and stays
     unedited: its params stay float32, its results have the dtypes that they had (under a pure policy such as
     ``"bfloat16"``: the output dtype). It composes with JAX's transformations, around it and inside it. What it writes
     to NNX objects among its arguments (statistics, counts of random numbers, metrics) is written to them, as by NNX's

@@ -229,11 +229,8 @@ def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
             varying.add(node)
         if node.name == "convert_element_type" and node.kind is Kind.KEPT and node.written.itemsize == 2:
             cast += node.inputs
-            if (
-                node in varying
-                and not node.in_rule
-                and all(op.written == _FLOAT32 and not op.is_cast_once for op in node.inputs)
-            ):
+            are_weights = all(operand.written == _FLOAT32 and not operand.is_cast_once for operand in node.inputs)
+            if are_weights and node in varying and not node.in_rule:
                 node.kind, node.late = Kind.CLEAR, node.written
         elif node.kind is Kind.CLEAR and node.name in PICKS and len(node.inputs) == 1:
             node.late = node.inputs[0].late

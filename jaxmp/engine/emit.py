@@ -210,20 +210,14 @@ class _Emission:
             return self.with_bodies(step, step.bodies, operands)
         params = eqn.params
         if node is not None and node.compute is not None:
+            if eqn.primitive.name == "custom_linear_solve" and node.compute != node.written:
+                return linear_solve(eqn, functools.partial(self.derived, step), operands)
             is_exact = node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
             params = params_in_dtype(eqn, node.compute, is_exact)
         if reading.asks_for_what_is_missing(params):
             params = {**params, "precision": None}
-        if (
-            eqn.primitive.name == "custom_linear_solve"
-            and node is not None
-            and node.compute not in (None, node.written)
-        ):
-            return linear_solve(eqn, functools.partial(self.derived, step), operands)
         results = _bound(eqn, operands, params)
-        if node is None or node.compute in (None, node.dtype):
-            return results
-        return [note.cast(results[0], node.dtype)]
+        return results if node is None or node.compute in (None, node.dtype) else [note.cast(results[0], node.dtype)]
 
     def with_bodies(self, step: Step, bodies: reading.Bodies, operands: Sequence[Any]) -> Sequence[Any]:
         eqn, name = step.eqn, step.eqn.primitive.name

@@ -13,9 +13,6 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS, follow_products
 from jaxmp.engine.classes import Class, Kind, primitives_of
@@ -290,10 +287,6 @@ def _searches(_: Node, step: Step) -> Iterator[Group]:
         yield Group("search", tuple(products), "in a loop that runs until it converges")
 
 
-def _is(kind: Any, atom: Any) -> bool:
-    return bool(jax.numpy.issubdtype(atom.aval.dtype, kind))
-
-
 GROUPS = (
     (_softmaxes, {"div"}),
     (_logarithms, _LOGARITHMS),
@@ -318,35 +311,36 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
         return set(walk(start, lambda node: [user for user in node.users if user in keeping]))
 
     of_products = places_made(products)
-    of_iota = places_made(node for node in graph.nodes if node.name == "iota")
     casts = [step for step in steps if step.eqn.primitive.name == _CAST]
-    integers = [step for step in casts if step.node is not None and not step.node.inputs]
-    # A number that is written out, the 6 of `clip(x, 0, 6)`, is a bound.
-    of_integers = places_made(step.node for step in integers if step.node and (step.node.shape or not all(step.fixed)))
-    of_iota |= places_made(step.node for step in integers if step.node and step.node.shape and all(step.fixed))
+    # Of integers; a number that is written out, the 6 of `clip(x, 0, 6)`, is a bound.
+    made = [(step.node, all(step.fixed)) for step in casts if step.node is not None and not step.node.inputs]
+    of_iota = places_made(node for node, is_fixed in made if is_fixed and node.shape)
+    of_iota |= places_made(node for node in graph.nodes if node.name == "iota")
+    of_positions = of_iota | places_made(node for node, is_fixed in made if not is_fixed)
     coarse = {step.operands[0] for step in casts if step.eqn.outvars[0].aval.dtype.name in ("int8", "int4", "int2")}
     read = [*filter(None, coarse), *(operand for node in products for operand in node.inputs)]
     leading = set(walk(read, lambda node: () if node.name in PRODUCTS else node.inputs))  # to products
     complexes: dict[Any, list[Node]] = {}  # the real numbers that a complex one is made of: exp(ix) is a wave too
     handed: dict[Node, str] = {}
     for step in steps:
-        name, node, out = step.eqn.primitive.name, step.node, next(iter(step.eqn.outvars), None)
+        name, node = step.eqn.primitive.name, step.node
+        out: Any = next(iter(step.eqn.outvars), None)
         reals = [operand for operand in step.operands if operand]
-        if name in (_CAST, "complex", "mul", "neg", "exp") and _is(np.complexfloating, out):
+        if name in (_CAST, "complex", "mul", "neg", "exp") and out.aval.dtype.kind == "c":
             atoms = (atom for atom in step.eqn.invars if not reading.is_literal(atom))
             reals = [*dict.fromkeys((*reals, *(real for atom in atoms for real in complexes.get(atom, ()))))]
             complexes[out] = reals
         ends = list[Node]()
-        if name in _COMPARISONS or name in ("abs", "square", "integer_pow", "mul"):  # |x - position|: an interpolation
-            squared = _square(node)[1:] if node else []
-            pair, positions = (squared[0].inputs, of_iota) if squared else (reals, of_iota | of_integers)
-            others = zip(pair, pair[::-1], strict=True) if squared or name in _COMPARISONS else ()
-            ends = [one for one, other in others if other in positions and other not in of_products]
+        squared = _square(node)[1:] if node is not None else []
+        if squared or name in _COMPARISONS:  # |x - position|: an interpolation
+            pair, known = (squared[0].inputs, of_iota) if squared else (reals, of_positions)
+            others = zip(pair, pair[::-1], strict=True)
+            ends = [one for one, other in others if other in known and other not in of_products]
         elif name in ("sin", "cos", "tan") or (name == "exp" and node is None):
             ends = [real for real in reals if _origin(real).name not in _LIMITS]  # no activation
         elif name == "rem":
             ends = reals[:1]
-        elif name == _CAST and _is(np.integer, out):
+        elif name == _CAST and out.aval.dtype.kind in "iu":
             ends = [real for real in reals if real not in coarse]
         elif name in _ROUNDINGS and node is not None and not (node in leading and _is_quantised(node)):
             ends = reals
@@ -471,9 +465,8 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
         full = [user for user in full if user.name != _CAST]
         is_solved, is_stream = not solved.isdisjoint(full), _is_stream(node)
         reason = needed.get(node.same, "")
-        if is_solved or (
-            not logged.isdisjoint(full) and not is_stream
-        ):  # 1 - x is what counts, and x near 1 has lost it
+        # Of a logarithm 1 - x is what counts, and x near 1 has lost it.
+        if is_solved or (not is_stream and not logged.isdisjoint(full)):
             (solved if is_solved else logged).add(node)
             reason = f"feeds {_names(full)}"
         elif full and len(full) == len(readers) and not is_stream:
