@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import dataclasses
 import functools
 import warnings
@@ -105,6 +106,12 @@ def register(cls: type) -> None:
     """
 
     def flatten(x: Any) -> tuple[list[Any], Structure]:
+        rest = _attributes(x)
+        known: Structure | None = rest.pop("_structure", None)
+        if known is not None:
+            leaves = [rest.pop(name, None) for name in known[0]]
+            if rest == dict(known[1]):  # what copies and changes itself in ``adjust`` takes the structure along
+                return leaves, known
         structure = _structure(x)
         return [getattr(x, name) for name in structure[0]], structure
 
@@ -138,31 +145,35 @@ def register(cls: type) -> None:
 def rebuilt(cls: type, fields: Mapping[str, Any]) -> Any:
     """An instance past the constructor and its checks: a leaf may be a tracer, or whatever a tree is rebuilt with."""
     new: Any = object.__new__(cls)
+    if not _slots(cls):
+        vars(new).update(fields)
+        return new
     for name, value in fields.items():
         object.__setattr__(new, name, value)
     return new
 
 
+def _slots(cls: type) -> list[str]:
+    names: list[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]  # which pickle and copy go by
+    return names
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    slots = {name: getattr(x, name) for name in names if hasattr(x, name)} if (names := _slots(type(x))) else {}
+    return {**slots, **vars(x)}
+
+
 def _fields(x: Any) -> dict[str, Any]:
-    declared = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()  # which may have slots
-    names = [*(each.name for each in declared if each.init), *sorted(vars(x))]
+    declared = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()  # which may be class attributes
+    names = [*(each.name for each in declared if each.init), *sorted(_attributes(x))]
     return {name: getattr(x, name) for name in dict.fromkeys(names) if name != "_structure"}
 
 
 def _structure(x: Any) -> Structure:
-    """The names of the leaves of ``x``, and all the rest.
+    """The names of the leaves of ``x``, and all the rest; one that was rebuilt from leaves remembers it.
 
-    One that was rebuilt from leaves has that of the tree they came from: leaves may be no numbers there, and to look at
-    every attribute took longer than to dispatch a small step.
+    For leaves may be no numbers there, and to look at every attribute took longer than to dispatch a small step.
     """
-    known: Structure | None = getattr(x, "_structure", None)
-    if known is not None:  # and holds still: what copies and changes itself in ``adjust`` takes it along
-        names, static = known
-        if (
-            len(vars(x)) <= len(names) + len(static) + 1
-            and tuple([(n, getattr(x, n, None)) for n, _ in static]) == static
-        ):
-            return known
     fields = _fields(x)
     dynamic = [item for item in fields.items() if item[0] not in x.static_fields]
     names = tuple(name for name, value in dynamic if all(map(_is_number, jax.tree.leaves(value))))

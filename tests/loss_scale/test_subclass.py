@@ -69,6 +69,18 @@ class Slots(LossScale):
         return dataclasses.replace(self, loss_scale=jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
 
 
+class OwnSlots(LossScale):
+    """An ordinary class with slots, one of them a single name and one that is never set."""
+
+    __slots__ = ("kind", "loss_scale", "unset")
+
+    def __init__(self, loss_scale: Any = 2.0**10, kind: str = "slots"):
+        self.loss_scale, self.kind = loss_scale, kind
+
+    def adjust(self, grads_finite: Any, grad_max: Any = None) -> OwnSlots:
+        return OwnSlots(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2), self.kind)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["loss_scale"], meta_fields=["kind"])
 @dataclasses.dataclass
 class Registered(LossScale):
@@ -106,7 +118,7 @@ class Fixed(LossScale):
     loss_scale = 2.0**10
 
 
-FALLING = [Named, Data, Slots, Registered, Struct, functools.partial(Counting, 2.0**10)]
+FALLING = [Named, Data, Slots, OwnSlots, Registered, Struct, functools.partial(Counting, 2.0**10)]
 every_falling = pytest.mark.parametrize("make", FALLING, ids=lambda make: getattr(make, "__name__", "Counting"))
 
 
