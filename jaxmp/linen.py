@@ -186,6 +186,14 @@ class _Policied(_Object):
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
 
+    @functools.wraps(nn.Module.init)
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        make = functools.partial(super().init, *args, **kwargs)
+        try:
+            return make()
+        except NotImplementedError:  # LAPACK's operations take no half operands; nor do variables often need them
+            return jax.jit(make)()
+
     def clone(self, **kwargs: Any) -> Any:
         with _views.turned(False):
             return super().clone(**kwargs)

@@ -8,6 +8,7 @@ import weakref
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from linen_zoo import (
@@ -154,6 +155,33 @@ def _is_traced_in_half(fun):
         return bool(jax.eval_shape(fun, jax.ShapeDtypeStruct((4, 4), "float16")))
     except TypeError:
         return False
+
+
+FACTORS = {
+    "svd": lambda h: jnp.linalg.svd(h, compute_uv=False),
+    "cholesky": lambda h: jnp.linalg.cholesky(h @ h.T + jnp.eye(4, dtype=h.dtype)),
+    "qr": lambda h: jnp.linalg.qr(h)[1],
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_model_with_a_factorisation_behind_a_layer_is_made_where_it_is_applied(factor, policy):
+    class Factored(nn.Module):
+        @nn.compact
+        def __call__(self, x, scale):
+            return scale * FACTORS[factor](nn.Dense(4)(x))
+
+    x, bare = data(4, 4), Factored()
+    model, variables = apply_policy(bare, policy), bare.init(jax.random.key(0), x, scale=2)
+    try:
+        model.apply(variables, x, scale=2)
+    except TypeError:  # JAX refuses it when it traces, from 0.12 on
+        with pytest.raises(TypeError, match="does not accept"):
+            model.init(jax.random.key(0), x, scale=2)
+        return
+    made = model.init(jax.random.key(0), x, scale=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), made, variables)
 
 
 SOLVERS = {
