@@ -46,6 +46,7 @@ from jaxmp.engine.marks import DECIDED, precision
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import traced
 from jaxmp.overrides import level_of, levels_of
+from jaxmp.patterns import is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -143,6 +144,14 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
         )
     exceptions: dict[Any, Any] = dict(overrides or {})
     for pattern, exception in policies.rules:
+        if is_class_pattern(pattern):
+            half = policies.compute_dtype.name
+            remedy = "float32" if half == "float32" else f"mixed_{half}"
+            raise TypeError(
+                f"a policy for autocast has no exceptions by class, for a function has no modules, got {policy!r} with "
+                f"one for {pattern_text(pattern)!r}; use {remedy!r} (autocast keeps norms in float32 by itself), or "
+                "jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy on the model"
+            )
         exceptions.setdefault(pattern, exception)
     return policies.root, levels_of(exceptions, policies.compute_dtype)
 

@@ -134,7 +134,7 @@ def test_wrong_overrides_raise_before_the_call():
     ("policy", "error", "text"),
     [
         ("float64", ValueError, "autocast computes in float16, bfloat16 or float32, got the compute dtype float64"),
-        ("O2", TypeError, "got 'type:*BatchNorm': a function has no modules; jaxmp.linen.autocast and"),
+        ("O2", TypeError, "has no modules, got 'O2' with one for 'type:*BatchNorm'; use 'mixed_float16' (autocast k"),
         ("mixed_bf61", ValueError, "unknown policy 'mixed_bf61'"),
         (
             jaxmp.PolicyMap("float32", {"head": "mixed_bfloat16"}),
