@@ -8,7 +8,6 @@ Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmp.loss_scale import LossScale, NoOpLossScale, as_loss_scale
+from jaxmp.loss_scale import LossScale, as_loss_scale
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
 
 T = TypeVar("T")
@@ -165,13 +164,6 @@ class _LossScaling(optax.GradientTransformationExtraArgs):
     """What :func:`loss_scaling` returns. A transform around it may drop the extra argument ``clip_norm``."""
 
     inner: optax.GradientTransformationExtraArgs
-
-
-def takes_value(tx: optax.GradientTransformation) -> bool:
-    """Whether the update of an optimizer, of that in ``loss_scaling``, takes the extra argument ``value``."""
-    update = (tx.inner if isinstance(tx, _LossScaling) else tx).update
-    parameters = inspect.signature(update).parameters.values()
-    return any(each.name == "value" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _clip(grads: Any, norm: jax.Array, clip_norm: jax.typing.ArrayLike) -> Any:
@@ -340,7 +332,9 @@ def _stands_behind(state: Any) -> bool:
         return any(_stands_behind(each) for part in parts for each in part)
     first, *others = state.values() if isinstance(state, dict) else state  # a chain, or a named one
     return _stands_behind(first) or any(
-        not isinstance(scaling.loss_scale, NoOpLossScale) for part in others for scaling in _find(part)
+        isinstance(scale := scaling.loss_scale.loss_scale, jax.Array) or scale != 1  # a static one is a number
+        for part in others
+        for scaling in _find(part)
     )
 
 

@@ -35,7 +35,6 @@ from jaxmp.optimizer import (
     require_loss,
     scaled_value_and_grad,
     take_step,
-    takes_value,
     unscaled_norm,
     warn_if_behind,
 )
@@ -196,8 +195,8 @@ def make_train_step(
 
     Gradients are those of the scaled loss; a step in which their norm is not finite changes nothing but the loss scale,
     the counters and the rng (see :func:`jaxmp.loss_scaling`, which can test the updates too). The step is compiled once
-    for equal shapes and never waits for the device. The state comes back in the shardings that it came with; beside a
-    batch on a mesh, what of it was put on no device is copied to all devices of that mesh.
+    for equal shapes and never waits for the device. The state comes back in the shardings that it came with; what of
+    it was put on no device goes where the rest or the batch is, to all devices of a mesh.
 
     ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the
     one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
@@ -225,7 +224,7 @@ def make_train_step(
 
     Raises (here, or from the step):
       ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``; ``overrides``
-        without autocast, or one that matched nothing.
+        without autocast, or one that matched nothing; state and batch were put on different devices.
       TypeError: the loss function takes or returns something else; the loss is float16 or no scalar; the state is no
         :class:`TrainState` (Flax's own, say).
       RuntimeError: the state was given to a donating step before.
@@ -293,6 +292,7 @@ class TrainStep:
             state, metrics, stuck = self.jitted(state, batch)
         except (RuntimeError, ValueError) as error:
             _tell_of_donation(state, error)
+            _tell_of_devices(state, batch, error)
             raise
         self._returned = weakref.ref(state)
         if not isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
@@ -300,14 +300,15 @@ class TrainStep:
         return state, metrics
 
     def _placed(self, state: TrainState, batch: Any) -> TrainState:
-        """``state``, with all of it on a mesh if it or the batch is; ``jitted`` becomes the function for it."""
-        mesh = _mesh_of((state, batch))
-        if mesh is None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
-            self.jitted, self._stays = self._jitted_for(None), jax.device_count() == 1
-            return state
-        state = jax.tree.map(lambda leaf: _on_mesh(leaf, mesh), state)
-        shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
-        self.jitted, self._stays = self._jitted_for((jax.tree.structure(state), shardings)), True
+        """``state``, with all of it where it or the batch is committed to; ``jitted`` becomes the function for it."""
+        home = _home_of((state, batch))
+        if home is not None and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+            state = jax.tree.map(lambda leaf: _at_home(leaf, home), state)
+            if isinstance(home, NamedSharding):
+                shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+                self.jitted, self._stays = self._jitted_for((jax.tree.structure(state), shardings)), True
+                return state
+        self.jitted, self._stays = self._jitted_for(None), jax.device_count() == 1
         return state
 
     def _jit(self, placement: tuple[Any, ...] | None) -> Any:
@@ -326,14 +327,15 @@ class TrainStep:
         loss, grads, model_state, metrics = self._gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
         scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
-        value = {"value": loss} if takes_value(state.tx) else {}
-        new_state = state.apply_gradients(
-            grads=grads,
-            model_state=model_state,
-            ema_decay=self._ema_decay,
-            extra_args={**value, **self._clip},
-            rng=rng,
+        apply = functools.partial(
+            state.apply_gradients, grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng
         )
+        try:
+            new_state = apply(extra_args={"value": loss, **self._clip})
+        except TypeError as error:  # a chain hands the loss on to transforms that do not take it
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            new_state = apply(extra_args=self._clip)
         skipped = new_state.skipped > state.skipped
         own = dict(zip(_OWN_METRICS, (loss, norm, scale, skipped), strict=True))
         return new_state, {**own, **metrics}, new_state.stuck
@@ -384,8 +386,11 @@ class TrainStep:
     def _read_reports(self, state: TrainState, batch: Any) -> None:
         while self._reports and self._reports[0][0].is_ready():
             stuck, reported = self._reports.popleft()
-            with jax.transfer_guard_device_to_host("allow"):  # jax.device_get takes 20 µs more
-                count = int(np.asarray(stuck))
+            try:
+                count = int(np.asarray(stuck))  # jax.device_get takes 20 µs more
+            except RuntimeError:  # a guard of transfers, which takes longer to lift than to read
+                with jax.transfer_guard_device_to_host("allow"):
+                    count = int(np.asarray(stuck))
             self._bad_batch = reported if count else None
             # The state at hand may be another run's; to look at it is to wait for it, which does no harm any more.
             if count >= self._max_skips and int(jax.device_get(state.stuck)) >= self._max_skips:
@@ -457,6 +462,7 @@ def make_eval_step(
             return jitted(state, batch)
         except (RuntimeError, ValueError) as error:
             _tell_of_donation(state, error)
+            _tell_of_devices(state, batch, error)
             raise
 
     step.jitted = jitted  # type: ignore[attr-defined]
@@ -630,27 +636,49 @@ def _require_same_structure(new: Any, old: Any) -> Any:
 def _settled(state: TrainState) -> TrainState:
     """``state`` in the form that a step gives it, so that the first step and those after it share one compilation.
 
-    That is arrays of strong type on all devices of sharded params; and none twice, for a buffer can be donated only
+    That is arrays of strong type where the params are committed to; and none twice, for a buffer can be donated only
     once.
     """
-    mesh = _mesh_of(state.params)
+    home = _home_of(state.params)
     seen: set[int] = set()
 
     def settle(leaf: Any) -> Any:
         again = id(leaf) in seen
         seen.add(id(leaf))
         leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=again)
-        return leaf if mesh is None or isinstance(leaf, jax.core.Tracer) else _on_mesh(leaf, mesh)
+        return leaf if home is None or isinstance(leaf, jax.core.Tracer) else _at_home(leaf, home)
 
     return jax.tree.map(settle, state)
 
 
-def _mesh_of(tree: Any) -> Any:
-    """The mesh of the first array of ``tree`` that is on one, or None."""
-    found = (leaf for leaf in jax.tree.leaves(tree) if isinstance(getattr(leaf, "sharding", None), NamedSharding))
-    return next((leaf.sharding.mesh for leaf in found if not isinstance(leaf, jax.core.Tracer)), None)
+def _home_of(tree: Any) -> Any:
+    """The sharding over all devices of the mesh that an array of ``tree`` is on; else a committed one's; or None."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(tree) if _is_put(leaf)]
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return shardings[0] if shardings else None
 
 
-def _on_mesh(leaf: Any, mesh: Any) -> jax.Array:
-    """``leaf``, on all devices of ``mesh`` if it was put on none."""
-    return leaf if getattr(leaf, "committed", False) else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+def _at_home(leaf: Any, home: Any) -> jax.Array:
+    """``leaf``, at ``home`` if it was put on no device."""
+    return leaf if _is_put(leaf) else jax.device_put(leaf, home)
+
+
+def _is_put(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
+
+
+def _tell_of_devices(state: Any, batch: Any, error: Exception) -> None:
+    """Raises in place of ``error`` if arrays are committed to different devices."""
+    home = _home_of((state, batch))
+    for path, leaf in jax.tree.leaves_with_path({"state": state, "batch": batch}):
+        if _is_put(leaf) and leaf.sharding.device_set != home.device_set:
+            here, there = (", ".join(sorted(map(str, each.device_set))) for each in (leaf.sharding, home))
+            place = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())"
+            raise ValueError(
+                "the state and the batch of a step must be on the same devices, got "
+                f"{_tree.path_name(path)!r} put on {here} and others on {there}; write jax.device_put({path[0].key}, "
+                f"{place if isinstance(home, NamedSharding) else 'device'}), or put the state on no device: a step "
+                "moves it to the batch"
+            ) from error

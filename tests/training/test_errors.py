@@ -204,6 +204,36 @@ def test_a_state_that_a_step_has_had_is_told_from_the_one_it_returned():
     step(new, problem()[1])
 
 
+@pytest.mark.parametrize(
+    ("state_on", "batch_on", "remedy"),
+    [
+        (
+            0,
+            "mesh",
+            "'state/step' put on cpu:0 and others on cpu:0, cpu:1; write jax.device_put(state, jax",
+        ),
+        ("mesh", 2, "'batch' put on cpu:2 and others on cpu:0, cpu:1; write jax.device_put(batch, jax"),
+        (0, 1, "'batch' put on cpu:1 and others on cpu:0; write jax.device_put(batch, device)"),
+    ],
+)
+def test_arrays_put_on_different_devices_are_named_with_where_they_must_be(state_on, batch_on, remedy):
+    step, devices = make_train_step(lambda p, s, batch, r: (jnp.mean(p * batch), s), donate=False), jax.devices()
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:2])
+    places = [*devices, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())]
+    state, batch = (
+        jax.device_put(tree, places[-1 if where == "mesh" else where])
+        for tree, where in ((state_of(), state_on), (jnp.ones(4), batch_on))
+    )
+    with pytest.raises(
+        ValueError, match="the state and the batch of a step must be on the same devices, got"
+    ) as raised:
+        step(state, batch)
+    assert remedy in str(raised.value).replace("TFRT_CPU_", "cpu:")
+    mended = jax.device_put((state, batch), places[-1 if "mesh" in (state_on, batch_on) else 0])
+    step(state_of(), batch)  # a state that was put nowhere goes where the batch is
+    step(*mended)
+
+
 @pytest.mark.parametrize("make", [make_train_step, make_eval_step])
 def test_another_state_than_ours_is_named_with_what_makes_ours(make):
     flax_state = flax_train_state.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=optax.sgd(0.1))
@@ -263,7 +293,12 @@ def test_a_loss_scale_behind_another_transform_of_a_chain_is_warned_of_once(name
         with pytest.warns(UserWarning, match=text) as caught:
             jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx)
         assert len(caught) == 1 and caught[0].filename == __file__
-    TrainState.create(params={"x": jnp.ones(2)}, tx=BEHIND[name](loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())))
+    for one in (jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(1)):  # gradients as they are, that is
+        TrainState.create(params={"x": jnp.ones(2)}, tx=BEHIND[name](loss_scaling(optax.sgd(0.1), one)))
+    with pytest.warns(UserWarning, match=text):
+        TrainState.create(
+            params={"x": jnp.ones(2)}, tx=BEHIND[name](loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(2)))
+        )
 
 
 @pytest.mark.parametrize("name", BEFORE)

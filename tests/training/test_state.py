@@ -276,6 +276,22 @@ def test_a_state_of_one_device_moves_to_the_mesh_of_the_batch_when_that_comes(co
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), third.params, again.params)
 
 
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("put", ["params", "state", "batch", "both"])
+def test_what_is_put_on_one_device_takes_the_rest_along_and_is_compiled_for_once(put, device):
+    params, batch = problem()
+    device = jax.devices()[device]
+    if put == "params":
+        params = jax.device_put(params, device)
+    state, step = TrainState.create(params=params, tx=sgd(), rng=0), make_train_step(train_loss)
+    state = jax.device_put(state, device) if put in ("state", "both") else state
+    batch = jax.device_put(batch, device) if put in ("batch", "both") else batch
+    for _ in range(3):
+        state, _ = step(state, batch)
+    assert step.jitted._cache_size() == 1
+    assert {leaf.device for leaf in jax.tree.leaves(state)} == {device}
+
+
 @pytest.mark.parametrize("transform", ["jit", "scan", "vmap"])
 def test_a_step_on_a_mesh_also_runs_inside_other_transformations(transform):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

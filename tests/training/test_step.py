@@ -273,10 +273,19 @@ def test_an_optimizer_that_needs_the_loss_gets_it():
     assert state.opt_state.inner_state[1].scale < 1
 
 
-def test_an_optimizer_that_does_not_take_the_loss_is_not_given_it_but_what_the_user_gives_is_not_dropped():
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda sam, scale: loss_scaling(sam, scale),
+        lambda sam, scale: loss_scaling(optax.chain(optax.identity(), sam), scale),
+        lambda sam, scale: optax.chain(loss_scaling(sam, scale), optax.identity()),
+    ],
+    ids=["alone", "chain inside", "chain around"],
+)
+def test_an_optimizer_that_does_not_take_the_loss_is_not_given_it_but_what_the_user_gives_is_not_dropped(wrap):
     params, batch = problem()
     sam = optax.contrib.sam(optax.sgd(0.125), optax.sgd(0.25), sync_period=2, opaque_mode=False)
-    tx = loss_scaling(sam, DynamicLossScale(2.0**8))
+    tx = wrap(sam, DynamicLossScale(2.0**8))
     state = TrainState.create(params=jax.tree.map(jnp.array, params), tx=tx)
     step, by_hand = (
         make_train_step(train_loss),
