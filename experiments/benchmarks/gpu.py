@@ -2,16 +2,11 @@
 
 python -m experiments.benchmarks.gpu --minutes 9 --run-dir runs/gpu
 
-The pieces are the other benchmarks: train steps of GPT-2, BERT and ResNet-50 (with the energy of each), the cost of
-loss scaling at full size, remat, the forward pass alone, accuracy over seeds, sweeps, a busy host, the input pipeline;
---list prints them. A check of about a minute comes first: every row compiles and takes two steps at small size, and
-what is not installed or not there is named with the pieces that want it. Nothing new starts when the minutes are up;
-what runs over them is stopped, and keeps what it has measured. The same command goes on from there, on the same kind
-of device with the same versions; what failed is tried again after the rest. After each piece its tables are printed,
-its results are copied to experiments/results/NAME-DATE, and the tables of the README are written again.
-
---smoke runs every piece at small size on any machine, to see that it runs; nothing is copied. The run folder holds
-gpu.json (what became of each piece), a log of each piece, and the run folders of the benchmarks.
+The pieces are the other benchmarks; --list prints them. A check comes first: every row compiles and takes two steps at
+small size. Nothing new starts when the minutes are up; what runs over them is stopped, and keeps what it has measured.
+The same command goes on from there, on the same kind of device with the same versions; what failed is tried again after
+the rest. After each piece its results are copied to experiments/results/NAME-DATE, and the tables of the README are
+written again. The run folder holds gpu.json (what became of each piece), logs, and run folders.
 """
 
 from __future__ import annotations
@@ -27,18 +22,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import rich.console
 import tyro
 
-from experiments.benchmarks.shared import kept
-from experiments.report.tables import Table
+from experiments.benchmarks.shared import kept, records
+from experiments.report.tables import Table, terminal
 from experiments.training import cli
-from experiments.training.runs import alone_in, run_folder, write_json
+from experiments.training.runs import alone_in, run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -54,6 +47,7 @@ STEP_ROWS = (
 """jaxmp, by hand and torch.compile: those that a goal of the README's table needs."""
 FORWARD_ROWS = ("jaxmp-bf16", "hand-bf16", "autocast-bf16", "compile-bf16", "jaxmp-tf32", "jaxmp-fp32")
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+MODELS = {"gpt2": "GPT-2", "bert": "BERT", "resnet50": "ResNet-50"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +55,7 @@ class Piece:
     """A command to run.
 
     Attributes:
-      name: what ``--pieces`` takes.
-      title: what it does, in words.
-      benchmark: whose command.
-      flags: at full size.
+      flags: at full size, of the ``benchmark``.
       smoke: the flags that make it small.
       folder: its run folder below this one's; pieces that share one are reported together.
       result: the files that are its result, as in NAME.md, NAME.json and NAME.png; empty for none.
@@ -95,11 +86,14 @@ def _steps(name: str, title: str, *flags: str, result: str = "train_step", folde
     return Piece(name, title, "train_step", flags, small, folder, result, ("torch", "matplotlib"))
 
 
-def _accuracy(task: str, title: str, *small: str) -> Piece:
-    return Piece(
-        f"accuracy-{task}", title, "accuracy", ("--tasks", task, "--policies", *POLICIES, "--resume"),
-        ("--smoke", *small), "accuracy", "accuracy", ("tensorflow_datasets", "array_record", "orbax", "matplotlib"),
-    )  # fmt: skip
+def _look(name: str, title: str, *flags: str) -> Piece:
+    return _steps(name, title, *flags, "--models", "gpt2", result=f"train_step_{name}", folder="sweeps")
+
+
+def _accuracy(task: str, title: str) -> Piece:
+    wants = ("tensorflow_datasets", "array_record", "orbax", "matplotlib")
+    flags, folder = ("--tasks", task, "--policies", *POLICIES), "accuracy"
+    return Piece(f"accuracy-{task}", title, folder, flags, folder=folder, result=folder, wants=wants)
 
 
 _TINY = ("--layers", "1", "--width", "64", "--vocabulary", "64", "--rounds", "2", "--block-ms", "1")
@@ -107,28 +101,22 @@ PIECES = (
     Piece("check", "every row compiles and takes two steps, GPT-2 at small size", "train_step",
           ("--models", "gpt2", "--rows", *STEP_ROWS, "--passes", "train", "--smoke"), (), limited=False,
           wants=("torch",)),
-    _steps("step-gpt2", "the train step of GPT-2, with its energy", "--models", "gpt2", "--rows", *STEP_ROWS,
-           "--passes", "train"),
-    _steps("step-bert", "the train step of BERT, with its energy", "--models", "bert", "--rows", *STEP_ROWS,
-           "--passes", "train"),
-    _steps("step-resnet50", "the train step of ResNet-50, with its energy", "--models", "resnet50", "--rows",
-           *STEP_ROWS, "--passes", "train"),
+    *(_steps(f"step-{model}", f"the train step of {title}, with its energy", "--models", model, "--rows", *STEP_ROWS,
+             "--passes", "train")
+      for model, title in MODELS.items()),
     Piece("loss_scaling", "what loss scaling adds to a step", "loss_scaling", ("--models", "gpt2", "mlp"),
           (*_TINY, "--batch-size", "2", "--sequence", "8"), result="loss_scaling", wants=("jmp", "matplotlib")),
-    Piece("remat", "what recomputing costs and saves, and the largest batch", "remat",
+    Piece("remat", "what recomputing saves, and the largest batch", "remat",
           ("--policies", "mixed_bfloat16", "--remats", "none", "attention"), result="remat"),
     *(_steps(f"forward-{model}", f"the forward pass alone of {title}", "--models", model, "--rows", *FORWARD_ROWS,
              "--passes", "forward")
-      for model, title in (("gpt2", "GPT-2"), ("bert", "BERT"), ("resnet50", "ResNet-50"))),
+      for model, title in MODELS.items()),
     _accuracy("gpt2", "GPT-2's loss in half precision and in float32, over seeds"),
     _accuracy("bert", "BERT's loss in half precision and in float32, over seeds"),
     _accuracy("images", "ResNet-50's accuracy in half precision and in float32, over seeds"),
-    _steps("width", "from which width on half precision pays", "--sweep", "width", "--models", "gpt2",
-           result="train_step_width", folder="sweeps"),
-    _steps("depth", "from which depth on half precision pays", "--sweep", "depth", "--models", "gpt2",
-           result="train_step_depth", folder="sweeps"),
-    _steps("busy", "the train step while the host is busy", "--busy", "--models", "gpt2",
-           result="train_step_busy", folder="sweeps"),
+    _look("width", "from which width on half precision pays", "--sweep", "width"),
+    _look("depth", "from which depth on half precision pays", "--sweep", "depth"),
+    _look("busy", "the train step while the host is busy", "--busy"),
     Piece("input_pipeline", "how many images a second are prepared", "input_pipeline", (),
           ("--image-size", "32", "--batch-size", "8", "--examples", "64", "--rounds", "2", "--block-ms", "1"),
           result="input_pipeline", wants=(), limited=False),
@@ -137,15 +125,13 @@ NAMES = tuple(piece.name for piece in PIECES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Flags of the run."""
+class Config(records.Small):
+    """Flags of the run. With --smoke nothing is copied."""
 
     minutes: float = 9.0
     """What this command may take; the same command goes on from there. 0 is no limit."""
     pieces: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PIECE [PIECE ...]", help_behavior_hint="")] = ()
     """Pieces to run, among those that --list prints, in that order. (default: all)"""
-    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Every piece at small size, on any device, to see that it runs. Its figures mean nothing, and are not copied."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the pieces and their commands, and end."""
     run_dir: cli.Folder = None
@@ -160,16 +146,23 @@ def place() -> dict[str, Any]:
         "print(json.dumps({'device': where['device'], 'versions': where['versions'], "
         "'backend': jax.default_backend(), 'bytes': stats.get('bytes_limit')}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    done = _captured([sys.executable, "-c", code])
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no word on stderr"])[-1]
-        raise ValueError(f"JAX must find its device, but the process that asked for it ended with: {last}")
+        raise ValueError(f"JAX must find its device, but the process that asked for it ended with: {_last(done)}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path}
+
+
+def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or ["no word on stderr"])[-1]
 
 
 def foreseen(pieces: tuple[Piece, ...], here: dict[str, Any], small: bool) -> list[str]:
@@ -207,14 +200,10 @@ class Run:
 
     def __init__(self, config: Config, folder: Path, here: dict[str, Any]) -> None:
         self.config, self.folder = config, folder
-        self.clock = kept.Clock(config.minutes)
+        self.has = kept.Kept(folder, config.minutes, here, smoke=config.smoke)
         self._ends = time.monotonic() + 60 * config.minutes
-        self._file = folder / "gpu.json"
-        setting = {**{name: here[name] for name in ("device", "versions")}, "smoke": config.smoke}
-        self._about: dict[str, Any] = {"setting": setting, "environment": here, "pieces": {}, "results": {}}
-        if self._file.exists():
-            kept.require_alike(self._file, setting)
-            self._about = kept.read(self._file)
+        self.has.require_alike("gpu.json")
+        self._about = self.has.read("gpu") or {"pieces": {}, "results": {}}
 
     def of(self, piece: Piece) -> dict[str, Any]:
         """What is known of a piece: its ``state`` (done, failed, begun or to do), ``seconds``, ``reason``."""
@@ -232,60 +221,52 @@ class Run:
         most = f"at most {minutes:.1f} minutes" if minutes else "no limit"
         print(f"\n== {piece.name}: {piece.title} ({most})\n$ {shlex.join(['python', *command[1:]])}", flush=True)
         log, started = self.folder / f"{piece.name}.log", time.monotonic()
-        self._keep(piece, "begun", 0.0, "")
+        self._keep(piece, "begun", 0.0)
         code, cut, unfinished = _follow(command, log, 60 * minutes)
         if cut and piece.benchmark == "train_step" and piece.result == "train_step":  # the others report at their end
-            report = [*command[:3], "--report-only", *command[-2:]]
-            subprocess.run(report, cwd=ROOT, env=_environment(), capture_output=True)
+            _captured([*command[:3], "--report-only", *command[-2:]])
+        state, reason = "done", ""
         if cut or unfinished:
             state, reason = "begun", "cut: the minutes were up"
         elif code:
             state, reason = "failed", f"{_last_word(log)} (exit code {code}; {log})"
-        else:
-            state, reason = "done", ""
         self._keep(piece, state, time.monotonic() - started, reason)
         print(f"== {piece.name}: {state}{f', {reason}' if reason else ''}", flush=True)
-        if not self.config.smoke and piece.result:
-            self._publish(piece, state)
+        if state == "done" and piece.result and not self.config.smoke:
+            self._publish(piece)
 
-    def _keep(self, piece: Piece, state: str, seconds: float, reason: str) -> None:
+    def _keep(self, piece: Piece, state: str, seconds: float, reason: str = "") -> None:
         seconds += self.of(piece)["seconds"]
         self._about["pieces"][piece.name] = {"state": state, "seconds": seconds, "reason": reason}
-        write_json(self._file, self._about)
+        self.has.save("gpu", {name: self._about[name] for name in ("pieces", "results")})
 
-    def _publish(self, piece: Piece, state: str) -> None:
-        """Copies a result that is whole, and writes the README's tables from what there is."""
-        files = sorted((self.folder / (piece.folder or piece.name)).glob(f"{piece.result}.*"))
-        if state != "done" or not files:
+    def _publish(self, piece: Piece) -> None:
+        """Copies a result, and writes the README's tables from what there is."""
+        files = list((self.folder / (piece.folder or piece.name)).glob(f"{piece.result}.*"))
+        if not files:
             return
-        dated = self._about["results"]
-        if piece.result not in dated:
-            dated[piece.result] = _new_folder(f"{piece.result}-{datetime.date.today():%Y%m%d}")
-            write_json(self._file, self._about)
-        target = RESULTS / dated[piece.result]
+        target = RESULTS / self._about["results"].setdefault(piece.result, _new_folder(piece.result))
         target.mkdir(parents=True, exist_ok=True)
         for file in files:
             shutil.copyfile(file, target / file.name)
-        command = [sys.executable, "-m", "experiments.report.readme"]
-        done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
         print(f"== its result is in {target}", flush=True)
+        done = _captured([sys.executable, "-m", "experiments.report.readme"])
+        state, why = "done", ""
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no word on stderr"])[-1]
-            self._keep(piece, "failed", 0.0, f"it was measured, but the README's tables were not written: {last}")
+            state, why = "failed", f"it was measured, but the README's tables were not written: {_last(done)}"
+        self._keep(piece, state, 0.0, why)
 
     def table(self, pieces: tuple[Piece, ...]) -> Table:
         """A row a piece: its state, the minutes that it took, why it failed or is not done."""
-        rows = []
-        for piece in pieces:
-            found = self.of(piece)
-            rows.append((piece.name, found["state"], f"{found['seconds'] / 60:.1f}", found["reason"]))
+        found = {piece.name: self.of(piece) for piece in pieces}
+        rows = [(name, of["state"], f"{of['seconds'] / 60:.1f}", of["reason"]) for name, of in found.items()]
         return Table("What needs a GPU", ("piece", "state", "minutes", "why"), rows, left=2)
 
 
-def _new_folder(name: str) -> str:
-    """The name of a folder of results that nobody has yet."""
-    names = [name, *(f"{name}-{i}" for i in range(2, 100))]
-    return next(each for each in names if not (RESULTS / each).exists())
+def _new_folder(result: str) -> str:
+    """The name of a dated folder of results that nobody has yet."""
+    name = f"{result}-{datetime.date.today():%Y%m%d}"
+    return next(each for each in (name, *(f"{name}-{i}" for i in range(2, 100))) if not (RESULTS / each).exists())
 
 
 def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool, bool]:
@@ -299,22 +280,12 @@ def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool, b
     Returns:
       Its exit code, whether it was interrupted, and whether it said that not all is measured.
     """
-    cut, unfinished = threading.Event(), False
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=file, text=True,
-            start_new_session=True,  # so that what it has started ends with it
-        )  # fmt: skip
-
-        def end() -> None:
-            cut.set()
-            _signal(process, signal.SIGINT)
-            if not _ended(process, 15):
-                _signal(process, signal.SIGKILL)
-
-        timer = threading.Timer(seconds, end)
-        if seconds:
-            timer.start()
+    limit = ["timeout", "--signal=INT", "--kill-after=15", f"{seconds:.1f}"] if seconds else []
+    unfinished = False
+    with log.open("w") as file, subprocess.Popen(
+        [*limit, *command], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=file, text=True,
+        start_new_session=True,  # so that what it has started ends with it
+    ) as process:  # fmt: skip
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
@@ -323,23 +294,9 @@ def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool, b
                 unfinished |= line.strip() == kept.UNFINISHED
             code = process.wait()
         finally:
-            timer.cancel()
-            _signal(process, signal.SIGKILL)  # of this process's own end, too: nothing goes on behind it
-            process.wait()
-            process.stdout.close()
-    return code, cut.is_set(), unfinished
-
-
-def _ended(process: subprocess.Popen[str], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < until:
-        time.sleep(0.1)
-    return process.poll() is not None
-
-
-def _signal(process: subprocess.Popen[str], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # of this process's own end, too: nothing goes on behind it
+    return code, bool(limit) and code in (124, 128 + signal.SIGKILL), unfinished
 
 
 def _last_word(log: Path) -> str:
@@ -361,8 +318,9 @@ def chosen(names: tuple[str, ...]) -> tuple[Piece, ...]:
 
 
 def main(config: Config) -> None:
+    held = contextlib.ExitStack()
     with cli.bad_values_end_it():
-        cli.require("--minutes", config.minutes, 0)
+        records.check(config)
         pieces = chosen(config.pieces)
         folder = config.run_dir or Path("runs") / ("gpu-smoke" if config.smoke else "gpu")
         if config.list:
@@ -377,31 +335,29 @@ def main(config: Config) -> None:
                 "see every piece run small here with --smoke (make gpu SMOKE=1)"
             )
         folder = run_folder("gpu", folder).absolute()
-        held = contextlib.ExitStack()
         held.enter_context(alone_in(folder))
         run = Run(config, folder, here)
     with held:
-        memory = f", {here['bytes'] / 2**30:.0f} GiB for JAX" if here["bytes"] else ""
-        print(f"{here['device']}{memory}; {here['versions']}", flush=True)
-        for line in foreseen(pieces, here, config.smoke):
-            print(f"note: {line}", flush=True)
-        for piece in run.left(pieces):
-            if run.clock.late(60 * min(LEAST, config.minutes / 2)):
-                break
-            run.run(piece)
-        _finish(run, pieces, folder)
+        _run(run, pieces, here)
 
 
-def _finish(run: Run, pieces: tuple[Piece, ...], folder: Path) -> None:
-    console = rich.console.Console()
+def _run(run: Run, pieces: tuple[Piece, ...], here: dict[str, Any]) -> None:
+    config = run.config
+    memory = f", {here['bytes'] / 2**30:.0f} GiB for JAX" if here["bytes"] else ""
+    print(f"{here['device']}{memory}; {here['versions']}", flush=True)
+    for line in foreseen(pieces, here, config.smoke):
+        print(f"note: {line}", flush=True)
+    for piece in run.left(pieces):
+        if run.has.clock.late(60 * min(LEAST, config.minutes / 2)):
+            break
+        run.run(piece)
     print()
-    run.table(pieces).show(console if console.is_terminal else rich.console.Console(width=160))
-    left = [piece.name for piece in run.left(pieces)]
-    if left:
-        smoke = " SMOKE=1" if run.config.smoke else ""
+    run.table(pieces).show(terminal())
+    if left := [piece.name for piece in run.left(pieces)]:
+        smoke = " SMOKE=1" if config.smoke else ""
         command = ["python", "-m", "experiments.benchmarks.gpu", *sys.argv[1:]]
         print(f"to do: {', '.join(left)}; go on with: {shlex.join(command)} (make gpu{smoke})")
-    print(f"written to {folder}")
+    print(f"written to {run.folder}")
     if failed := [piece.name for piece in pieces if run.of(piece)["state"] == "failed"]:
         cli.fail(f"{', '.join(failed)} failed: the reasons and the logs are in the table", 1)
 

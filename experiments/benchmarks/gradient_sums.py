@@ -2,18 +2,17 @@
 
 python -m experiments.benchmarks.gradient_sums --run-dir experiments/results/gradient_sums
 
-The gradient of a bias is a sum over all rows, that of an embedding over all tokens that are equal. A sum in half
-precision stops growing where its next term is less than half a unit of its last place: in bfloat16 after 256 equal
-terms, in float16 after 2048. Each case is a layer whose result a product reads; the weights of the loss are positive,
-1/8 on average, and the tokens follow Zipf's law, so that sums grow as those of real data do. The tied embedding has a
-cross-entropy. Ways: jaxmp's policies (Linen, NNX), jaxmp.autocast, Flax with `dtype=` by hand, and PyTorch under its
-autocast where it is installed.
+The gradient of a bias is a sum over all rows. A sum in half precision stops growing where its next term is less than
+half a unit of its last place: in bfloat16 after 256 equal terms, in float16 after 2048. Each case is a layer whose
+result a product reads; the weights of the loss are positive, and the tokens follow Zipf's law, so that sums grow as
+those of real data do. Ways: jaxmp's policies (Linen, NNX), jaxmp.autocast, Flax with `dtype=` by hand, and PyTorch
+under its autocast where it is installed.
 
 The error is the relative L2 error of one param's gradient to float64 with unrounded operands. "Rounding alone" is the
-same in float64 throughout, but for operands, results and cotangents, each rounded to the half format before it is
-summed: what no way of summing can better. Every program runs compiled, without excess precision, and operation by
-operation. XLA's CPU adds some half arrays up in float32 by itself (sums over one axis), so the cases sum over several;
-a GPU rounds its own way. The run folder holds gradient_sums.md, gradient_sums.json and gradient_sums.png.
+same in float64, but for operands, results and cotangents, each rounded to the half format before it is summed: what no
+way of summing can better. Every program runs compiled, without excess precision, and operation by operation. XLA's CPU
+adds some half arrays up in float32 by itself (sums over one axis), so the cases sum over several. The run folder holds
+gradient_sums.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -22,25 +21,23 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
-import tyro
 from flax import nnx
 from jax import lax
 
 import jaxmp
+from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli
-from experiments.training.runs import run_folder, write_json
+from experiments.training.runs import run_folder
 
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 LINEN, NNX, AUTOCAST = "jaxmp, Linen policy", "jaxmp, NNX policy", "jaxmp.autocast"
@@ -58,18 +55,11 @@ compiled = functools.partial(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(records.Small):
     """Flags of the benchmark."""
 
     halves: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
     """Half formats."""
-    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Small cases: to see that everything runs. Its figures mean nothing."""
-    run_dir: cli.Folder = None
-    """Folder to write to. (default: runs/gradient_sums-TIME)"""
-
-
-# --- the cases --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +67,11 @@ class Case:
     """A layer, and the param whose gradient is measured.
 
     Attributes:
-      name: of the case.
-      text: what is summed.
-      param: the name of the param.
-      x: the input.
       params: by name; each name is a part of its path in every model.
       fun: ``fun(r, x, **params)``, where ``r`` stands around all that half precision rounds, forwards and backwards.
+      torch: ``torch(torch, x, **params)``, first the package.
       linen: makes the layer with a ``dtype``, None for what people write themselves, without one.
       nnx: the same in NNX.
-      torch: ``torch(x, **params)``.
       targets: labels of a cross-entropy; None for a weighted sum of the results.
     """
 
@@ -120,13 +106,13 @@ def cases(smoke: bool) -> list[Case]:
     return [
         Case(
             "bias", f"nn.Dense, {rows.size // 8:,} rows", "bias", rows, {"kernel": square, "bias": ones}, _dense,
-            lambda x, kernel, bias: _torch_nn().functional.linear(x, kernel.T, bias),
+            lambda torch, x, kernel, bias: torch.nn.functional.linear(x, kernel.T, bias),
             lambda dtype: nn.Dense(8, dtype=dtype), lambda dtype: nnx.Linear(8, 8, dtype=dtype, rngs=nnx.Rngs(0)),
         ),
         Case(
             "convolution's bias", f"nn.Conv, {images.size // 3:,} pixels", "bias", images,
             {"kernel": normal(3, 3, 3, 8) / np.float32(27**0.5), "bias": ones}, _convolution,
-            lambda x, kernel, bias: _torch_nn().functional.conv2d(
+            lambda torch, x, kernel, bias: torch.nn.functional.conv2d(
                 x.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), bias, padding=1
             ).permute(0, 2, 3, 1),
             lambda dtype: nn.Conv(8, (3, 3), dtype=dtype),
@@ -135,20 +121,20 @@ def cases(smoke: bool) -> list[Case]:
         Case(
             "embedding", f"nn.Embed, {ids.size:,} tokens of Zipf's law", "embedding", ids,
             {"embedding": normal(1024, 8)}, lambda r, x, embedding: r(embedding[x]),
-            lambda x, embedding: _torch_nn().functional.embedding(x, embedding),
+            lambda torch, x, embedding: torch.nn.functional.embedding(x, embedding),
             lambda dtype: nn.Embed(1024, 8, dtype=dtype),
             lambda dtype: nnx.Embed(1024, 8, dtype=dtype, rngs=nnx.Rngs(0)),
         ),
         Case(
             "tied embedding", f"lookup and output layer, {text[:, 1:].size:,} tokens", "embedding", text[:, :-1],
             {"embedding": normal(1024, 8), "kernel": square}, _tied,
-            lambda x, embedding, kernel: (_torch_nn().functional.embedding(x, embedding) @ kernel) @ embedding.T,
+            lambda torch, x, embedding, kernel: (torch.nn.functional.embedding(x, embedding) @ kernel) @ embedding.T,
             lambda dtype: Tied(dtype), lambda dtype: NNXTied(dtype), targets=text[:, 1:],
         ),
         Case(
             "norm's scale", f"nn.LayerNorm, {rows.size // 8:,} rows", "scale", rows, {"scale": ones, "bias": ones},
             lambda r, x, scale, bias: r(_normalised(r(x)) * scale + bias),
-            lambda x, scale, bias: _torch_nn().functional.layer_norm(x, (8,), scale, bias, 1e-6),
+            lambda torch, x, scale, bias: torch.nn.functional.layer_norm(x, (8,), scale, bias, 1e-6),
             lambda dtype: nn.LayerNorm(dtype=dtype), lambda dtype: nnx.LayerNorm(8, dtype=dtype, rngs=nnx.Rngs(0)),
         ),
         Case(
@@ -156,13 +142,13 @@ def cases(smoke: bool) -> list[Case]:
             lambda r, x, scale, kernel: r(
                 r(_normalised(r(r(x) @ r(kernel)), lambda y: r(y))) * r(jnp.broadcast_to(scale, x.shape))
             ),
-            lambda x, scale, kernel: _torch_normalised(x @ kernel) * scale,
+            lambda torch, x, scale, kernel: _torch_normalised(torch, x @ kernel) * scale,
         ),
         Case(
             "position table", f"{rows.size // 64:,} frames of 64 films", "positions", rows.reshape(64, -1, 8, 8),
             {"positions": normal(8, 8), "kernel": square},
             lambda r, x, positions, kernel: r(r(r(x) @ r(kernel)) + r(jnp.broadcast_to(positions, x.shape))),
-            lambda x, positions, kernel: x @ kernel + positions,
+            lambda torch, x, positions, kernel: x @ kernel + positions,
         ),
         Case(
             "weight in a loop", f"{len(turns):,} turns", "recurrent", turns, {"recurrent": square / 4}, _loop,
@@ -171,18 +157,14 @@ def cases(smoke: bool) -> list[Case]:
     ]  # fmt: skip
 
 
-def _repeated(value: Any, like: Any) -> Any:
-    return jnp.broadcast_to(value, like.shape)
-
-
 def _dense(r: Any, x: Any, kernel: Any, bias: Any) -> Any:
     y = r(r(x) @ r(kernel))
-    return r(y + r(_repeated(bias, y)))
+    return r(y + r(jnp.broadcast_to(bias, y.shape)))
 
 
 def _convolution(r: Any, x: Any, kernel: Any, bias: Any) -> Any:
     y = r(lax.conv_general_dilated(r(x), r(kernel), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
-    return r(y + r(_repeated(bias, y)))
+    return r(y + r(jnp.broadcast_to(bias, y.shape)))
 
 
 def _tied(r: Any, x: Any, embedding: Any, kernel: Any) -> Any:
@@ -255,39 +237,25 @@ def _written(case: Case, dtype: Any, x: Any, params: dict[str, Any]) -> Any:
     return case.fun(lambda value: value, x, **params)
 
 
-# --- PyTorch ----------------------------------------------------------------------------------------------------------
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
-
-
-def _torch_nn() -> Any:
-    return _torch().nn
-
-
-def _torch_normalised(x: Any) -> Any:
+def _torch_normalised(torch: Any, x: Any) -> Any:
     centred = x - x.mean(-1, keepdim=True)
-    return centred * _torch().rsqrt((centred**2).mean(-1, keepdim=True) + 1e-6)
+    return centred * torch.rsqrt((centred**2).mean(-1, keepdim=True) + 1e-6)
 
 
-def _torch_loop(x: Any, recurrent: Any) -> Any:
-    torch, states = _torch(), []
-    state = torch.zeros_like(x[0])
+def _torch_loop(torch: Any, x: Any, recurrent: Any) -> Any:
+    states = [torch.zeros_like(x[0])]
     for each in x:
-        state = torch.tanh(state @ recurrent + each)
-        states.append(state)
-    return torch.stack(states)
+        states.append(torch.tanh(states[-1] @ recurrent + each))
+    return torch.stack(states[1:])
 
 
 def torch_gradient(case: Case, half: str) -> np.ndarray:
     """What PyTorch's autocast makes of the gradient."""
-    torch = _torch()
+    import torch
+
     params = {name: torch.tensor(value, requires_grad=True) for name, value in case.params.items()}
     with torch.autocast("cpu", getattr(torch, half)):
-        y = case.torch(torch.tensor(case.x), **params)
+        y = case.torch(torch, torch.tensor(case.x), **params)
         if case.targets is None:
             y = y @ torch.eye(y.shape[-1]).flip(0)
     y = y.float()
@@ -298,9 +266,6 @@ def torch_gradient(case: Case, half: str) -> np.ndarray:
         loss = loss * case.targets.size / 16
     loss.backward()
     return params[case.param].grad.double().numpy()
-
-
-# --- the measurement --------------------------------------------------------------------------------------------------
 
 
 def weights(shape: tuple[int, ...]) -> np.ndarray:
@@ -342,20 +307,13 @@ def half_gradient(case: Case, way: str, half: str) -> tuple[Callable[..., Any], 
     if way == NNX:
         model = case.nnx(dtype) if case.nnx else NNXWritten(case, dtype)
         graph, params = nnx.split(jaxmp.nnx.apply_policy(model, POLICIES[half]))
-
-        def apply(params: Any, x: Any) -> Any:
-            return nnx.merge(graph, params)(x)
-
     else:
         module: Any = case.linen(dtype) if case.linen else Written(case, dtype)
         params = jax.eval_shape(module.init, jax.random.key(0), case.x)["params"]
         module = jaxmp.linen.apply_policy(module, POLICIES[half]) if way == LINEN else module
 
-        def apply(params: Any, x: Any) -> Any:
-            return module.apply({"params": params}, x)
-
     def loss(params: Any, x: Any) -> Any:
-        return loss_of(case, apply(params, x))
+        return loss_of(case, nnx.merge(graph, params)(x) if way == NNX else module.apply({"params": params}, x))
 
     fun = jaxmp.autocast(loss, POLICIES[half]) if way == AUTOCAST else loss
     numbers = jax.tree_util.tree_map_with_path(lambda path, _: jnp.asarray(case.params[_name(case, path)]), params)
@@ -403,9 +361,6 @@ def measure(case: Case, half: str) -> dict[str, Any]:
     return {"case": case.name, "text": case.text, "half": half, "rounding": rounding, "ways": ways}
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
 def percent(value: float) -> str:
     """An error in words."""
     if value < 1e-5:
@@ -436,35 +391,21 @@ def sentence(run: dict[str, Any]) -> str:
     )
 
 
-@plots.drawn
-def picture(results: list[dict[str, Any]], path: Path, caption: str) -> None:
-    """A panel a half format, a row a case: each way's error on a log axis; grey: what rounding alone explains."""
-    from matplotlib import ticker
-
-    halves = list(dict.fromkeys(result["half"] for result in results))
-    ways = dict(zip(dict.fromkeys(way for result in results for way in result["ways"]), plots.COLORS[1:], strict=False))
-    figure = plots.figure(2.2 + 3.9 * len(halves), 4.8)
-    for i, (axes, half) in enumerate(zip(figure.subplots(1, len(halves), squeeze=False)[0], halves, strict=True)):
-        own = [result for result in results if result["half"] == half]
-        plots.style(axes, half, "relative error of the gradient, %")
-        axes.set_xscale("log")
-        for y, result in enumerate(own):
-            axes.barh(y, 100 * result["rounding"], height=0.86, color=plots.LIGHT)
-            for n, (way, color) in enumerate(ways.items()):
-                if way in result["ways"]:
-                    place = y + 0.15 * (n - (len(ways) - 1) / 2)
-                    axes.plot([100 * result["ways"][way]["error"]], [place], "o", color=color, markersize=6, label=way)
-        plots.row_axis(axes, [result["case"] for result in own], named=i == 0)
-        axes.set_xlim(1e-4, 200)
-        axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-        axes.xaxis.set_minor_locator(ticker.NullLocator())
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8.5)
-    plots.save(figure, path, f"grey: what rounding alone explains. {caption}")
+def picture(results: list[dict[str, Any]], half: str) -> plots.Panel:
+    """A row a case: each way's error on a log axis; the bar is what rounding alone explains."""
+    own = [result for result in results if result["half"] == half]
+    bars = {result["case"]: 100 * result["rounding"] for result in own}
+    dots: dict[str, dict[str, float]] = {}
+    for result in own:
+        for way, found in result["ways"].items():
+            dots.setdefault(way, {})[result["case"]] = 100 * found["error"]
+    grey = [plots.LIGHT] * len(own)
+    return plots.Panel(half, "relative error of the gradient, %", bars, dots, grey, form="", log=True)
 
 
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
+        records.check(config)
         folder = run_folder("gradient_sums", config.run_dir)
     own = ("torch",) if importlib.util.find_spec("torch") else ()
     where, results = environment(own), []
@@ -474,21 +415,12 @@ def main(config: Config) -> list[dict[str, Any]]:
             for case in each_case:
                 results.append(measure(case, half))
                 progress.advance(1, case.name, half)
-    run = {"environment": where, "smoke": config.smoke, "results": results}
-    tables = [table(results, half) for half in config.halves]
-    facts = [f"- {name}: {value}" for name, value in where.items()]
-    notes = ["![errors by case and way](gradient_sums.png)", ""]
-    if not own:
-        notes = ["PyTorch is not installed here: its rows are missing.", "", *notes]
-    lines = ["# Errors of the gradients of params", "", *facts, "", *notes]
-    (folder / "gradient_sums.md").write_text("\n".join([*lines, *(each.markdown() for each in tables)]))
-    write_json(folder / "gradient_sums.json", run)
-    picture(results, folder / "gradient_sums.png", f"{where['device']}, {where['date'][:10]}")
-    console = rich.console.Console()
-    for each in tables:
-        each.show(console if console.is_terminal else rich.console.Console(width=140))
-    console.print("\n".join(facts), markup=False, highlight=False)
-    console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
+    caption = f"grey: what rounding alone explains. {where['device']}, {where['date'][:10]}"
+    plots.panels([[picture(results, half) for half in config.halves]], folder / "gradient_sums.png", caption)
+    title, tables = "Errors of the gradients of params", [table(results, half) for half in config.halves]
+    data, missing = {"smoke": config.smoke, "results": results}, "PyTorch is not installed here: its rows are missing."
+    text, shows = () if own else [missing], "errors by case and way"
+    records.record(folder, "gradient_sums", title, where, tables, data, text, shows)
     return results
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,88 @@ def row_axis(axes: Any, labels: list[str], named: bool = True, above: float = 0.
     axes.spines["left"].set_visible(False)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=LIGHT, linewidth=0.8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Rows of figures.
+
+    Attributes:
+      title: above it.
+      x: what the figures are.
+      bars: row to a figure; one that is None leaves its row empty.
+      dots: name of a kind of dots to row to a figure, or to its quartiles, which are drawn as a line.
+      colors: of the bars; None is blue for all.
+      line: a figure that all are held against, and its name.
+      form: how figures are written beside their bars, and beside the dots of a single kind; empty leaves them out.
+      log: whether the axis is logarithmic.
+    """
+
+    title: str
+    x: str = ""
+    bars: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    dots: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    colors: Sequence[str] | None = None
+    line: tuple[float, str] | None = None
+    form: str = ".3g"
+    log: bool = False
+
+
+@drawn
+def panels(grid: Sequence[Sequence[Panel]], path: Path, caption: str = "") -> None:
+    """Writes a picture of panels; beside one another they share their rows' names if these are the same."""
+    names = [
+        [list(dict.fromkeys([*p.bars, *(row for own in p.dots.values() for row in own)])) for p in r] for r in grid
+    ]
+    most = [max(map(len, row)) for row in names]
+    shared = [all(own == row[0] for own in row) for row in names]
+    width = sum(3.4 if shared[0] and i else 5.6 for i in range(len(grid[0])))
+    page = figure(width, sum(1.3 + 0.34 * rows for rows in most))
+    ratios = [1.3 + 0.34 * rows for rows in most]
+    for i, (row, places) in enumerate(
+        zip(grid, page.subplots(len(grid), len(grid[0]), squeeze=False, height_ratios=ratios), strict=True)
+    ):
+        for j, (panel, axes) in enumerate(zip(row, places, strict=True)):
+            _panel(axes, panel, names[i][j], named=not (shared[i] and j))
+    handles = dict(zip(*reversed(places[-1].get_legend_handles_labels()), strict=True))
+    if handles:
+        page.legend(
+            handles.values(), handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8.5
+        )
+    save(page, path, caption)
+
+
+def _panel(axes: Any, panel: Panel, names: list[str], named: bool) -> None:
+    style(axes, panel.title, panel.x)
+    if panel.log:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+
+    def note(text: str, x: float, y: float, **look: Any) -> None:
+        around = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=8, bbox=around, **look)
+
+    bars = [name for name in names if panel.bars.get(name) is not None]
+    colors = dict(zip(panel.bars, panel.colors or [COLORS[2]] * len(panel.bars), strict=True))
+    axes.barh([names.index(name) for name in bars], [panel.bars[name] for name in bars], height=0.7,
+              color=[colors[name] for name in bars])  # fmt: skip
+    for name in bars if panel.form else ():
+        note(f"{panel.bars[name]:{panel.form}}", panel.bars[name], names.index(name))
+    for i, (kind, own) in enumerate(panel.dots.items()):
+        for name, figure_ in own.items():
+            low, middle, high = figure_ if isinstance(figure_, tuple | list) else (figure_,) * 3
+            y = names.index(name) + 0.15 * (i - (len(panel.dots) - 1) / 2)
+            look = {"color": color(i + 1)}
+            axes.plot([low, high], [y, y], linewidth=3, alpha=0.4, solid_capstyle="round", **look)
+            axes.plot([middle], [y], "o", markersize=6, label=kind if len(panel.dots) > 1 else None, **look)
+            if panel.form and len(panel.dots) == 1:
+                note(f"{middle:{panel.form}}", high, y)
+    if panel.line:
+        axes.axvline(panel.line[0], color=COLORS[1], linewidth=1.2, linestyle=(0, (4, 3)))
+        note(panel.line[1], panel.line[0], -0.8, color=COLORS[1])
+    row_axis(axes, names, named, above=1.2 if panel.line else 0.6)
+    axes.margins(x=0.16)
 
 
 @drawn

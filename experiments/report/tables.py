@@ -37,5 +37,20 @@ class Table:
         return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
 
 
+def terminal() -> rich.console.Console:
+    """Where tables are shown: wide where there is no terminal, so that no cell is cut."""
+    console = rich.console.Console()
+    return console if console.is_terminal else rich.console.Console(width=240)
+
+
+def spread(quartiles: tuple[float, float, float], form: str) -> str:
+    """The first and the last quartile.
+
+    >>> spread((1.0, 2.0, 2.5), ".1f")
+    '1.0 to 2.5'
+    """
+    return f"{quartiles[0]:{form}} to {quartiles[2]:{form}}"
+
+
 def _row(cells: tuple[str, ...]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -214,8 +214,8 @@ def test_a_flag_that_the_task_lacks_points_to_the_help_of_the_tasks_script(task,
     ("flags", "message"),
     [
         ({"dtypes": ()}, "the number of --dtypes must be at least 1, got 0"),
-        ({"block_ms": math.nan}, "--block-ms must be at least 0, got nan"),
-        ({"block_ms": -5.0}, "--block-ms must be at least 0, got -5"),
+        ({"block_ms": math.nan}, "--block-ms must be at least 0.1, got nan"),
+        ({"block_ms": -5.0}, "--block-ms must be at least 0.1, got -5"),
     ],
 )
 def test_flags_of_the_input_pipeline_that_cannot_be_are_an_error(flags, message):

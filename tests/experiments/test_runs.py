@@ -204,14 +204,14 @@ def test_the_cost_of_loss_scaling_of_a_model_that_was_measured_is_kept(tmp_path,
 
     asked = []
     monkeypatch.setattr(loss_scaling, "measure", measured)
-    monkeypatch.setattr(loss_scaling, "picture", lambda *_: None)
+    monkeypatch.setattr(loss_scaling.plots, "panels", lambda *_: None)
     config = loss_scaling.Config(layers=1, width=64, vocabulary=64, batch_size=1, sequence=8, run_dir=tmp_path)
     assert [each["model"] for each in loss_scaling.main(config)] == ["mlp, batch 1"]
     assert [each["model"] for each in loss_scaling.main(config)] == ["mlp, batch 1", "gpt2, batch 1"]
     assert asked == ["mlp", "gpt2", "gpt2"] and "## gpt2, batch 1: ms" in (tmp_path / "loss_scaling.md").read_text()
     with pytest.raises(SystemExit, match="2"):
         loss_scaling.main(dataclasses.replace(config, rounds=3))
-    assert "rounds is 30 there and 3 here; take the device" in capsys.readouterr().err
+    assert "rounds is 20 there and 3 here; take the device" in capsys.readouterr().err
 
 
 def test_a_run_that_is_stopped_has_the_rows_of_all_its_steps(tmp_path, data_dir):

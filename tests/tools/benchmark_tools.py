@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks.shared import by_hand
-from experiments.benchmarks.shared.workloads import Sizes
+from experiments.models import by_hand
+from experiments.models.workloads import Sizes
 
 # Vocabularies that are multiples of 64: padding would be tokens by hand and none in the models of the experiments.
 SMALL = {

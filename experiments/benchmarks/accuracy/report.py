@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rich.console
 
+from experiments.benchmarks.shared import kept, records
 from experiments.comparison.outcomes import BASELINE
 from experiments.report import plots
 from experiments.report.tables import Table
-from experiments.training.runs import write_json
 
 METRICS = {"images": "accuracy", "gpt2": "loss", "bert": "loss"}
 UNITS = {"accuracy": "points of accuracy", "loss": "% of the loss"}
@@ -32,6 +30,8 @@ NOTE = (
 _POINTS = 100  # of a curve in a record: the mean over so many spans of steps
 
 Record = dict[str, Any]
+Variants = dict[tuple[str, str], list[Record]]
+"""Policy and loss scale to the runs of each seed."""
 
 
 def outcome(metrics: Path, summary: dict[str, Any], failure: str, steps: int) -> Record:
@@ -45,9 +45,7 @@ def outcome(metrics: Path, summary: dict[str, Any], failure: str, steps: int) ->
         "test": _curve(test, len(test)),
         "final": {name: summary.get(f"test_{name}", math.nan) for name in ("loss", "accuracy")},
         "skipped": summary.get("skipped", sum(int(row["skipped"]) for row in train)),
-        "ms_per_step": math.nan if ms is None else ms,
         "minutes": math.nan if ms is None else ms * steps / 60_000,
-        "first_step_s": summary.get("first_step_s", math.nan),
         "final_scale": summary.get("loss_scale", math.nan),
         "failure": failure,
     }
@@ -56,29 +54,26 @@ def outcome(metrics: Path, summary: dict[str, Any], failure: str, steps: int) ->
 def _curve(rows: list[dict[str, str]], points: int) -> dict[str, list[float]]:
     """Steps and metrics, each value the mean over a span of steps; without a metric that the rows do not have."""
     names = [name for name in ("step", "loss", "accuracy") if rows and rows[0][name]]
-    spans = (
-        np.array_split([[float(row[name]) for name in names] for row in rows], min(points, len(rows))) if rows else []
-    )
+    values = [[float(row[name]) for name in names] for row in rows]
+    spans = np.array_split(values, min(points, len(rows))) if rows else []
     return {name: [float(f"{span[:, i].mean():.6g}") for span in spans] for i, name in enumerate(names)}
 
 
-def read(path: Path) -> Record:
-    """A run's record as :func:`experiments.training.runs.write_json` wrote it, its numbers numbers again."""
-    record = json.loads(path.read_text())
-    for name in ("minutes", "ms_per_step", "first_step_s", "final_scale"):
-        record[name] = float(record[name])
-    for curve in (record["train"], record["test"]):
-        curve.update({name: [float(value) for value in values] for name, values in curve.items()})
-    record["final"] = {name: float(record["final"][name]) for name in ("loss", "accuracy")}
-    return record
+def numbers(value: Any) -> Any:
+    """JSON with its numbers that are not finite, which strict JSON has as names, numbers again."""
+    if isinstance(value, dict):
+        return {key: numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [numbers(inner) for inner in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def by_variant(records: list[Record]) -> dict[str, dict[tuple[str, str], list[Record]]]:
-    """Task to policy and loss scale to the runs of each seed, in the order of ``records``."""
-    found: dict[str, dict[tuple[str, str], list[Record]]] = {}
-    for record in records:
-        found.setdefault(record["task"], {}).setdefault((record["policy"], record["loss_scale"]), []).append(record)
-    return found
+def by_variant(found: list[Record]) -> dict[str, Variants]:
+    """Task to policy and loss scale to the runs of each seed, in the order of the records."""
+    tasks: dict[str, Variants] = {}
+    for record in found:
+        tasks.setdefault(record["task"], {}).setdefault((record["policy"], record["loss_scale"]), []).append(record)
+    return tasks
 
 
 def label(policy: str, loss_scale: str) -> str:
@@ -138,36 +133,31 @@ def title(runs: list[Record]) -> str:
     return f"{smoke}{setting.get('model', runs[0]['task'])}{deep} on {setting['dataset']}{size}"
 
 
-def table(task: str, variants: dict[tuple[str, str], list[Record]]) -> Table:
+def goals(task: str, variants: Variants) -> dict[str, tuple[bool | None, str]]:
+    """Every policy but float32 to :func:`goal` of it."""
+    baseline = variants.get(BASELINE, [])
+    own = {label(*variant): runs for variant, runs in variants.items() if variant != BASELINE}
+    return {name: goal(task, name, runs, baseline) for name, runs in own.items()}
+
+
+def table(task: str, variants: Variants) -> Table:
     """A row a policy, and the goals below."""
     baseline = variants.get(BASELINE, [])
     rows = [_row(task, *variant, runs, baseline) for variant, runs in variants.items()]
-    notes = [NOTE.format(unit=UNITS[METRICS[task]])]
-    notes += [judged[1] for judged in goals(task, variants).values()]
+    notes = [NOTE.format(unit=UNITS[METRICS[task]]), *(text for _, text in goals(task, variants).values())]
     first = next(iter(variants.values()))
     what = f"{title(first)}, {first[0]['steps']} steps of {first[0]['batch_size']} {first[0]['unit']}"
     return Table(what, COLUMNS, rows, 2, tuple(notes))
 
 
-def goals(task: str, variants: dict[tuple[str, str], list[Record]]) -> dict[str, tuple[bool | None, str]]:
-    """Every policy but float32 to :func:`goal` of it."""
-    baseline = variants.get(BASELINE, [])
-    return {
-        label(*variant): goal(task, label(*variant), runs, baseline)
-        for variant, runs in variants.items()
-        if variant != BASELINE
-    }
-
-
 def _row(task: str, policy: str, loss_scale: str, runs: list[Record], baseline: list[Record]) -> tuple[str, ...]:
     def mean(of: list[Record], name: str) -> float:
-        values = [run[name] for run in of if run[name] is not None]
-        return statistics.fmean(values) if values else math.nan
+        return statistics.fmean([math.nan if run[name] is None else run[name] for run in of] or [math.nan])
 
-    minutes, bytes_ = mean(runs, "minutes"), mean(runs, "step_bytes")
-    faster = mean(baseline, "minutes") / minutes if minutes else math.nan
-    saved = 1 - bytes_ / mean(baseline, "step_bytes") if bytes_ else math.nan
-    own = runs is baseline
+    def shown(value: float, form: str, hidden: bool = False) -> str:
+        return "" if hidden or math.isnan(value) else form.format(value)
+
+    minutes, bytes_, own = mean(runs, "minutes"), mean(runs, "step_bytes"), runs is baseline
     return (
         policy,
         loss_scale,
@@ -175,118 +165,58 @@ def _row(task: str, policy: str, loss_scale: str, runs: list[Record], baseline: 
         spread([100 * run["final"]["accuracy"] for run in runs], ".2f"),
         spread([run["final"]["loss"] for run in runs], ".4f"),
         "" if own else spread(differences(task, runs, baseline), "+.2f"),
-        "" if math.isnan(minutes) else f"{minutes:.3g}",
-        "" if own or math.isnan(faster) else f"{faster:.2f}",
-        "" if math.isnan(bytes_) else f"{bytes_ / 2**20:.0f} MiB",
-        "" if own or math.isnan(saved) else f"{100 * saved:.0f} %",
+        shown(minutes, "{:.3g}"),
+        shown(mean(baseline, "minutes") / minutes if minutes else math.nan, "{:.2f}", own),
+        shown(bytes_ / 2**20, "{:.0f} MiB"),
+        shown(100 - 100 * bytes_ / mean(baseline, "step_bytes"), "{:.0f} %", own),
         str(sum(run["skipped"] for run in runs)),
     )
 
 
-def facts(records: list[Record]) -> dict[str, str]:
-    """Device, versions, dates, commands and data of all runs; what differs among them side by side."""
-    environments = [record["environment"] for record in records]
-
-    def distinct(values: Any) -> str:
-        return "; ".join(dict.fromkeys(sorted(values)))
-
-    dates = sorted(environment["date"] for environment in environments)
-    return {
-        "device": distinct(environment["device"] for environment in environments),
-        "versions": distinct(environment["versions"] for environment in environments),
-        "date": dates[0] if dates[0][:10] == dates[-1][:10] else f"{dates[0][:10]} to {dates[-1][:10]}",
-        "command": distinct(environment["command"] for environment in environments),
-        "data": distinct(record["data"] for record in records),
-    }
-
-
-def write(records: list[Record], folder: Path) -> None:
-    """Writes accuracy.md, accuracy.json and accuracy.png."""
-    where, tasks = facts(records), by_variant(records)
-    lines = ["# Accuracy under every policy", "", "![curves](accuracy.png)", ""]
-    lines += [f"- {name}: {value}" for name, value in where.items()]
-    tables = [table(task, variants).markdown() for task, variants in tasks.items()]
-    (folder / "accuracy.md").write_text("\n".join([*lines, "", *tables]))
+def write(found: list[Record], folder: Path) -> None:
+    """Writes accuracy.md, accuracy.json and accuracy.png, and shows the tables."""
+    tasks = by_variant(found)
+    where = kept.joined([record["environment"] for record in found])
+    where["data"] = "; ".join(sorted({record["data"] for record in found}))
     judged = {
         task: {name: {"met": met, "text": text} for name, (met, text) in goals(task, variants).items()}
         for task, variants in tasks.items()
     }
-    write_json(folder / "accuracy.json", {"environment": where, "goals": judged, "runs": records})
-    drawn = {
-        title(next(iter(variants.values()))): {
-            "runs": {label(*variant): runs for variant, runs in variants.items()},
-            "differences": {
-                label(*variant): _difference_curves(task, runs, variants.get(BASELINE, []))
-                for variant, runs in variants.items()
-                if variant != BASELINE
-            },
-            "unit": UNITS[METRICS[task]],
-            "goal": POINTS_LOST if METRICS[task] == "accuracy" else LOSS_PERCENT,
-        }
-        for task, variants in tasks.items()
-    }
-    picture(drawn, folder / "accuracy.png", f"{where['device']}, {where['date'][:10]}")
-
-
-def _difference_curves(task: str, runs: list[Record], baseline: list[Record]) -> list[dict[str, Any]]:
-    """Of the held-out curves, to float32 with the same seed, as far as both go."""
-    reference = {run["seed"]: run["test"] for run in baseline}
-    found = []
-    for own, other in ((run["test"], reference[run["seed"]]) for run in runs if run["seed"] in reference):
-        both = min(len(own["step"]), len(other["step"]))
-        ends = ({name: values[:both] for name, values in curve.items()} for curve in (own, other))
-        found.append({"step": own["step"][:both], "difference": difference(task, *ends)})
-    return found
+    picture(tasks, folder / "accuracy.png", f"{where['device']}, {where['date'][:10]}")
+    tables = [table(task, variants) for task, variants in tasks.items()]
+    data = {"goals": judged, "runs": found}
+    records.record(folder, "accuracy", "Accuracy under every policy", where, tables, data, picture="curves")
 
 
 @plots.drawn
-def picture(tasks: dict[str, dict[str, Any]], path: Path, caption: str) -> None:
-    """A row a task: loss and accuracy against steps, and the held-out difference to float32; mean over the seeds.
-
-    Args:
-      tasks: title to ``runs`` (policy to records of runs, each with curves ``train`` and ``test``), ``differences``
-        (policy to curves of a ``difference``), ``unit`` (its own) and ``goal`` (the largest that counts as met).
-      path: of the picture.
-      caption: below it.
-    """
-    figure = plots.figure(14, 0.6 + 3.2 * len(tasks))
-    grid = figure.subplots(len(tasks), 3, squeeze=False)
-    for (title, task), row in zip(tasks.items(), grid, strict=True):
-        others = [label for label in task["runs"] if label != "float32"]
-        colors = {label: plots.COLORS[1 + i % (len(plots.COLORS) - 1)] for i, label in enumerate(others)} | {
-            "float32": "#9A9A9A"
-        }
-        for axes, name in zip(row, ("loss", "accuracy"), strict=False):
-            plots.style(axes, f"{title}: {name}" if name == "loss" else name, "step")
-            for label, runs in task["runs"].items():
-                for split, width in (("train", 0.8), ("test", 2.2)):
-                    wide = width * (3 if label == "float32" else 1)  # it lies beneath the others
-                    _mean_line(axes, [run[split] for run in runs], name, color=colors[label], linewidth=wide, alpha=0.8,
-                               label=label if split == "test" else None)  # fmt: skip
-        plots.style(row[2], f"held out, {task['unit']} from float32; grey: goal", "step")
-        row[2].axhspan(-task["goal"], task["goal"], color="#F0F0F0", zorder=0)
-        row[2].axhline(0, color=colors["float32"], linewidth=2)
-        for label, found in task["differences"].items():
-            _mean_line(row[2], found, "difference", color=colors[label], linewidth=2.2, alpha=0.8)
-        row[1].legend(frameon=False, fontsize=7.5, title="thin: training, thick: held out", title_fontsize=7.5)
+def picture(tasks: dict[str, Variants], path: Path, caption: str) -> None:
+    """A row a task: the held-out metric against steps, and its difference to float32; mean over the seeds."""
+    figure = plots.figure(12, 0.6 + 3.2 * len(tasks))
+    for (task, variants), row in zip(tasks.items(), figure.subplots(len(tasks), 2, squeeze=False), strict=True):
+        baseline, metric = variants.get(BASELINE, []), METRICS[task]
+        reference = {run["seed"]: run["test"] for run in baseline}
+        plots.style(row[0], f"{title(next(iter(variants.values())))}: held-out {metric}", "step")
+        plots.style(row[1], f"{UNITS[metric]} from float32; grey: goal", "step")
+        most = POINTS_LOST if metric == "accuracy" else LOSS_PERCENT
+        row[1].axhspan(-most, most, color="#F0F0F0", zorder=0)
+        for i, (variant, runs) in enumerate(variants.items()):
+            look = {"color": plots.color(i), "linewidth": 5 if variant == BASELINE else 2, "alpha": 0.8}
+            _mean_line(row[0], [(run["test"].get("step", []), run["test"].get(metric, [])) for run in runs],
+                       label=label(*variant), **look)  # fmt: skip
+            pairs = [(run["test"], reference[run["seed"]]) for run in runs if run["seed"] in reference]
+            _mean_line(row[1], [difference_curve(task, *pair) for pair in pairs], **look)
+        row[0].legend(frameon=False, fontsize=7.5)
     plots.save(figure, path, caption, dpi=100)
 
 
-def _mean_line(axes: Any, curves: list[dict[str, list[float]]], name: str, **look: Any) -> None:
+def difference_curve(task: str, own: dict[str, list[float]], other: dict[str, list[float]]) -> tuple[Any, Any]:
+    """Steps, and the differences between two held-out curves, as far as both go."""
+    both = min(len(own.get("step", [])), len(other.get("step", [])))
+    ends = ({name: values[:both] for name, values in curve.items()} for curve in (own, other))
+    return (own["step"][:both], difference(task, *ends)) if both else ([], [])
+
+
+def _mean_line(axes: Any, curves: list[tuple[Any, Any]], **look: Any) -> None:
     """The mean of curves over the steps that all of them have."""
-    length = min((len(curve.get(name, ())) for curve in curves), default=0)
-    if length:
-        axes.plot(curves[0]["step"][:length], np.mean([curve[name][:length] for curve in curves], axis=0), **look)
-
-
-def show(records: list[Record], folder: Path) -> None:
-    """Prints the tables and where they are."""
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console = rich.console.Console(width=180)
-    for task, variants in by_variant(records).items():
-        table(task, variants).show(console)
-        console.print()
-    for name, value in facts(records).items():
-        console.print(f"- {name}: {value}", markup=False, highlight=False)
-    console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
+    if length := min((len(values) for _, values in curves), default=0):
+        axes.plot(curves[0][0][:length], np.mean([values[:length] for _, values in curves], axis=0), **look)

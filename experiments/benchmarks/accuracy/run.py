@@ -1,19 +1,16 @@
 """Trains ResNet-50 on CIFAR-10, GPT-2 and BERT under every policy, and holds what comes out against float32.
 
-python -m experiments.benchmarks.accuracy --run-dir experiments/results/accuracy
-
-python -m experiments.benchmarks.accuracy --tasks gpt2 --policies float32 --seeds 0 --run-dir runs/accuracy --resume
+python -m experiments.benchmarks.accuracy --tasks gpt2 --policies float32 --seeds 0 --run-dir runs/accuracy
 
 All policies of a task see the same examples in the same order, for the same number of steps, and start from the same
-params, seed by seed; the difference to float32 is taken seed by seed, too. float32 has true float32 products, which a
-GPU runs without tensor cores. O3 is float16 throughout without a loss scale, bfloat16 its twin. Goals: at most 0.5
-points of accuracy lost (aim 0.1) on images, at most 0.5 % of loss gained on text.
+params, seed by seed; the difference to float32 is taken seed by seed, too. float32 has true float32 products. O3 is
+float16 throughout without a loss scale, bfloat16 its twin. Goals: at most 0.5 points of accuracy lost (aim 0.1) on
+images, at most 0.5 % of loss gained on text, over three seeds.
 
-Every finished run is kept, and --resume goes on with those that are missing, so that the whole can be had in pieces by
-task, policy and seed; the report is of all runs in the folder, with the minutes that each took. --minutes 8 ends after
-eight, in the middle of a run, which a checkpoint keeps for the next --resume. A goal is open until
-three seeds are there. --smoke trains little models on any machine: no result. CIFAR-10 is downloaded, or built from
-files in --data-dir. The run folder holds accuracy.md, accuracy.json, accuracy.png, and each run in a folder of its own.
+Every finished run is kept in the run folder, so that the whole can be had in pieces by task, policy and seed; the
+report is of all runs in it. --minutes ends in the middle of a run, which a checkpoint keeps for the next command.
+CIFAR-10 is downloaded, or built from files in --data-dir. The run folder holds accuracy.md, .json and .png, and a
+folder of each run.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import re
 import shutil
 import sys
@@ -35,13 +31,13 @@ import tyro
 
 from experiments import compare, image_classification, language_modeling, masked_lm
 from experiments.benchmarks.accuracy import report as accuracy_report
-from experiments.benchmarks.shared import kept
+from experiments.benchmarks.shared import kept, records
 from experiments.comparison.outcomes import BASELINE, RESERVED, Task, init_params
 from experiments.measure import memory
 from experiments.measure.environment import environment, require_gpu
 from experiments.training import cli, loop
 from experiments.training.experiment import Experiment
-from experiments.training.runs import checkpoints_folder, run_folder, strict_json, write_json
+from experiments.training.runs import checkpoints_folder, run_folder, strict_json
 
 POLICIES = (
     "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2", "O3@none",
@@ -53,27 +49,17 @@ _SMALL = {
     "test_batches": 2, "evaluate_every": 10,
 }  # fmt: skip
 _BASE = {"layers": 12, "heads": 12, "width": 768, "test_batches": 16, "evaluate_every": 100}
-TASKS = {
-    "images": Task(
-        image_classification,
-        {
-            "dataset": "cifar10", "model": "resnet50", "image_size": 224, "batch_size": 256, "epochs": 10,
-            "optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "flip": True,
-            "shift": 4, "evaluate_every": 195,
-        },
-    ),
-    "gpt2": Task(
-        language_modeling,
-        {
-            **_BASE, "model": "gpt2", "context": 1024, "batch_size": 16, "steps": 1000, "learning_rate": 6e-4,
-            "vocabulary": 50257, "sample_tokens": 0,
-        },
-    ),
-    "bert": Task(
-        masked_lm,
-        {**_BASE, "context": 512, "batch_size": 64, "steps": 750, "learning_rate": 3e-4, "vocabulary": 50258},
-    ),
+_IMAGES = {
+    "dataset": "cifar10", "model": "resnet50", "image_size": 224, "batch_size": 256, "epochs": 10, "optimizer": "sgd",
+    "learning_rate": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "flip": True, "shift": 4, "evaluate_every": 195,
 }  # fmt: skip
+_GPT2 = {"model": "gpt2", "context": 1024, "batch_size": 16, "steps": 1000, "learning_rate": 6e-4, "vocabulary": 50257}
+_BERT = {"context": 512, "batch_size": 64, "steps": 750, "learning_rate": 3e-4, "vocabulary": 50258}
+TASKS = {
+    "images": Task(image_classification, _IMAGES),
+    "gpt2": Task(language_modeling, {**_BASE, **_GPT2, "sample_tokens": 0}),
+    "bert": Task(masked_lm, {**_BASE, **_BERT}),
+}
 """1,950 steps, 10 epochs of images; 16.4 million tokens; 24.6 million tokens. The vocabularies have room for GPT-2's
 byte pairs (and [MASK]), so that the models have their size whatever the tokens are."""
 SMOKE_TASKS = {
@@ -84,7 +70,7 @@ SMOKE_TASKS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(records.Pieces, records.Small):
     """Flags of the benchmark."""
 
     tasks: tuple[Literal["images", "gpt2", "bert"], ...] = ("images", "gpt2", "bert")
@@ -102,52 +88,36 @@ class Config:
         tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLAG[=VALUE] ...")
     ] = ()
     """Other flags of the script of the one task in --tasks, as in 'epochs=30 no-flip'; see that script's --help."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints, from which --resume goes on within a run; 0 writes none. A finished run keeps none."""
-    minutes: float = 0.0
-    """Stop after so many minutes, with a checkpoint; the same command with --resume goes on from there. 0 is no
-    limit."""
-    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Little models and few steps, on any device, to see that everything runs: no result."""
-    resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Keep the finished runs in --run-dir, train those that are missing and report on all."""
     data_dir: cli.Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
-    run_dir: cli.Folder = None
-    """Folder to write to. (default: runs/accuracy-TIME)"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A task under a policy with a seed.
-
-    Attributes:
-      flags: of the task's script, but for policy, seed and folder.
-      smoke: whether it is a little one.
-    """
+    """A task under a policy with a seed; ``flags`` are of the task's script, but for policy, seed and folder."""
 
     task: str
     policy: str
     loss_scale: str
     seed: int
     flags: Any
-    smoke: bool
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What all runs of a task in one folder have in common."""
+        """What all runs of a task in one folder have in common; ``whole``: whether they are those of the field."""
         task = TASKS[self.task]
         own, preset = (
             {name: value for name, value in strict_json(dataclasses.asdict(flags)).items() if name not in RESERVED}
             for flags in (self.flags, task.script.Config(**task.preset))
         )
-        return own | {"smoke": self.smoke, "whole": own == preset}
+        return own | {"whole": own == preset}
 
     @property
-    def place(self) -> Path:
-        """Where it is kept, below the folder of the benchmark."""
+    def name(self) -> str:
+        """Of its result, and of its folder."""
         variant = self.policy if self.loss_scale == "none" else f"{self.policy}-{self.loss_scale}"
-        return Path(self.task, re.sub(r"[^\w.=-]+", "-", variant), f"seed{self.seed}")
+        variant = re.sub(r"[^\w.=-]+", "-", variant)
+        return f"{self.task}-{variant}-seed{self.seed}"
 
 
 def variants(policies: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -167,13 +137,11 @@ def task_flags(config: Config, name: str) -> Any:
     """
     if config.flags and len(config.tasks) > 1:
         raise ValueError(f"--flags are those of one script, got --tasks {' '.join(config.tasks)}; name one of them")
-    task = (SMOKE_TASKS if config.smoke else TASKS)[name]
-    flags = task.flags(config.flags, RESERVED, "benchmark")
+    flags = (SMOKE_TASKS if config.smoke else TASKS)[name].flags(config.flags, RESERVED, "benchmark")
     given = {"steps": config.steps} if config.steps else {}
-    cut = 10**9 if config.minutes else 0  # then there is one when the time is up, and none before
-    return dataclasses.replace(
-        flags, data_dir=config.data_dir, checkpoint_every=config.checkpoint_every or cut, keep=1, **given
-    )
+    # With --minutes there is a checkpoint when the time is up, and none before.
+    checkpoint_every = 10**9 if config.minutes else 0
+    return dataclasses.replace(flags, data_dir=config.data_dir, checkpoint_every=checkpoint_every, keep=1, **given)
 
 
 def plan(config: Config) -> list[Run]:
@@ -182,16 +150,13 @@ def plan(config: Config) -> list[Run]:
     Raises:
       ValueError: a flag has a value that cannot be.
     """
-    cli.require("--steps", config.steps, 0)
-    cli.require("--checkpoint-every", config.checkpoint_every, 0)
-    cli.require("--minutes", config.minutes, 0)
-    cli.require("the number of --tasks", len(config.tasks), 1)
+    records.check(config)
     for seed in config.seeds:
         cli.require("--seeds", seed, 0, 2**31)
     policies = config.policies or (SMOKE_POLICIES if config.smoke else POLICIES)
     seeds = config.seeds or range(1 if config.smoke else accuracy_report.SEEDS)
     return [
-        Run(task, policy, loss_scale, seed, flags, config.smoke)
+        Run(task, policy, loss_scale, seed, flags)
         for task in dict.fromkeys(config.tasks)
         for flags in [task_flags(config, task)]
         for policy, loss_scale in variants(policies)
@@ -205,14 +170,6 @@ def finished(folder: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: a file is damaged.
     """
-    records = []
-    for path in sorted(folder.glob("*/*/seed*/result.json")):
-        try:
-            records.append(accuracy_report.read(path))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is no result of a run ({error!r}); remove it, and the run is made anew"
-            ) from error
     tasks, policies = list(TASKS), variants(POLICIES)
 
     def place(record: dict[str, Any]) -> Any:
@@ -220,34 +177,7 @@ def finished(folder: Path) -> list[dict[str, Any]]:
         known = policies.index(variant) if variant in policies else len(policies)
         return tasks.index(record["task"]), known, variant, record["seed"]
 
-    return sorted(records, key=place)
-
-
-def to_do(config: Config) -> list[Run]:
-    """The runs that the folder does not have yet.
-
-    Raises:
-      ValueError: a flag has a value that cannot be, the folder has runs that are not to be gone on with or not like
-        these, or there is no GPU for them.
-    """
-    runs = plan(config)
-    if config.resume and config.run_dir is None:
-        raise ValueError("--resume goes on in the folder of earlier runs, got no folder; name it with --run-dir")
-    records = finished(config.run_dir) if config.run_dir else []
-    if records and not config.resume:
-        raise ValueError(
-            f"{config.run_dir} has {len(records)} finished runs; go on with --resume, or take another --run-dir"
-        )
-    done = {(record["task"], record["policy"], record["loss_scale"], record["seed"]) for record in records}
-    missing = [run for run in runs if (run.task, run.policy, run.loss_scale, run.seed) not in done]
-    device = environment()["device"]
-    there = {record["task"]: {**record["setting"], "device": record["environment"]["device"]} for record in records}
-    for run in missing:
-        if config.run_dir and run.task in there:  # they may differ in policy and seed only
-            kept.require_alike(config.run_dir / run.task, {**run.setting, "device": device}, there[run.task])
-    if missing:
-        require_gpu(config.smoke)
-    return missing
+    return sorted((accuracy_report.numbers(kept.read(path)) for path in folder.glob("*-seed*.json")), key=place)
 
 
 class _TimeIsUp(Exception):
@@ -278,10 +208,10 @@ def train(
         failure = str(error)
     state, batch = jax.eval_shape(experiment.init, run.seed), next(experiment.train_batches(run.seed))
     compiled = experiment.step.jitted.lower(state, batch).compile()  # as it has been run: nothing is compiled again
+    shutil.rmtree(checkpoints_folder(folder), ignore_errors=True)
     return {
-        **{name: getattr(run, name) for name in ("task", "policy", "loss_scale", "seed", "setting")},
+        **{name: getattr(run, name) for name in ("task", "policy", "loss_scale", "seed")},
         "data": experiment.precision["data"],
-        "environment": json.loads((folder / "config.json").read_text())["environment"],
         "steps": experiment.steps,
         "batch_size": experiment.batch_size,
         "unit": experiment.unit,
@@ -292,34 +222,32 @@ def train(
 
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
-        missing = to_do(config)
+        runs = plan(config)
+        folder = run_folder("accuracy", config.run_dir)
+        has = kept.Kept(folder, config.minutes, environment(), smoke=config.smoke)
+        missing = [run for run in runs if not has.read(run.name)]
+        for run in missing:
+            has.require_alike(f"{run.task}-*-seed*.json", **run.setting)
+        if missing:
+            require_gpu(config.smoke)
         # First, so that data that cannot be had are an error before anything is trained.
         flags = {run.task: run.flags for run in missing}
         baselines = {task: TASKS[task].prepare(flags[task], *BASELINE) for task in flags}
-        folder = run_folder("accuracy", config.run_dir)
-    clock, variant, experiment = kept.Clock(config.minutes), None, None
-    finished_now = 0
+    variant, experiment, found = None, None, []
     try:
         for i, run in enumerate(missing, 1):
-            if clock.late():
+            if has.clock.late():
                 break
-            print(f"run {i} of {len(missing)}: {run.place}", file=sys.stderr, flush=True)
+            print(f"run {i} of {len(missing)}: {run.name}", file=sys.stderr, flush=True)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # what O3 is for
                 if variant != (run.task, run.policy, run.loss_scale):
                     variant = (run.task, run.policy, run.loss_scale)
                     experiment = TASKS[run.task].prepare(run.flags, run.policy, run.loss_scale)
-                record = train(run, experiment, baselines[run.task], folder / run.place, clock)
-            if record is None:
-                break
-            write_json(folder / run.place / "result.json", record)
-            shutil.rmtree(checkpoints_folder(folder / run.place), ignore_errors=True)
-            finished_now = i
+                find = functools.partial(train, run, experiment, baselines[run.task], folder / run.name, has.clock)
+                has.get(run.name, find, **run.setting)
     finally:  # what was finished before an interruption counts
-        if records := finished(folder):
-            accuracy_report.write(records, folder)
-    if records:
-        accuracy_report.show(records, folder)
-    if finished_now < len(missing):
-        print(kept.UNFINISHED)
-    return records
+        if found := finished(folder):
+            accuracy_report.write(found, folder)
+    has.end()
+    return found

@@ -1,13 +1,12 @@
-"""What benchmarks.compile_only found, as tables, as a picture, and held against the goals."""
+"""What benchmarks.compile_only found, held against the goals, as tables and a picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import rich.console
-
-from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, SCALING, TENSOR_FLOPS, Goal, saved, share
+from experiments.benchmarks.shared import records
+from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, TENSOR_FLOPS, Goal, saved, share
 from experiments.report import plots
 from experiments.report.tables import Table
 
@@ -16,7 +15,6 @@ COLUMNS = (
     "step", "temporaries MiB", "peak MiB", "/ torch.compile", "saved of fp32", "half FLOPs", "kernels", "GB moved",
     "layout GB", "products",
 )  # fmt: skip
-COPY_RATE = 4.3e12  # bytes a second that a copy on that H200 moved, read plus written
 AUTOCAST_MEMORY = 1.02
 ABOUT = (
     "Compiled for the GPU, not run on it. Peak: arguments, results that reuse none of them, and temporaries, without "
@@ -76,32 +74,15 @@ def notes(result: dict[str, Any]) -> list[str]:
     rows, lines = result["variants"], [goal.sentence() for goal in goals(result)]
     if (half := rows.get("jaxmp-bf16")) and (auto := rows.get("autocast-bf16")):
         same = auto["products"] == half["products"]
-        lines.append(f"{'met' if same else 'NOT MET'}: autocast has the products of the policy" + (
-            "" if same else f", but {difference(auto['products'], half['products'])}"))  # fmt: skip
+        but = "" if same else f", but {difference(auto['products'], half['products'])}"
+        lines.append(f"{'met' if same else 'NOT MET'}: autocast has the products of the policy{but}")
         lines.append(f"autocast: {auto['launches'] - half['launches']:+,} kernels, "
                      f"{(auto['traffic'] - half['traffic']) / 1e9:+.2f} GB")  # fmt: skip
-    if plain := rows.get("jaxmp-fp16-unscaled"):
-        for key in ("jaxmp-fp16-gradients", "jaxmp-fp16-updates", "jaxmp-fp16"):
-            if row := rows.get(key):
-                lines.append(scaling(row, plain, RECORDED[result["name"]].torch_ms if result["full"] else None))
+    if (plain := rows.get("jaxmp-fp16-unscaled")) and (row := rows.get("jaxmp-fp16")):
+        kernels, moved = row["launches"] - plain["launches"], (row["traffic"] - plain["traffic"]) / 1e9
+        more = (row["peak"] - plain["peak"]) / MIB
+        lines.append(f"{row['label']}, against none: {kernels:+,} kernels, {moved:+.2f} GB, {more:+,.0f} MiB")
     return lines
-
-
-def scaling(row: dict[str, Any], plain: dict[str, Any], torch_ms: float | None) -> str:
-    """What a row with loss scaling has more than the one without."""
-    kernels, moved = row["launches"] - plain["launches"], row["traffic"] - plain["traffic"]
-    text = (
-        f"{row['label']}, against none: {kernels:+,} kernels, {moved / 1e9:+.2f} GB, "
-        f"{(row['peak'] - plain['peak']) / MIB:+,.0f} MiB"
-    )
-    if torch_ms is None:
-        return text
-    milliseconds = moved / COPY_RATE * 1e3
-    return (
-        f"{text}; at {COPY_RATE / 1e12:g} TB/s the bytes take {milliseconds:.2f} ms, "
-        f"{milliseconds / torch_ms:.1%} of torch.compile's {torch_ms} ms (the goal for the time that "
-        f"scaling adds, which a GPU must confirm: {SCALING - 1:.1%})"
-    )
 
 
 def difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
@@ -113,55 +94,23 @@ def difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
     )
 
 
-def buffers(result: dict[str, Any]) -> list[Table]:
-    """What fills the memory of each step, if that was asked for."""
-    return [
-        Table(
-            f"{result['model']}: {row['label']}, the largest buffers at the peak",
-            ("array", "made by", "MiB"),
-            [(array, made_by, f"{size / MIB:,.1f}") for size, array, made_by in row["buffers"]],
-            left=2,
-        )
-        for row in result["variants"].values()
-        if "buffers" in row
-    ]
+def picture(result: dict[str, Any]) -> plots.Panel:
+    """The peak of each step in GiB, torch.compile's as a line."""
+    rows = list(result["variants"].values())
+    torch = RECORDED[result["name"]].torch / 1024
+    return plots.Panel(
+        result["model"],
+        "peak memory, GiB",
+        bars={row["label"]: row["peak"] / 2**30 for row in rows},
+        colors=[plots.COLORS[2 if row["label"].startswith("jaxmp") else 5] for row in rows],
+        line=(torch, f"torch.compile, measured: {torch:.2f}") if result["full"] else None,
+        form=".2f",
+    )
 
 
 def write(folder: Path, where: dict[str, str], results: list[dict[str, Any]]) -> None:
-    """compile_only.md and compile_only.png."""
-    facts = [f"- {name}: {value}" for name, value in where.items()]
-    lines = ["# Train steps compiled for a GPU", "", *facts, "", ABOUT, "", "![Peak memory](compile_only.png)", ""]
-    tables = [each for result in results for each in (table(result), *buffers(result))]
-    (folder / "compile_only.md").write_text("\n".join([*lines, *(each.markdown() for each in tables)]))
-    chart(results, folder / "compile_only.png", f"compiled for {where['target']}; {where['date'][:10]}")
-
-
-def show(console: rich.console.Console, where: dict[str, str], results: list[dict[str, Any]]) -> None:
-    """The same on a terminal, but for the picture."""
-    for result in results:
-        for each in (table(result), *buffers(result)):
-            each.show(console)
-    console.print("\n".join(f"- {name}: {value}" for name, value in where.items()), markup=False, highlight=False)
-
-
-@plots.drawn
-def chart(results: list[dict[str, Any]], path: Path, caption: str) -> None:
-    """A panel a model: the peak of each step in GiB, torch.compile's as a line."""
-    height = max(len(result["variants"]) for result in results)
-    figure = plots.figure(3.2 + 3.4 * len(results), 1.3 + 0.3 * height)
-    labels = list(dict.fromkeys(row["label"] for result in results for row in result["variants"].values()))
-    for i, (axes, result) in enumerate(zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True)):
-        plots.style(axes, result["model"], "peak memory, GiB")
-        for row in result["variants"].values():
-            y, gib = labels.index(row["label"]), row["peak"] / 2**30
-            axes.barh(y, gib, color=plots.COLORS[2 if row["label"].startswith("jaxmp") else 5], height=0.65)
-            axes.annotate(f"{gib:.2f}", (gib, y), (4, 0), textcoords="offset points", va="center", fontsize=8,
-                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
-        if result["full"]:
-            torch = RECORDED[result["name"]].torch / 1024
-            axes.axvline(torch, color=plots.COLORS[1], linewidth=1.2, linestyle=(0, (4, 3)))
-            axes.annotate(f"torch.compile, measured: {torch:.2f}", (torch, -0.8), (3, 0), textcoords="offset points",
-                          fontsize=8, color=plots.COLORS[1])  # fmt: skip
-        plots.row_axis(axes, labels, named=i == 0, above=1.2)
-        axes.margins(x=0.16)
-    plots.save(figure, path, caption)
+    """compile_only.md, .json and .png, and the tables on the terminal."""
+    caption = f"compiled for {where['target']}; {where['date'][:10]}"
+    plots.panels([[*map(picture, results)]], folder / "compile_only.png", caption)
+    title, tables = "Train steps compiled for a GPU", [*map(table, results)]
+    records.record(folder, "compile_only", title, where, tables, {"results": results}, [ABOUT], "Peak memory")

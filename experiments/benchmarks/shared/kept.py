@@ -1,13 +1,13 @@
-"""What a benchmark keeps in its run folder, so that a long run can be cut: what goes together there, and until when."""
+"""What a benchmark keeps in its run folder, so that a long run can be cut and gone on with."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.shared.workloads import Workload
 from experiments.training.runs import strict_json, write_json
 
 UNFINISHED = "not all is measured: the same command goes on from here"
@@ -23,26 +23,21 @@ def read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text())
         missing = [name for name in ("setting", "environment") if name not in found]
+        why = f"it has no {missing[0]}" if missing else ""
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is no result of a run ({error}); remove it, and it is measured anew") from error
-    if missing:
-        raise ValueError(f"{file} is no result of a run (it has no {missing[0]}); remove it, and it is measured anew")
+        why = str(error)
+    if why:
+        raise ValueError(f"{file} is no result of a run ({why}); remove it, and it is measured anew")
     return found
 
 
-def require_alike(file: Path, now: dict[str, Any], before: dict[str, Any] | None = None) -> None:
-    """Checks that what is to be measured can be held against what the run folder has.
-
-    Args:
-      file: what it has, a file or a folder.
-      now: the setting here.
-      before: the setting there; None for the ``"setting"`` of the file.
+def require_alike(file: Path, now: dict[str, Any]) -> None:
+    """Checks that what is to be measured in a setting can be held against what the run folder has in a file.
 
     Raises:
-      ValueError: they differ, or the file is no result of a run.
+      ValueError: their settings differ, or the file is no result of a run.
     """
-    before = read(file)["setting"] if before is None else before
-    now = strict_json(now)
+    before, now = read(file)["setting"], strict_json(now)
     different = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     if "smoke" in different:  # then everything else does, too
         different = ["smoke"]
@@ -52,17 +47,6 @@ def require_alike(file: Path, now: dict[str, Any], before: dict[str, Any] | None
             f"what lies in one run folder is held against each other, but in {file} {what}; take the device, the "
             "versions and the flags of that run, or another --run-dir"
         )
-
-
-def save(file: Path, case: Workload, setting: dict[str, Any], where: dict[str, str], found: dict[str, Any]) -> None:
-    """Writes what was found of a model, in which setting, and where."""
-    about = {"model": case.name, "text": case.text, "items": case.items, "unit": case.unit}
-    write_json(file, {**about, "setting": setting, "environment": where, **found})
-
-
-def again(file: Path) -> Path:
-    """Where a second try goes, beside the first: each may have times that the other has not."""
-    return file.with_stem(f"{file.stem}-again") if file.exists() else file
 
 
 def joined(environments: list[dict[str, str]]) -> dict[str, str]:
@@ -91,3 +75,64 @@ class Clock:
         """Whether something that takes so long must wait for the next command."""
         self.unfinished |= 0 < 60 * self._minutes < time.monotonic() - self._started + seconds
         return self.unfinished
+
+
+class Kept:
+    """What one command finds in a run folder and adds to it: a file for each measurement, which is not made twice.
+
+    Args:
+      folder: the run's.
+      minutes: what the command may take; 0 is no limit.
+      where: what it measures on.
+      **setting: what all figures in the folder have in common, beside device and versions.
+
+    Attributes:
+      clock: what it leaves to the next command.
+      environments: of all that was found or measured.
+    """
+
+    def __init__(self, folder: Path, minutes: float, where: dict[str, str], **setting: Any) -> None:
+        self.folder, self.where, self.clock = folder, where, Clock(minutes)
+        place = ("target" if "target" in where else "device", "versions")
+        self.setting = {**{name: where[name] for name in place}, **setting}
+        self.environments: list[dict[str, str]] = []
+
+    def require_alike(self, pattern: str, **own: Any) -> None:
+        """Checks that files in the folder are of the same setting, and of what is their ``own``.
+
+        Raises:
+          ValueError: one is not, or is no result of a run.
+        """
+        for file in self.folder.glob(pattern):
+            require_alike(file, {**own, **self.setting})
+
+    def read(self, name: str) -> dict[str, Any]:
+        """What the folder has by that name, perhaps nothing."""
+        file = self.folder / f"{name}.json"
+        return read(file) if file.exists() else {}
+
+    def save(self, name: str, found: dict[str, Any], **own: Any) -> None:
+        """Writes what was found in the folder's setting, and in what is its ``own``."""
+        about = {"setting": {**own, **self.setting}, "environment": self.where}
+        write_json(self.folder / f"{name}.json", {**about, **found})
+
+    def get(self, name: str, find: Callable[[], dict[str, Any] | None], **own: Any) -> dict[str, Any] | None:
+        """What was found before, or what ``find`` does now; None if there is, or it had, no time for it.
+
+        What was found with an ``error`` is looked for again.
+
+        Raises:
+          ValueError: what was found before is of another setting, or damaged.
+        """
+        self.require_alike(f"{name}.json", **own)
+        record = self.read(name)
+        if (not record or "error" in record) and not self.clock.late() and (found := find()):
+            self.save(name, found, **own)
+            record = self.read(name)
+        self.environments += [record["environment"]] if record else []
+        return record or None
+
+    def end(self) -> None:
+        """Says that something was left to the next command, if it was."""
+        if self.clock.unfinished:
+            print(UNFINISHED)

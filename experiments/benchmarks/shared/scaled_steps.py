@@ -1,6 +1,6 @@
 """A full train step without loss scaling, and with each of the libraries that offer it, used as its documentation says.
 
-Every function takes a loss function (see :data:`experiments.benchmarks.shared.workloads.LossFn`), an optimizer and
+Every function takes a loss function (see :data:`experiments.models.workloads.LossFn`), an optimizer and
 ``init(key) -> (params, model state)``, and returns ``start() -> state`` and ``step(state, batch) -> (state, loss)``,
 which is not yet jitted and whose state may be donated.
 """
@@ -17,7 +17,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
-from experiments.benchmarks.shared.workloads import LossFn
+from experiments.models.workloads import LossFn
 
 Init = Callable[[Any], tuple[Any, Any]]
 Start = Callable[[], Any]

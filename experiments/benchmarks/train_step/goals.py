@@ -5,22 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from experiments.benchmarks.shared.workloads import FULL
 from experiments.benchmarks.train_step.results import Results
 from experiments.benchmarks.train_step.rows import ROWS
+from experiments.models.workloads import FULL
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a model is to reach; ratios of time and memory at most, speed-ups and savings at least.
+class Limits(NamedTuple):
+    """What a model is to reach: ratios at most, speed-ups over a precision and the memory saved at least.
 
-    Attributes:
-      time: step time over the fastest of torch.compile AMP's rows in half.
-      memory: peak over the same row's of torch, of jaxmp's row of that time.
-      remat_memory: the same with everything but attention computed again; None for ResNet-50.
-      over_fp32: speed-up over the same step in float32 without tensor cores.
-      over_tf32: over TF32.
-      saved: memory saved against float32 by hand.
+    Times and peaks are over the fastest of torch.compile AMP's rows in half; memory is saved against float32 by hand.
+    ``remat_memory`` is None for ResNet-50.
     """
 
     time: float
@@ -40,25 +34,20 @@ REMAT_TIME, SCALING, AUTOCAST, TENSOR_FLOPS = 1.08, 1.005, 1.01, 0.99
 """Of every model: the time that remat may cost, that loss scaling may, that autocast may; the share in half."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """What was measured once, in one run on one NVIDIA H200.
 
-    Attributes:
-      torch: peak of torch.compile under AMP in bfloat16, its fastest dtype, in MiB.
-      torch_ms: its step.
-      float32: peak of the model by hand in float32 under JAX, in MiB.
+    Peaks in MiB: of torch.compile under AMP in bfloat16, its fastest dtype, and of the model by hand in float32 in JAX.
     """
 
     torch: int
-    torch_ms: float
     float32: int
 
 
 RECORDED = {
-    "resnet50": Recorded(10_908, 36.4, 23_559),
-    "bert": Recorded(13_938, 55.3, 51_175),
-    "gpt2": Recorded(8_648, 33.4, 37_793),
+    "resnet50": Recorded(10_908, 23_559),
+    "bert": Recorded(13_938, 51_175),
+    "gpt2": Recorded(8_648, 37_793),
 }
 
 

@@ -1,15 +1,14 @@
 """The rows of benchmarks.train_step that are JAX's: whole train steps and forward passes, each as its users write it.
 
-jaxmp: a model without a dtype, `jaxmp.linen.apply_policy`, `TrainState` and `make_train_step`. autocast: the same model
-as it is and `make_train_step(policy=…)`; the model is prepared for both, for its attention, GELU, pooling and loss are
-written with jaxmp. By hand, jmp and flax: :mod:`experiments.benchmarks.shared.by_hand` with an ordinary optax step
-around it, and the loss scaling of their documentation (:mod:`experiments.benchmarks.shared.scaled_steps`). unprepared:
-the float32 code of by hand under `jaxmp.autocast`, in the same step.
+jaxmp: a model without a dtype under `jaxmp.linen.apply_policy`, and `make_train_step`. autocast: the same model as it
+is, and `make_train_step(policy=…)`. By hand, jmp and flax: :mod:`experiments.models.by_hand` in an ordinary
+optax step, with the loss scaling of their documentation. unprepared: the float32 code of by hand under
+`jaxmp.autocast`, in the same step.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import sys
 import time
@@ -21,12 +20,12 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
-from experiments.benchmarks.shared import by_hand, scaled_steps
+from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.shared.scaled_steps import Init, Start, Step
-from experiments.benchmarks.shared.workloads import LossFn, Workload, workload
 from experiments.benchmarks.train_step.rows import Pass, Prepared, Row
 from experiments.measure import flops, memory, timing
-from experiments.models import attention
+from experiments.models import attention, by_hand
+from experiments.models.workloads import LossFn, Workload, workload
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-4, 0.01, 1.0
 POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "tf32": "tensorfloat32", "fp32": "float32"}
@@ -39,12 +38,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def train_step(case: Workload, row: Row) -> tuple[Start, Step]:
-    """``start() -> state`` and ``step(state, batch) -> (state, loss)``, not yet jitted; the state may be donated.
-
-    Args:
-      case: the model.
-      row: how to train it.
-    """
+    """``start() -> state`` and ``step(state, batch) -> (state, loss)``, not yet jitted; the state may be donated."""
     tx = optimizer()
     if row.library in ("jaxmp", "autocast"):
         case = workload(case.name, case.sizes, row.remat)
@@ -71,25 +65,25 @@ def forward(case: Workload, row: Row) -> tuple[Start, Callable[..., jax.Array]]:
 
     The logits have the padding of the vocabulary, as those by hand and torch's do: to cut it off is to copy them.
     """
-    if case.unit == "tokens":
+    if not case.images:
         vocabulary = jaxmp.hardware.align_dim(case.sizes.vocabulary, 64)
-        case = workload(case.name, dataclasses.replace(case.sizes, vocabulary=vocabulary), row.remat)
+        case = workload(case.name, case.sizes, row.remat, vocabulary=vocabulary)
     policy: Any = jaxmp.get_policy(POLICIES[row.precision])
     policy = policy.with_output_dtype(policy.compute_dtype)
+    init: Init
     if row.library in ("jaxmp", "autocast"):
         explicit = row.library == "jaxmp"
         model: Any = jaxmp.linen.apply_policy(case.model, policy) if explicit else case.model
-        own = case.forward_fn(model)
-        fun: Any = own if explicit else jaxmp.autocast(own, policy)
-        return functools.partial(case.init, jax.random.key(0)), lambda variables, inputs: fun(*variables, inputs)
-    model = _by_hand(case, row)
+        init, precision = case.init, None
+    else:
+        model, explicit = _by_hand(case, row), row.library != "unprepared"
+        init, precision = functools.partial(by_hand.init, case, model), "highest" if row.precision == "fp32" else None
 
     def apply(variables: Any, inputs: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision("highest" if row.precision == "fp32" else "default"):
+        with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
             return model.apply({"params": variables[0], **variables[1]}, inputs)
 
-    fun = jaxmp.autocast(apply, policy) if row.library == "unprepared" else apply
-    return functools.partial(by_hand.init, case, model, jax.random.key(0)), fun
+    return functools.partial(init, jax.random.key(0)), apply if explicit else jaxmp.autocast(apply, policy)
 
 
 def _by_hand(case: Workload, row: Row) -> Any:
@@ -101,33 +95,21 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
 
     A turn of a train step is the call that a user makes, with what it does in Python.
     """
+    batch = jax.device_put(batch)
     if which == "train":
         start, step = train_step(case, row)
-        state = start()
+        args = (start(), batch)
         call, jitted = (step, step.jitted) if isinstance(step, Made) else (jax.jit(step, donate_argnums=0),) * 2
-        started = time.perf_counter()
-        compiled = jitted.lower(state, batch).compile()  # the call finds it: nothing is compiled again
-        seconds = time.perf_counter() - started
-        turn = timing.turn(call, state, batch)
-        return Prepared(turn, lambda: float(turn()[1]), seconds, memory.of_compiled(compiled))
-    start, fun = forward(case, row)
-    variables = jax.jit(start)()
+    else:
+        start, fun = forward(case, row)
+        args = (jax.jit(start)(), batch["inputs"])
+        call = jitted = jax.jit(fun)
     started = time.perf_counter()
-    compiled = jax.jit(fun).lower(variables, batch["inputs"]).compile()
+    compiled = jitted.lower(*args).compile()  # the call finds it: nothing is compiled again
     seconds = time.perf_counter() - started
-    return Prepared(
-        functools.partial(compiled, variables, batch["inputs"]), None, seconds, memory.of_compiled(compiled)
-    )
-
-
-def compiled_bytes(case: Workload, row: Row) -> int:
-    """Bytes that a train step needs, its batch too, by the compiler's account, or ``NO_ROOM`` if that had none.
-
-    Raises:
-      ValueError: the compiler does not tell.
-    """
-    start, step = train_step(case, row)
-    return memory.of_lowered(jax.jit(step, donate_argnums=0).lower(jax.eval_shape(start), case.batch))
+    turn = timing.turn(call, *args) if which == "train" else functools.partial(compiled, *args)
+    loss = (lambda: float(turn()[1])) if which == "train" else None
+    return Prepared(turn, loss, seconds, memory.of_compiled(compiled))
 
 
 def step_flops(case: Workload, row: Row) -> dict[str, int]:
@@ -137,6 +119,7 @@ def step_flops(case: Workload, row: Row) -> dict[str, int]:
         return flops.count(step, jax.eval_shape(start), case.batch)
 
 
+@functools.cache
 def model_flops(case: Workload) -> int:
     """What a train step costs at least by convention: three times the products of the model's forward pass.
 

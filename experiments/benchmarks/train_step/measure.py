@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
 import functools
 import gc
-import itertools
 import json
 import os
 import subprocess
@@ -20,11 +19,10 @@ from typing import Any
 
 import jax
 
-from experiments.benchmarks.shared.workloads import Workload, workload
 from experiments.benchmarks.train_step import energy, jax_steps, profiling
 from experiments.benchmarks.train_step.rows import Pass, Prepared, Row
 from experiments.measure import flops, memory, timing
-from experiments.training.batch_size import free_bytes, largest_batch
+from experiments.models.workloads import Workload
 from experiments.training.runs import strict_json
 
 OUT_OF_MEMORY = "out of memory"
@@ -47,39 +45,19 @@ def failed(error: BaseException) -> str:
 
 
 def prepare(case: Workload, row: Row, which: Pass) -> Prepared:
-    """A row's train step or forward pass, compiled, with its state and its batch on the device.
-
-    Args:
-      case: the model.
-      row: how to train it.
-      which: the train step or the forward pass.
-    """
-    batch = case.random_batch()
-    if row.torch:
-        from experiments.benchmarks.train_step import torch_steps
-
-        return torch_steps.prepare(case, row, which, batch)
-    return jax_steps.prepare(case, row, which, jax.device_put(batch))
+    """A row's train step or forward pass, compiled, with its state and its batch on the device."""
+    return (_torch_steps() if row.torch else jax_steps).prepare(case, row, which, case.random_batch())
 
 
 def start_anew(rows: Iterable[Row]) -> None:
     """Makes room for ``rows`` where others have had their turns."""
     gc.collect()
     if any(row.torch for row in rows):
-        from experiments.benchmarks.train_step import torch_steps
-
-        torch_steps.start_anew()
+        _torch_steps().start_anew()
 
 
 def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds: float = 3.0) -> dict[str, Any]:
-    """All about a step but its time beside others: memory, energy, kernels, FLOPs by dtype.
-
-    Args:
-      case: the model.
-      row: how it is trained.
-      which: the train step or the forward pass.
-      prepared: what ``prepare`` made of them.
-      seconds: how long to run for the energy; 0 for none.
+    """All about a step but its time beside others; it runs so many ``seconds`` for its energy, 0 for none.
 
     Returns:
       ``compile_seconds``, ``compiled_bytes``, ``peak`` (bytes the process has had on the GPU), ``joules`` a call,
@@ -92,25 +70,25 @@ def describe(case: Workload, row: Row, which: Pass, prepared: Prepared, seconds:
 
     for _ in range(3):
         run()
-    peak = _torch_peak() if row.torch else memory.device_peak()
+    peak = _torch_steps().peak() if row.torch else memory.device_peak()
     read = energy.counter() if seconds and (jax.default_backend() == "gpu" or peak is not None) else None
     kernels: dict[str, float] = {}
     if peak is not None:  # a device that counts no memory has no kernels to trace either
         kernels = profiling.of_torch(prepared.turn) if row.torch else profiling.of_jax(prepared.turn)
-    counted = _flops(case, row) if which == "train" else {}
+    counted = jax_steps.step_flops(case, row) if which == "train" and not row.torch else {}
     return {
         "compile_seconds": prepared.compile_seconds,
         "compiled_bytes": prepared.compiled_bytes,
         "peak": peak,
         "joules": None if read is None else energy.joules(run, read, seconds),
         "tensor_time": profiling.tensor_core_share(kernels, row.precision),
-        "kernels": profiling.longest(kernels),
+        "kernels": collections.Counter(kernels).most_common(12),
         "flops": counted,
         "tensor_flops": flops.tensor_core_share(counted) if counted else None,
     }
 
 
-def alone(case: Workload, row: Row, passes: tuple[Pass, ...], seconds: float) -> dict[str, Any]:
+def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> dict[str, Any]:
     """What ``describe`` tells of each pass, with nothing else on the device, the forward pass first.
 
     A process's peak never falls, and a train step's is the higher.
@@ -123,42 +101,11 @@ def alone(case: Workload, row: Row, passes: tuple[Pass, ...], seconds: float) ->
         try:
             prepared = prepare(case, row, which)
             found[which] = describe(case, row, which, prepared, seconds)
-        except RuntimeError as error:
-            found[which] = {"error": reason(error)}
+        except Exception as error:  # whatever a library raises: the other pass and the other rows go on
+            found[which] = {"error": failed(error)}
         prepared = None
         gc.collect()
-        if found[which].get("error") == OUT_OF_MEMORY and which == "train":
-            found[which]["error"] += f"; {largest_that_fits(case, row)}"
     return found
-
-
-def largest_that_fits(case: Workload, row: Row) -> str:
-    """The largest batch with which a train step fits, in words; torch's is looked for by halving."""
-
-    def smaller(batch: int) -> Workload:
-        return workload(case.name, dataclasses.replace(case.sizes, batch_size=batch))
-
-    if not row.torch:
-        try:
-            found = largest_batch(
-                lambda batch: jax_steps.compiled_bytes(smaller(batch), row), free_bytes(), most=case.sizes.batch_size
-            )
-        except ValueError as error:
-            return str(error)
-        return f"the largest batch that fits is {found.batch}"
-    batch = case.sizes.batch_size // 2
-    while batch:
-        start_anew([row])
-        try:
-            prepare(smaller(batch), row, "train")
-        except RuntimeError as error:
-            if reason(error) != OUT_OF_MEMORY:
-                raise
-            gc.collect()
-            batch //= 2
-        else:
-            return f"a batch of {batch} fits"
-    return "not even a batch of 1 fits"
 
 
 def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -170,20 +117,15 @@ def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Calla
     Args:
       commands: name to command line.
     """
-    started: list[subprocess.Popen[str]] = []
-
-    def start(command: list[str]) -> subprocess.Popen[str]:
-        root, pipe = Path(__file__).parents[3], subprocess.PIPE
-        started.append(subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
-        return started[-1]
-
+    names, started, pipe = list(commands), list[subprocess.Popen[str]](), subprocess.PIPE
+    start = functools.partial(
+        subprocess.Popen, cwd=Path(__file__).parents[3], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
     try:
-        following = [start(command) for command in list(commands.values())[:1]]
-        for name, after in itertools.zip_longest(commands, list(commands.values())[1:]):
-            process = following.pop()
-            if after:
-                following.append(start(after))
-            yield name, functools.partial(_finish, process)
+        for i, name in enumerate(names):
+            for later in names[len(started) : i + 2]:
+                started.append(start(commands[later]))
+            yield name, functools.partial(_finish, started[i])
     finally:
         for process in started:
             if process.poll() is None:  # nobody wanted its result
@@ -281,15 +223,7 @@ def caches_in(folder: Path) -> Iterator[None]:
         jax.config.update("jax_compilation_cache_dir", None)
 
 
-def _flops(case: Workload, row: Row) -> dict[str, int]:
-    if row.torch:
-        from experiments.benchmarks.train_step import torch_steps
-
-        return torch_steps.step_flops(case, row, case.random_batch())
-    return jax_steps.step_flops(case, row)
-
-
-def _torch_peak() -> int | None:
+def _torch_steps() -> Any:
     from experiments.benchmarks.train_step import torch_steps
 
-    return torch_steps.peak()
+    return torch_steps

@@ -1,7 +1,4 @@
-"""Which share of a step's kernel time is spent in kernels that use tensor cores: from a profiler's trace.
-
-A kernel's name says what it is: cuBLAS, cuDNN, CUTLASS, Triton and the flash attentions each have their own habits.
-"""
+"""Which share of a step's kernel time is spent in kernels that use tensor cores, by their names in a trace."""
 
 from __future__ import annotations
 
@@ -32,18 +29,15 @@ _PRODUCT = re.compile(
 def uses_tensor_cores(kernel: str, precision: str = "half") -> bool:
     """Whether a kernel multiplies on tensor cores, as its name tells.
 
-    Args:
-      kernel: its name, demangled or not.
-      precision: ``"fp32"`` where true float32 products were asked for: then only a name that says so counts.
+    Where true float32 products were asked for, ``"fp32"``, only a name that says so counts.
 
     >>> [uses_tensor_cores(name) for name in ("nvjet_hsh_128x256_64x4_TNT", "ampere_sgemm_128x64_nn", "loop_add")]
     [True, False, False]
     """
     if _PLAIN.search(kernel):
         return False
-    if precision == "fp32":
-        return _PRODUCT.search(kernel) is not None and _SAYS_SO.search(kernel) is not None
-    return _PRODUCT.search(kernel) is not None
+    says_so = precision != "fp32" or _SAYS_SO.search(kernel) is not None
+    return _PRODUCT.search(kernel) is not None and says_so
 
 
 def tensor_core_share(kernels: Mapping[str, float], precision: str = "half") -> float | None:
@@ -86,13 +80,5 @@ def of_torch(run: Callable[[], Any], calls: int = 3) -> dict[str, float]:
         for _ in range(calls):
             run()
         torch.cuda.synchronize()
-    return {
-        event.key: event.self_device_time_total / 1000 / calls
-        for event in profile.key_averages()
-        if event.self_device_time_total
-    }
-
-
-def longest(kernels: Mapping[str, float], count: int = 12) -> list[tuple[str, float]]:
-    """The kernels that took most time, with their milliseconds a call."""
-    return sorted(kernels.items(), key=lambda item: -item[1])[:count]
+    times = {event.key: event.self_device_time_total / 1000 / calls for event in profile.key_averages()}
+    return {name: milliseconds for name, milliseconds in times.items() if milliseconds}

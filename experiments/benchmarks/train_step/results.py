@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from experiments.benchmarks.shared import kept
-from experiments.benchmarks.shared.workloads import NAMES
 from experiments.benchmarks.train_step.rows import FLOPS_DTYPES, ROWS, Pass, broken
 from experiments.measure import timing
+from experiments.models.workloads import NAMES
 
 REFERENCES = tuple(key for key, row in ROWS.items() if row.library == "compile" and row.precision in ("bf16", "fp16"))
 """The peer that the goals are held against: whichever of these is the fastest."""
@@ -20,10 +20,10 @@ class Results:
     """What a run has measured of one model.
 
     Attributes:
-      about: its name, sizes, text, items and FLOPs a step, device, versions, date and command.
+      about: the model, where it was measured and how.
       alone: by row, what was measured in a process of its own.
       turns: by pass, the rounds in which rows took turns, the newest last: each from row to its figures.
-      ceiling: what benchmarks.ceiling measured.
+      ceiling: those of the device.
     """
 
     about: dict[str, Any]
@@ -33,9 +33,8 @@ class Results:
 
     def passes(self) -> list[Pass]:
         """Those that have figures."""
-        return [
-            which for which in get_args(Pass) if which in self.turns or any(which in row for row in self.alone.values())
-        ]
+        found = {*self.turns, *(which for row in self.alone.values() for which in row)}
+        return [which for which in get_args(Pass) if which in found]
 
     def figures(self, which: Pass, row: str) -> dict[str, Any]:
         """What is known of a row's pass: of the newest rounds, and alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 Precision = Literal["bf16", "fp16", "tf32", "fp32"]
@@ -20,7 +20,6 @@ class Row:
     """A way to train.
 
     Attributes:
-      label: in words.
       library: whose mixed precision.
       precision: of the products; fp32 is without tensor cores.
       scaled: whether the loss is scaled, dynamically.
@@ -55,6 +54,9 @@ ROWS: dict[str, Row] = {
     "jaxmp-fp16-unscaled": Row("jaxmp, fp16, no scaling", "jaxmp", "fp16", forward=False),
     "jaxmp-bf16-remat": Row("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention",
                             forward=False),
+    "jaxmp-bf16-remat-dots": Row("jaxmp, bf16, remat of all but products", "jaxmp", "bf16", remat="dots",
+                                 forward=False),
+    "jaxmp-bf16-remat-full": Row("jaxmp, bf16, remat of all", "jaxmp", "bf16", remat="full", forward=False),
     "autocast-bf16": Row("jaxmp.autocast, bf16", "autocast", "bf16"),
     "autocast-fp16": Row("jaxmp.autocast, fp16, dynamic scaling", "autocast", "fp16", scaled=True),
     "unprepared-bf16": Row("jaxmp.autocast of by hand's float32, bf16", "unprepared", "bf16"),
@@ -86,16 +88,17 @@ def peers() -> tuple[str, ...]:
 
 
 def rows_of(
-    model: str, names: tuple[str, ...] = (), among: Mapping[str, Row] = ROWS, flag: str = "--rows"
-) -> dict[str, Any]:
-    """The rows of a model, or those of ``names``, in the order of ``among``.
+    model: str, names: tuple[str, ...] = (), among: Iterable[str] = tuple(ROWS), flag: str = "--rows"
+) -> dict[str, Row]:
+    """The rows of a model, or those of ``names``, in the order of ``ROWS``.
 
     Raises:
       ValueError: a name is not ``among`` those that ``flag`` takes.
     """
+    among = tuple(among)
     if unknown := [name for name in names if name not in among]:
         raise ValueError(f"{flag} must be among {', '.join(among)}; got {', '.join(unknown)}")
-    chosen = {name: row for name, row in among.items() if not names or name in names}
+    chosen = {name: row for name, row in ROWS.items() if name in (names or among)}
     return {name: row for name, row in chosen.items() if row.remat == "none" or model != "resnet50"}
 
 
@@ -112,8 +115,7 @@ class Prepared:
     Attributes:
       turn: does it once, without waiting; what it returns ``jax.block_until_ready`` can wait for.
       loss: does it once more for its loss; None of a forward pass.
-      compile_seconds: from Python to a program: tracing, lowering, compiling, and of torch the first call; without
-        what makes the model and its state.
+      compile_seconds: from Python to a program, of torch the first call; without what makes the model and its state.
       compiled_bytes: what the program needs at most by its compiler's account; None of torch.
     """
 

@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from experiments.benchmarks.shared.workloads import Workload
-from experiments.benchmarks.train_step import torch_models
 from experiments.benchmarks.train_step.jax_steps import CLIP, LEARNING_RATE, WEIGHT_DECAY
-from experiments.benchmarks.train_step.rows import FLOPS_DTYPES, Pass, Prepared, Row
+from experiments.benchmarks.train_step.rows import Pass, Prepared, Row
+from experiments.models import in_torch
+from experiments.models.workloads import Workload
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,15 +44,9 @@ def device() -> torch.device:
 
 
 def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
-    """A whole train step on the batch: forward, backward, clipping, AdamW, and in fp16 the GradScaler.
-
-    Args:
-      case: the model.
-      row: how to train it.
-      batch: inputs and labels on the host.
-    """
+    """A whole train step on a batch of the host: forward, backward, clipping, AdamW, and in fp16 the GradScaler."""
     model, (inputs, labels) = _build(case), _on_device(case, batch)
-    loss_of: Callable[..., torch.Tensor] = torch_models.loss_of
+    loss_of: Callable[..., torch.Tensor] = in_torch.loss_of
     if row.library == "compile":
         loss_of = torch.compile(loss_of, mode=row.mode, dynamic=False)
     params = [*model.parameters()]
@@ -122,42 +114,15 @@ def start_anew() -> None:
     torch.cuda.empty_cache()
 
 
-class FlopsByDtype(TorchDispatchMode):
-    """Counts the FLOPs of products, convolutions and attentions by the dtype of their first operand."""
-
-    def __init__(self, float32: str = "float32") -> None:
-        super().__init__()
-        self.float32, self.flops = float32, dict[str, int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        count = flop_counter.flop_registry.get(func._overloadpacket)
-        if count is not None:
-            dtype = str(next(arg for arg in args if isinstance(arg, torch.Tensor)).dtype).removeprefix("torch.")
-            dtype = self.float32 if dtype == "float32" else dtype
-            self.flops[dtype] = self.flops.get(dtype, 0) + int(count(*args, **kwargs, out_val=out))
-        return out
-
-
-def step_flops(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> dict[str, int]:
-    """FLOPs of a train step by dtype, counted as torch runs it without torch.compile, which changes no dtype."""
-    step = train_step(case, Row(row.label, "torch", row.precision, row.scaled), batch)
-    name = "float32" if row.precision == "fp32" or not torch.cuda.is_available() else FLOPS_DTYPES["tf32"]
-    with FlopsByDtype(name) as counter:
-        step()
-    return counter.flops
-
-
 def _build(case: Workload) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch_models.build(case).to(device())
+    return in_torch.build(case).to(device())
 
 
 def _on_device(case: Workload, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = (torch.from_numpy(batch[name]).to(device()) for name in ("inputs", "labels"))
     # (batch, height, width, 3) in memory is what channels-last means: nothing is copied.
-    return inputs.permute(0, 3, 1, 2) if case.unit == "images" else inputs, labels.long()
+    return inputs.permute(0, 3, 1, 2) if case.images else inputs, labels.long()
 
 
 def _autocast(row: Row) -> contextlib.AbstractContextManager[Any]:

@@ -113,13 +113,13 @@ def test_runs_in_pieces_give_what_all_at_once_give(line, tmp_path, capsys):
     whole = accuracy.main(smoke(tmp_path / "whole"))
     accuracy.main(smoke(tmp_path / "pieces", policies=("bfloat16",), seeds=(1,)))
     assert "open: bfloat16 has no seed in common with float32" in capsys.readouterr().out
-    accuracy.main(smoke(tmp_path / "pieces", policies=("float32",), resume=True))
-    before = (tmp_path / "pieces/images/float32/seed1/result.json").stat().st_mtime_ns
+    accuracy.main(smoke(tmp_path / "pieces", policies=("float32",)))
+    before = (tmp_path / "pieces/images-float32-seed1.json").stat().st_mtime_ns
     line.clear()
-    pieces = accuracy.main(smoke(tmp_path / "pieces", resume=True))
+    pieces = accuracy.main(smoke(tmp_path / "pieces"))
 
     assert line == [("float32", "none"), ("bfloat16", "none")]  # the baseline's params, and the one run that is missing
-    assert (tmp_path / "pieces/images/float32/seed1/result.json").stat().st_mtime_ns == before
+    assert (tmp_path / "pieces/images-float32-seed1.json").stat().st_mtime_ns == before
     assert names(pieces) == names(whole) == [(p, seed) for p in ("float32", "bfloat16") for seed in (0, 1)]
     for own, other in zip(pieces, whole, strict=True):
         for what in ("final", "train", "test", "setting", "step_bytes", "steps"):
@@ -130,24 +130,20 @@ def test_runs_in_pieces_give_what_all_at_once_give(line, tmp_path, capsys):
     assert whole[0]["final"]["loss"] == pytest.approx(whole[0]["test"]["loss"][-1], rel=1e-5)
 
 
-def test_what_was_finished_before_an_interruption_is_reported_and_the_rest_goes_on_from_its_checkpoint(
-    line, tmp_path, monkeypatch
-):
+def test_what_was_finished_before_an_interruption_is_reported_and_the_rest_is_trained_anew(line, tmp_path, monkeypatch):
     class Interrupted(accuracy.loop.Run):
         def log_evaluation(self, state):
             if "bfloat16" in str(self.folder) and self._step == 4:
                 raise KeyboardInterrupt
             super().log_evaluation(state)
 
-    config = smoke(tmp_path / "cut", seeds=(0,), checkpoint_every=2)
+    config = smoke(tmp_path / "cut", seeds=(0,))
     with monkeypatch.context() as patched:
         patched.setattr(accuracy.loop, "Run", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             accuracy.main(config)
     assert names(json.loads((tmp_path / "cut/accuracy.json").read_text())["runs"]) == [("float32", 0)]
-    resumed = accuracy.main(dataclasses.replace(config, resume=True))
-    summary = json.loads((tmp_path / "cut/images/bfloat16/seed0/summary.json").read_text())
-    assert summary["resumed_at_step"] == 2 and not list(tmp_path.rglob("checkpoints"))
+    resumed = accuracy.main(config)
     whole = accuracy.main(smoke(tmp_path / "whole", seeds=(0,)))
     assert [run["final"] for run in resumed] == [run["final"] for run in whole]
     assert [run["train"] for run in resumed] == [run["train"] for run in whole]
@@ -159,7 +155,8 @@ def test_when_the_minutes_are_up_a_run_leaves_a_checkpoint_and_the_next_command_
     class Clock(kept.Clock):
         def late(self, seconds=0.0):
             calls.append(seconds)
-            return len(calls) >= 7  # in the second run of four steps, after its first step
+            self.unfinished = len(calls) >= 9  # in the second run of four steps, after its first step
+            return self.unfinished
 
     calls = []
     config = smoke(tmp_path / "cut", seeds=(0,), minutes=8.0, steps=4)
@@ -170,7 +167,7 @@ def test_when_the_minutes_are_up_a_run_leaves_a_checkpoint_and_the_next_command_
         accuracy.main(config)
     assert capsys.readouterr().out.endswith(f"{kept.UNFINISHED}\n")
     assert list((tmp_path / "cut").rglob("checkpoints"))
-    resumed = accuracy.main(dataclasses.replace(config, resume=True))
+    resumed = accuracy.main(dataclasses.replace(config, minutes=0.0))
     assert kept.UNFINISHED not in capsys.readouterr().out and not list(tmp_path.rglob("checkpoints"))
     assert [run["final"] for run in resumed] == [run["final"] for run in whole]
 
@@ -180,7 +177,7 @@ def test_a_report_alone_needs_no_device(line, tmp_path):
     accuracy.main(config)
     line.clear()
     for small in (True, False):  # in full size, too, where what is missing would need a GPU
-        assert len(accuracy.main(dataclasses.replace(config, resume=True, smoke=small))) == 1 and line == []
+        assert len(accuracy.main(dataclasses.replace(config, smoke=small))) == 1 and line == []
 
 
 def test_every_policy_starts_from_the_params_of_float32_in_its_own_dtype(line, tmp_path, monkeypatch):
@@ -230,7 +227,7 @@ def test_the_flags_of_every_task_are_flags_of_its_script(smoke):
     runs = accuracy.plan(accuracy.Config(smoke=smoke))
     per_task = 4 if smoke else 8 * 3
     assert [run.task for run in runs] == [task for task in accuracy.TASKS for _ in range(per_task)]
-    assert len({run.place for run in runs}) == len(runs)
+    assert len({run.name for run in runs}) == len(runs)
 
 
 @pytest.mark.parametrize(
@@ -275,10 +272,8 @@ def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_
     ("changes", "text"),
     [
         ({"smoke": False, "run_dir": None}, "this benchmark measures a GPU, but JAX finds only cpu"),
-        ({}, "has 1 finished runs; go on with --resume, or take another --run-dir"),
-        ({"resume": True, "run_dir": None}, "got no folder; name it with --run-dir"),
-        ({"resume": True, "steps": 5}, "is held against each other, but in .*/images steps is 4 there and 5 here; "),
-        ({"resume": True, "smoke": False}, "/images smoke is True there and False here; take the device, the"),
+        ({"steps": 5}, "is held against each other, but in .*/images-float32-seed0.json steps is 4 there and 5 here; "),
+        ({"smoke": False}, "/images-float32-seed0.json smoke is True there and False here; take the device, the"),
         ({"tasks": ("images", "gpt2"), "flags": (("slope=1",),)}, "got --tasks images gpt2; name one of them"),
         ({"run_dir": None, "flags": (("policy=O3",),)}, "--flags are the task's, but --policy is up to the benchmark"),
         ({"tasks": ()}, "the number of --tasks must be at least 1, got 0"),
@@ -288,9 +283,10 @@ def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_
 )
 def test_what_cannot_be_ends_it_with_one_line(line, tmp_path, capsys, changes, text):
     (run,) = accuracy.plan(smoke(tmp_path, policies=("float32",), seeds=(0,)))
-    there = record("images", "float32", 0, {"loss": 1.0, "accuracy": 1.0}, setting=run.setting)
-    (tmp_path / run.place).mkdir(parents=True)
-    write_json(tmp_path / run.place / "result.json", there)
+    where = environment()
+    setting = run.setting | {"smoke": True, "device": where["device"], "versions": where["versions"]}
+    there = record("images", "float32", 0, {"loss": 1.0, "accuracy": 1.0}, setting=setting)
+    write_json(tmp_path / f"{run.name}.json", there)
     with pytest.raises(SystemExit) as stopped:
         accuracy.main(smoke(tmp_path, **changes))
     said = capsys.readouterr().err
@@ -299,11 +295,10 @@ def test_what_cannot_be_ends_it_with_one_line(line, tmp_path, capsys, changes, t
 
 
 def test_a_damaged_result_is_named(line, tmp_path, capsys):
-    (tmp_path / "images/float32/seed0").mkdir(parents=True)
-    (tmp_path / "images/float32/seed0/result.json").write_text("{}")
+    (tmp_path / "images-float32-seed0.json").write_text("{}")
     with pytest.raises(SystemExit):
-        accuracy.main(smoke(tmp_path, resume=True))
-    assert "result.json is no result of a run (KeyError" in capsys.readouterr().err
+        accuracy.main(smoke(tmp_path))
+    assert "images-float32-seed0.json is no result of a run (it has no setting)" in capsys.readouterr().err
 
 
 # What known numbers say.
@@ -384,5 +379,5 @@ def test_the_table_has_ratios_to_float32():
 def test_a_difference_between_curves_ends_where_the_shorter_one_does():
     long = record("gpt2", "any", 0, {}, test={"step": [1.0, 2.0], "loss": [2.0, 2.2], "accuracy": [0.1, 0.2]})
     short = record("gpt2", "any", 0, {}, test={"step": [1.0], "loss": [2.1], "accuracy": [0.1]})
-    (found,) = accuracy_report._difference_curves("gpt2", [short], [long])
-    assert found["step"] == [1.0] and found["difference"] == pytest.approx([5.0])
+    steps, differences = accuracy_report.difference_curve("gpt2", short["test"], long["test"])
+    assert steps == [1.0] and differences == pytest.approx([5.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from experiments.benchmarks.shared import kept
@@ -17,13 +19,41 @@ def test_the_time_that_is_left_decides_whether_something_starts(monkeypatch):
     assert not endless.late(1e9) and not endless.unfinished
 
 
+WHERE = {"device": "one", "versions": "1", "date": "2026-11-20", "command": "a"}
+
+
 def test_a_setting_that_only_one_side_has_differs_and_smoke_explains_the_rest(tmp_path):
-    there = {"device": "one", "energy_s": 2.0, "sizes": [1, 2]}
-    kept.require_alike(tmp_path, {**there, "sizes": (1, 2)}, there)  # as JSON has it
-    with pytest.raises(ValueError, match=f"but in {tmp_path} energy_s is 2.0 there and None here; take the device"):
-        kept.require_alike(tmp_path, {"device": "one", "sizes": (1, 2)}, there)
-    with pytest.raises(ValueError, match=f"but in {tmp_path} smoke is False there and True here; take"):
-        kept.require_alike(tmp_path, {"smoke": True, "device": "another"}, {**there, "smoke": False})
+    file = tmp_path / "a.json"
+    kept.Kept(tmp_path, 0, WHERE, energy_s=2.0, smoke=False).save("a", {}, sizes=(1, 2))
+    setting = {"device": "one", "versions": "1", "smoke": False}
+    kept.require_alike(file, {**setting, "energy_s": 2.0, "sizes": (1, 2)})  # as JSON has it
+    with pytest.raises(ValueError, match=f"but in {file} energy_s is 2.0 there and None here; take the device"):
+        kept.require_alike(file, {**setting, "sizes": (1, 2)})
+    with pytest.raises(ValueError, match=f"but in {file} smoke is False there and True here; take"):
+        kept.require_alike(file, {"smoke": True, "device": "another"})
+
+
+def test_what_a_folder_has_is_not_measured_again_unless_it_failed(tmp_path):
+    asked = []
+
+    def find(**found):
+        return lambda: asked.append(found) or found
+
+    has = kept.Kept(tmp_path, 0, WHERE)
+    assert has.get("a", find(error="no room"))["error"] == "no room"
+    assert has.get("a", find(ms=1))["ms"] == has.get("a", find(ms=2))["ms"] == 1 and len(asked) == 2
+    assert has.get("b", lambda: None) is None and not has.read("b")  # it had no time
+    with pytest.raises(ValueError, match="width is None there and 64 here"):
+        has.get("a", find(ms=3), width=64)
+    assert len(has.environments) == 3 and json.loads((tmp_path / "a.json").read_text())["environment"] == WHERE
+
+
+def test_without_time_what_was_found_before_stays_and_the_command_says_that_something_is_left(tmp_path, capsys):
+    kept.Kept(tmp_path, 0, WHERE).save("a", {"error": "no room"})
+    has = kept.Kept(tmp_path, 1e-9, WHERE)
+    assert has.get("a", lambda: {"ms": 1})["error"] == "no room" and has.get("b", lambda: {"ms": 1}) is None
+    has.end()
+    assert capsys.readouterr().out == f"{kept.UNFINISHED}\n"
 
 
 def test_environments_are_joined_side_by_side_and_each_text_once():

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from benchmark_tools import drawn, once
 
-from experiments.benchmarks.shared import by_hand
-from experiments.benchmarks.shared.workloads import NAMES, Sizes, workload
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import ROWS, Row
+from experiments.models import by_hand
+from experiments.models.workloads import NAMES, Sizes, workload
 
 torch = pytest.importorskip("torch")
 
-from experiments.benchmarks.train_step import torch_models, torch_steps  # noqa: E402
+from experiments.benchmarks.train_step import torch_steps  # noqa: E402
+from experiments.models import in_torch  # noqa: E402
 
 SMALL = {**benchmark_tools.SMALL, "resnet50": Sizes(4, 64, layers=1, width=8, vocabulary=10)}
 NAMES_IN_TORCH = {
@@ -34,7 +35,7 @@ NAMES_IN_TORCH = {
 LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "mean": "running_mean", "var": "running_var"}
 
 
-def in_torch(variables):
+def converted(variables):
     """Params and running statistics by hand as torch's model has them."""
     found = {}
     for key, value in flax.traverse_util.flatten_dict(variables, sep="/").items():
@@ -56,8 +57,8 @@ def both(name):
     case = workload(name, SMALL[name])
     model = by_hand.build(case)
     params, state = drawn(case, model)
-    theirs = torch_models.build(case)
-    weights = in_torch(params) | in_torch(state.get("batch_stats", {}))
+    theirs = in_torch.build(case)
+    weights = converted(params) | converted(state.get("batch_stats", {}))
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     assert not unexpected and all(key.endswith("num_batches_tracked") for key in missing)
     return case, model, (params, state), theirs
@@ -68,7 +69,7 @@ def test_the_models_have_as_many_params_as_those_of_the_experiments(name):
     case = workload(name)
     ours, _ = jax.eval_shape(case.init, jax.random.key(0))
     with torch.device("meta"):
-        theirs = torch_models.build(case)
+        theirs = in_torch.build(case)
     assert sum(p.numel() for p in theirs.parameters()) == sum(leaf.size for leaf in jax.tree.leaves(ours))
 
 
@@ -77,7 +78,7 @@ def test_the_same_weights_give_the_loss_of_the_models_by_hand(name):
     case, model, (params, state), theirs = both(name)
     batch = case.random_batch()
     expected, _ = once(by_hand.loss_fn_of(model), params, state, batch, None)
-    loss = torch_models.loss_of(theirs, *torch_steps._on_device(case, batch)).detach()
+    loss = in_torch.loss_of(theirs, *torch_steps._on_device(case, batch)).detach()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -85,7 +86,7 @@ def test_two_steps_with_the_same_weights_have_the_losses_of_those_by_hand(monkey
     case, _, variables, theirs = both("gpt2")
     batch = case.random_batch()
     monkeypatch.setattr(by_hand, "init", lambda *_: variables)
-    monkeypatch.setattr(torch_models, "build", lambda _: theirs)
+    monkeypatch.setattr(in_torch, "build", lambda _: theirs)
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam
         init, step = jax_steps.train_step(case, ROWS["hand-fp32"])
         state, first = (jitted := jax.jit(step))(init(), batch)
@@ -96,27 +97,12 @@ def test_two_steps_with_the_same_weights_have_the_losses_of_those_by_hand(monkey
     assert losses[1] < 0.999 * losses[0]  # clipping and AdamW had a say
 
 
-@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.library == "torch"])
-def test_a_row_multiplies_in_the_precision_that_it_names(key):
-    case = workload("bert", SMALL["bert"])
-    half = {"bf16": "bfloat16", "fp16": "float16"}.get(ROWS[key].precision, "float32")
-    assert set(torch_steps.step_flops(case, ROWS[key], case.random_batch())) == {half}
-
-
-def test_flops_are_those_of_the_products():
-    counter = torch_steps.FlopsByDtype("tensorfloat32")
-    with counter:
-        torch.ones(2, 3) @ torch.ones(3, 4)
-        torch.ones(2, 3, dtype=torch.bfloat16) @ torch.ones(3, 4, dtype=torch.bfloat16)
-    assert counter.flops == {"tensorfloat32": 48, "bfloat16": 48}
-
-
 def test_images_are_channels_last_and_are_not_copied():
     case = workload("resnet50", SMALL["resnet50"])
     inputs, labels = torch_steps._on_device(case, case.random_batch())
     assert inputs.shape == (4, 3, 64, 64) and inputs.is_contiguous(memory_format=torch.channels_last)
     assert labels.dtype == torch.int64
-    stem = torch_models.build(case).stem.weight
+    stem = in_torch.build(case).stem.weight
     assert stem.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from experiments.benchmarks.shared.workloads import FULL
 from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step import report
+from experiments.models.workloads import FULL
 from experiments.training.runs import write_json
 
 # The report.
@@ -75,7 +75,7 @@ def test_a_row_that_failed_says_why_in_the_table_and_counts_nowhere():
     (row,) = [row for row in table.rows if row[0] == "JAX by hand, fp32"]
     assert row[1] == "out of memory; the largest batch that fits is 8" and set(row[2:]) == {""}
     (own,) = [row for row in table.rows if row[0] == "jaxmp, bf16"]
-    assert own[1] == "30" and own[4] == f"{1000 * 1000 / 30:,.0f}" and own[5] == "70.0" and own[9] == "99.5 %"
+    assert own[1] == "30" and own[4] == f"{1000 * 1000 / 30:,.0f}" and own[5] == "70.0" and own[9] == "99.5%"
 
 
 def test_torch_is_the_fastest_of_its_rows_in_half_whatever_its_mode():
@@ -108,7 +108,7 @@ def test_a_row_whose_loss_is_not_finite_is_an_error_and_meets_no_goal():
 
 
 def test_the_report_has_the_device_versions_and_commands_of_all_that_lies_in_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "picture", lambda *_: None)
+    monkeypatch.setattr(report.plots, "panels", lambda *_: None)
     about = {
         "model": "gpt2", "text": "GPT-2", "sizes": {}, "items": 1, "unit": "tokens", "model_flops": 1,
         "setting": {"smoke": True},

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import jaxmp
-from experiments.benchmarks.shared import workloads
-from experiments.models import BERT, GPT2
+from experiments.models import BERT, GPT2, workloads
 
 KINDS = (GPT2, BERT)
 SIZES = (41, 8, 2, 2, 16)  # vocabulary, sequence, layers, heads, width

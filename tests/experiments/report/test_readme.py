@@ -8,8 +8,8 @@ import re
 import pytest
 
 from experiments.benchmarks import gradient_sums
-from experiments.benchmarks.shared.workloads import FULL, SMOKE
 from experiments.benchmarks.train_step import report as train_step_report
+from experiments.models.workloads import FULL, SMOKE
 from experiments.report import headline, readme
 from experiments.training.runs import write_json
 
@@ -50,7 +50,7 @@ def test_only_what_is_between_the_markers_is_replaced(tmp_path):
 
 @pytest.fixture(autouse=True)
 def nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr(train_step_report, "picture", lambda *_: None)
+    monkeypatch.setattr(train_step_report.plots, "panels", lambda *_: None)
 
 
 def cells(results):

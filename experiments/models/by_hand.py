@@ -1,8 +1,7 @@
 """ResNet-50, GPT-2, BERT and an LSTM with half precision placed by hand: what a Flax user writes today.
 
-``dtype=`` on every module, params in float32, activations (batch, tokens, width), ``nn.gelu`` and ``nn.max_pool``,
-JAX's own attention on a GPU, optax's cross-entropy on float32 logits. With None as dtype a model is code that nobody
-prepared for half precision, float32 throughout. Nothing of it is jaxmp's.
+``dtype=`` on every module, JAX's own attention on a GPU, optax's cross-entropy on float32 logits. With None as dtype a
+model is code that nobody prepared for half precision. Nothing of it is jaxmp's.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from experiments.benchmarks.shared.workloads import LossFn, Workload
 from experiments.models import attention
+from experiments.models.workloads import LossFn, Workload
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
@@ -166,7 +165,7 @@ def build(case: Workload, dtype: Any = None) -> nn.Module:
     The vocabulary is padded to a multiple of 64, as those who want speed do: the padding are tokens like any other.
     """
     sizes = case.sizes
-    if case.unit == "images":
+    if case.images:
         return ResNet(sizes.stages, sizes.vocabulary, sizes.width, dtype)
     vocabulary = -(-sizes.vocabulary // 64) * 64
     if case.name == "lstm":

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import jaxmp
-from experiments.benchmarks.shared.workloads import Workload
+from experiments.models.workloads import Workload
 
 
 class Attention(nn.Module):
@@ -30,69 +30,60 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
 
 
-class GPT2Block(nn.Module):
-    """Attention and a perceptron, each on normalised activations and added to the residual stream."""
+class Block(nn.Module):
+    """Attention and a perceptron: GPT-2's normalise what goes in, BERT's, which see all tokens, what comes out."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal=True)
+        eps = 1e-5 if causal else 1e-12
+        self.norm1, self.norm2 = nn.LayerNorm(width, eps=eps), nn.LayerNorm(width, eps=eps)
+        self.attention, self.causal = Attention(width, heads, causal), causal
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class GPT2(nn.Module):
-    """Tokens (batch, tokens) to the logits of those that follow; the embeddings are the output layer too."""
-
-    def __init__(self, vocabulary: int, sequence: int, layers: int, heads: int, width: int) -> None:
-        super().__init__()
-        self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(sequence, width)
-        self.blocks = nn.ModuleList(GPT2Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.apply(_normal)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.embed.weight)
-
-
-class BERTBlock(nn.Module):
-    """Attention over the whole sequence and a perceptron, each added to its input and then normalised."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-12), nn.LayerNorm(width, eps=1e-12)
-        self.attention = Attention(width, heads, causal=False)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.causal:
+            x = x + self.attention(self.norm1(x))
+            return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         x = self.norm1(x + self.attention(x))
         return self.norm2(x + self.down(F.gelu(self.up(x))))
 
 
-class BERT(nn.Module):
-    """Tokens (batch, tokens) to the logits of the token at each place; the embeddings are the output layer too."""
+class Transformer(nn.Module):
+    """Tokens (batch, tokens) to logits; the embeddings are the output layer too."""
 
-    def __init__(self, vocabulary: int, sequence: int, layers: int, heads: int, width: int) -> None:
+    def __init__(self, vocabulary: int, sequence: int, layers: int, width: int, causal: bool) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(sequence, width)
-        self.types = nn.Embedding(2, width)
-        self.norm = nn.LayerNorm(width, eps=1e-12)
-        self.blocks = nn.ModuleList(BERTBlock(width, heads) for _ in range(layers))
-        self.head, self.head_norm = nn.Linear(width, width), nn.LayerNorm(width, eps=1e-12)
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
-        self.apply(_normal)
+        self.blocks = nn.ModuleList(Block(width, width // 64, causal) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, eps=1e-5 if causal else 1e-12)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.embed(tokens) + self.positions.weight[: tokens.shape[1]] + self.types.weight[0])
+    def body(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.head_norm(F.gelu(self.head(x))), self.embed.weight, self.bias)
+        return x
+
+
+class GPT2(Transformer):
+    """Logits of the tokens that follow."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
+        return F.linear(self.norm(self.body(x)), self.embed.weight)
+
+
+class BERT(Transformer):
+    """Logits of the token at each place."""
+
+    def __init__(self, vocabulary: int, sequence: int, layers: int, width: int, causal: bool) -> None:
+        super().__init__(vocabulary, sequence, layers, width, causal)
+        self.types = nn.Embedding(2, width)
+        self.head, self.head_norm = nn.Linear(width, width), nn.LayerNorm(width, eps=1e-12)
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]] + self.types.weight[0]
+        x = self.head_norm(F.gelu(self.head(self.body(self.norm(x)))))
+        return F.linear(x, self.embed.weight, self.bias)
 
 
 class Bottleneck(nn.Module):
@@ -143,12 +134,11 @@ def build(case: Workload) -> nn.Module:
     The vocabulary is padded to a multiple of 64, as those who want speed do: the padding are tokens like any other.
     """
     sizes = case.sizes
-    if case.unit == "images":
+    if case.images:
         return ResNet(sizes.stages, sizes.vocabulary, sizes.width).to(memory_format=torch.channels_last)
-    kind = GPT2 if case.name == "gpt2" else BERT
-    return kind(
-        jaxmp.hardware.align_dim(sizes.vocabulary, 64), sizes.length, sizes.layers, sizes.width // 64, sizes.width
-    )
+    kind, vocabulary = GPT2 if case.name == "gpt2" else BERT, jaxmp.hardware.align_dim(sizes.vocabulary, 64)
+    model = kind(vocabulary, sizes.length, sizes.layers, sizes.width, causal=case.name == "gpt2")
+    return model.apply(_normal)
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

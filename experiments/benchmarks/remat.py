@@ -1,0 +1,201 @@
+"""What rematerialisation saves: the memory that a train step needs, and the largest batch.
+
+python -m experiments.benchmarks.remat --target h200 --run-dir experiments/results/remat
+
+GPT-2 (16×1024) and BERT-Base (64×512), the whole train step, once for each kind of remat: none; attention, which
+computes everything but attention again; dots, which keeps matrix products; full. All is found by compiling, the largest
+batch in at most five tries and those that had no room; near the limit XLA computes some of a step again by itself. What
+remat costs is measured by the rows of benchmarks.train_step that have it.
+
+--target compiles for a GPU that is not there. What was found stays in the run folder; the same command goes on from
+there, with the same device, versions and --memory-limit. The run folder holds remat.md, .json and .png.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, Literal, get_args
+
+import jax
+
+from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.train_step import jax_steps
+from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, Goal
+from experiments.benchmarks.train_step.measure import OUT_OF_MEMORY, reason
+from experiments.benchmarks.train_step.rows import Row
+from experiments.measure import memory, targets
+from experiments.measure.environment import environment, require_gpu
+from experiments.models.transformer import Remat
+from experiments.models.workloads import FULL, SMOKE, Workload, workload
+from experiments.report import plots
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.batch_size import SHARE, free_bytes, largest_batch, read_bytes
+from experiments.training.runs import run_folder
+
+Policy = Literal["mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"]
+Group = dict[str, Any]
+PRECISIONS = {policy: precision for precision, policy in jax_steps.POLICIES.items()}
+MIB = 2**20
+COLUMNS = ("remat", "step MiB", "memory ÷ none", "largest batch")
+NOTE = "Step MiB: what the compiled step needs at most (arguments, results and temporaries)."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(records.Pieces, records.Small):
+    """Flags of the benchmark."""
+
+    models: tuple[Literal["gpt2", "bert"], ...] = ("gpt2", "bert")
+    """Models to compile."""
+    policies: tuple[Policy, ...] = ("mixed_bfloat16", "mixed_float16")
+    """Policies of the models; mixed_float16 has dynamic loss scaling."""
+    remats: tuple[Remat, ...] = get_args(Remat)
+    """What the blocks compute again."""
+    batch_size: int = 0
+    """Sequences a step; 0 for 16 (gpt2) and 64 (bert)."""
+    layers: int = 0
+    """Blocks; 0 for 12, with --smoke 2."""
+    memory_limit: str = ""
+    """Memory that the largest batch may take, as in 20GB; without it --smoke looks for none. (default: nine tenths of
+    what is free of the 95 % of a GPU's memory that JAX takes)"""
+    target: Literal["", "h200"] = ""
+    """Compile for this GPU: needs the extra compile-only, and no GPU."""
+
+
+def step_bytes(case: Workload, row: Row, device: Any = None) -> int:
+    """Bytes that a step needs by the compiler's account, or ``NO_ROOM`` if it had none.
+
+    Args:
+      case: the model.
+      row: how it is trained.
+      device: a GPU that is not there to compile for; None for the device that is.
+
+    Raises:
+      ValueError: the compiler does not tell.
+    """
+    start, step = jax_steps.train_step(case, row)
+    state = jax.eval_shape(start)
+    if device is None:
+        return memory.of_lowered(jax.jit(step, donate_argnums=0).lower(state, case.batch))
+    return memory.of_lowered(targets.lower(step, device, state, case.batch), targets.COMPILER_OPTIONS)
+
+
+def measure(case: Workload, row: Row, device: Any, limit: int | None) -> dict[str, Any]:
+    """Memory of a step, and the largest batch within ``limit``; an ``error`` in place of what cannot be had."""
+    try:
+        needed = step_bytes(case, row, device)
+    except (RuntimeError, ValueError) as error:  # XLA's; the compiler does not tell
+        return {"error": reason(error)}
+    found: dict[str, Any] = {"error": OUT_OF_MEMORY} if needed == memory.NO_ROOM else {"step_bytes": needed}
+    if limit:
+        sized = functools.partial(workload, case.name, case.sizes)
+        try:
+            largest = largest_batch(lambda batch: step_bytes(sized(batch_size=batch), row, device), limit)
+            found["largest"] = {"batch": largest.batch, "bytes": largest.bytes, "limit": largest.limit}
+        except (RuntimeError, ValueError) as error:
+            found["largest"] = {"error": str(error) if isinstance(error, ValueError) else reason(error)}
+    return found
+
+
+def limit_of(config: Config) -> int | None:
+    """Bytes that the largest batch may take; None if none is looked for.
+
+    Raises:
+      ValueError: ``--memory-limit`` is no number of bytes.
+    """
+    if config.memory_limit:
+        return read_bytes(config.memory_limit)
+    if config.smoke:
+        return None
+    # As that GPU's own scripts would have it.
+    return int(SHARE * cli.GPU_SHARE * targets.MEMORY_BYTES) if config.target else free_bytes()
+
+
+def goals(group: Group) -> list[Goal]:
+    """What remat is to reach, for the sizes of the field in bfloat16."""
+    need = group["rows"].get("attention", {}).get("step_bytes")
+    full = group["setting"]["sizes"] == dataclasses.asdict(FULL[group["model"]])
+    if not (need and full and group["policy"] == "mixed_bfloat16"):
+        return []
+    torch, limit = RECORDED[group["model"]].torch, LIMITS[group["model"]].remat_memory
+    name = f"peak memory with remat of all but attention, {need / MIB:,.0f} MiB, / the {torch:,} MiB that torch.compile"
+    return [Goal("remat_memory", f"{name} AMP took on one H200", need / MIB / torch, limit)]
+
+
+def table(group: Group) -> Table:
+    """A row a kind of remat."""
+    rows, notes, none = [], [NOTE], group["rows"].get("none", {}).get("step_bytes")
+    for kind, row in group["rows"].items():
+        need, largest = row.get("step_bytes"), row.get("largest", {})
+        share = f"{need / none:.3f}" if need and none else ""
+        rows.append((kind, f"{need / MIB:,.0f}" if need else row["error"], share, str(largest.get("batch", ""))))
+        notes += [largest["error"]] if "error" in largest else []
+        if "limit" in largest:
+            notes.append(
+                f"Largest batch: whose step needs at most {largest['limit'] / MIB:,.0f} MiB, by compiling; near that "
+                "limit XLA computes some of a step again by itself."
+            )
+    smoke = "SMOKE TEST, no result: " if group["setting"]["smoke"] else ""
+    title = f"{smoke}{group['text']}, {group['policy']}"
+    return Table(title, COLUMNS, rows, 1, (*dict.fromkeys(notes), *group["goals"]))
+
+
+def pictures(group: Group) -> list[plots.Panel]:
+    """Memory and the largest batch of each kind."""
+    rows = group["rows"]
+    needs = {kind: row["step_bytes"] / 2**30 if "step_bytes" in row else None for kind, row in rows.items()}
+    batches = {kind: row.get("largest", {}).get("batch") for kind, row in rows.items()}
+    title = f"{group['text']}, {group['policy']}"
+    return [plots.Panel(title, "step, GiB", needs), plots.Panel("", "largest batch", batches, form="d")]
+
+
+def main(config: Config) -> list[Group]:
+    with cli.bad_values_end_it():
+        records.check(config)
+        device = None
+        if config.target:
+            jax.config.update("jax_platforms", "cpu")  # it would look for the GPU that is not there
+            device = targets.device_of(targets.H200)
+        else:
+            require_gpu(config.smoke)
+        limit = limit_of(config)
+        folder = run_folder("remat", config.run_dir)
+        where = {**({"target": device.device_kind} if device else {}), **environment()}
+        setting = {"memory_limit": config.memory_limit or "the device's", "smoke": config.smoke}
+        has = kept.Kept(folder, config.minutes, where, **setting)
+        own = {"batch_size": config.batch_size, "layers": config.layers}
+        cases = {name: workload(name, (SMOKE if config.smoke else FULL)[name], **own) for name in config.models}
+        for name, case in cases.items():
+            has.require_alike(f"{name}-*.json", sizes=dataclasses.asdict(case.sizes))
+    groups = []
+    kinds = list(dict.fromkeys(config.remats))
+    with Progress("remat", len(cases) * len(config.policies) * len(kinds)) as progress:
+        for case, policy in itertools.product(cases.values(), dict.fromkeys(config.policies)):
+            sizes, rows = dataclasses.asdict(case.sizes), {}
+            for kind in kinds:
+                precision: Any = PRECISIONS[policy]
+                progress.advance(0, f"{policy}, {kind}", case.name)
+                row = Row(kind, "jaxmp", precision, scaled=precision == "fp16", remat=kind)
+                find = functools.partial(measure, case, row, device, limit)
+                if found := has.get(f"{case.name}-{policy}-{kind}", find, sizes=sizes):
+                    rows[kind] = {key: found[key] for key in ("step_bytes", "largest", "error") if key in found}
+                progress.advance(1, f"{policy}, {kind}", case.name)
+            group = {**case.facts, "policy": policy, "setting": {"sizes": sizes, **has.setting}, "rows": rows}
+            groups += [{**group, "goals": [goal.sentence() for goal in goals(group)]}] if rows else []
+    if groups:
+        where = kept.joined(has.environments)
+        about = f"compiled for {where['target']}" if device else where["device"]
+        plots.panels([pictures(group) for group in groups], folder / "remat.png", f"{about}, {where['date'][:10]}")
+        tables, title = [table(group) for group in groups], "What rematerialisation saves"
+        records.record(
+            folder, "remat", title, where, tables, {"groups": groups}, picture="memory and the largest batch"
+        )
+    has.end()
+    return groups
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)
