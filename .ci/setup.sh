@@ -1,6 +1,7 @@
 #!/bin/sh
 # setup.sh DIR default|newest [pins]: an environment in DIR with jaxmp (editable), the experiments and the tests, as pinned
-# in constraints.txt. With "pins" the pins are left out, to find the newest versions. PYTHON=... names the default Python.
+# in constraints.txt. The newest one also gets what compiles for a GPU that is not there, if this machine has wheels of it.
+# With "pins" the pins are left out, to find the newest versions. PYTHON=... names the default Python.
 set -eu
 dir=$1 which=$2 pins=${3:-}
 found=$("$(dirname "$0")/pythons.sh" "${PYTHON:-}")
@@ -15,7 +16,13 @@ start=$(date +%s)
 echo "Setting up $dir (Python $version): one or two minutes, about 1.2 GB on disk"
 [ "$("$dir/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] ||
   "$python" -m venv --clear "$dir"
-"$dir/bin/python" -m pip install --quiet --disable-pip-version-check ${pins:+--upgrade --upgrade-strategy=eager} \
-  --editable ".[test${pins:+,docs}]" $([ -n "$pins" ] || echo --constraint constraints.txt)
+install() {
+  "$dir/bin/python" -m pip install --quiet --disable-pip-version-check ${pins:+--upgrade --upgrade-strategy=eager} \
+    --editable "$1" $([ -n "$pins" ] || echo --constraint constraints.txt)
+}
+install ".[test${pins:+,docs}]"
+if [ "$which" = newest ]; then
+  install ".[compile-only]" || echo "Nothing compiles for a GPU on this machine: those tests will be skipped"
+fi
 touch "$dir/installed"
 echo "$dir is ready after $(($(date +%s) - start)) s"
