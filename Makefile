@@ -1,7 +1,7 @@
 # make demo and make test set up what they need. ARGS="..." reaches the command, PYTHON=... chooses the interpreter.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test compare benchmark gpu wheelhouse notebook doctor lint format types unit unit-newest docs dist pins clean
+.PHONY: help demo test quick compare benchmark gpu wheelhouse notebook doctor lint format types unit unit-newest docs dist pins clean
 
 PY := .venv/bin/python
 NAME ?= loss_scaling
@@ -18,6 +18,9 @@ demo: .venv/installed ## train on real data under five precisions and show what 
 	@$(PY) -m experiments.compare --demo $(ARGS)
 
 test: lint types unit unit-newest ## every check, on the default Python and on the newest one there is
+
+quick: .venv/installed ## the tests that cover what differs from main, on the default Python: about two minutes
+	$(PY) $(PYTEST) $$($(PY) .ci/quick.py) $(ARGS)
 
 compare: .venv/installed ## one task under several policies: make compare ARGS="--help"
 	@$(PY) -m experiments.compare $(ARGS)
