@@ -9,6 +9,8 @@ import re
 import pytest
 from places import ROOT
 
+pytestmark = pytest.mark.once
+
 TESTS = ROOT / "tests"
 LATER = "comes with autocast"
 

@@ -1,0 +1,204 @@
+"""What one call of a train step costs in Python, dispatch and small kernels: jaxmp beside plain JAX and Flax.
+
+python -m experiments.benchmarks.call_cost --run-dir experiments/results/call_cost
+
+A network of two layers on 16 examples, whose arithmetic is next to nothing: what is left is what users of small models
+and of reinforcement learning pay for every step. Plain JAX is `jax.jit` of value_and_grad, Adam and apply_updates, with
+its state donated; Flax is `flax.training.train_state.TrainState` in the same way. Each calls its step on the state that
+the last call returned. Warm, waited for at the end of each turn, in turn; a ratio is one round's time over the same
+round's time of plain JAX, and the median over the rounds counts, so that what drifts cancels. `arrays` are those that a
+call takes and returns: each costs about a microsecond. The last rows are parts of jaxmp's call: its jitted function by
+itself, and the same with a list of arrays in place of the state, so that nothing of Python is in it. The run folder
+holds call_cost.md and call_cost.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich.console
+import tyro
+from flax.training import train_state
+
+import jaxmp
+from experiments.measure import timing
+from experiments.measure.environment import environment
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.runs import run_folder, write_json
+
+REFERENCE = "plain JAX and optax"
+COLUMNS = ("a call of", "arrays in", "arrays out", "µs", "quartiles", "ratio", "quartiles of the ratio")
+GOAL_US, GOAL = 80.0, "jaxmp, dynamic scale"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Flags of the benchmark."""
+
+    rounds: int = 50
+    """Rounds of timing."""
+    block_ms: float = 20.0
+    """How long a turn should take, in milliseconds."""
+    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Two rounds of short turns: to see that everything runs. Its figures mean nothing."""
+    run_dir: cli.Folder = None
+    """Folder to write to. (default: runs/call_cost-TIME)"""
+
+
+def problem() -> tuple[Any, Any]:
+    """Params of two layers, and a batch."""
+    rng = np.random.default_rng(0)
+    shapes = {"first": (8, 32), "second": (32, 2)}
+    params = {
+        name: {"kernel": jnp.asarray(rng.standard_normal(shape), jnp.float32), "bias": jnp.zeros(shape[1])}
+        for name, shape in shapes.items()
+    }
+    return params, {"x": jnp.ones((16, 8)), "y": jnp.ones((16, 2))}
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    """A mean square error."""
+    hidden = jnp.tanh(batch["x"] @ params["first"]["kernel"] + params["first"]["bias"])
+    return jnp.mean((hidden @ params["second"]["kernel"] + params["second"]["bias"] - batch["y"]) ** 2)
+
+
+def plain() -> tuple[Any, Any]:
+    """What a user writes with JAX and optax alone."""
+    tx = optax.adam(1e-3)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    params, _ = problem()
+    return jax.jit(step, donate_argnums=0), (params, tx.init(params))
+
+
+def flax() -> tuple[Any, Any]:
+    """After Flax's own examples."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    state = train_state.TrainState.create(apply_fn=None, params=problem()[0], tx=optax.adam(1e-3))
+    return jax.jit(step, donate_argnums=0), jax.tree.map(jnp.asarray, state)
+
+
+def with_jaxmp(loss_scale: Any = None, donate: bool = True, ema: bool = False, rng: Any = None) -> tuple[Any, Any]:
+    """``make_train_step``; no loss scale is what a bare optimizer gets."""
+    tx = optax.adam(1e-3)
+    tx = tx if loss_scale is None else jaxmp.loss_scaling(tx, loss_scale)
+    state = jaxmp.TrainState.create(params=problem()[0], tx=tx, ema=ema, rng=rng)
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        return loss_of(params, batch), model_state
+
+    return jaxmp.make_train_step(loss_fn, donate=donate, ema_decay=0.99 if ema else None), state
+
+
+def jitted() -> tuple[Any, Any]:
+    """What ``make_train_step`` compiles, without what it does around it."""
+    step, state = with_jaxmp(jaxmp.DynamicLossScale())
+
+    def call(state: Any, batch: Any) -> Any:
+        state, metrics, _ = step.jitted(state, batch)
+        return state, metrics
+
+    return call, state
+
+
+def flat() -> tuple[Any, Any]:
+    """The same program on a list of arrays."""
+    step, state = with_jaxmp(jaxmp.DynamicLossScale())
+    leaves, structure = jax.tree.flatten(state)
+
+    def on_leaves(leaves: Any, batch: Any) -> Any:
+        state, metrics, _ = step.jitted(jax.tree.unflatten(structure, leaves), batch)
+        return jax.tree.leaves(state), metrics
+
+    return jax.jit(on_leaves, donate_argnums=0), leaves
+
+
+VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    REFERENCE: plain,
+    "Flax's TrainState": flax,
+    "jaxmp, no loss scale": with_jaxmp,
+    GOAL: lambda: with_jaxmp(jaxmp.DynamicLossScale()),
+    "jaxmp, without donation": lambda: with_jaxmp(jaxmp.DynamicLossScale(), donate=False),
+    "jaxmp, rng": lambda: with_jaxmp(jaxmp.DynamicLossScale(), rng=0),
+    "jaxmp, moving average": lambda: with_jaxmp(jaxmp.DynamicLossScale(), ema=True),
+    "its jitted function": jitted,
+    "its program on a list": flat,
+}
+
+
+def measure(rounds: int, block_ms: float, progress: Progress) -> dict[str, Any]:
+    """Times every variant, in turn."""
+    batch = problem()[1]
+    turns, arrays = {}, {}
+    for label, variant in VARIANTS.items():
+        progress.advance(0, f"compiling {label}")
+        step, state = variant()
+        inputs = len(jax.tree.leaves((state, batch)))
+        state, told = step(state, batch)
+        arrays[label] = (inputs, len(jax.tree.leaves((state, told))))
+        turns[label] = timing.turn(step, state, batch)
+    times = timing.interleaved(turns, rounds, block_ms, lambda round_: progress.advance(int(round_ >= 0), "timing"))
+    rows = {}
+    for label, own in times.items():
+        ratios = [a / b for a, b in zip(own, times[REFERENCE], strict=True)]
+        us = [1000 * each for each in own]
+        rows[label] = {
+            "arrays": arrays[label], "microseconds": us, "us": timing.quartiles(us), "ratio": timing.quartiles(ratios)
+        }  # fmt: skip
+    return rows
+
+
+def table(rows: dict[str, Any]) -> Table:
+    """A row a variant, and the goal."""
+    cells = []
+    for label, row in rows.items():
+        (low, us, high), (ratio_low, ratio, ratio_high) = row["us"], row["ratio"]
+        counts = (str(count) for count in row["arrays"])
+        quartiles = (f"{low:.1f} to {high:.1f}", f"{ratio:.2f}", f"{ratio_low:.2f} to {ratio_high:.2f}")
+        cells.append((label, *counts, f"{us:.1f}", *quartiles))
+    us = rows[GOAL]["us"][1]
+    verdict = f"{'met' if us <= GOAL_US else 'NOT MET'}: {GOAL} takes {us:.1f} µs a call, the goal is {GOAL_US:g}"
+    return Table("A step of two layers: µs a call", COLUMNS, cells, notes=(verdict,))
+
+
+def main(config: Config) -> dict[str, Any]:
+    with cli.bad_values_end_it():
+        cli.require("--rounds", config.rounds, 2)
+        cli.require("--block-ms", config.block_ms, 0.1)
+        folder = run_folder("call_cost", config.run_dir)
+    rounds, block_ms = (2, 0.5) if config.smoke else (config.rounds, config.block_ms)
+    where = environment()
+    with Progress("call cost", rounds) as progress:
+        rows = measure(rounds, block_ms, progress)
+    shown = table(rows)
+    facts = [f"- {name}: {value}" for name, value in where.items()]
+    intro = "A ratio is a round's time over the same round's time of plain JAX, median over the rounds."
+    lines = ["# What a call of a train step costs", "", *facts, "", intro, "", shown.markdown()]
+    (folder / "call_cost.md").write_text("\n".join(lines))
+    write_json(folder / "call_cost.json", {"environment": where, "smoke": config.smoke, "results": rows})
+    console = rich.console.Console()
+    shown.show(console if console.is_terminal else rich.console.Console(width=120))
+    console.print("\n".join(facts), markup=False, highlight=False)
+    console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
+    return rows
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

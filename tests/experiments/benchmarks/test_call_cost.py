@@ -1,0 +1,38 @@
+"""experiments.benchmarks.call_cost: what it times is one step in every way, and it says whether the goal is met."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.benchmarks import call_cost
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def test_every_variant_trains_to_the_same_params():
+    batch = call_cost.problem()[1]
+    ends = {}
+    for label, variant in call_cost.VARIANTS.items():
+        step, state = variant()
+        for _ in range(3):
+            state, _ = step(state, batch)
+        params = state[0] if label == call_cost.REFERENCE else getattr(state, "params", None)
+        ends[label] = state[3:7] if params is None else jax.tree.leaves(params)  # a list of the state's arrays
+    for own in ends.values():
+        for leaf, expected in zip(own, ends[call_cost.REFERENCE], strict=True):
+            np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_short_run_writes_a_row_for_each_variant_and_a_verdict(tmp_path, capsys):
+    call_cost.main(call_cost.Config(smoke=True, run_dir=tmp_path / "run"))
+    rows = json.loads((tmp_path / "run" / "call_cost.json").read_text())["results"]
+    assert list(rows) == list(call_cost.VARIANTS)
+    assert rows[call_cost.REFERENCE]["arrays"] == [15, 14] and rows[call_cost.REFERENCE]["ratio"] == [1, 1, 1]
+    text = (tmp_path / "run" / "call_cost.md").read_text()
+    assert text.count("\n| ") == len(rows) + 2 and "the goal is 80" in text
+    fast = {label: row | {"us": [79.0, 80.0, 81.0]} for label, row in rows.items()}
+    assert call_cost.table(fast).notes == ("met: jaxmp, dynamic scale takes 80.0 µs a call, the goal is 80",)
