@@ -57,8 +57,8 @@ def cosine(a: Any, b: Any) -> float:
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    """Normal numbers."""
-    return scale * jax.random.normal(jax.random.key(seed), shape)
+    """Normal numbers in float32; of NumPy, as JAX compiles every shape."""
+    return jnp.asarray(np.float32(scale) * np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def layer_norm(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:

@@ -17,7 +17,7 @@ from experiments import models
 from experiments.models import nnx as nnx_models
 from jaxmp.nnx import apply_policy
 
-IMAGES = jax.random.normal(jax.random.key(9), (4, 8, 8, 3))
+IMAGES = np.random.default_rng(9).standard_normal((4, 8, 8, 3), np.float32)
 TINY = models.ResNet((1, 2), "basic", width=4, small_images=True)
 
 
@@ -63,17 +63,17 @@ def test_the_stride_of_a_bottleneck_is_in_its_3x3():
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 def test_a_fresh_block_is_its_shortcut(kind):
     block = models.resnet.Block(kind, 4)
-    x = jax.random.normal(jax.random.key(0), (2, 5, 5, 4 * models.resnet.WIDTHS[kind]))
+    x = np.random.default_rng(0).standard_normal((2, 5, 5, 4 * models.resnet.WIDTHS[kind]), np.float32)
     y, _ = jax.jit(functools.partial(block.init_with_output, train=True))(jax.random.key(1), x)
     np.testing.assert_array_equal(y, jax.nn.relu(x))
 
 
 def randomised(variables: Any) -> Any:
     """No zeros and ones, so that every scale and bias has a say."""
-    leaves, structure = jax.tree.flatten(variables)
-    keys = jax.random.split(jax.random.key(5), len(leaves))
-    drawn = [leaf + 0.3 * jax.random.uniform(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(structure, drawn)
+    rng = np.random.default_rng(5)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf + np.float32(0.3) * rng.random(leaf.shape, np.float32)), variables
+    )
 
 
 def copy_weights(variables: Any, model: Any) -> None:
