@@ -21,7 +21,7 @@ import optax
 
 import jaxmp
 from experiments.benchmarks.shared import records, scaled_steps
-from experiments.measure import hlo, memory, timing
+from experiments.measure import memory, timing
 from experiments.measure.environment import environment
 from experiments.models import by_hand
 from experiments.models.workloads import FULL, Sizes, Workload, workload
@@ -29,6 +29,7 @@ from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli
 from experiments.training.runs import run_folder
+from jaxmp.inspect import hlo
 
 BY_HAND, AUTOCAST = "by hand", "autocast"
 VARIANTS = ("float32", BY_HAND, "by hand, again", AUTOCAST)

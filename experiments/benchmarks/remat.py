@@ -111,7 +111,7 @@ def limit_of(config: Config) -> int | None:
     if config.smoke:
         return None
     # As that GPU's own scripts would have it.
-    return int(SHARE * cli.GPU_SHARE * targets.MEMORY_BYTES) if config.target else free_bytes()
+    return int(SHARE * cli.GPU_SHARE * targets.H200.memory_bytes) if config.target else free_bytes()
 
 
 def goals(group: Group) -> list[Goal]:
@@ -158,7 +158,7 @@ def main(config: Config) -> list[Group]:
         device = None
         if config.target:
             jax.config.update("jax_platforms", "cpu")  # it would look for the GPU that is not there
-            device = targets.device_of(targets.H200)
+            device = targets.device_of(targets.H200.text())
         else:
             require_gpu(config.smoke)
         limit = limit_of(config)

@@ -121,7 +121,7 @@ def bad_values_end_it() -> Iterator[None]:
     """What a value from the command line breaks in here is one line on stderr and exit code 2."""
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         fail(str(error))
 
 

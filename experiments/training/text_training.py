@@ -27,7 +27,7 @@ _ROOM_TO_EVALUATE = 4096  # tokens whose logits are there at once, whole
 _HINT = tyro.conf.arg(help_behavior_hint="(default: what suits model and device)")
 Number = Annotated[int | None, _HINT, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, _HINT, tyro.conf.arg(metavar="FLOAT")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")]
 
 _NEXT_TOKEN = {
     "vocabulary": 2048, "context": 4, "batch_size": 8192, "steps": 150, "learning_rate": 3e-3, "test_batches": 8,

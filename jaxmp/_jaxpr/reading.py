@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +90,24 @@ def current_names() -> Names:
     return _scopes(source_info_util.current_name_stack())
 
 
+def scopes_and_transforms(eqn: Any) -> tuple[Names, frozenset[str]]:
+    """The scopes around an equation as the author nested them, and the transformations that made it (``"jvp"``, …).
+
+    What checkpoint computes again stands in the scopes of its transposition and once more in its own: these count.
+    """
+    names: Names = ()
+    part: list[str] = []
+    transforms = []
+    for entry in (*eqn.source_info.name_stack.stack, None):
+        if isinstance(entry, source_info_util.Scope):
+            part += entry.name.split("/")
+            continue
+        names = tuple(part) if tuple(part[: len(names)]) == names else (*names, *part)
+        part = []
+        transforms += [entry.name] if entry is not None else []
+    return names, frozenset(transforms)
+
+
 def _scopes(stack: Any) -> Names:
     scopes = (entry for entry in stack.stack if isinstance(entry, source_info_util.Scope))
     return tuple(part for scope in scopes for part in scope.name.split("/"))
@@ -100,10 +118,18 @@ def source_of(eqn: Any) -> str:
 
     The innermost that is neither JAX's nor jaxmp's own, told alike on every machine: from its outermost package on.
     """
+    return next(_sources(eqn), "")
+
+
+def user_source_of(eqn: Any) -> str:
+    """As :func:`source_of`, but the innermost outside of installed libraries, if there is one."""
+    return next(_sources(eqn, lambda file: not _INSTALLED.intersection(Path(file).parts)), "") or source_of(eqn)
+
+
+def _sources(eqn: Any, is_meant: Callable[[str], bool] = lambda file: True) -> Iterator[str]:
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if not frame.file_name.startswith(_OURS):
-            return f"{_from_package(frame.file_name)}:{frame.start_line}"
-    return ""
+        if not frame.file_name.startswith(_OURS) and is_meant(frame.file_name):
+            yield f"{_from_package(frame.file_name)}:{frame.start_line}"
 
 
 @functools.cache
@@ -113,6 +139,7 @@ def _from_package(file: str) -> str:
     return Path(file).relative_to(next(outside, top)).as_posix()
 
 
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 _OURS = str(Path(__file__).parents[1]) + os.sep
 
 

@@ -57,6 +57,12 @@ def rebuilt(eqn: Any, bodies: Bodies, functions: Sequence[Body], rule: Rule) -> 
     return functools.partial(_REBUILT[name], params, bodies, functions)
 
 
+def bound(eqn: Any, operands: Values, params: Any) -> list[Any]:
+    """An equation with other parameters on other operands, as one operation."""
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
 def linear_solve(eqn: Any, evaluate: Callable[..., list[Any]], operands: Values) -> list[Any]:
     """A ``custom_linear_solve`` on operands of other dtypes than it was written with, its parts by a rule."""
     jaxprs, consts, rest = eqn.params["jaxprs"], {}, list(operands)
@@ -200,7 +206,8 @@ def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
     jaxpr, consts = opened(jax.make_jaxpr(lambda *args: function(*args))(*operands))
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
-        prevent_cse = (False,) * len(consts) + prevent_cse
+        more = len(operands) - len(prevent_cse)  # operands that the equation did not have
+        prevent_cse = (*(False,) * len(consts), *prevent_cse, *(False,) * more)
     if jaxpr.constvars:
         jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": prevent_cse}

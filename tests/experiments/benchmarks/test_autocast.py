@@ -18,8 +18,8 @@ from flax import nnx
 from places import ROOT
 
 from experiments.benchmarks import autocast, tracing
-from experiments.measure import hlo
 from experiments.models import by_hand
+from jaxmp.inspect import hlo
 
 NAMES = autocast.Config().models
 SMALL = autocast.Config(batch_size=2, sequence=8, layers=1, width=64, vocabulary=64, image=32)

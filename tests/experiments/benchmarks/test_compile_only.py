@@ -13,7 +13,7 @@ import pytest
 from experiments.benchmarks.compile_only import report
 from experiments.benchmarks.compile_only import run as compile_only
 from experiments.benchmarks.train_step.rows import rows_of
-from experiments.measure import targets
+from jaxmp.inspect import targets
 
 ROW = {
     "label": "a step",
@@ -93,13 +93,13 @@ def test_a_description_has_the_figures_of_the_chip():
         "dnn_version_info { major: 9 minor: 19 patch: 0 }",
         'device_description_str: "NVIDIA H200 141GB HBM3e"',
     ):
-        assert f"{line}\n" in targets.H200
+        assert f"{line}\n" in targets.TARGETS["h200"].text()
 
 
 def test_without_the_plugin_the_error_says_what_to_install(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
-    with pytest.raises(ValueError, match=r"CUDA plugin, which is not installed: pip install -e"):
-        targets.device_of(targets.H200)
+    with pytest.raises(ModuleNotFoundError, match=r"CUDA plugin, which is not installed: pip install -e"):
+        targets.device_of(targets.TARGETS["h200"].text())
     with pytest.raises(SystemExit, match="2"):
         compile_only.main(compile_only.Config(run_dir=tmp_path / "run"))
     assert "'.[experiments,compile-only]'" in capsys.readouterr().err
@@ -151,7 +151,7 @@ def compiler():
 
 
 def test_half_attention_is_compiled_for_cudnn_without_having_it(compiler):
-    device = targets.device_of(targets.H200)
+    device = targets.device_of(targets.TARGETS["h200"].text())
     x = targets.on(device, jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16))
     with targets.with_cudnn((9, 19, 0)):
         fun = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"))

@@ -210,7 +210,7 @@ def test_compiling_for_a_gpu_without_its_packages_says_what_to_install(tmp_path,
 
 
 def test_the_limit_of_a_gpu_that_is_not_there_is_what_its_own_scripts_would_have():
-    assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * targets.MEMORY_BYTES)
+    assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * targets.H200.memory_bytes)
 
 
 def group_of(attention_mib, sizes=FULL):

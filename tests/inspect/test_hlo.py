@@ -1,4 +1,4 @@
-"""What is read from XLA's programs for GPUs: kernels, attentions, products in loops."""
+"""What is read from XLA's programs for GPUs: kernels, attentions, products in loops, and what fills the memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
-from experiments.measure import hlo
+from jaxmp.inspect import hlo, hlo_memory
 
 # A scheduled program as XLA compiles for GPUs, cut down: a loop of four products that read slices of their operand, a
 # fused attention forward and backward, a transpose and a reduction.
@@ -111,3 +111,30 @@ def test_attention_has_two_products_forward_and_five_backward():
 def test_a_program_without_loops_has_a_kernel_for_each_of_its_operations():
     lowered = jax.jit(lambda x: jnp.sin(jnp.exp(x))).lower(jnp.ones(4))
     assert hlo.Program(lowered.as_text("hlo")).launches() == 2
+
+
+def test_the_peak_lists_what_is_alive_at_once_with_the_code_that_made_it():
+    # The loop's buffers are smaller; parameters, constants and what is returned do not count.
+    assert [(each.bytes, each.array, each.made_by) for each in hlo_memory.peak(PROGRAM)] == [
+        (2048, "bf16[2,4,8,16]", "fmha.1"),
+        (256, "f32[2,4,8]", "fmha.1"),
+    ]
+
+
+def test_an_elementwise_kernel_writes_into_what_nobody_reads_any_more():
+    program = hlo.Program("""HloModule chain, is_scheduled=true
+
+%f (p: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  ROOT %e = f32[1024]{0} exponential(%p)
+}
+
+ENTRY %main (x: f32[1024]) -> f32[] {
+  %x = f32[1024]{0} parameter(0)
+  %first = f32[1024]{0} fusion(%x), kind=kLoop, calls=%f
+  %second = f32[1024]{0} fusion(%first), kind=kLoop, calls=%f
+  %third = f32[1024]{0} fusion(%second), kind=kLoop, calls=%f
+  ROOT %last = f32[] fusion(%third), kind=kInput, calls=%f
+}
+""")
+    assert [buffer.bytes for buffer in hlo_memory.peak(program)] == [4096]

@@ -1,0 +1,98 @@
+"""What fills the memory while a program of XLA runs, and which code made it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from jaxmp.inspect.hlo import ARRAY, CONTROL, Instruction, Program, is_end, size
+
+_ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
+_INDEX = re.compile(r"index=(\d+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+@dataclasses.dataclass
+class Buffer:
+    """A result, or one array of a tuple, that lives from one instruction to another.
+
+    Attributes:
+      bytes: its size.
+      array: its dtype and shape, as in ``"bf16[2,3]"``.
+      made_by: what JAX calls the operation, with its modules.
+      start, end: the first and the last instruction of the schedule during which it is there.
+    """
+
+    bytes: float
+    array: str
+    made_by: str
+    start: int
+    end: int
+
+
+def peak(program: Program, computation: str = "") -> list[Buffer]:
+    """The buffers that are there at the moment when they are the most bytes, largest first.
+
+    ``program`` is a scheduled one, as XLA compiles for GPUs; ``computation`` is where to look, its entry by default.
+    Parameters, what is written into them, and constants are not counted. An elementwise kernel writes into an operand
+    that nobody reads afterwards. XLA packs the buffers by rules of its own, so that this is an estimate.
+    """
+    instructions = list(program.computations[computation or program.entry].values())
+    held: dict[str, list[Buffer | None]] = {}  # the buffers of each result; None is a parameter's or a constant's
+    buffers: list[Buffer] = []
+    inner: dict[int, list[Buffer]] = {}
+    for position, each in enumerate(instructions):
+        read = [buffer for name in each.operands for buffer in held.get(name, [])]
+        for buffer in read:
+            if buffer is not None:
+                buffer.end = position
+        if each.opcode == "get-tuple-element" and (index := _INDEX.search(each.text)):
+            held[each.name] = read[int(index[1]) : int(index[1]) + 1]
+        elif each.opcode in _ALIASES or is_end(each.opcode):
+            held[each.name] = list(read)
+        else:
+            made = _OP_NAME.search(each.text)
+            arrays = [f"{dtype}[{dims}]" for dtype, dims in ARRAY.findall(each.result)]
+            own = [Buffer(size(array), array, made[1] if made else each.name, position, position) for array in arrays]
+            given = each.opcode in ("parameter", "constant")
+            held[each.name] = [None] * len(own) if given else [*own]
+            buffers += [] if given else own
+        if each.opcode in CONTROL:
+            within = [peak(program, name) for name in program.bodies(each)]
+            inner[position] = max(within, key=_total, default=[])
+    for buffer in held[instructions[-1].name] if instructions else []:
+        if buffer is not None and buffer.end == len(instructions) - 1:
+            buffer.end = buffer.start - 1  # written into a donated parameter
+    _share(instructions, held, buffers)
+    moments = [[*inner.get(moment, [])] for moment in range(len(instructions))]
+    for buffer in buffers:
+        for moment in range(buffer.start, buffer.end + 1):
+            moments[moment].append(buffer)
+    largest = max(moments, key=_total, default=[])
+    return sorted((each for each in largest if each.bytes), key=lambda buffer: buffer.bytes, reverse=True)
+
+
+def _share(instructions: list[Instruction], held: dict[str, list[Buffer | None]], buffers: list[Buffer]) -> None:
+    """Ends each buffer that a loop fusion can write its result into one instruction early.
+
+    XLA does so with what the fusion reads directly: not with one of several results, as a product of cuBLAS has.
+    """
+    places = {each.name: position for position, each in enumerate(instructions)}
+    made_at: dict[int, list[Buffer]] = {}
+    for buffer in buffers:
+        made_at.setdefault(buffer.start, []).append(buffer)
+    for position, each in enumerate(instructions):
+        if each.opcode != "fusion" or "kind=kLoop" not in each.text:
+            continue
+        own = [
+            buffer for name in each.operands for buffer in held.get(name, []) if buffer and buffer.start == places[name]
+        ]
+        free = [buffer for buffer in own if buffer.end == position]
+        for result in made_at.get(position, []):
+            if match := next((buffer for buffer in free if buffer.bytes == result.bytes), None):
+                free.remove(match)
+                match.end = position - 1
+
+
+def _total(buffers: list[Buffer]) -> float:
+    return sum(buffer.bytes for buffer in buffers)

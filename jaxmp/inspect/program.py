@@ -1,0 +1,269 @@
+"""The equations of a program, each in its place: in which bodies it stands, whose code it is, how often it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._jaxpr import reading
+
+Key = tuple[int, ...]
+"""Where an equation stands: its number, after those of each equation and body around it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """An equation in its place.
+
+    Attributes:
+      key: what tells it from all others of the program; keys in order are the equations in program order.
+      eqn: the equation.
+      names: the scopes around it, those around the bodies that it is in included, and the marks of jaxmp.
+      source: the user's file and line, ``"package/module.py:12"``; empty where JAX knows none.
+      phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, with what is computed again for it) or
+        ``"update"`` (computed from gradients).
+      turns: how often each loop around it turns, outermost first; None where only the run tells.
+      bodies: what it consists of; None for one operation.
+    """
+
+    key: Key
+    eqn: Any
+    names: reading.Names
+    source: str
+    phase: str
+    turns: tuple[int | None, ...]
+    bodies: reading.Bodies | None
+
+    @property
+    def path(self) -> str:
+        """The names of modules and scopes around it, ``/`` between."""
+        return path_in(self.names)
+
+    @property
+    def count(self) -> int | None:
+        """How often it runs; None where only the run tells."""
+        turns = [turn for turn in self.turns if turn is not None]
+        return math.prod(turns) if len(turns) == len(self.turns) else None
+
+
+def path_in(names: reading.Names) -> str:
+    """The path that scopes make, without jaxmp's marks and JAX's own."""
+    return "/".join(filter(_is_named, names))
+
+
+_CALL = "jaxmp.call:"
+
+
+def _is_named(name: str) -> bool:
+    return not name.startswith("jaxmp.") and name not in ("checkpoint", "rematted_computation")
+
+
+def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any]:
+    """The open jaxpr of a call, its constants, and the structure of its results; ``args`` may be shapes.
+
+    Each call of a Linen module stands in a scope of its own, so that two calls of one module can be told apart.
+    """
+    number = itertools.count()
+
+    def called(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        with jax.named_scope(f"{_CALL}{next(number)}"):
+            return method(*args, **kwargs)
+
+    linen = sys.modules.get("flax.linen")
+    with linen.intercept_methods(called) if linen else contextlib.nullcontext():
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return *reading.opened(closed), jax.tree.structure(shapes)
+
+
+def places(jaxpr: Any) -> list[Place]:
+    """Every equation in program order, one with bodies before what is in them.
+
+    The bodies of ``jit``, ``checkpoint``, loops, branches and of functions with derivative rules are looked into; of a
+    rule itself the equations are there once the function is differentiated.
+    """
+    found: list[Place] = []
+    _collect(reading.opened(jaxpr)[0], _Around(), set(), found)
+    return found
+
+
+class _Around(NamedTuple):
+    """What a body has around it."""
+
+    key: Key = ()
+    names: reading.Names = ()
+    source: str = ""
+    phase: str = "forward"
+    turns: tuple[int | None, ...] = ()
+
+
+def _collect(jaxpr: Any, around: _Around, late: set[Any], found: list[Place]) -> list[bool]:
+    """Adds the places of a body, in which ``late`` is computed from gradients; returns which of its results are."""
+    for number, eqn in enumerate(jaxpr.eqns):
+        is_late = [not reading.is_literal(atom) and atom in late for atom in eqn.invars]
+        names, transforms = reading.scopes_and_transforms(eqn)
+        phase = around.phase
+        if phase == "forward" and "transpose" in transforms:
+            phase = "backward"
+        elif phase == "forward" and any(is_late) and "jvp" not in transforms:
+            phase = "update"
+        bodies = reading.bodies_of(eqn)
+        key, names = (*around.key, number), (*around.names, *names)
+        place = Place(key, eqn, names, reading.user_source_of(eqn) or around.source, phase, around.turns, bodies)
+        found.append(place)
+        results = [phase != "forward"] * len(eqn.outvars)
+        for index, inner in enumerate(bodies.jaxprs if bodies else ()):
+            body = reading.opened(inner)[0]
+            inside = _Around((*key, index), names, place.source, phase, (*around.turns, *turns_of(eqn)))
+            if bodies is not None and bodies.kind == "call" and phase != "backward":
+                # A jitted train step is no update as a whole: its operands and results count one by one.
+                inside = inside._replace(phase=around.phase)
+                within = {var for var, each in zip(body.invars, is_late, strict=True) if each}
+                results = _collect(body, inside, within, found)
+            else:
+                _collect(body, inside, set(), found)
+        late.update(var for var, each in zip(eqn.outvars, results, strict=True) if each)
+    return [not reading.is_literal(atom) and atom in late for atom in jaxpr.outvars]
+
+
+def turns_of(eqn: Any) -> tuple[int | None, ...]:
+    """How often the bodies of an equation turn each time that it runs: nothing for what is no loop."""
+    if eqn.primitive.name == "scan":
+        return (eqn.params["length"],)
+    return (None,) if eqn.primitive.name == "while" else ()
+
+
+class Returned(NamedTuple):
+    """A floating value that a module or a named scope returns.
+
+    Attributes:
+      key: that of the equation that computes it.
+      position: which of its results.
+      path: the scope. Of nested scopes that return the same value each has a ``Returned``.
+      turns: as those of a :class:`Place`.
+    """
+
+    key: Key
+    position: int
+    path: str
+    turns: tuple[int | None, ...]
+
+
+def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[Returned]:
+    """What each scope returns, in program order: values that are computed in it and used outside of it.
+
+    ``jit`` and ``checkpoint`` are no border: a value is that of the equation which computes it. What a loop or a branch
+    returns is computed by the loop, and within the body by an equation of its own.
+
+    Args:
+      jaxpr: open or closed.
+      roots: which results of the program count. A value that leads to none of them is not what a scope returns, but
+        statistics for the next step, say. None: all count.
+    """
+    jaxpr = reading.opened(jaxpr)[0]
+    flow = _Flow()
+    inputs = [flow.value((), None) for _ in jaxpr.invars]
+    results = flow.body(jaxpr, _Around(), inputs)
+    counting = {value for n, value in enumerate(results) if value is not None and (roots is None or roots[n])}
+    flow.use(counting, ())
+    return list(flow.returned(counting))
+
+
+class _Flow:
+    """Values by number: where each is made, who reads it, and of which others it is made."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[reading.Names, tuple[Key, int, tuple[int | None, ...], bool] | None]] = []
+        self.uses: list[list[tuple[reading.Names, Collection[int]]]] = []
+
+    def value(self, names: reading.Names, origin: Any) -> int:
+        self.made.append((names, origin))
+        self.uses.append([])
+        return len(self.made) - 1
+
+    def use(self, values: Collection[int], names: reading.Names, makes: Collection[int] = ()) -> None:
+        """``values`` are read in the scopes ``names``, and lead to ``makes``; to nothing: to where their body ends."""
+        for value in values:
+            self.uses[value].append((names, makes))
+
+    def body(self, jaxpr: Any, around: _Around, inputs: Sequence[int | None]) -> list[int | None]:
+        env: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> int | None:
+            return None if reading.is_literal(atom) else env.get(atom)
+
+        for number, eqn in enumerate(jaxpr.eqns):
+            key, names = (*around.key, number), (*around.names, *reading.scopes_and_transforms(eqn)[0])
+            operands, bodies = [read(atom) for atom in eqn.invars], reading.bodies_of(eqn)
+            if bodies is not None and bodies.kind == "call" and not eqn.primitive.name.startswith("custom_"):
+                body = reading.opened(bodies.jaxprs[0])[0]
+                results = self.body(body, around._replace(key=(*key, 0), names=names), operands)
+                env.update(zip(eqn.outvars, results, strict=True))
+                continue
+            out = [
+                self.value(names, (key, n, around.turns, jnp.issubdtype(var.aval.dtype, jnp.floating)))
+                for n, var in enumerate(eqn.outvars)
+            ]
+            env.update(zip(eqn.outvars, out, strict=True))
+            self.use({value for value in operands if value is not None}, names, out)
+            if bodies is not None and bodies.kind != "call":
+                self.bodies(eqn, bodies, _Around(key, names, turns=around.turns), operands, out)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def bodies(
+        self, eqn: Any, bodies: reading.Bodies, around: _Around, operands: list[int | None], out: Sequence[int]
+    ) -> None:
+        """The bodies of a loop or of a conditional; what a loop carries and runs over are values of its own."""
+        for index, inner in enumerate(bodies.jaxprs):
+            body = reading.opened(inner)[0]
+            given: list[int | None]
+            if bodies.kind == "cond":
+                given = operands[1:]
+            else:
+                is_condition = bodies.kind == "while" and index == 0
+                consts = operands[: bodies.consts] if is_condition else operands[bodies.consts : bodies.start]
+                given = [*consts, *(self.value(around.names, None) for _ in body.invars[len(consts) :])]
+            turns = (*around.turns, *turns_of(eqn))
+            results = self.body(body, around._replace(key=(*around.key, index), turns=turns), given)
+            for position, value in enumerate(results):
+                if value is not None:
+                    self.use({value}, around.names, out[position : position + 1] or out)
+
+    def returned(self, roots: Collection[int]) -> Iterator[Returned]:
+        leads = [False] * len(self.made)
+        for value in roots:
+            leads[value] = True
+        changed = True
+        while changed:  # a loop's results lead to what its body reads, so once is not always enough
+            changed = False
+            for value in reversed(range(len(self.made))):
+                if not leads[value] and any(leads[other] for _, makes in self.uses[value] for other in makes):
+                    leads[value] = changed = True
+        for value, (names, origin) in enumerate(self.made):
+            if origin is None or not origin[3] or not leads[value]:
+                continue
+            reads = [at for at, makes in self.uses[value] if not makes or any(leads[other] for other in makes)]
+            inside = min((_common(names, at) for at in reads), default=len(names))
+            key, position, turns, _ = origin
+            paths = (path_in(names[:stop]) for stop in range(len(names), inside, -1) if _is_left(names, stop))
+            yield from (Returned(key, position, path, turns) for path in paths)
+
+
+def _is_left(names: reading.Names, stop: int) -> bool:
+    """Whether who leaves the scope ``names[stop - 1]`` leaves a module or a named scope: of a module its call."""
+    own, inner = names[stop - 1], names[stop : stop + 1]
+    return own.startswith(_CALL) or (_is_named(own) and not any(name.startswith(_CALL) for name in inner))
+
+
+def _common(names: reading.Names, others: reading.Names) -> int:
+    """How many scopes two places share."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(names, others, strict=False)) if a != b), min(len(names), len(others))
+    )

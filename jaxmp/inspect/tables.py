@@ -1,0 +1,66 @@
+"""How results are shown: as text, as a table of rich, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> str:
+    """A table as lines of text, numbers to the right, with lines after it."""
+    cells = [[str(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [all(isinstance(row[n], (int, float)) for row in rows) and bool(rows) for n in range(len(columns))]
+    lines = [
+        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
+        for row in cells
+    ]
+    return "\n".join([title, *(lines if rows else ["(nothing)"]), *after])
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+    """A ``rich.table.Table``."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    right = [all(isinstance(row[n], (int, float)) for row in rows) and bool(rows) for n in range(len(columns))]
+    headers = (
+        Column(name, justify="right" if r else "left", overflow="fold") for name, r in zip(columns, right, strict=True)
+    )
+    grid = Table(*headers, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for row in rows:
+        grid.add_row(*(Text(str(cell)) for cell in row))
+    return grid
+
+
+def as_json(result: Any) -> str:
+    """A result of dataclasses as JSON, its fields by name; what is not finite is null."""
+    return json.dumps(_plain(result), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (np.generic, np.ndarray)) or hasattr(value, "addressable_shards"):
+        return _plain(np.asarray(value).tolist())
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def short(number: float) -> str:
+    """A number with three digits and a prefix: 1.05M.
+
+    >>> short(1_048_576), short(3)
+    ('1.05M', '3')
+    """
+    power = next((n for n in range(5, 0, -1) if number >= 0.9995 * 1000**n), 0)
+    return f"{number / 1000**power:.3g}{' kMGTP'[power]}".strip()

@@ -1,0 +1,174 @@
+"""GPUs that XLA compiles for without having one, and what stands on them: shapes instead of arrays.
+
+XLA's compiler reads a GPU from a description (the text form of its message ``GpuTargetConfigProto``; XLA's own are in
+xla/backends/gpu/target_config/specs). Here they are made of the chip's figures. What is compiled so has the optimised
+program and its memory, and everything but time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+INSTALL = "pip install -e '.[experiments,compile-only]'"
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+CUDA = Path("/usr/local/cuda")
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""Products go to cuBLAS: to choose among Triton's kernels, XLA would have to time them on the GPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU's figures, from NVIDIA's data sheets and what CUDA reports of the chip.
+
+    Attributes:
+      name: as CUDA reports it.
+      capability: compute capability, major and minor.
+      feature_extension: of the capability: ``"ACCELERATED_FEATURES"`` is sm_90a and the like.
+      cores: streaming multiprocessors.
+      fpus: float32 lanes of each.
+      clock_ghz: of the multiprocessors.
+      memory_bytes: of the device.
+      bandwidth: bytes a second between it and the chip.
+      l2_bytes: the cache between them.
+      shared_bytes: shared memory of a multiprocessor.
+      cudnn: version of the library that the programs are to run with.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    feature_extension: str
+    cores: int
+    fpus: int
+    clock_ghz: float
+    memory_bytes: int
+    bandwidth: int
+    l2_bytes: int
+    shared_bytes: int
+    cudnn: tuple[int, int, int] = (9, 19, 0)
+
+    def text(self) -> str:
+        """The description for XLA."""
+        major, minor = self.capability
+        cudnn = "major: {} minor: {} patch: {}".format(*self.cudnn)
+        facts: dict[str, object] = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 48 * 1024,
+            "shared_memory_per_core": self.shared_bytes,
+            "shared_memory_per_block_optin": self.shared_bytes - 1024,
+            "threads_per_core_limit": 2048,
+            "core_count": self.cores,
+            "fpus_per_core": self.fpus,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 2**16 - 1,
+            "block_dim_limit_z": 2**16 - 1,
+            "thread_dim_limit_x": 1024,
+            "thread_dim_limit_y": 1024,
+            "thread_dim_limit_z": 64,
+            "registers_per_core_limit": 2**16,
+            "registers_per_block_limit": 2**16,
+            "memory_bandwidth": self.bandwidth,
+            "l2_cache_size": self.l2_bytes,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": self.memory_bytes,
+            "device_address_bits": 64,
+            "device_vendor": '"NVIDIA Corporation"',
+            "name": f'"{self.name}"',
+        }
+        lines = [f"  {key}: {value}" for key, value in facts.items()]
+        lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} "
+                     f"feature_extension: {self.feature_extension} }}")  # fmt: skip
+        return "\n".join([
+            "gpu_device_info {", *lines, "}",
+            'platform_name: "CUDA"', f"dnn_version_info {{ {cudnn} }}", f'device_description_str: "{self.name}"', "",
+        ])  # fmt: skip
+
+
+TARGETS = {
+    "h200": Target(
+        "NVIDIA H200 141GB HBM3e", (9, 0), "ACCELERATED_FEATURES", cores=132, fpus=128, clock_ghz=1.98,
+        memory_bytes=141 * 2**30, bandwidth=4_800_000_000_000, l2_bytes=50 * 2**20, shared_bytes=228 * 1024,
+    ),
+    "h100": Target(
+        "NVIDIA H100 80GB HBM3", (9, 0), "ACCELERATED_FEATURES", cores=132, fpus=128, clock_ghz=1.98,
+        memory_bytes=79 * 2**30, bandwidth=3_352_320_000_000, l2_bytes=50 * 2**20, shared_bytes=228 * 1024,
+    ),
+    "a100": Target(
+        "NVIDIA A100-SXM4-80GB", (8, 0), "NONE", cores=108, fpus=64, clock_ghz=1.41,
+        memory_bytes=79 * 2**30, bandwidth=2_039_040_000_000, l2_bytes=40 * 2**20, shared_bytes=164 * 1024,
+    ),
+}  # fmt: skip
+"""The GPUs that there are figures of, by the name that ``--target`` takes."""
+
+
+def missing() -> str | None:
+    """What keeps this machine from compiling for a GPU, and the remedy; None if nothing does.
+
+    Checked beforehand, because without its assembler XLA ends the process.
+    """
+    if not any(importlib.util.find_spec(name) for name in PLUGINS):
+        return f"to compile for a GPU, JAX needs its CUDA plugin, which is not installed: {INSTALL}"
+    if not (_bundled("bin/ptxas") or shutil.which("ptxas") or (CUDA / "bin/ptxas").exists()):
+        return f"to compile for a GPU, XLA needs the assembler ptxas of nvidia-cuda-nvcc, which is not found: {INSTALL}"
+    return None
+
+
+def device_of(description: str) -> Any:
+    """The device that a description describes.
+
+    Raises:
+      ModuleNotFoundError: packages that compile are missing.
+      ValueError: XLA can't read the description.
+    """
+    if reason := missing():
+        raise ModuleNotFoundError(reason)
+    try:
+        topology = topologies.get_topology_desc(
+            "described", platform="cuda", topology="1x1x1", target_config=description
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            "a description of a GPU must be the text form of XLA's GpuTargetConfigProto, as in XLA's "
+            f"xla/backends/gpu/target_config/specs, which this one is not: {str(error).splitlines()[0]}"
+        ) from None
+    return topology.devices[0]
+
+
+def on(device: Any, tree: Any) -> Any:
+    """The ShapeDtypeStructs of a pytree of arrays or ShapeDtypeStructs, placed on ``device``."""
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
+@contextlib.contextmanager
+def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
+    """Within it JAX takes this version of cuDNN for the installed one.
+
+    JAX asks the library when it traces a fused attention, and the library is not needed to compile one.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused  # may move
+
+    original = fused.check_cudnn_version
+    major, minor, patch = version
+    fused.check_cudnn_version = lambda: 10_000 * major + 100 * minor + patch
+    try:
+        yield
+    finally:
+        fused.check_cudnn_version = original
+
+
+def _bundled(path: str) -> bool:
+    """Whether one of NVIDIA's Python packages brings a file."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    return any(file.exists() for folder in folders for file in folder.glob(f"*/{path}"))
