@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxmp import dtypes as dtypes
     from jaxmp import formats as formats
     from jaxmp import hardware as hardware
+    from jaxmp import inspect as inspect
     from jaxmp import jmp as jmp
     from jaxmp import linen as linen
     from jaxmp import loss_scale as loss_scale
@@ -53,7 +54,7 @@ __version__ = "0.1.0"
 # Name to the module that has it ("" for a module itself). Imported on first use: `import jaxmp` stays light, and flax
 # and optax are loaded by those who use them.
 _EXPORTS = {
-    **dict.fromkeys(("dtypes", "formats", "hardware", "jmp", "linen", "loss_scale", "losses", "nnx"), ""),
+    **dict.fromkeys(("dtypes", "formats", "hardware", "inspect", "jmp", "linen", "loss_scale", "losses", "nnx"), ""),
     **dict.fromkeys(("optimizer", "policy", "training", "tree"), ""),
     "autocast": "engine.autocast",
     "UnknownOperationError": "overrides",

@@ -122,8 +122,8 @@ def source_of(eqn: Any) -> str:
 
 
 def user_source_of(eqn: Any) -> str:
-    """As :func:`source_of`, but the innermost outside of installed libraries, if there is one."""
-    return next(_sources(eqn, lambda file: not _INSTALLED.intersection(Path(file).parts)), "") or source_of(eqn)
+    """As :func:`source_of`, but of what is no installed library."""
+    return next(_sources(eqn, lambda file: not _INSTALLED.intersection(Path(file).parts)), "")
 
 
 def _sources(eqn: Any, is_meant: Callable[[str], bool] = lambda file: True) -> Iterator[str]:

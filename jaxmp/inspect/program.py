@@ -27,7 +27,8 @@ class Place:
       key: what tells it from all others of the program; keys in order are the equations in program order.
       eqn: the equation.
       names: the scopes around it, those around the bodies that it is in included, and the marks of jaxmp.
-      source: the user's file and line, ``"package/module.py:12"``; empty where JAX knows none.
+      source: the user's file and line, ``"package/module.py:12"``, or that of the library where JAX has forgotten who
+        called it (under checkpoint); empty where it knows none.
       phase: ``"forward"``, ``"backward"`` (transposed by ``jax.grad``, with what is computed again for it) or
         ``"update"`` (computed from gradients).
       turns: how often each loop around it turns, outermost first; None where only the run tells.
@@ -116,7 +117,15 @@ def _collect(jaxpr: Any, around: _Around, late: set[Any], found: list[Place]) ->
             phase = "update"
         bodies = reading.bodies_of(eqn)
         key, names = (*around.key, number), (*around.names, *names)
-        place = Place(key, eqn, names, reading.user_source_of(eqn) or around.source, phase, around.turns, bodies)
+        place = Place(
+            key,
+            eqn,
+            names,
+            reading.user_source_of(eqn) or around.source or reading.source_of(eqn),
+            phase,
+            around.turns,
+            bodies,
+        )
         found.append(place)
         results = [phase != "forward"] * len(eqn.outvars)
         for index, inner in enumerate(bodies.jaxprs if bodies else ()):

@@ -1,0 +1,170 @@
+"""Where equations stand, what scopes return, and programs that are evaluated with what their bodies compute."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp.inspect.evaluate import evaluate
+from jaxmp.inspect.program import places, program_of, returned
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's own norms need it
+X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.relu(nn.LayerNorm()(nn.Dense(4)(x))) + x, None
+
+
+class Net(nn.Module):
+    """A norm with statistics, a layer that is computed again, one that is called twice, and a loop of layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+        x = nn.relu(nn.remat(nn.Dense)(4)(x))
+        shared = nn.Dense(4, name="shared")
+        x = shared(shared(x))
+        blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return blocks(name="blocks")(x, None)[0]
+
+
+@pytest.fixture(scope="module")
+def net():
+    variables = jax.jit(Net().init)(jax.random.key(0), X)
+
+    def loss(params):
+        y, state = Net().apply({**variables, "params": params}, X, mutable=["batch_stats"])
+        return jnp.mean((y - 1) ** 2), state
+
+    return loss, variables
+
+
+def largest(*arrays):
+    return [jnp.max(jnp.abs(each.astype(jnp.float32))) for each in arrays if jnp.issubdtype(each.dtype, jnp.floating)]
+
+
+class Largest:
+    """Records the largest magnitudes, and adds what is given to the first result."""
+
+    def at(self, key, eqn, operands, results, given):
+        if given is not None:
+            results = [results[0] + given.astype(results[0].dtype), *results[1:]]
+        return results, largest(*results) or None
+
+    def merged(self, key, old, new, turn):
+        return [jnp.maximum(*pair) for pair in zip(old, new, strict=True)]
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_a_module_returns_what_it_hands_out_call_by_call_and_statistics_are_no_result(net, policy):
+    loss, variables = net
+    fun = loss if policy is None else jaxmp.autocast(loss, policy)
+    jaxpr, *_ = program_of(fun, variables["params"])
+    found = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
+    once = ["Dense_0", "BatchNorm_0", "CheckpointDense_0", "shared", "shared"]
+    assert [(each.path, each.turns) for each in found] == [
+        *((f"Net/{name}", ()) for name in once), ("Net", ()), ("Net/blocks/Dense_0", (3,)),
+        ("Net/blocks/LayerNorm_0", (3,)), ("Net/blocks", (3,)),
+    ]  # fmt: skip
+    # The running mean and variance, where they count: returned by the norm as well.
+    assert [each.path for each in returned(jaxpr)].count("Net/BatchNorm_0") > 1
+
+
+def test_products_have_path_phase_turns_and_the_users_line(net):
+    loss, variables = net
+    jaxpr, *_ = program_of(jax.value_and_grad(loss, has_aux=True), variables["params"])
+    found = [place for place in places(jaxpr) if place.eqn.primitive.name == "dot_general"]
+    known = [place for place in found if "Checkpoint" not in place.path]  # whose caller JAX has forgotten
+    assert {place.source.partition(":")[0] for place in known} == {"test_program.py"}
+    forward = [place for place in found if place.phase == "forward"]
+    assert [place.path.removeprefix("Net/") for place in forward] == [
+        "Dense_0", "CheckpointDense_0", "shared", "shared", "blocks/Dense_0",
+    ]  # fmt: skip
+    backward = [place for place in found if place.phase == "backward"]
+    # Two for each; the first layer's input has no gradient; a product of what is computed again may come on top.
+    assert {place.path for place in backward} == {place.path for place in forward}
+    assert {place.count for place in found if "blocks" in place.path} == {3}
+    assert [place.key for place in places(jaxpr)] == sorted(place.key for place in places(jaxpr))
+
+
+def test_a_train_step_has_an_update_after_its_backward_pass(net):
+    loss, variables = net
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+    state = jaxmp.TrainState.create(
+        params=variables["params"], tx=tx, model_state={"batch_stats": variables["batch_stats"]}
+    )
+    step = jaxmp.make_train_step(lambda params, model_state, batch, rng: loss(params))
+    found = places(program_of(step, state, X)[0])
+    phases = {place.eqn.primitive.name: place.phase for place in found}
+    assert phases["sqrt"] == "update"  # Adam's
+    assert {place.phase for place in found if place.path} == {"forward", "backward"}
+    assert {place.phase for place in found if place.eqn.primitive.name == "dot_general"} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("is_gradient", [False, True])
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_an_evaluated_program_computes_what_it_did_and_records_every_operation(net, policy, is_gradient):
+    loss, variables = net
+    fun = loss if policy is None else jaxmp.autocast(loss, policy)
+    fun = jax.value_and_grad(fun, has_aux=True) if is_gradient else fun
+    params = variables["params"]
+    jaxpr, consts, tree = program_of(fun, params)
+    results, records = jax.jit(lambda *args: evaluate(jaxpr, consts, args, Largest()))(*jax.tree.leaves(params))
+    found = jax.tree.unflatten(tree, results)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3), found, jax.jit(fun)(params))
+    by_key = {place.key: place for place in places(jaxpr)}
+    assert all(each.shape == by_key[key].turns for key, record in records.items() for each in record)
+    leaves = {
+        place.key for place in by_key.values()
+        if place.bodies is None and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in place.eqn.outvars)
+    }  # fmt: skip
+    assert leaves <= records.keys()
+
+
+def test_what_is_given_reaches_each_turn_and_its_gradient_is_the_cotangent(net):
+    loss, variables = net
+    jaxpr, consts, _ = program_of(loss, variables["params"])
+    leaves, by_key = jax.tree.leaves(variables["params"]), {place.key: place for place in places(jaxpr)}
+    found = returned(jaxpr, [True] + [False] * (len(jaxpr.outvars) - 1))
+    zeros = {
+        each.key: jnp.zeros((*each.turns, *by_key[each.key].eqn.outvars[each.position].aval.shape)) for each in found
+    }
+    gradients = jax.jit(
+        jax.grad(lambda given: evaluate(jaxpr, consts, leaves, Largest(), given, keeps_rules=True)[0][0])
+    )(zeros)
+    out = jax.jit(lambda params: Net().apply({**variables, "params": params}, X, mutable=["batch_stats"])[0])
+    expected = 2 * (out(variables["params"]) - 1) / X.size
+    whole = next(each.key for each in found if each.path == "Net")
+    blocks = next(each.key for each in found if each.path == "Net/blocks")
+    np.testing.assert_allclose(gradients[whole], expected, rtol=1e-5)
+    np.testing.assert_allclose(gradients[blocks][-1], expected, rtol=1e-5)  # what the last turn returns is the result
+    assert np.abs(np.asarray(gradients[blocks])).max((1, 2)).min() > 0
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_while_loop_merges_and_a_branch_that_was_not_taken_records_zeros(sign):
+    def fun(x):
+        y = jax.lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.exp(-c[1])), (0, x))[1]
+        return jax.lax.cond(x.sum() > 0, lambda y: jnp.exp(y), lambda y: jnp.sin(y) * 2, y)
+
+    x = jnp.full(3, 0.5 * sign)
+    jaxpr, consts, _ = program_of(fun, x)
+    results, records = jax.jit(lambda x: evaluate(jaxpr, consts, [x], Largest()))(x)
+    np.testing.assert_allclose(results[0], jax.jit(fun)(x), rtol=1e-6)
+    named = {}
+    for place in places(jaxpr):
+        if place.key in records:
+            named.setdefault(place.eqn.primitive.name, []).append(float(records[place.key][0]))
+    values = [float(x[0])]
+    for _ in range(5):
+        values.append(np.exp(-values[-1]))
+    assert named["exp"][0] == pytest.approx(max(values[1:]), rel=1e-6)
+    assert (named["exp"][1] == 0, named["sin"][0] == 0) == ((True, False) if sign < 0 else (False, True))
