@@ -25,7 +25,7 @@ from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, Goal
 from experiments.benchmarks.train_step.measure import OUT_OF_MEMORY, reason
 from experiments.benchmarks.train_step.rows import Row
-from experiments.measure import memory, targets
+from experiments.measure import memory
 from experiments.measure.environment import environment, require_gpu
 from experiments.models.transformer import Remat
 from experiments.models.workloads import FULL, SMOKE, Workload, workload
@@ -35,6 +35,7 @@ from experiments.report.tables import Table
 from experiments.training import cli
 from experiments.training.batch_size import SHARE, free_bytes, largest_batch, read_bytes
 from experiments.training.runs import run_folder
+from jaxmp.inspect import targets
 
 Policy = Literal["mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"]
 Group = dict[str, Any]
@@ -80,7 +81,7 @@ def step_bytes(case: Workload, row: Row, device: Any = None) -> int:
     state = jax.eval_shape(start)
     if device is None:
         return memory.of_lowered(jax.jit(step, donate_argnums=0).lower(state, case.batch))
-    return memory.of_lowered(targets.lower(step, device, state, case.batch), targets.COMPILER_OPTIONS)
+    return memory.of_lowered(memory.lower_for(step, device, state, case.batch), targets.COMPILER_OPTIONS)
 
 
 def measure(case: Workload, row: Row, device: Any, limit: int | None) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def limit_of(config: Config) -> int | None:
     if config.smoke:
         return None
     # As that GPU's own scripts would have it.
-    return int(SHARE * cli.GPU_SHARE * targets.H200.memory_bytes) if config.target else free_bytes()
+    return int(SHARE * cli.GPU_SHARE * targets.TARGETS["h200"].memory_bytes) if config.target else free_bytes()
 
 
 def goals(group: Group) -> list[Goal]:
@@ -158,7 +159,7 @@ def main(config: Config) -> list[Group]:
         device = None
         if config.target:
             jax.config.update("jax_platforms", "cpu")  # it would look for the GPU that is not there
-            device = targets.device_of(targets.H200.text())
+            device = targets.device_of(targets.TARGETS["h200"].text())
         else:
             require_gpu(config.smoke)
         limit = limit_of(config)

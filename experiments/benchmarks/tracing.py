@@ -153,11 +153,12 @@ def traces(make: Callable[[int], dict[str, Program]], rounds: int, grad: bool) -
     for round_ in range(-1, rounds):
         programs = list(make(round_).items())
         for name, (fun, args) in programs[:: 1 if round_ % 2 else -1]:
+            own = times.setdefault(name, [])
             gc.collect()
             started = time.thread_time()
             jax.make_jaxpr(jax.value_and_grad(fun) if grad else fun)(*args)
             if round_ >= 0:
-                times.setdefault(name, []).append(1000 * (time.thread_time() - started))
+                own.append(1000 * (time.thread_time() - started))
     return times
 
 

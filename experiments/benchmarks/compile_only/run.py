@@ -24,16 +24,16 @@ from experiments.benchmarks.compile_only import report
 from experiments.benchmarks.shared import kept, records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row, rows_of
-from experiments.measure import flops, memory, targets
+from experiments.measure import flops, memory
 from experiments.measure.environment import environment
 from experiments.models import attention
 from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.report.progress import Progress
 from experiments.training import cli
 from experiments.training.runs import run_folder
-from jaxmp.inspect import hlo
-from jaxmp.inspect.targets import with_cudnn
+from jaxmp.inspect import hlo, targets
 
+_H200 = targets.TARGETS["h200"]
 VARIANTS = (
     "hand-fp32", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16", "jaxmp-bf16-remat",
     "jaxmp-bf16-remat-dots", "jaxmp-bf16-remat-full", "jaxmp-fp16-unscaled", "jaxmp-fp16",
@@ -70,9 +70,9 @@ def measure(case: Workload, row: Row, device: Any, text: Path | None = None) -> 
     start, step = jax_steps.train_step(case, row)
     started = time.perf_counter()
     state = jax.eval_shape(start)
-    with attention.implementation("cudnn"), with_cudnn(targets.H200.cudnn):
+    with attention.implementation("cudnn"), targets.with_cudnn(_H200.cudnn):
         counted = flops.count(step, state, case.batch)
-    lowered = targets.lower(step, device, state, case.batch)
+    lowered = memory.lower_for(step, device, state, case.batch)
     traced = time.perf_counter()
     compiled = lowered.compile(compiler_options=targets.COMPILER_OPTIONS)
     program = hlo.Program(compiled.as_text())
@@ -103,7 +103,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         chosen = {name: rows_of(name, config.variants, VARIANTS, "--variants") for name in cases}
         if not any(chosen.values()):
             raise ValueError(f"--variants {' '.join(config.variants)} are not of --models {' '.join(config.models)}")
-        device = targets.device_of(config.target_config.read_text() if config.target_config else targets.H200.text())
+        device = targets.device_of(config.target_config.read_text() if config.target_config else _H200.text())
         folder = run_folder("compile_only", config.run_dir)
         packages = [name for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if _installed(name)]
         where = {"target": device.device_kind, **environment(tuple(packages))}
@@ -121,7 +121,7 @@ def main(config: Config) -> list[dict[str, Any]]:
                 rows[key] = has.get(f"{name}-{key}", find, sizes=dataclasses.asdict(case.sizes))
                 rows[key] = {what: found for what, found in rows[key].items() if what not in ("setting", "environment")}
                 progress.advance(1, f"{key}: {rows[key]['peak'] / 2**20:,.0f} MiB", name)
-            full = case.sizes == FULL[name] and device.device_kind == targets.H200.name
+            full = case.sizes == FULL[name] and device.device_kind == _H200.name
             about = {"name": name, "model": case.text, "smoke": config.smoke, "full": full}
             results += [{**about, "variants": rows}] if rows else []
     report.write(folder, kept.joined(has.environments), results)

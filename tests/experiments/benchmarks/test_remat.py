@@ -14,9 +14,9 @@ import pytest
 from experiments.benchmarks import remat
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row
-from experiments.measure import targets
 from experiments.measure.memory import NO_ROOM
 from experiments.models.workloads import FULL, SMOKE, workload
+from jaxmp.inspect import targets
 
 CASE, ROW = workload("gpt2", SMOKE["gpt2"]), Row("none", "jaxmp", "bf16")
 
@@ -210,7 +210,7 @@ def test_compiling_for_a_gpu_without_its_packages_says_what_to_install(tmp_path,
 
 
 def test_the_limit_of_a_gpu_that_is_not_there_is_what_its_own_scripts_would_have():
-    assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * targets.H200.memory_bytes)
+    assert remat.limit_of(remat.Config(target="h200")) == int(0.9 * 0.95 * targets.TARGETS["h200"].memory_bytes)
 
 
 def group_of(attention_mib, sizes=FULL):
