@@ -22,17 +22,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import rich.console
-import tyro
 from flax.training import train_state
 
 import jaxmp
+from experiments.benchmarks.shared import records
 from experiments.measure import timing
 from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli
-from experiments.training.runs import run_folder, write_json
+from experiments.training.runs import run_folder
 
 REFERENCE = "plain JAX and optax"
 COLUMNS = ("a call of", "arrays in", "arrays out", "µs", "quartiles", "ratio", "quartiles of the ratio")
@@ -40,17 +39,13 @@ GOAL_US, GOAL = 80.0, "jaxmp, dynamic scale"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(records.Timed):
     """Flags of the benchmark."""
 
     rounds: int = 50
     """Rounds of timing."""
     block_ms: float = 20.0
     """How long a turn should take, in milliseconds."""
-    smoke: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Two rounds of short turns: to see that everything runs. Its figures mean nothing."""
-    run_dir: cli.Folder = None
-    """Folder to write to. (default: runs/call_cost-TIME)"""
 
 
 def problem() -> tuple[Any, Any]:
@@ -95,21 +90,19 @@ def flax() -> tuple[Any, Any]:
     return jax.jit(step, donate_argnums=0), jax.tree.map(jnp.asarray, state)
 
 
-def with_jaxmp(loss_scale: Any = None, donate: bool = True, ema: bool = False, rng: Any = None) -> tuple[Any, Any]:
-    """``make_train_step``; no loss scale is what a bare optimizer gets."""
-    tx = optax.adam(1e-3)
-    tx = tx if loss_scale is None else jaxmp.loss_scaling(tx, loss_scale)
-    state = jaxmp.TrainState.create(params=problem()[0], tx=tx, ema=ema, rng=rng)
+def with_jaxmp() -> tuple[Any, Any]:
+    """``make_train_step`` with a dynamic loss scale."""
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
 
     def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         return loss_of(params, batch), model_state
 
-    return jaxmp.make_train_step(loss_fn, donate=donate, ema_decay=0.99 if ema else None), state
+    return jaxmp.make_train_step(loss_fn), jaxmp.TrainState.create(params=problem()[0], tx=tx)
 
 
 def jitted() -> tuple[Any, Any]:
     """What ``make_train_step`` compiles, without what it does around it."""
-    step, state = with_jaxmp(jaxmp.DynamicLossScale())
+    step, state = with_jaxmp()
 
     def call(state: Any, batch: Any) -> Any:
         state, metrics, _ = step.jitted(state, batch)
@@ -120,7 +113,7 @@ def jitted() -> tuple[Any, Any]:
 
 def flat() -> tuple[Any, Any]:
     """The same program on a list of arrays."""
-    step, state = with_jaxmp(jaxmp.DynamicLossScale())
+    step, state = with_jaxmp()
     leaves, structure = jax.tree.flatten(state)
 
     def on_leaves(leaves: Any, batch: Any) -> Any:
@@ -133,70 +126,49 @@ def flat() -> tuple[Any, Any]:
 VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     REFERENCE: plain,
     "Flax's TrainState": flax,
-    "jaxmp, no loss scale": with_jaxmp,
-    GOAL: lambda: with_jaxmp(jaxmp.DynamicLossScale()),
-    "jaxmp, without donation": lambda: with_jaxmp(jaxmp.DynamicLossScale(), donate=False),
-    "jaxmp, rng": lambda: with_jaxmp(jaxmp.DynamicLossScale(), rng=0),
-    "jaxmp, moving average": lambda: with_jaxmp(jaxmp.DynamicLossScale(), ema=True),
+    GOAL: with_jaxmp,
     "its jitted function": jitted,
     "its program on a list": flat,
 }
 
 
-def measure(rounds: int, block_ms: float, progress: Progress) -> dict[str, Any]:
+def measure(config: Config, progress: Progress) -> dict[str, Any]:
     """Times every variant, in turn."""
     batch = problem()[1]
     turns, arrays = {}, {}
     for label, variant in VARIANTS.items():
-        progress.advance(0, f"compiling {label}")
         step, state = variant()
         inputs = len(jax.tree.leaves((state, batch)))
         state, told = step(state, batch)
         arrays[label] = (inputs, len(jax.tree.leaves((state, told))))
         turns[label] = timing.turn(step, state, batch)
-    times = timing.interleaved(turns, rounds, block_ms, lambda round_: progress.advance(int(round_ >= 0), "timing"))
-    rows = {}
-    for label, own in times.items():
-        ratios = [a / b for a, b in zip(own, times[REFERENCE], strict=True)]
-        us = [1000 * each for each in own]
-        rows[label] = {
-            "arrays": arrays[label], "microseconds": us, "us": timing.quartiles(us), "ratio": timing.quartiles(ratios)
-        }  # fmt: skip
-    return rows
+    times = timing.interleaved(
+        turns, config.rounds, config.block_ms, lambda round_: progress.advance(int(round_ >= 0), "timing")
+    )
+    return {label: {"arrays": arrays[label], **row} for label, row in timing.against(times, REFERENCE).items()}
 
 
 def table(rows: dict[str, Any]) -> Table:
     """A row a variant, and the goal."""
     cells = []
     for label, row in rows.items():
-        (low, us, high), (ratio_low, ratio, ratio_high) = row["us"], row["ratio"]
-        counts = (str(count) for count in row["arrays"])
+        (low, us, high), (ratio_low, ratio, ratio_high) = (1000 * ms for ms in row["ms"]), row["ratio"]
         quartiles = (f"{low:.1f} to {high:.1f}", f"{ratio:.2f}", f"{ratio_low:.2f} to {ratio_high:.2f}")
-        cells.append((label, *counts, f"{us:.1f}", *quartiles))
-    us = rows[GOAL]["us"][1]
+        cells.append((label, *map(str, row["arrays"]), f"{us:.1f}", *quartiles))
+    us = 1000 * rows[GOAL]["ms"][1]
     verdict = f"{'met' if us <= GOAL_US else 'NOT MET'}: {GOAL} takes {us:.1f} µs a call, the goal is {GOAL_US:g}"
     return Table("A step of two layers: µs a call", COLUMNS, cells, notes=(verdict,))
 
 
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
-        cli.require("--rounds", config.rounds, 2)
-        cli.require("--block-ms", config.block_ms, 0.1)
+        records.check(config, rounds=2)
         folder = run_folder("call_cost", config.run_dir)
-    rounds, block_ms = (2, 0.5) if config.smoke else (config.rounds, config.block_ms)
-    where = environment()
-    with Progress("call cost", rounds) as progress:
-        rows = measure(rounds, block_ms, progress)
-    shown = table(rows)
-    facts = [f"- {name}: {value}" for name, value in where.items()]
+    with Progress("call cost", config.rounds) as progress:
+        rows = measure(config, progress)
     intro = "A ratio is a round's time over the same round's time of plain JAX, median over the rounds."
-    lines = ["# What a call of a train step costs", "", *facts, "", intro, "", shown.markdown()]
-    (folder / "call_cost.md").write_text("\n".join(lines))
-    write_json(folder / "call_cost.json", {"environment": where, "smoke": config.smoke, "results": rows})
-    console = rich.console.Console()
-    shown.show(console if console.is_terminal else rich.console.Console(width=120))
-    console.print("\n".join(facts), markup=False, highlight=False)
-    console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
+    title = "What a call of a train step costs"
+    records.record(folder, "call_cost", title, environment(), [table(rows)], {"results": rows}, [intro])
     return rows
 
 

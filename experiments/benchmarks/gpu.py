@@ -28,9 +28,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import records
 from experiments.report.tables import Table, terminal
-from experiments.training import cli
+from experiments.training import cli, kept
 from experiments.training.runs import alone_in, run_folder
 
 ROOT = Path(__file__).resolve().parents[2]

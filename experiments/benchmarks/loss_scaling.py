@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import jaxmp
-from experiments.benchmarks.shared import kept, records, scaled_steps
+from experiments.benchmarks.shared import records, scaled_steps
 from experiments.benchmarks.train_step.measure import caches_in
 from experiments.benchmarks.train_step.rows import peers
 from experiments.measure import timing
@@ -29,7 +29,7 @@ from experiments.models.workloads import Sizes, workload
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
-from experiments.training import cli
+from experiments.training import cli, kept
 from experiments.training.runs import run_folder
 
 REFERENCE = "no scaling"

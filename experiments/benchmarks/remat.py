@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, Goal
 from experiments.benchmarks.train_step.measure import OUT_OF_MEMORY, reason
@@ -32,7 +32,7 @@ from experiments.models.workloads import FULL, SMOKE, Workload, workload
 from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
-from experiments.training import cli
+from experiments.training import cli, kept
 from experiments.training.batch_size import SHARE, free_bytes, largest_batch, read_bytes
 from experiments.training.runs import run_folder
 from jaxmp.inspect import targets

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import records
 from experiments.comparison.outcomes import BASELINE
 from experiments.report import plots
 from experiments.report.tables import Table
+from experiments.training import kept
 
 METRICS = {"images": "accuracy", "gpt2": "loss", "bert": "loss"}
 UNITS = {"accuracy": "points of accuracy", "loss": "% of the loss"}

@@ -21,7 +21,7 @@ import jax
 import tyro
 
 from experiments.benchmarks.compile_only import report
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row, rows_of
 from experiments.measure import flops, memory
@@ -29,7 +29,7 @@ from experiments.measure.environment import environment
 from experiments.models import attention
 from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.report.progress import Progress
-from experiments.training import cli
+from experiments.training import cli, kept
 from experiments.training.runs import run_folder
 from jaxmp.inspect import hlo, targets
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import ceiling
 from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step.results import Results, read
 from experiments.benchmarks.train_step.rows import ROWS, Pass, rows_of
 from experiments.report import plots
 from experiments.report.tables import Table, spread
+from experiments.training import kept
 
 COLUMNS = (
     "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "program MiB",

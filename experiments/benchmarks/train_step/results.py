@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
-from experiments.benchmarks.shared import kept
 from experiments.benchmarks.train_step.rows import FLOPS_DTYPES, ROWS, Pass, broken
 from experiments.measure import timing
 from experiments.models.workloads import NAMES
+from experiments.training import kept
 
 REFERENCES = tuple(key for key, row in ROWS.items() if row.library == "compile" and row.precision in ("bf16", "fp16"))
 """The peer that the goals are held against: whichever of these is the fastest."""

@@ -26,14 +26,14 @@ from typing import Any
 
 import jax
 
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import ceiling, jax_steps, measure, report, sweeps
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import ROWS, Pass, Row, peers, rows_of
 from experiments.measure.environment import environment, require_gpu
 from experiments.models.workloads import Workload
 from experiments.report.progress import Progress
-from experiments.training import cli
+from experiments.training import cli, kept
 from experiments.training.runs import run_folder
 
 READY_SECONDS = 10.0

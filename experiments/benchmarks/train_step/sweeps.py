@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.shared import kept, records
+from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps, measure
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import ROWS, broken, peers, rows_of
@@ -21,7 +21,7 @@ from experiments.measure.environment import environment
 from experiments.models.workloads import Name, Workload
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
-from experiments.training import cli
+from experiments.training import cli, kept
 
 SWEEPS = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1)}
 SMOKE_SWEEPS = {"width": (128, 64), "depth": (2, 1)}

@@ -22,11 +22,10 @@ from PIL import Image
 import jaxmp
 from experiments.benchmarks.accuracy import report as accuracy_report
 from experiments.benchmarks.accuracy import run as accuracy
-from experiments.benchmarks.shared import kept
 from experiments.comparison.outcomes import Task
 from experiments.measure.environment import environment
 from experiments.report import plots
-from experiments.training import cli
+from experiments.training import cli, kept
 from experiments.training.experiment import Experiment
 from experiments.training.precision import compute_dtype, read_policy
 from experiments.training.runs import write_json

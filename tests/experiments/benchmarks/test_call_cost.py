@@ -28,11 +28,11 @@ def test_every_variant_trains_to_the_same_params():
 
 
 def test_a_short_run_writes_a_row_for_each_variant_and_a_verdict(tmp_path, capsys):
-    call_cost.main(call_cost.Config(smoke=True, run_dir=tmp_path / "run"))
+    call_cost.main(call_cost.Config(rounds=2, block_ms=0.5, run_dir=tmp_path / "run"))
     rows = json.loads((tmp_path / "run" / "call_cost.json").read_text())["results"]
     assert list(rows) == list(call_cost.VARIANTS)
     assert rows[call_cost.REFERENCE]["arrays"] == [15, 14] and rows[call_cost.REFERENCE]["ratio"] == [1, 1, 1]
     text = (tmp_path / "run" / "call_cost.md").read_text()
     assert text.count("\n| ") == len(rows) + 2 and "the goal is 80" in text
-    fast = {label: row | {"us": [79.0, 80.0, 81.0]} for label, row in rows.items()}
+    fast = {label: row | {"ms": [0.079, 0.08, 0.081]} for label, row in rows.items()}
     assert call_cost.table(fast).notes == ("met: jaxmp, dynamic scale takes 80.0 µs a call, the goal is 80",)

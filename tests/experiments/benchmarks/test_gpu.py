@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from experiments.benchmarks import gpu
-from experiments.benchmarks.shared import kept
+from experiments.training import kept
 
 HERE = {"device": "1 × cpu", "versions": "Python 3.11", "backend": "cpu", "bytes": None}
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from experiments.benchmarks.shared import kept
+from experiments.training import kept
 
 pytestmark = pytest.mark.once
 
