@@ -134,10 +134,12 @@ def _collect(jaxpr: Any, around: _Around, late: set[Any], found: list[Place]) ->
             if bodies is not None and bodies.kind == "call" and phase != "backward":
                 # A jitted train step is no update as a whole: its operands and results count one by one.
                 inside = inside._replace(phase=around.phase)
-                within = {var for var, each in zip(body.invars, is_late, strict=True) if each}
-                results = _collect(body, inside, within, found)
+                given = {var for var, each in zip(body.invars, is_late, strict=True) if each}
+                results = _collect(body, inside, given, found)
             else:
-                _collect(body, inside, set(), found)
+                within = _collect(body, inside, set(), found)
+                if bodies is not None and bodies.kind != "call" and len(within) == len(results):  # no condition
+                    results = [one or other for one, other in zip(results, within, strict=True)]
         late.update(var for var, each in zip(eqn.outvars, results, strict=True) if each)
     return [not reading.is_literal(atom) and atom in late for atom in jaxpr.outvars]
 
