@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,13 +124,35 @@ def source_of(eqn: Any) -> str:
 
 def user_source_of(eqn: Any) -> str:
     """As :func:`source_of`, but of what is no installed library."""
-    return next(_sources(eqn, lambda file: not _INSTALLED.intersection(Path(file).parts)), "")
+    return next(_sources(eqn, _is_users), "")
+
+
+def user_code_of(eqn: Any) -> str:
+    """The text of the expression at :func:`user_source_of`, or its whole line; empty where no file is."""
+    frame = next(_frames(eqn, _is_users), None) or next(_frames(eqn), None)
+    if frame is None:
+        return ""
+    last = max(frame.end_line, frame.start_line)
+    lines = [linecache.getline(frame.file_name, line) for line in range(frame.start_line, last + 1)]
+    if frame.end_column > 0:  # counted in bytes
+        lines[-1] = lines[-1].encode()[: frame.end_column].decode(errors="replace")
+        lines[0] = lines[0].encode()[frame.start_column :].decode(errors="replace")
+    return "".join(lines).strip()
 
 
 def _sources(eqn: Any, is_meant: Callable[[str], bool] = lambda file: True) -> Iterator[str]:
+    for frame in _frames(eqn, is_meant):
+        yield f"{_from_package(frame.file_name)}:{frame.start_line}"
+
+
+def _frames(eqn: Any, is_meant: Callable[[str], bool] = lambda file: True) -> Iterator[Any]:
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_OURS) and is_meant(frame.file_name):
-            yield f"{_from_package(frame.file_name)}:{frame.start_line}"
+            yield frame
+
+
+def _is_users(file: str) -> bool:
+    return not _INSTALLED.intersection(Path(file).parts)
 
 
 @functools.cache

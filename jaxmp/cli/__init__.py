@@ -136,9 +136,55 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command
+def audit(options: argparse.Namespace) -> int:
+    """Show which precision each product of a function has, and what is wrong with it; nothing is run but imports.
+
+    The function may be a train step. Exit code 0 if there are no findings, 1 if there are some, 2 if something is wrong
+    with the arguments.
+
+    Example:
+      jaxmp audit jax.numpy:matmul --policy mixed_bfloat16 --arg bfloat16[8,16] --arg bfloat16[16,8]
+    """
+    from jaxmp.cli import auditing
+    from jaxmp.cli.planning import UsageError
+
+    try:
+        result = auditing.result(options.function, options.policy, options.arg, options.args, options.device)
+    except UsageError as error:
+        print(f"jaxmp audit: error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(result.to_json())
+    elif sys.stdout.isatty():
+        _print(_console(), result)
+    else:
+        print(result)
+    return 1 if result.findings else 0
+
+
+def _add_audit_arguments(command: argparse.ArgumentParser) -> None:
+    _add_function(command)
+    command.add_argument("--policy", help="what the author declares; default: nothing")
+    command.add_argument(
+        "--device", metavar="NAME", help="a GPU that is not there, such as h200; default: the attached device"
+    )
+
+
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("function", metavar="MODULE:FUNCTION", help="any function that JAX can trace")
+    _add_function(command)
     command.add_argument("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16")
+    command.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="KEY=LEVEL",
+        help="such as '**/head=float32' or 'primitive:exp=half'; repeat for more",
+    )
+
+
+def _add_function(command: argparse.ArgumentParser) -> None:
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="any function that JAX can trace")
     command.add_argument(
         "--arg",
         action="append",
@@ -151,16 +197,9 @@ def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="a function that returns the positional arguments as a tuple (pytrees, for instance); traced, not run",
     )
-    command.add_argument(
-        "--override",
-        action="append",
-        default=[],
-        metavar="KEY=LEVEL",
-        help="such as '**/head=float32' or 'primitive:exp=half'; repeat for more",
-    )
 
 
-_ARGUMENTS = {"plan": _add_plan_arguments}
+_ARGUMENTS = {"plan": _add_plan_arguments, "audit": _add_audit_arguments}
 
 
 def _parser() -> argparse.ArgumentParser:

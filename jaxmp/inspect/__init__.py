@@ -2,3 +2,9 @@
 
 Nothing else of jaxmp depends on it, and ``import jaxmp`` does not load it: ``import jaxmp.inspect``.
 """
+
+from jaxmp.inspect.auditing import Audit as Audit
+from jaxmp.inspect.auditing import AuditError as AuditError
+from jaxmp.inspect.auditing import Product as Product
+from jaxmp.inspect.auditing import audit as audit
+from jaxmp.inspect.findings import Finding as Finding

@@ -1,0 +1,551 @@
+"""Which precision ran where, from a program and what the compiler made of it; nothing is executed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import math
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp import hardware
+from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp.dtypes import nearest
+from jaxmp.engine.trace import arrays_in, is_array
+from jaxmp.flops import flops_of
+from jaxmp.inspect import hlo, tables, targets
+from jaxmp.inspect.dataflow import Value, values_of
+from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned
+from jaxmp.loss_scale import LossScale, NoOpLossScale
+from jaxmp.patterns import matches
+from jaxmp.policy import get_policy
+from jaxmp.training import TrainStep
+
+
+class AuditError(AssertionError):
+    """A program does not keep the precision that its author asked for; the text has a line for each fault."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution.
+
+    Attributes:
+      path: the modules and scopes that it is in, ``/`` between.
+      source: the user's file and line.
+      primitive: that of JAX.
+      operands: the names of the two operands' dtypes, as written.
+      result: that of the result.
+      ran: that of the operands in the compiled program; None if it can't be told.
+      flops: of one time; a multiplication and an addition are two, padding and a dilation's zeros are none.
+      count: how often it runs; None where only the run tells.
+      bytes: of operands and result, once.
+      bound: ``"arithmetic"`` or ``"bytes"``, whichever takes longer at the device's peaks; None where they are unknown.
+      aligned: whether its dimensions, the batch apart, are multiples of 16 bytes: of 8 in 16 bits.
+      phase: ``"forward"``, ``"backward"`` or ``"update"``.
+    """
+
+    path: str
+    source: str
+    primitive: str
+    operands: tuple[str, str]
+    result: str
+    ran: str | None
+    flops: int
+    count: int | None
+    bytes: int
+    bound: str | None
+    aligned: bool
+    phase: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What :func:`audit` found.
+
+    Attributes:
+      products: in program order.
+      flops: the share of the products' FLOPs by the dtype that they are computed in.
+      half_flops: the share in 16 bits or fewer; None of no products.
+      memory: as :func:`jaxmp.inspect.memory` has it; None if nothing was compiled.
+      findings: what is wrong.
+    """
+
+    products: tuple[Product, ...]
+    flops: Mapping[str, float]
+    half_flops: float | None
+    memory: Any
+    findings: tuple[Finding, ...]
+
+    def check(
+        self,
+        *,
+        min_half_flops: float = 0.8,
+        allow: Collection[str | tuple[str, str]] = (),
+        max_bytes: float | None = None,
+    ) -> None:
+        """Raises unless the program keeps its precision; for users' own tests.
+
+        Args:
+          min_half_flops: the least share of the products' FLOPs in 16 bits or fewer; not asked of no products.
+          allow: kinds of findings, or pairs of a kind and a glob on the path, that are no faults.
+          max_bytes: the most memory at the peak.
+
+        Raises:
+          AuditError: it does not; the text has a line for each fault, with its remedy.
+          ValueError: a kind that there is not; ``max_bytes`` where nothing was compiled.
+
+        >>> half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+        >>> jaxmp.inspect.audit(jnp.matmul, compile=False)(half, half).check()
+        """
+        pairs = [(each, "**") if isinstance(each, str) else each for each in allow]
+        for kind, _ in pairs:
+            if kind not in KINDS:
+                raise ValueError(f"there is no kind of finding {kind!r}; kinds, nearest first: {nearest(kind, KINDS)}")
+        faults = [str(found) for found in self.findings if not any(_covers(*pair, found) for pair in pairs)]
+        if self.half_flops is not None and self.half_flops < min_half_flops:
+            shares = ", ".join(f"{dtype} {share:.1%}" for dtype, share in self.flops.items())
+            faults.append(
+                f"half_flops: {self.half_flops:.1%} of the products' FLOPs are in 16 bits or fewer, not "
+                f"{min_half_flops:.1%} ({shares}); {self._widest()}"
+            )
+        if max_bytes is not None:
+            if self.memory is None:
+                raise ValueError("max_bytes asks for the memory of the compiled program; audit with compile=True")
+            if self.memory.peak > max_bytes:
+                faults.append(
+                    f"memory: {tables.short(self.memory.peak)}B at the peak, more than {tables.short(max_bytes)}B; "
+                    "take a smaller batch, remat, or a half policy"
+                )
+        if faults:
+            raise AuditError("\n".join([f"the audit found {len(faults)} fault{'s' * (len(faults) > 1)}:", *faults]))
+
+    def _widest(self) -> str:
+        wide = [each for each in self.products if np.dtype(_computed_in(each)).itemsize > 2]
+        most = sorted(wide, key=lambda each: -each.flops * (each.count or 1))[:3]
+        return "the largest others: " + ", ".join(f"{each.path} ({each.source})" for each in most)
+
+    def __str__(self) -> str:
+        return tables.text(self._title(), _COLUMNS, self._rows(), ["", *self._lines()])
+
+    def table(self) -> Any:
+        """The audit as a group of a ``rich.table.Table`` and the findings."""
+        from rich.console import Group
+        from rich.text import Text
+
+        lines = [Text(""), *map(Text, self._lines())]
+        return Group(tables.table(self._title(), _COLUMNS, self._rows()), *lines)
+
+    def __rich__(self) -> Any:
+        return self.table()
+
+    def to_json(self) -> str:
+        """The audit as JSON, by the names of the fields."""
+        return tables.as_json(self)
+
+    def _title(self) -> str:
+        shares = ", ".join(f"{dtype} {share:.1%}" for dtype, share in self.flops.items())
+        total = sum(each.flops * (each.count or 1) for each in self.products)
+        return f"{len(self.products)} products, {tables.short(total)}FLOP{': ' if shares else ''}{shares}"
+
+    def _rows(self) -> list[list[Any]]:
+        return [
+            [
+                each.path,
+                each.source,
+                each.phase,
+                " × ".join(dict.fromkeys(each.operands))
+                + ("" if each.result in each.operands else f" → {each.result}"),
+                each.ran or "?",
+                tables.short(each.flops) + ("" if each.count == 1 else f" × {each.count or '?'}"),
+                each.bound or "?",
+                "yes" if each.aligned else "no",
+            ]
+            for each in self.products
+        ]
+
+    def _lines(self) -> list[str]:
+        memory = [f"peak memory: {tables.short(self.memory.peak)}B"] if self.memory is not None else []
+        return [*memory, *(map(str, self.findings) if self.findings else ["no findings"])]
+
+
+_COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "aligned")
+
+
+def _covers(kind: str, pattern: str, found: Finding) -> bool:
+    path = tuple(part for part in found.path.split("/") if part)
+    prefixes = [path[:stop] for stop in range(len(path) + 1)]
+    return found.kind == kind and any(matches(pattern, prefix, None) for prefix in prefixes)
+
+
+def audit(
+    fun: Callable[..., Any], policy: Any = None, *, device: Any = None, compile: bool = True
+) -> Callable[..., Audit]:
+    """A function of ``fun``'s arguments, or of their shapes, that returns its :class:`Audit`; nothing is executed.
+
+    Args:
+      fun: a train step, a loss or any function that JAX can trace.
+      policy: what the author declares, a PolicyMap with its overrides too; it changes nothing. None declares nothing,
+        but where :func:`jaxmp.linen.apply_policy` and its like put a module under one.
+      device: what to compile for: None for the attached one, a device, or the name of a GPU that is not there, such as
+        ``"h200"`` (see :mod:`jaxmp.inspect.targets`).
+      compile: whether to compile; what needs the compiled program is None otherwise, and findings that do are left out.
+
+    Raises (here, or from the call):
+      ValueError: a policy or a device that there is not.
+      ModuleNotFoundError: what compiles for an absent GPU is not installed.
+
+    >>> shapes = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
+    >>> report = jaxmp.inspect.audit(jaxmp.autocast(jnp.matmul, "O1"), "O1", compile=False)(*shapes)
+    >>> report.flops, report.findings
+    ({'float16': 1.0}, ())
+    """
+    if policy is not None:  # O1 is autocast's name of mixed_float16
+        policy = get_policy("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
+    if isinstance(device, str) and device not in targets.TARGETS:
+        raise ValueError(
+            f"there is no description of a GPU {device!r}; known, nearest first: {nearest(device, targets.TARGETS)}"
+        )
+
+    def audited(*args: Any) -> Audit:
+        call = _Call(fun, args)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the loss has float16 products")  # a finding of its own
+            traced, run = call.traced(device)
+            compiled = run() if compile else None
+        values = values_of(traced.jaxpr)
+        program = None if compiled is None else hlo.Program(compiled.as_text())
+        ran = {} if program is None else _ran(program, values.all)
+        chip = _hardware(device)
+        products = [(value, _product(value, ran.get(value), chip)) for value in values.all if value.name in PRODUCTS]
+        found = findings(
+            Audited(
+                values=values,
+                products=products,
+                returned=call.returned,
+                arguments=call.arguments,
+                policy=policy,
+                has_loss_scale=call.has_loss_scale,
+                repeated=None if program is None else _Repeated(program),
+                on_cpu=chip.platform == "cpu",
+            )
+        )
+        listed = tuple(product for _, product in products) + _inside_kernels(values, chip)
+        flops = _shares(listed)
+        half = sum(share for dtype, share in flops.items() if np.dtype(dtype).itemsize <= 2)
+        memory = _memory(fun, device, args) if compile else None
+        return Audit(listed, flops, half if flops else None, memory, found)
+
+    return audited
+
+
+class _Call:
+    """A call of a function as one of arrays only, and what each of them is.
+
+    Attributes:
+      returned: how many arrays the function returns, once it was traced; what it wrote to objects comes after them.
+      arguments: by array.
+      has_loss_scale: None without one among the arguments.
+    """
+
+    def __init__(self, fun: Any, args: tuple[Any, ...]) -> None:
+        if "flax.nnx" in sys.modules:
+            from jaxmp._nnx_training import TrainStep as NnxTrainStep
+            from jaxmp._nnx_training import _state_of
+
+            if isinstance(fun, NnxTrainStep):
+                fun, args = fun._step, (_state_of(*args[:2]), *args[2:])
+        if isinstance(fun, TrainStep):
+            fun = copy.copy(fun)._step  # a copy, that warnings come where it runs
+        self.fun, self.returned = fun, 0
+        pure, given = (lambda *each: (fun(*each), ())), args
+        self.arguments = _arguments(args)
+        if "flax.nnx" in sys.modules:
+            from jaxmp._nnx_objects import of_arrays
+
+            pure, given, *_ = of_arrays(fun, args, {})
+        self.leaves, self.tree = jax.tree.flatten(given)
+        self.pure = pure
+        scales = [each for each in jax.tree.leaves(args, is_leaf=_is_scale) if _is_scale(each)]
+        self.has_loss_scale = any(not isinstance(each, NoOpLossScale) for each in scales) if scales else None
+        if len(self.arguments) != len(arrays_in(self.leaves)):
+            self.arguments = [None] * len(arrays_in(self.leaves))
+
+    def flat(self, *arrays: Any) -> list[Any]:
+        """The function of arrays."""
+        rest = iter(arrays)
+        filled = [next(rest) if is_array(leaf) else leaf for leaf in self.leaves]
+        results, written = self.pure(*jax.tree.unflatten(self.tree, filled))
+        own = arrays_in(jax.tree.leaves(results))
+        self.returned = len(own)
+        return own + arrays_in(jax.tree.leaves(written))
+
+    def traced(self, device: Any) -> tuple[Any, Callable[[], Any]]:
+        """The traced function and what compiles it for a device."""
+        shapes = [_shape(leaf) for leaf in arrays_in(self.leaves)]
+        if not isinstance(device, str):
+            if device is not None:
+                shapes = targets.on(device, shapes)
+            traced = jax.jit(self.flat).trace(*shapes)
+            return traced, lambda: traced.lower().compile()
+        target = targets.TARGETS[device]
+        with targets.with_cudnn(target.cudnn):
+            traced = jax.jit(self.flat).trace(*shapes)
+
+        def run() -> Any:
+            placed = targets.on(targets.device_of(target.text()), shapes)
+            with targets.with_cudnn(target.cudnn):
+                return jax.jit(self.flat).trace(*placed).lower().compile(compiler_options=targets.COMPILER_OPTIONS)
+
+        return traced, run
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype,
+        sharding=sharding if isinstance(sharding, jax.sharding.NamedSharding) else None,
+        weak_type=getattr(leaf, "weak_type", False),
+    )
+
+
+def _is_scale(node: Any) -> bool:
+    return isinstance(node, LossScale)
+
+
+def _arguments(args: tuple[Any, ...]) -> list[Argument | None]:
+    """What each array among some arguments is, in the order in which a call of arrays has them."""
+    nnx = sys.modules.get("flax.nnx")
+
+    def is_object(node: Any) -> bool:
+        return nnx is not None and isinstance(node, (nnx.Pytree, nnx.Variable))
+
+    found, objects = list[Argument | None](), {}
+    for n, (path, leaf) in enumerate(jax.tree.leaves_with_path((args, {}), is_leaf=is_object)):
+        if is_object(leaf):
+            objects[n] = leaf
+        elif is_array(leaf):
+            found.append(_plain(path))
+    if nnx is None or not objects:
+        return found
+    _, state = nnx.graphlib.flatten(objects, graph=True) if hasattr(nnx, "graphlib") else nnx.flatten(objects)
+    for path, leaf in state:
+        value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+        role = _role_of_variable(nnx, leaf) if isinstance(leaf, nnx.Variable) else None
+        if any(isinstance(objects.get(key), nnx.Optimizer) for key in path[:1]):
+            role = "optimizer"
+        name = tuple(str(part) for part in path[1:])
+        found += [Argument(role, name) if role else None for each in jax.tree.leaves(value) if is_array(each)]
+    return found
+
+
+def _role_of_variable(nnx: Any, variable: Any) -> str | None:
+    roles = {"Param": "params", "BatchStat": "statistics", "OptState": "optimizer", "OptVariable": "optimizer"}
+    return next((role for name, role in roles.items() if isinstance(variable, getattr(nnx, name, ()))), None)
+
+
+_STATE = {"params": "params", "opt_state": "optimizer", "batch_stats": "statistics", "model_state": "statistics"}
+_COLLECTIONS = {"params": "params", "batch_stats": "statistics"}
+
+
+def _plain(path: tuple[Any, ...]) -> Argument | None:
+    """What an array is by the first part of its path that says so: a field of a train state, a collection of Flax."""
+    for n, part in enumerate(path):
+        role = _STATE.get(getattr(part, "name", "")) or _COLLECTIONS.get(str(getattr(part, "key", "")))
+        if role:
+            names = [str(getattr(each, "name", getattr(each, "key", getattr(each, "idx", each)))) for each in path]
+            rest = names[n + 1 :]
+            if role == "statistics" and rest[:1] == ["cache"]:
+                return None
+            while rest[:1] and rest[0] in _COLLECTIONS and role != "optimizer":
+                rest = rest[1:]
+            return Argument(role, tuple(rest))
+    return None
+
+
+def _product(value: Value, ran: str | None, chip: hardware.Hardware) -> Product:
+    place = value.place
+    assert place is not None  # of what is computed
+    dtypes = tuple(each.dtype.name for each in value.inputs[:2])
+    flops = _flops(place.eqn)
+    moved = [*value.inputs[:2], value]
+    size = sum(math.prod(each.shape) * each.dtype.itemsize for each in moved)
+    written = max((each.dtype for each in value.inputs[:2]), key=lambda dtype: dtype.itemsize).name
+    return Product(
+        path=place.path,
+        source=place.source,
+        primitive=place.eqn.primitive.name,
+        operands=(dtypes[0], dtypes[1]),
+        result=value.dtype.name,
+        ran=ran,
+        flops=flops,
+        count=place.count,
+        bytes=size,
+        bound=_bound(flops, size, written, place.eqn.params.get("precision"), chip),
+        aligned=not unaligned(value),
+        phase=place.phase,
+    )
+
+
+def _inside_kernels(values: Any, chip: hardware.Hardware) -> tuple[Product, ...]:
+    """The products in what has a program of its own inside (a kernel, a solver): how often they run is unknown."""
+    found = []
+    for place in values.places:
+        for eqn in (each for inner in jaxprs_in(place.eqn) if place.bodies is None for each in equations(inner)):
+            if eqn.primitive.name in PRODUCTS:
+                inputs = [Value(atom.aval, "argument") for atom in eqn.invars]
+                inside = dataclasses.replace(place, eqn=eqn, turns=(*place.turns, None))
+                found.append(_product(Value(eqn.outvars[0].aval, eqn.primitive.name, inside, inputs), None, chip))
+    return tuple(found)
+
+
+def _flops(eqn: Any) -> int:
+    """As :func:`jaxmp.flops.flops_of`, but without the padding of a convolution."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return flops_of(eqn) or 0
+    params, results, kernel = eqn.params, eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape
+    numbers = params["dimension_numbers"]
+    (out_batch, out_features, *spatial), (_, in_features, *taps) = numbers.out_spec, numbers.rhs_spec
+    terms = results[out_batch] * results[out_features] * kernel[in_features]
+    for n, (axis, tap, source) in enumerate(zip(spatial, taps, numbers.lhs_spec[2:], strict=True)):
+        dilation, size = params["lhs_dilation"][n], eqn.invars[0].aval.shape[source]
+        starts = np.arange(results[axis])[:, None] * params["window_strides"][n] - params["padding"][n][0]
+        places = starts + np.arange(kernel[tap]) * params["rhs_dilation"][n]
+        terms *= int(np.sum((places >= 0) & (places <= (size - 1) * dilation) & (places % dilation == 0)))
+    return int(2 * terms)
+
+
+def _hardware(device: Any) -> hardware.Hardware:
+    if not isinstance(device, str):
+        return hardware.detect(device)
+    target = targets.TARGETS[device]
+    name = max((name for name in hardware._PEAKS if target.name.startswith(name)), key=len, default=target.name)
+    capability = "{}.{}".format(*target.capability)
+    return hardware.detect(types.SimpleNamespace(device_kind=name, platform="gpu", compute_capability=capability))
+
+
+def _bound(flops: int, size: int, dtype: str, precision: Any, chip: hardware.Hardware) -> str | None:
+    is_tensorfloat = (
+        dtype == "float32" and "tensorfloat32" in chip.peak_tflops and not reading.asks_for_highest(precision)
+    )
+    rate = chip.peak_tflops.get("tensorfloat32" if is_tensorfloat else dtype)
+    if rate is None or chip.peak_bandwidth is None:
+        return None
+    return "arithmetic" if flops / (rate * 1e12) >= size / chip.peak_bandwidth else "bytes"
+
+
+def _computed_in(product: Product) -> str:
+    return max(product.operands, key=lambda name: np.dtype(name).itemsize)
+
+
+def _shares(products: Sequence[Product]) -> dict[str, float]:
+    work: dict[str, int] = {}
+    for each in products:
+        dtype = _computed_in(each)
+        work[dtype] = work.get(dtype, 0) + each.flops * (each.count or 1)
+    total = sum(work.values())
+    return {dtype: flops / total for dtype, flops in sorted(work.items(), key=lambda pair: -pair[1])} if total else {}
+
+
+def _memory(fun: Any, device: Any, args: tuple[Any, ...]) -> Any:
+    if importlib.util.find_spec("jaxmp.inspect.memory") is None:
+        return None
+    module = importlib.import_module("jaxmp.inspect.memory")
+    return module.memory(fun, device=device)(*args)
+
+
+_DTYPES = {
+    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2", "f8e4m3": "float8_e4m3", "s8": "int8", "u8": "uint8", "s32": "int32", "c64": "complex64",
+    "c128": "complex128", "s16": "int16", "s64": "int64",
+}  # fmt: skip
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OF_JAXMP = re.compile(r"jaxmp\.\w+(?:\([^()]*\)|:\d+)?")
+_JIT = re.compile(r"\bp?jit\([^()]*\)")
+_WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|pmap|shard_map|vmap\d+)\(|\)")
+_CONTROL = frozenset(
+    {"while", "body", "cond", "closed_call", "core_call", "eval_jaxpr", "shard_map", "remat", "remat2"}
+)
+_CONTROL |= {"checkpoint", "rematted_computation", "custom_vjp_call", "custom_jvp_call", "custom_vjp_call_jaxpr"}
+_BRANCH = re.compile(r"branch_\d+_fun")
+
+
+def _scopes(names: Sequence[str]) -> frozenset[str]:
+    return frozenset(name for name in names if name and name not in _CONTROL and not _BRANCH.fullmatch(name))
+
+
+def _origin(instruction: hlo.Instruction) -> tuple[frozenset[str], bool] | None:
+    """The scopes that an instruction comes from, and whether it is of a transposition; None without metadata."""
+    found = _OP_NAME.search(instruction.text)
+    if found is None:
+        return None
+    text = _WRAPPED.sub("", _JIT.sub("", _OF_JAXMP.sub("", found[1])))
+    *names, _primitive = text.split("/")
+    return _scopes(names), "transpose(" in found[1]
+
+
+def _origin_of(value: Value) -> tuple[frozenset[str], bool]:
+    place = value.place
+    assert place is not None  # of what is computed
+    names = [_OF_JAXMP.sub("", name) for name in place.names]
+    return _scopes([part for name in names for part in _WRAPPED.sub("", name).split("/")]), place.phase == "backward"
+
+
+def _ran(program: hlo.Program, values: Sequence[Value]) -> dict[Value, str]:
+    """The dtypes that products have in a compiled program, told by their scopes and by the sizes of their results."""
+    compiled: dict[Any, set[str]] = {}
+    for computation, instruction, _ in program.walk():
+        origin = _origin(instruction) if hlo._product(instruction) else None
+        dtypes = [_DTYPES.get(dtype, dtype) for dtype in program.dtypes(computation, instruction)[:2]]
+        array = hlo.ARRAY.search(instruction.result)
+        if origin is None or not dtypes or array is None:
+            continue
+        size = math.prod(int(n) for n in array[2].split(",") if n)
+        widest = max(dtypes, key=lambda name: np.dtype(name).itemsize)
+        compiled.setdefault((origin, size), set()).add(widest)
+        compiled.setdefault((origin, None), set()).add(widest)
+    found = {}
+    for value in values:
+        if value.name in PRODUCTS:
+            origin = _origin_of(value)
+            ran = compiled.get((origin, math.prod(value.shape))) or compiled.get((origin, None), set())
+            if len(ran) == 1:
+                (found[value],) = ran
+    return found
+
+
+class _Repeated:
+    """Tells whether the compiled program makes a cast again in each turn of a loop."""
+
+    def __init__(self, program: hlo.Program) -> None:
+        inside, stack = set[str](), list[str]()
+        for _, instruction, _ in program.walk():
+            if instruction.opcode == "while":
+                stack += program.bodies(instruction)
+        while stack:
+            name = stack.pop()
+            if name not in inside:
+                inside.add(name)
+                stack += [each for one in program.computations.get(name, {}).values() for each in program.bodies(one)]
+        self.casts = set[Any]()
+        for name in inside:
+            for instruction in program.computations.get(name, {}).values():
+                metadata, array = _OP_NAME.search(instruction.text), hlo.ARRAY.search(instruction.result)
+                if instruction.opcode != "convert" or metadata is None or array is None:
+                    continue
+                if metadata[1].endswith("/convert_element_type"):  # and so is not one that the backend added
+                    size = math.prod(int(n) for n in array[2].split(",") if n)
+                    self.casts.add((_origin(instruction), _DTYPES.get(array[1]), size))
+
+    def __call__(self, value: Value) -> bool:
+        return (_origin_of(value), value.dtype.name, math.prod(value.shape)) in self.casts

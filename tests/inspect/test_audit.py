@@ -1,0 +1,238 @@
+"""What an audit says of products, how it is shown and checked, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp.cli import main
+from jaxmp.inspect import AuditError, audit, findings, hlo
+from jaxmp.inspect.auditing import _ran, _Repeated
+from jaxmp.inspect.dataflow import values_of
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+HALF = shape(16, 32, dtype=BF16), shape(32, 8, dtype=BF16)
+
+
+def test_a_product_says_where_it_is_and_what_it_takes() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        with jax.named_scope("layer"):
+            return jnp.sum((x @ w).astype(F32))
+
+    report = audit(jax.grad(loss), device="h200", compile=False)(HALF[1], HALF[0])
+    forward, backward = report.products
+    assert (forward.path, forward.primitive, forward.phase, backward.phase) == (
+        "layer", "dot_general", "forward", "backward"
+    )  # fmt: skip
+    assert forward.source.startswith("test_audit.py:") or forward.source.endswith(
+        f"test_audit.py:{line_of(loss, 'x @ w')}"
+    )
+    assert forward.operands == ("bfloat16", "bfloat16")
+    assert (forward.result, forward.ran, forward.count, forward.aligned) == ("bfloat16", None, 1, True)
+    assert forward.flops == backward.flops == 2 * 16 * 32 * 8
+    assert forward.bytes == 2 * (16 * 32 + 32 * 8 + 16 * 8)
+    assert forward.bound == "bytes"
+    assert report.flops == {"bfloat16": 1.0}
+    assert (report.half_flops, report.memory, report.findings) == (1.0, None, ())
+    large = audit(jnp.matmul, device="h200", compile=False)(*[shape(8192, 8192, dtype=BF16)] * 2)
+    assert large.products[0].bound == "arithmetic"
+
+
+def line_of(function: Any, text: str) -> int:
+    import inspect
+
+    lines, first = inspect.getsourcelines(function)
+    return next(n for n, line in enumerate(lines, first) if text in line)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize(
+    "options", [{}, {"window_strides": (2, 2)}, {"rhs_dilation": (2, 2)}, {"lhs_dilation": (2, 3)}]
+)
+def test_flops_of_convolutions_count_neither_padding_nor_the_zeros_of_dilations(options: Any, padding: str) -> None:
+    def conv(x: Any, kernel: Any) -> Any:
+        strides = options.get("window_strides", (1, 1))
+        rest = {key: value for key, value in options.items() if key != "window_strides"}
+        pads = [(1, 2), (2, 1)] if padding == "SAME" else [(0, 0), (0, 0)]
+        return jax.lax.conv_general_dilated(x, kernel, strides, pads, **rest)
+
+    x, kernel = shape(2, 3, 7, 8), shape(5, 3, 3, 3)
+    # With ones for the operands each result is the number of terms that are no zeros.
+    terms = float(jnp.sum(conv(jnp.ones(x.shape), jnp.ones(kernel.shape))))
+    (product,) = audit(conv, compile=False)(x, kernel).products
+    assert product.flops == 2 * terms
+
+
+def test_products_in_loops_branches_kernels_and_rules_are_counted() -> None:
+    def fun(x: Any, w: Any, flag: Any) -> Any:
+        y = jax.lax.scan(lambda c, _: (jax.lax.fori_loop(0, 3, lambda _, c: c @ w, c), None), x, None, length=4)[0]
+        y = jax.lax.cond(flag, lambda y: y @ w, lambda y: y, y)
+        y = jax.lax.while_loop(lambda y: y[0, 0] > 0, lambda y: jax.checkpoint(jnp.matmul)(y, w), y)
+        return jax.lax.custom_linear_solve(lambda v: w @ v, y, lambda _, b: b, symmetric=True)
+
+    report = audit(fun, compile=False)(shape(8, 8), shape(8, 8), shape(dtype=jnp.bool_))
+    assert [each.count for each in report.products[:3]] == [12, 1, None]
+    assert {each.count for each in report.products[3:]} == {None}
+    assert len(report.products) > 3
+    assert audit(jnp.sin, compile=False)(shape(3)).half_flops is None
+
+
+def test_the_policy_is_what_a_map_an_override_or_a_region_says() -> None:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.Dense(8, dtype=BF16, use_bias=False)(x).astype(F32)
+            return nn.Dense(8, use_bias=False, name="head")(x)
+
+    model = Model()
+    args = jax.eval_shape(model.init, jax.random.key(0), shape(8, 8)), shape(8, 8)
+
+    def found(policy: Any, fun: Any = model.apply) -> list[tuple[str, str]]:
+        return [(each.kind, each.path) for each in audit(fun, policy, compile=False)(*args).findings]
+
+    assert found("mixed_bfloat16") == [("float32-product", "Model/head")]
+    assert found(jaxmp.PolicyMap("mixed_bfloat16", {"head": "float32"})) == []
+    assert found(None) == []
+    assert found("float32") == []
+
+    def region(variables: Any, x: Any) -> Any:
+        with jaxmp.precision("float32"):
+            return model.apply(variables, x)
+
+    def highest(variables: Any, x: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return model.apply(variables, x)
+
+    assert found("mixed_bfloat16", region) == found("mixed_bfloat16", highest) == []
+
+
+def test_written_infinities_and_what_the_dtype_holds_are_no_findings() -> None:
+    def fun(x: Any, mask: Any) -> Any:
+        x = jnp.where(mask, x, -jnp.inf) + 1e-6
+        x = jnp.maximum(x, jnp.finfo(x.dtype).min) + 0.0
+        gelu = jax.nn.gelu(x, approximate=False) + jax.nn.gelu(x) + jax.nn.sigmoid(x) * jnp.tanh(x)
+        few = jnp.arange(256).astype(BF16)
+        return jnp.sum((gelu + few.astype(jnp.float16)).astype(F32)), x
+
+    args = shape(256, dtype=jnp.float16), shape(256, dtype=jnp.bool_)
+    assert audit(jax.grad(fun, has_aux=True), "mixed_float16", compile=False)(*args).findings == ()
+
+
+def test_check_lists_each_fault_with_its_remedy() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        with jax.named_scope("a"):
+            y = jnp.exp(x)
+        with jax.named_scope("b"):
+            return jnp.exp(y) @ w
+
+    report = audit(fun, "mixed_bfloat16", compile=False)(*HALF)
+    with pytest.raises(
+        AuditError, match=r"found 2 faults:\nhalf-exponential: a \(.*test_audit.py:\d+\): exp in bfloat16.*; cast to"
+    ):
+        report.check()
+    with pytest.raises(AuditError, match="1 fault:\nhalf-exponential: b "):
+        report.check(allow=[("half-exponential", "a")])
+    report.check(allow=["half-exponential"])
+    report.check(allow=[("half-exponential", "*")])
+    with pytest.raises(ValueError, match="no kind of finding 'half-exp'; kinds, nearest first: 'half-exponential'"):
+        report.check(allow=["half-exp"])
+    with pytest.raises(ValueError, match="compile=True"):
+        report.check(allow=["half-exponential"], max_bytes=1)
+    wide = audit(jnp.matmul, compile=False)(shape(8, 8), shape(8, 8))
+    with pytest.raises(AuditError, match=r"half_flops: 0.0% .* not 80.0% \(float32 100.0%\); the largest others: "):
+        wide.check()
+    wide.check(min_half_flops=0)
+    with pytest.raises(AuditError, match=r"memory: 2kB at the peak, more than 1kB; take a smaller batch"):
+        dataclasses.replace(report, memory=types.SimpleNamespace(peak=2000)).check(
+            allow=["half-exponential"], max_bytes=1000
+        )
+
+
+def test_it_is_shown_as_text_a_table_and_json() -> None:
+    from rich.console import Console
+
+    report = audit(lambda x, w: jnp.exp(x) @ w, compile=False)(*HALF)
+    text = str(report)
+    assert text.startswith("1 products, 8.19kFLOP: bfloat16 100.0%\npath")
+    assert "half-exponential: (no scope)" in text
+    assert json.loads(report.to_json())["findings"][0]["kind"] == "half-exponential"
+    console = Console(width=200, record=True, file=sys.stderr)
+    console.print(report)
+    assert "dot_general" not in (shown := console.export_text())
+    assert "half-exponential" in shown
+    assert "no findings" in str(audit(jnp.matmul, compile=False)(*HALF))
+
+
+def test_the_dtype_that_ran_is_read_from_the_compiled_program() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        with jax.named_scope("loop"):
+            return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)[0]
+
+    report = audit(fun)(shape(8, 8), shape(8, 8))
+    assert [each.ran for each in report.products] == ["float32"]
+    # What a GPU's library runs in float32 although it is written in bfloat16.
+    values = values_of(jax.make_jaxpr(fun)(*[jnp.ones((8, 8), BF16)] * 2))
+    (value,) = (each for each in values.all if each.name == "dot_general")
+    program = hlo.Program("""ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %y = (f32[8,8]{1,0}, s8[4]) custom-call(%x, %x), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/loop/while/body/dot_general"}
+}""")  # noqa: E501
+    assert _ran(program, values.all) == {value: "float32"}
+    assert not _Repeated(program)(value)
+    product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
+    for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):
+        seen = findings.Audited(values, [(value, product)], 1, [None, None], None, None, None, on_cpu)
+        assert [each.kind for each in findings.findings(seen)] == kinds
+
+
+def test_arguments_may_be_python_values_and_objects_of_nnx() -> None:
+    def fun(x: Any, scale: float, train: bool) -> Any:
+        return x @ x * scale if train else x
+
+    assert len(audit(fun, compile=False)(shape(8, 8), 2.0, True).products) == 1
+    assert len(audit(fun, compile=False)(np.ones((8, 8)), 2.0, False).products) == 0
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    assert len(audit(lambda model, x: model(x), compile=False)(model, shape(8, 8)).products) == 1
+
+
+def test_a_device_or_policy_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="no description of a GPU 'h20'; known, nearest first: 'h200'"):
+        audit(jnp.matmul, device="h20")
+    with pytest.raises(ValueError, match="mixed_bfloat16"):
+        audit(jnp.matmul, "mixed_bfloat")
+
+
+def faulty(x: Any) -> Any:
+    return jnp.exp(x)
+
+
+def two() -> Any:
+    return (jnp.ones((16, 32), BF16), jnp.ones((32, 8), BF16))
+
+
+def test_the_command_line_audits_a_function(capsys: Any) -> None:
+    assert main(["audit", "jax.numpy:matmul", "--policy", "mixed_bfloat16", "--args", f"{__name__}:two"]) == 0
+    assert "no findings" in capsys.readouterr().out
+    assert main(["audit", f"{__name__}:faulty", "--arg", "bfloat16[8]", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "half-exponential"
+    assert main(["audit", "jax.numpy:matmul", "--arg", "float32[8,8]", "--arg", "float32[8,8]", "--device", "x"]) == 2
+    assert capsys.readouterr().err.startswith("jaxmp audit: error: there is no description of a GPU 'x'")
+    assert main(["audit", "jax.numpy:matmul", "--arg", "float32[8,8]", "--arg", "float32[7,8]"]) == 2
+    assert "cannot be traced with these arguments" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""A model without faults has no findings: under each policy, by policy and by autocast, in each form of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from experiments import models
+from experiments.models import nnx as nnx_models
+from jaxmp.inspect import Audit, audit
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+LABELS = jax.ShapeDtypeStruct((512,), jnp.int32)
+IMAGES = jax.ShapeDtypeStruct((512, 32, 32, 3), jnp.float32)
+TOKENS = jax.ShapeDtypeStruct((32, 64), jnp.int32)
+BATCHES = {"images": {"x": IMAGES, "y": LABELS}, "tokens": {"x": TOKENS, "y": TOKENS}}
+FEATURES = {"x": jax.ShapeDtypeStruct((512, 64), jnp.float32), "y": LABELS}
+SMALL = {"vocabulary": 512, "sequence": 64, "heads": 2, "width": 32}
+LINEN = {
+    "mlp": (lambda: models.MLP(layers=2, width=512, classes=16), FEATURES),
+    "cnn": (lambda: models.CNN(classes=16), BATCHES["images"]),
+    "resnet": (lambda: models.ResNet((1, 1), "basic", classes=16, width=16), BATCHES["images"]),
+    "bottleneck": (lambda: models.ResNet((1, 1), "bottleneck", 16, width=16, small_images=True), BATCHES["images"]),
+    "gpt2": (lambda: models.GPT2(layers=1, **SMALL), BATCHES["tokens"]),
+    "gpt2-remat": (lambda: models.GPT2(layers=1, remat="full", **SMALL), BATCHES["tokens"]),
+    "bert": (lambda: models.BERT(layers=1, **SMALL), BATCHES["tokens"]),
+}
+UNDER = {"policy": jaxmp.linen.apply_policy, "autocast": jaxmp.linen.autocast}
+FORMS = [("policy", "mixed_float16"), ("autocast", "mixed_bfloat16"), ("step", "mixed_float16")]
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+
+def linen_loss(model: Any, name: str, of_method: bool = False) -> Any:
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        variables = {"params": params, **model_state}
+        if of_method:
+            return model.apply(variables, batch["x"], batch["y"], method="loss"), model_state
+        if name in ("gpt2", "gpt2-remat", "bert", "mlp"):
+            return cross_entropy(model.apply(variables, batch["x"]), batch["y"]), model_state
+        logits, new = model.apply(variables, batch["x"], train=True, mutable=["batch_stats"])
+        return cross_entropy(logits, batch["y"]), dict(new)
+
+    return loss_fn
+
+
+def linen_state(model: Any, batch: Any, policy: str) -> Any:
+    def create() -> Any:
+        variables = dict(model.init(jax.random.key(0), jnp.zeros(batch["x"].shape, batch["x"].dtype)))
+        scale = jaxmp.DynamicLossScale() if "float16" in policy.split("_") else jaxmp.NoOpLossScale()
+        tx = jaxmp.loss_scaling(optax.adamw(1e-3), scale)
+        return jaxmp.TrainState.create(params=variables.pop("params"), tx=tx, model_state=variables)
+
+    return jax.eval_shape(create)
+
+
+def assert_clean(report: Audit, half: str) -> None:
+    assert [str(finding) for finding in report.findings] == []
+    assert report.flops[half] > 0.98
+    report.check(min_half_flops=0.98)
+
+
+@pytest.mark.parametrize(("under", "policy"), FORMS)
+@pytest.mark.parametrize("name", LINEN)
+def test_linen_models_are_clean(name: str, under: str, policy: str) -> None:
+    build, batch = LINEN[name]
+    model = build() if under == "step" else UNDER[under](build(), policy)
+    state, half = linen_state(model, batch, policy), policy.removeprefix("mixed_")
+    loss_fn = linen_loss(model, name, of_method=hasattr(model, "loss") and under != "policy")
+    options = {"policy": policy, "clip_norm": 1.0} if under == "step" else {}
+    step = jaxmp.make_train_step(loss_fn, **options)
+    assert_clean(audit(step, policy, compile=False)(state, batch), half)
+    if under == "step":
+        return
+
+    def loss(params: Any, model_state: Any, batch: Any, scale: Any) -> jax.Array:
+        return loss_fn(params, model_state, batch, None)[0] * scale
+
+    args = state.params, state.model_state, batch, jax.ShapeDtypeStruct((), jnp.float32)
+    assert_clean(audit(loss, policy, compile=False)(*args), half)
+    assert_clean(audit(jax.value_and_grad(loss), policy, compile=False)(*args), half)
+
+
+NNX = {
+    "cnn": lambda: nnx_models.CNN((32, 32, 3), 16, rngs=nnx.Rngs(0)),
+    "resnet": lambda: nnx_models.ResNet((1, 1), classes=16, width=16, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize(("under", "policy"), [("policy", "mixed_bfloat16"), ("autocast", "mixed_float16")])
+@pytest.mark.parametrize("name", NNX)
+def test_nnx_models_are_clean(name: str, under: str, policy: str) -> None:
+    put = jaxmp.nnx.apply_policy if under == "policy" else jaxmp.nnx.autocast
+    model = put(NNX[name](), policy)
+    scale = jaxmp.DynamicLossScale() if policy == "mixed_float16" else None
+    optimizer = jaxmp.nnx.Optimizer(model, optax.adamw(1e-3), loss_scale=scale)
+    half = policy.removeprefix("mixed_")
+
+    def loss_fn(model: Any, batch: Any) -> jax.Array:
+        return cross_entropy(model(batch["x"], train=True), batch["y"])
+
+    def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+        loss, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: loss_fn(model, batch), optimizer)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    batch = BATCHES["images"]
+    assert_clean(audit(loss_fn, policy, compile=False)(model, batch), half)
+    assert_clean(audit(step, policy, compile=False)(model, optimizer, batch), half)
+    assert_clean(audit(jaxmp.nnx.make_train_step(loss_fn), policy, compile=False)(model, optimizer, batch), half)

@@ -1,0 +1,382 @@
+"""Each kind of fault is found where it was planted, in each style of code, and nothing else is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import jaxmp
+from jaxmp.inspect import Audit, Finding, audit
+from jaxmp.inspect.findings import KINDS
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def float32_product(h: Any, w: Any) -> Any:
+    wide = h.astype(F32)
+    return jnp.tanh(wide @ w).astype(h.dtype)  # here
+
+
+def mixed_product(h: Any, w: Any) -> Any:
+    numbers = (((1,), (0,)), ((), ()))
+    y = jax.lax.dot_general(h, w, numbers, preferred_element_type=F32)  # here
+    return jnp.tanh(y).astype(h.dtype)
+
+
+def unaligned_product(h: Any, w: Any) -> Any:
+    narrow = w.astype(h.dtype)[:, :13]
+    y = h @ narrow  # here
+    return h + jnp.sum(y, axis=1, keepdims=True)
+
+
+def half_sum(h: Any, w: Any) -> Any:
+    return h - jnp.cumsum(h, axis=0, dtype=h.dtype)  # here
+
+
+def half_scatter(h: Any, w: Any) -> Any:
+    places = jnp.zeros((4096,), jnp.int32)
+    return h.at[places, :].add(jnp.ones((4096, 16), h.dtype))  # here
+
+
+def half_reduction(h: Any, w: Any) -> Any:
+    total = jax.lax.reduce(h, h.dtype.type(0), jax.lax.add, (0,))  # here
+    return h - jax.lax.stop_gradient(total)
+
+
+def half_exponential(h: Any, w: Any) -> Any:
+    return h * jnp.exp(h)  # here
+
+
+def half_softmax(h: Any, w: Any) -> Any:
+    return jax.nn.softmax(h)  # here
+
+
+def half_power(h: Any, w: Any) -> Any:
+    return jnp.power(h, 2.5)  # here
+
+
+def half_variance(h: Any, w: Any) -> Any:
+    variance = jnp.var(h, axis=1, keepdims=True)  # here
+    return h * jax.lax.rsqrt(variance + 0.001)
+
+
+def round_trip(h: Any, w: Any) -> Any:
+    wide = jnp.maximum(h.astype(F32).T, 0)
+    return wide.T.astype(h.dtype)  # here
+
+
+def vanishing_literal(h: Any, w: Any) -> Any:
+    return h / (jnp.abs(h) + 1e-8)  # here
+
+
+def vanishing_cast(h: Any, w: Any) -> Any:
+    return jnp.clip(h, 1e-9, 1.0)  # here
+
+
+def overflowing_mask(h: Any, w: Any) -> Any:
+    return jnp.where(h > 0, h, -1e9)  # here
+
+
+def overflowing_literal(h: Any, w: Any) -> Any:
+    return jnp.minimum(h, 1e6)  # here
+
+
+def inexact_positions(h: Any, w: Any) -> Any:
+    positions = jnp.arange(4096)
+    return h * positions.astype(h.dtype)[:, None]  # here
+
+
+def inexact_iota(h: Any, w: Any) -> Any:
+    return h + jnp.arange(4096, dtype=h.dtype)[:, None]  # here
+
+
+def float64_product(h: Any, w: Any) -> Any:
+    wide = h.astype(jnp.float64)  # here
+    return jnp.tanh(wide).astype(h.dtype)
+
+
+FAULTS: list[tuple[str, Callable[..., Any], Any]] = [
+    ("float32-product", float32_product, BF16),
+    ("mixed-product", mixed_product, BF16),
+    ("unaligned-product", unaligned_product, BF16),
+    ("half-sum", half_sum, BF16),
+    ("half-sum", half_scatter, F16),
+    ("half-sum", half_reduction, BF16),
+    ("half-exponential", half_exponential, BF16),
+    ("half-exponential", half_softmax, F16),
+    ("half-exponential", half_power, BF16),
+    ("half-exponential", half_variance, BF16),
+    ("round-trip", round_trip, BF16),
+    ("vanishing-constant", vanishing_literal, F16),
+    ("vanishing-constant", vanishing_cast, F16),
+    ("overflowing-constant", overflowing_mask, F16),
+    ("overflowing-constant", overflowing_literal, F16),
+    ("inexact-integers", inexact_positions, BF16),
+    ("inexact-integers", inexact_iota, F16),
+    ("float64", float64_product, BF16),
+]
+
+
+def line_of(fault: Callable[..., Any]) -> str:
+    lines, first = inspect.getsourcelines(fault)
+    return f"test_audit_planted.py:{next(n for n, line in enumerate(lines, first) if '# here' in line)}"
+
+
+class Faulty(nn.Module):
+    fault: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, h: jax.Array) -> jax.Array:
+        return self.fault(h, self.param("w", nn.initializers.normal(), (16, 16), F32))
+
+
+class Around(nn.Module):
+    fault: Callable[..., Any]
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.Dense(16, dtype=self.dtype, use_bias=False)(x)
+        return nn.Dense(16, dtype=self.dtype, use_bias=False)(Faulty(self.fault, name="planted")(h))
+
+
+def functional(fault: Any, dtype: Any, body: Any = None) -> tuple[Any, Any]:
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        h = x.astype(dtype) @ params["first"].astype(dtype)
+        with jax.named_scope("planted"):
+            h = (body or fault)(h, params["w"])
+        return h @ params["last"].astype(dtype)
+
+    return apply, {name: shape(16, 16) for name in ("first", "w", "last")}
+
+
+def linen(fault: Any, dtype: Any) -> tuple[Any, Any]:
+    model = Around(fault, dtype)
+    return model.apply, jax.eval_shape(model.init, jax.random.key(0), shape(4096, 16))
+
+
+def of_nnx(fault: Any, dtype: Any) -> tuple[Any, Any]:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(16, 16, use_bias=False, dtype=dtype, rngs=rngs)
+            self.last = nnx.Linear(16, 16, use_bias=False, dtype=dtype, rngs=rngs)
+            self.w = nnx.Param(jnp.ones((16, 16), F32))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            h = self.first(x)
+            with jax.named_scope("planted"):
+                h = fault(h, self.w[...])
+            return self.last(h)
+
+    return lambda model, x: model(x), Model(nnx.Rngs(0))
+
+
+def in_scan(fault: Any, dtype: Any) -> tuple[Any, Any]:
+    def body(h: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda carry, each: (fault(carry, each), None), h, jnp.stack([w, w]))[0]
+
+    return functional(fault, dtype, body)
+
+
+def in_custom_vjp(fault: Any, dtype: Any) -> tuple[Any, Any]:
+    @jax.custom_vjp
+    def custom(h: Any, w: Any) -> Any:
+        return fault(h, w)
+
+    def forward(h: Any, w: Any) -> Any:
+        return fault(h, w), (h, w)
+
+    def backward(saved: Any, cotangent: Any) -> Any:
+        return cotangent, jnp.zeros_like(saved[1])
+
+    custom.defvjp(forward, backward)
+    return functional(fault, dtype, custom)
+
+
+STYLES = {"functional": functional, "linen": linen, "nnx": of_nnx, "scan": in_scan, "custom_vjp": in_custom_vjp}
+
+
+def planted(report: Audit) -> set[tuple[str, str, str]]:
+    return {(each.kind, each.path.rpartition("/")[2], each.source.rpartition("/")[2]) for each in report.findings}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's own, of 1e6 in float16
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("kind", "fault", "dtype"), FAULTS, ids=[fault.__name__ for _, fault, _ in FAULTS])
+def test_a_fault_is_found_where_it_is(kind: str, fault: Any, dtype: Any, style: str) -> None:
+    with jax.enable_x64(kind == "float64"):
+        apply, params = STYLES[style](fault, dtype)
+        policy = f"mixed_{np.dtype(dtype).name}"
+        x, expected = shape(4096, 16), {(kind, "planted", line_of(fault))}
+        assert planted(audit(apply, policy, compile=False)(params, x)) == expected
+        if style == "nnx":
+            return
+
+        def loss(params: Any, x: Any) -> jax.Array:
+            return jnp.mean(apply(params, x).astype(F32)) * 1024.0
+
+        assert planted(audit(jax.value_and_grad(loss), policy, compile=False)(params, x)) == expected
+
+
+def test_a_fault_in_a_backward_rule_is_found() -> None:
+    @jax.custom_vjp
+    def custom(h: Any, w: Any) -> Any:
+        return h
+
+    def backward(saved: Any, cotangent: Any) -> Any:
+        return jnp.exp(cotangent), jnp.zeros((16, 16))
+
+    custom.defvjp(lambda h, w: (h, None), backward)
+    apply, params = functional(None, BF16, custom)
+    grad = jax.grad(lambda params, x: jnp.mean(apply(params, x).astype(F32)))
+    found = audit(grad, "mixed_bfloat16", compile=False)(params, shape(8, 16)).findings
+    assert [(each.kind, each.path) for each in found] == [("half-exponential", "planted")]
+
+
+def kinds(report: Audit) -> list[str]:
+    return [each.kind for each in report.findings]
+
+
+def half_model(params: Any, x: Any) -> jax.Array:
+    return x.astype(BF16) @ params["w"].astype(BF16)
+
+
+PARAMS, X = {"w": shape(16, 16)}, shape(8, 16)
+
+
+def test_a_half_loss_is_found() -> None:
+    def loss(params: Any, x: Any) -> jax.Array:
+        h = half_model(params, x)
+        return jnp.mean(h * h)  # here
+
+    expected = [("half-loss", line_of(loss))]
+    for fun in (loss, jax.grad(loss), jax.value_and_grad(loss), jax.jit(jax.value_and_grad(loss))):
+        found = audit(fun, "mixed_bfloat16", compile=False)(PARAMS, X).findings
+        assert [(each.kind, each.source.rpartition("/")[2]) for each in found] == expected
+    step = jaxmp.make_train_step(lambda params, state, batch, rng: (loss(params, batch), state))
+    state = jax.eval_shape(lambda: jaxmp.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=optax.sgd(0.1)))
+    found = audit(step, "mixed_bfloat16", compile=False)(state, X).findings
+    assert [(each.kind, each.source.rpartition("/")[2]) for each in found] == expected
+
+
+def test_state_in_half_is_found_by_its_name() -> None:
+    def create() -> Any:
+        return jaxmp.TrainState.create(
+            params={"dense": {"w": jnp.ones((16, 16), BF16)}},
+            tx=optax.sgd(0.1, momentum=0.9, accumulator_dtype=BF16),
+            model_state={"batch_stats": {"norm": {"mean": jnp.zeros(16, BF16)}}},
+        )
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        loss = jnp.mean(half_model(params["dense"], batch).astype(F32))
+        return loss + jnp.sum(model_state["batch_stats"]["norm"]["mean"].astype(F32)), model_state
+
+    found = audit(jaxmp.make_train_step(loss_fn), "mixed_bfloat16", compile=False)(jax.eval_shape(create), X).findings
+    assert [(each.kind, each.path.rpartition("/")[2]) for each in found] == [
+        ("half-params", "w"), ("half-optimizer-state", "w"), ("half-statistics", "mean")
+    ]  # fmt: skip
+    assert found[0].path == "dense/w"
+    assert found[2].path == "norm/mean"
+    variables = {"params": {"w": shape(16, 16, dtype=BF16)}, "batch_stats": {"mean": shape(16, dtype=F16)}}
+
+    def apply(variables: Any, x: Any) -> Any:
+        return half_model(variables["params"], x) + variables["batch_stats"]["mean"].astype(BF16)
+
+    report = audit(apply, "mixed_bfloat16", compile=False)(variables, X)
+    assert [(each.kind, each.path) for each in report.findings] == [("half-params", "w"), ("half-statistics", "mean")]
+    assert kinds(audit(half_model, "mixed_bfloat16", compile=False)({"w": shape(16, 16, dtype=BF16)}, X)) == []
+    policy = jaxmp.Policy(BF16, BF16, BF16)
+    assert kinds(audit(apply, policy, compile=False)(variables, X)) == ["half-statistics"]
+
+    def flax() -> Any:
+        return train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(8, F16)}, tx=optax.adam(1e-3))
+
+    report = audit(lambda state: state.params["w"], "mixed_float16", compile=False)(jax.eval_shape(flax))
+    assert kinds(report) == ["half-params", "half-optimizer-state", "half-optimizer-state"][: len(report.findings)]
+    assert {each.kind for each in report.findings} == {"half-params", "half-optimizer-state"}
+
+
+def test_state_of_nnx_in_half_is_found_by_its_name() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((16, 16), BF16))
+            self.mean = nnx.BatchStat(jnp.ones((16,), BF16))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x.astype(BF16) @ self.w[...] + self.mean[...]
+
+    model = Model()
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9, accumulator_dtype=BF16))
+
+    def step(model: Any, optimizer: Any, x: Any) -> None:
+        grads = nnx.grad(lambda model: jnp.mean(model(x).astype(F32)))(model)
+        optimizer.update(model, grads)
+
+    found = audit(step, "mixed_bfloat16", compile=False)(model, optimizer, X).findings
+    assert [each.kind for each in found] == ["half-params", "half-optimizer-state", "half-statistics"]
+    assert (found[0].path, found[2].path) == ("w", "mean")
+
+
+def test_float16_products_without_a_loss_scale_are_found() -> None:
+    def loss(params: Any, x: Any) -> jax.Array:
+        return jnp.mean((x.astype(F16) @ params["w"].astype(F16)).astype(F32))  # here
+
+    unscaled = audit(jax.value_and_grad(loss), "mixed_float16", compile=False)(PARAMS, X).findings
+    assert [(each.kind, each.source.rpartition("/")[2]) for each in unscaled] == [("unscaled-float16", line_of(loss))]
+    scaled = lambda params, x, scale: jax.value_and_grad(lambda params: loss(params, x) * scale)(params)  # noqa: E731
+    assert kinds(audit(scaled, "mixed_float16", compile=False)(PARAMS, X, shape())) == []
+    constant = functools.partial(scaled, scale=1024.0)
+    assert kinds(audit(constant, "mixed_float16", compile=False)(PARAMS, X)) == []
+    assert kinds(audit(loss, "mixed_float16", compile=False)(PARAMS, X)) == []  # no gradients, no scale
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        return loss(params, batch), model_state
+
+    for scale, expected in ((jaxmp.NoOpLossScale(), ["unscaled-float16"]), (jaxmp.DynamicLossScale(), [])):
+        tx = jaxmp.loss_scaling(optax.sgd(0.1), scale)
+        create = lambda tx=tx: jaxmp.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=tx)  # noqa: E731
+        step = jaxmp.make_train_step(loss_fn)
+        assert kinds(audit(step, "mixed_float16", compile=False)(jax.eval_shape(create), X)) == expected
+
+
+def test_a_cast_that_the_compiler_leaves_in_a_loop_is_found() -> None:
+    def fun(w: Any, x: Any, flags: Any) -> Any:
+        def turn(carry: Any, flag: Any) -> Any:
+            product = lambda carry: carry @ w.astype(BF16)  # here # noqa: E731
+            return jax.lax.cond(flag, product, lambda carry: carry, carry), None
+
+        return jax.lax.scan(turn, x, flags)[0]
+
+    def hoisted(w: Any, x: Any, flags: Any) -> Any:
+        return jax.lax.scan(lambda carry, _: (carry @ w.astype(BF16), None), x, flags)[0]
+
+    args = shape(16, 16), shape(8, 16, dtype=BF16), shape(4, dtype=bool)
+    found = audit(fun, "mixed_bfloat16")(*args).findings
+    assert [(each.kind, each.source.rpartition("/")[2]) for each in found] == [("cast-in-loop", line_of(fun))]
+    assert audit(fun, "mixed_bfloat16", compile=False)(*args).findings == ()
+    assert audit(hoisted, "mixed_bfloat16")(*args).findings == ()
+
+
+def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:
+    own = {"half-loss", "half-params", "half-optimizer-state", "half-statistics", "unscaled-float16", "cast-in-loop"}
+    assert {kind for kind, *_ in FAULTS} | own | {"compiled-otherwise"} == set(KINDS)
+    assert all(
+        isinstance(each, Finding) for each in audit(half_exponential, compile=False)(shape(2, dtype=BF16), X).findings
+    )
