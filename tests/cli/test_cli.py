@@ -78,7 +78,7 @@ def test_version_is_the_packages(capsys):
     assert capsys.readouterr().out == f"jaxmp {jaxmp.__version__}\n"
 
 
-@pytest.mark.parametrize(("word", "nearest"), [("doctr", "'doctor', 'formats'"), ("format", "'formats', 'doctor'")])
+@pytest.mark.parametrize(("word", "nearest"), [("doctr", "'doctor', 'audit'"), ("format", "'formats', 'audit'")])
 def test_an_unknown_command_exits_with_2_and_lists_the_nearest_first(word, nearest, capsys):
     with pytest.raises(SystemExit) as stop:
         main([word])
