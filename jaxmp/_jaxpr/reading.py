@@ -155,6 +155,13 @@ def _is_users(file: str) -> bool:
     return not _INSTALLED.intersection(Path(file).parts)
 
 
+def source_among(places: list[tuple[str, int]]) -> str:
+    """As :func:`user_source_of`, of files and lines, the innermost first, that another program than JAX's own tells."""
+    outside = [(file, line) for file, line in places if not file.startswith(_OURS)]
+    outside = [place for place in outside if not _INSTALLED.intersection(Path(place[0]).parts)] or outside
+    return f"{_from_package(outside[0][0])}:{outside[0][1]}" if outside else ""
+
+
 @functools.cache
 def _from_package(file: str) -> str:
     *folders, top = Path(file).parents

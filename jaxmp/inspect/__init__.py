@@ -8,3 +8,7 @@ from jaxmp.inspect.auditing import AuditError as AuditError
 from jaxmp.inspect.auditing import Product as Product
 from jaxmp.inspect.auditing import audit as audit
 from jaxmp.inspect.findings import Finding as Finding
+from jaxmp.inspect.memory import Memory as Memory
+from jaxmp.inspect.memory import memory as memory
+from jaxmp.inspect.roofline import Roofline as Roofline
+from jaxmp.inspect.roofline import roofline as roofline

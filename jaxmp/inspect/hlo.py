@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from jaxmp._jaxpr import reading
+
 _DTYPES = {
     0.25: "s2 u2",
     0.5: "s4 u4 f4e2m1fn",
@@ -24,17 +26,24 @@ ARRAY = re.compile(r"\b([a-z]+\d+[a-z\d]*|pred)\[([\d,]*)\]")
 _NOT_NAMES = re.compile(r"/\*.*?\*/|" + ARRAY.pattern)
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
 _PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _KERNELS = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
 _NO_WORK = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"})
 _NO_WORK |= {"while", "conditional", "call"}  # their bodies work
-_NO_KERNEL = _NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
+NO_KERNEL = _NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
 _LAYOUT = frozenset({"copy", "transpose"})
 _PICKS = frozenset({"slice", "dynamic-slice", "gather"})
 _NUMBER = re.compile(r"parameter\((\d+)\)")
 CONTROL = frozenset({"while", "conditional", "call"})
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds what is written
+_WRITES_INTO = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+_FRAME = re.compile(r"^(\d+) (?:\{(.*)\}|\"(.*)\")$")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_TRANSFORM = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap|custom_jvp|custom_vjp)\((?=(.?))")
+_JIT = re.compile(r"\bp?jit\([^()]*\)")
+_JAX_SCOPES = frozenset({"checkpoint", "rematted_computation", "while", "body", "cond", "closed_call"})
 _CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
 
 
@@ -52,6 +61,57 @@ class Instruction:
     def bytes(self) -> float:
         """The size of its result."""
         return size(self.result)
+
+    @property
+    def op_name(self) -> str:
+        """What JAX calls the operation, with its scopes and transformations; empty where XLA made it."""
+        found = _OP_NAME.search(self.text)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def path(self) -> str:
+        """The names of modules and scopes around it, ``/`` between."""
+        return path_of(self.op_name)
+
+
+def path_of(op_name: str) -> str:
+    """The path in the name of an operation: without transformations, JAX's own scopes and the operation itself.
+
+    >>> path_of("jit(step)/transpose(jvp(GPT2))/attention2/qkv/dot_general")
+    'GPT2/attention2/qkv'
+    """
+    scopes, _, _ = _TRANSFORM.sub("(", _JIT.sub("", op_name)).rpartition("/")
+    names = (name.strip("()") for name in scopes.split("/"))
+    own = (name for name in names if name not in _JAX_SCOPES and not name.startswith(("jaxmp.", "branch_")))
+    return "/".join(name for name in own if name)
+
+
+def dtype_name(dtype: str) -> str:
+    """NumPy's name of one of XLA's dtypes.
+
+    >>> dtype_name("bf16"), dtype_name("f8e4m3fn"), dtype_name("s8"), dtype_name("pred")
+    ('bfloat16', 'float8_e4m3fn', 'int8', 'bool')
+    """
+    kind, rest = re.fullmatch(r"(bf|[a-z]+)(\w*)", dtype).groups()  # type: ignore[union-attr]
+    if dtype == "pred":
+        return "bool"
+    names = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
+    return names[kind] + re.sub(r"^(\d)(e)", r"\1_\2", rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product, a convolution or a fused attention in a kernel.
+
+    Attributes:
+      kind: ``"dot"``, ``"convolution"`` or ``"attention"``.
+      dtype: of its operands; ``"tensorfloat32"`` where float32 ones may be rounded to it.
+      flops: of one time; a multiply-add is 2. Of a causal attention half the square, as its kernels skip the rest.
+    """
+
+    kind: str
+    dtype: str
+    flops: int
 
 
 def size(shape: str) -> float:
@@ -73,23 +133,55 @@ class Program:
     Attributes:
       computations: name to instructions.
       entry: the name of the first one to run.
+      aliases: results that are written into a parameter, by number.
     """
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry, current = "", None
-        for line in text.splitlines():
-            if header := _COMPUTATION.match(line):
-                current = self.computations.setdefault(header[2], {})
-                self.entry = header[2] if header[1] else self.entry
+        header, *lines = text.splitlines() or [""]
+        aliases = header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
+        self.aliases = {int(result or 0): int(parameter) for result, parameter in _WRITES_INTO.findall(aliases)}
+        self._frames: dict[str, dict[int, str]] = {}
+        section = ""
+        for line in lines:
+            if current is None and (row := _FRAME.match(line)):
+                self._frames.setdefault(section, {})[int(row[1])] = row[2] or row[3] or ""
+                continue
+            section = line
+            if opening := _COMPUTATION.match(line):
+                current = self.computations.setdefault(opening[2], {})
+                self.entry = opening[2] if opening[1] else self.entry
             elif current is not None and (found := _INSTRUCTION.match(line)):
                 name, result, opcode, rest = found.groups()
                 operands = tuple(_OPERAND.findall(_NOT_NAMES.sub("", _arguments(rest)))) if opcode != "constant" else ()
                 current[name] = Instruction(name, opcode, result, operands, line)
 
+    def made_by(self, instruction: Instruction) -> Instruction:
+        """The instruction with JAX's name for what a kernel does: itself, or the last named one in a fusion."""
+        if instruction.op_name or instruction.opcode != "fusion":
+            return instruction
+        inside = [each for name in self.bodies(instruction) for each in self.computations[name].values()]
+        return next((each for each in reversed(inside) if each.op_name), instruction)
+
+    def source(self, instruction: Instruction) -> str:
+        """The user's file and line, ``"package/module.py:12"``; empty where the program does not say."""
+        found = re.search(r"stack_frame_id=(\d+)", instruction.text)
+        frames = self._frames.get("StackFrames", {})
+        # Some versions print parents by one too high: the first frame has none, and 0 is none.
+        shift = "parent_frame_id=1" in frames.get(1, "")
+        places, number = [], int(found[1]) if found else 0
+        while number in frames and len(places) < len(frames):
+            facts = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", frames[number])}
+            location = self._frames["FileLocations"][facts["file_location_id"]]
+            facts |= {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", location)}
+            places.append((self._frames["FileNames"][facts["file_name_id"]], facts["line"]))
+            number = facts.get("parent_frame_id", 0) - shift
+        return reading.source_among(places)
+
     def bodies(self, instruction: Instruction) -> list[str]:
         """The computations that an instruction calls, without the condition of a loop whose repetitions are known."""
-        text = _CONDITION.sub("", instruction.text) if _TRIPS.search(instruction.text) else instruction.text
+        text = _CONDITION.sub("", instruction.text) if TRIPS.search(instruction.text) else instruction.text
         branches = [name for found in _BRANCHES.findall(text) for name in _OPERAND.findall(found)]
         return [*_CALLED.findall(text), *branches]
 
@@ -106,7 +198,7 @@ class Program:
                 yield name, instruction, times
                 if not into_fusions and instruction.opcode not in CONTROL:
                     continue
-                trips = _TRIPS.search(instruction.text) if repeat_loops else None
+                trips = TRIPS.search(instruction.text) if repeat_loops else None
                 inner = self.bodies(instruction)
                 stack += [(each, times * (int(trips[1]) if trips else 1)) for each in inner]
 
@@ -149,7 +241,65 @@ class Program:
         A call of a library is one, however many kernels the library makes of it.
         """
         kernels = self.walk(into_fusions=False, repeat_loops=True)
-        return sum(times for _, each, times in kernels if each.opcode not in _NO_KERNEL and not is_end(each.opcode))
+        return sum(times for _, each, times in kernels if each.opcode not in NO_KERNEL and not is_end(each.opcode))
+
+    def written_into(self, instruction: Instruction) -> dict[int, tuple[int, float]]:
+        """Which results are written into an operand: by result the operand's number and the bytes that change."""
+        if instruction.opcode in _IN_PLACE:
+            inside, roots = None, [instruction]
+        elif instruction.opcode == "fusion":
+            inside = {name: each for body in self.bodies(instruction) for name, each in self.computations[body].items()}
+            last = self._behind_bitcasts(inside, list(inside)[-1]) if inside else instruction
+            roots = (
+                [self._behind_bitcasts(inside, name) for name in last.operands] if last.opcode == "tuple" else [last]
+            )
+        else:
+            _, _, aliases = instruction.text.partition("output_to_operand_aliasing={")
+            stop = aliases.partition("}, ")[0] if aliases else ""
+            return {int(n or 0): (int(operand), instruction.bytes) for n, operand in _WRITES_INTO.findall(stop + "}")}
+        found = {}
+        for number, root in enumerate(roots):
+            if root.opcode not in _IN_PLACE:
+                continue
+            known = inside or {}
+            target = self._behind_bitcasts(known, root.operands[0]) if inside else None
+            parameter = _NUMBER.search(target.text) if target and target.opcode == "parameter" else None
+            if inside is not None and parameter is None:
+                continue
+            update = known.get(root.operands[min(_IN_PLACE[root.opcode], len(root.operands) - 1)])
+            found[number] = (int(parameter[1]) if parameter else 0, update.bytes if update else 0.0)
+        return found
+
+    @staticmethod
+    def _behind_bitcasts(known: dict[str, Instruction], name: str) -> Instruction:
+        while known[name].opcode in ("bitcast", "copy") and known[name].operands:
+            name = known[name].operands[0]
+        return known[name]
+
+    def products_of(self, computation: str, instruction: Instruction) -> list[Product]:
+        """The products of a kernel, those in a fusion too."""
+        if instruction.opcode == "fusion":
+            inner = [(name, each) for name in self.bodies(instruction) for each in self.computations[name].values()]
+            return [product for name, each in inner for product in self.products_of(name, each)]
+        kind = _product(instruction)
+        if kind is None:
+            return []
+        known, text = self.computations[computation], instruction.text
+        read = [known[name].result for name in instruction.operands if name in known]
+        if kind == "attention":
+            query, key = _dims(read[0]), _dims(read[1])
+            times = 5 if "Backward" in text.split("custom_call_target=")[1].split(",")[0] else 2
+            flops = times * 2 * math.prod(query) * key[1] // (2 if '"CAUSAL"' in text else 1)
+        elif kind == "dot":
+            found = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]', text)
+            axes = re.findall(r"\d+", found[1]) if found else []
+            flops = 2 * math.prod(_dims(instruction.result)) * math.prod(_dims(read[0])[int(axis)] for axis in axes)
+        else:
+            flops = _convolution_flops(text, instruction.result, read)
+        dtypes = [array[1] for shape in read[:2] if (array := ARRAY.search(shape))]
+        dtype = dtype_name(max(dtypes, key=lambda name: _BYTES[name]))
+        may_round = dtype == "float32" and not re.search(r"highest|HIGHEST", text)
+        return [Product(kind, "tensorfloat32" if may_round else dtype, flops)]
 
     def attention_flops(self) -> dict[str, int]:
         """FLOPs of cuDNN's fused attentions by dtype: two products forward, five backward, masks ignored."""
@@ -166,19 +316,27 @@ class Program:
             flops[self.dtypes(computation, instruction)[0]] += times * products
         return dict(flops)
 
-    def _moved(self, computation: str, instruction: Instruction) -> float:
-        """Bytes that a kernel reads and writes; of an operand that it only picks from, what it picks."""
+    def moved(self, computation: str, instruction: Instruction) -> float:
+        """Bytes that a kernel reads and writes; of an operand that it picks from or writes into, that part only."""
         known = self.computations[computation]
-        read = {name: known[name].bytes for name in instruction.operands if name in known}
+        read = {n: known[name].bytes for n, name in enumerate(instruction.operands) if name in known}
+        read = {n: each for n, each in read.items() if instruction.operands[n] not in instruction.operands[:n]}
         bodies = self.bodies(instruction) if instruction.opcode.startswith("fusion") else []
         inside = [each for name in bodies for each in self.computations.get(name, {}).values()]
         for parameter in (each for each in inside if each.opcode == "parameter"):
             number = _NUMBER.search(parameter.text)
-            name = instruction.operands[int(number[1])] if number else ""
+            operand = int(number[1]) if number else -1
             users = [each for each in inside if parameter.name in each.operands]
-            if name in read and all(each.opcode in _PICKS and each.operands[0] == parameter.name for each in users):
-                read[name] = min(read[name], sum(each.bytes for each in users))
-        return sum(read.values()) + (inside[-1] if inside else instruction).bytes
+            if operand in read and all(each.opcode in _PICKS and each.operands[0] == parameter.name for each in users):
+                read[operand] = min(read[operand], sum(each.bytes for each in users))
+        written = [size(f"{dtype}[{dims}]") for dtype, dims in ARRAY.findall((inside or [instruction])[-1].result)]
+        if instruction.opcode != "custom-call":
+            for result, (operand, changed) in self.written_into(instruction).items():
+                if operand in read:
+                    read[operand], written[result] = changed, changed
+        elif len(written) > 1 and re.search(r"\b[su]8\[\d*\]\S*\)$", instruction.result):
+            written.pop()  # the workspace of a library
+        return sum(read.values()) + sum(written)
 
     def _is_product(self, instruction: Instruction) -> bool:
         """Whether it is a product, or a library's product that a fusion hands a slice to."""
@@ -197,7 +355,7 @@ class Program:
         for computation, instruction, times in self.walk(into_fusions=False, repeat_loops=True):
             if instruction.opcode in _NO_WORK or is_end(instruction.opcode) or self._is_product(instruction):
                 continue
-            moved = times * self._moved(computation, instruction)
+            moved = times * self.moved(computation, instruction)
             total += moved
             layout += moved * (instruction.opcode in _LAYOUT or "wrapped_transpose" in instruction.text[:80])
         return total, layout
@@ -213,6 +371,29 @@ def _product(instruction: Instruction) -> str | None:
         return _PRODUCTS.get(instruction.opcode)
     target = re.search(r'custom_call_target="([^"]*)"', instruction.text)
     return next((kind for start, kind in _KERNELS.items() if target and target[1].startswith(start)), None)
+
+
+def _dims(shape: str) -> list[int]:
+    """The sizes of the first array of a result."""
+    found = ARRAY.search(shape)
+    return [int(n) for n in found[2].split(",") if n] if found else []
+
+
+def _convolution_flops(text: str, result: str, read: list[str]) -> int:
+    """Of a convolution, or of its derivative by the input or by the kernel, as cuDNN has them.
+
+    Each number that the forward convolution returns has as many terms as the kernel has numbers per output feature.
+    """
+    outputs, kernel = _dims(result), _dims(read[1])
+    if "convBackwardInput" in text:
+        outputs = _dims(read[0])
+    elif "convBackwardFilter" in text:
+        outputs, kernel = kernel, outputs
+    labels = re.search(r"dim_labels=\w+_(\w+)->", text)
+    features = kernel[labels[1].index("o")] if labels else 1
+    dilated = re.search(r"lhs_dilate=([\dx]+)", text)  # zeros between the inputs
+    zeros = math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1
+    return 2 * math.prod(outputs) * math.prod(kernel) // max(features, 1) // zeros
 
 
 def _arguments(rest: str) -> str:

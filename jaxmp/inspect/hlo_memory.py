@@ -9,7 +9,6 @@ from jaxmp.inspect.hlo import ARRAY, CONTROL, Instruction, Program, is_end, size
 
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
 _INDEX = re.compile(r"index=(\d+)")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclasses.dataclass
@@ -20,12 +19,16 @@ class Buffer:
       bytes: its size.
       array: its dtype and shape, as in ``"bf16[2,3]"``.
       made_by: what JAX calls the operation, with its modules.
+      maker: the instruction.
+      last: the last one that reads it, or itself.
       start, end: the first and the last instruction of the schedule during which it is there.
     """
 
     bytes: float
     array: str
     made_by: str
+    maker: Instruction
+    last: Instruction
     start: int
     end: int
 
@@ -45,15 +48,15 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
         read = [buffer for name in each.operands for buffer in held.get(name, [])]
         for buffer in read:
             if buffer is not None:
-                buffer.end = position
+                buffer.end, buffer.last = position, each
         if each.opcode == "get-tuple-element" and (index := _INDEX.search(each.text)):
             held[each.name] = read[int(index[1]) : int(index[1]) + 1]
         elif each.opcode in _ALIASES or is_end(each.opcode):
             held[each.name] = list(read)
         else:
-            made = _OP_NAME.search(each.text)
+            made = program.made_by(each).op_name or each.name
             arrays = [f"{dtype}[{dims}]" for dtype, dims in ARRAY.findall(each.result)]
-            own = [Buffer(size(array), array, made[1] if made else each.name, position, position) for array in arrays]
+            own = [Buffer(size(array), array, made, each, each, position, position) for array in arrays]
             given = each.opcode in ("parameter", "constant")
             held[each.name] = [None] * len(own) if given else [*own]
             buffers += [] if given else own
@@ -63,7 +66,7 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
     for buffer in held[instructions[-1].name] if instructions else []:
         if buffer is not None and buffer.end == len(instructions) - 1:
             buffer.end = buffer.start - 1  # written into a donated parameter
-    _share(instructions, held, buffers)
+    _share(program, instructions, held, buffers)
     moments = [[*inner.get(moment, [])] for moment in range(len(instructions))]
     for buffer in buffers:
         for moment in range(buffer.start, buffer.end + 1):
@@ -72,16 +75,24 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
     return sorted((each for each in largest if each.bytes), key=lambda buffer: buffer.bytes, reverse=True)
 
 
-def _share(instructions: list[Instruction], held: dict[str, list[Buffer | None]], buffers: list[Buffer]) -> None:
+def _share(
+    program: Program, instructions: list[Instruction], held: dict[str, list[Buffer | None]], buffers: list[Buffer]
+) -> None:
     """Ends each buffer that a loop fusion can write its result into one instruction early.
 
-    XLA does so with what the fusion reads directly: not with one of several results, as a product of cuBLAS has.
+    XLA does so with what the fusion reads directly: not with one of several results, as a product of cuBLAS has. Into
+    what is updated in place, and into what a product adds to, it writes in any case.
     """
     places = {each.name: position for position, each in enumerate(instructions)}
     made_at: dict[int, list[Buffer]] = {}
     for buffer in buffers:
         made_at.setdefault(buffer.start, []).append(buffer)
     for position, each in enumerate(instructions):
+        own = [buffer for buffer in made_at.get(position, []) if buffer.maker is each]
+        for result, (operand, _) in program.written_into(each).items():
+            for buffer in held.get(each.operands[operand], []) if operand < len(each.operands) else []:
+                if buffer and buffer.end == position and result < len(own) and buffer.bytes == own[result].bytes:
+                    buffer.end = position - 1
         if each.opcode != "fusion" or "kind=kLoop" not in each.text:
             continue
         own = [

@@ -11,13 +11,18 @@ import contextlib
 import dataclasses
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+
+from jaxmp._nnx_training import TrainStep as NNXStep
+from jaxmp._nnx_training import _state_of
+from jaxmp.dtypes import nearest
+from jaxmp.training import TrainStep
 
 INSTALL = "pip install -e '.[experiments,compile-only]'"
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -41,6 +46,8 @@ class Target:
       bandwidth: bytes a second between it and the chip.
       l2_bytes: the cache between them.
       shared_bytes: shared memory of a multiprocessor.
+      peaks: the chip's row in :mod:`jaxmp.hardware`.
+      threads: that a multiprocessor holds.
       cudnn: version of the library that the programs are to run with.
     """
 
@@ -54,6 +61,8 @@ class Target:
     bandwidth: int
     l2_bytes: int
     shared_bytes: int
+    peaks: str
+    threads: int = 2048
     cudnn: tuple[int, int, int] = (9, 19, 0)
 
     def text(self) -> str:
@@ -66,7 +75,7 @@ class Target:
             "shared_memory_per_block": 48 * 1024,
             "shared_memory_per_core": self.shared_bytes,
             "shared_memory_per_block_optin": self.shared_bytes - 1024,
-            "threads_per_core_limit": 2048,
+            "threads_per_core_limit": self.threads,
             "core_count": self.cores,
             "fpus_per_core": self.fpus,
             "block_dim_limit_x": 2**31 - 1,
@@ -98,17 +107,35 @@ TARGETS = {
     "h200": Target(
         "NVIDIA H200 141GB HBM3e", (9, 0), "ACCELERATED_FEATURES", cores=132, fpus=128, clock_ghz=1.98,
         memory_bytes=141 * 2**30, bandwidth=4_800_000_000_000, l2_bytes=50 * 2**20, shared_bytes=228 * 1024,
+        peaks="NVIDIA H200",
     ),
     "h100": Target(
         "NVIDIA H100 80GB HBM3", (9, 0), "ACCELERATED_FEATURES", cores=132, fpus=128, clock_ghz=1.98,
         memory_bytes=79 * 2**30, bandwidth=3_352_320_000_000, l2_bytes=50 * 2**20, shared_bytes=228 * 1024,
+        peaks="NVIDIA H100 80GB HBM3",
     ),
     "a100": Target(
         "NVIDIA A100-SXM4-80GB", (8, 0), "NONE", cores=108, fpus=64, clock_ghz=1.41,
         memory_bytes=79 * 2**30, bandwidth=2_039_040_000_000, l2_bytes=40 * 2**20, shared_bytes=164 * 1024,
+        peaks="NVIDIA A100-SXM4-80GB",
+    ),
+    "b200": Target(
+        "NVIDIA B200", (10, 0), "ACCELERATED_FEATURES", cores=148, fpus=128, clock_ghz=1.965,
+        memory_bytes=179 * 2**30, bandwidth=7_700_000_000_000, l2_bytes=126 * 2**20, shared_bytes=228 * 1024,
+        peaks="NVIDIA B200",
+    ),
+    "l4": Target(
+        "NVIDIA L4", (8, 9), "NONE", cores=58, fpus=128, clock_ghz=2.04,
+        memory_bytes=22 * 2**30, bandwidth=300_000_000_000, l2_bytes=48 * 2**20, shared_bytes=100 * 1024,
+        peaks="NVIDIA L4", threads=1536,
+    ),
+    "t4": Target(
+        "Tesla T4", (7, 5), "NONE", cores=40, fpus=64, clock_ghz=1.59,
+        memory_bytes=15 * 2**30, bandwidth=320_000_000_000, l2_bytes=4 * 2**20, shared_bytes=64 * 1024,
+        peaks="Tesla T4", threads=1024,
     ),
 }  # fmt: skip
-"""The GPUs that there are figures of, by the name that ``--target`` takes."""
+"""The GPUs that there are figures of, by name."""
 
 
 def missing() -> str | None:
@@ -145,9 +172,70 @@ def device_of(description: str) -> Any:
 
 
 def on(device: Any, tree: Any) -> Any:
-    """The ShapeDtypeStructs of a pytree of arrays or ShapeDtypeStructs, placed on ``device``."""
+    """The ShapeDtypeStructs of a pytree of arrays or ShapeDtypeStructs, placed on ``device``; numbers stay."""
     sharding = SingleDeviceSharding(device)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+    def placed(leaf: Any) -> Any:
+        if not hasattr(leaf, "dtype"):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=_is_weak(leaf))
+
+    return jax.tree.map(placed, tree)
+
+
+def _is_weak(leaf: Any) -> bool:
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def target_of(name: str) -> Target:
+    """The GPU of that name.
+
+    Raises:
+      ValueError: there are no figures of it.
+
+    >>> target_of("h200").capability
+    (9, 0)
+    """
+    if name not in TARGETS:
+        raise ValueError(
+            f"device is None, for the one that is attached, or one of {', '.join(TARGETS)}, got {name!r}; nearest: "
+            f"{nearest(str(name), TARGETS)}. Another GPU takes a Target in jaxmp/inspect/targets.py"
+        )
+    return TARGETS[name]
+
+
+def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """What is compiled when ``fun`` is called: a function with ``trace``, and the arguments that it takes."""
+    if isinstance(fun, NNXStep):
+        return fun._step.jitted, (_state_of(*args[:2]), *args[2:])
+    if isinstance(fun, TrainStep):
+        return fun.jitted, tuple(args)
+    return (fun if hasattr(fun, "trace") else jax.jit(fun)), tuple(args)
+
+
+def compiled(fun: Callable[..., Any], args: Sequence[Any], device: str | None = None) -> jax.stages.Compiled:
+    """``fun`` compiled for arguments, arrays or shapes; nothing is executed.
+
+    Args:
+      fun: a train step, a function, or a jitted one (``jax.jit``, ``nnx.jit``), whose donation counts.
+      args: its positional arguments.
+      device: None for the attached one, or a name in ``TARGETS``.
+
+    Raises:
+      ValueError: there are no figures of the device.
+      ModuleNotFoundError: packages that compile for it are missing.
+    """
+    jitted, args = call_of(fun, args)
+    if device is None:
+        done = jitted.trace(*args).lower().compile()
+    else:
+        target = target_of(device)
+        args = on(device_of(target.text()), args)
+        with with_cudnn(target.cudnn):
+            lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+            done = lowered.compile(compiler_options=COMPILER_OPTIONS)
+    inner: jax.stages.Compiled = getattr(done, "compiled", done)  # of nnx.jit
+    return inner
 
 
 @contextlib.contextmanager

@@ -1,0 +1,342 @@
+"""The memory that a compiled program needs: how much, for what, and up to which batch it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxmp.inspect import hlo_memory, tables, targets
+from jaxmp.inspect.hlo import ARRAY, Program, dtype_name, size
+from jaxmp.tree import path_name
+
+KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
+_NAMES = {
+    "params": "params", "ema_params": "params", "opt_state": "optimizer", "optimizer": "optimizer",
+    "model_state": "model_state", "batch_stats": "model_state", "batch": "batch", "rng": "other", "key": "other",
+    "step": "other", "skipped": "other", "stuck": "other",
+}  # fmt: skip
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """An array that is in memory when most is.
+
+    Attributes:
+      bytes: on one device.
+      dtype: NumPy's name.
+      shape: its sizes.
+      kind: one of :data:`KINDS`.
+      path: of an argument or a result where it is in it, else the modules and scopes that compute it, ``/`` between.
+      source: the user's file and line that computes it; empty of an argument.
+    """
+
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str
+    path: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory that a compiled program needs, on each device.
+
+    Attributes:
+      device: its kind.
+      peak: bytes of the arguments, of results that are not written into arguments, and of temporaries.
+      by_kind: bytes by :data:`KINDS`; their sum is ``peak``. ``activations`` are made in the forward pass and read after
+        it; ``temporaries`` are all that the program needs besides, the compiler's gaps between buffers included;
+        ``other`` are counters, keys, and results that are no new state.
+      by_dtype: bytes by dtype; ``"unassigned"`` is what no array accounts for. Their sum is ``peak``.
+      at_peak: the arrays, largest first; those of the compiler's are found by following its schedule.
+      batch: the size of axis 0 of the batch; None where there is no batch.
+    """
+
+    device: str
+    peak: int
+    by_kind: Mapping[str, int]
+    by_dtype: Mapping[str, int]
+    at_peak: tuple[Held, ...]
+    batch: int | None
+    _peak_with: Callable[[int], int] = dataclasses.field(repr=False, compare=False)
+
+    def largest_batch(self, limit: int, *, multiple_of: int = 1) -> int:
+        """The largest size of the batch's axis 0 with which the peak is at most ``limit`` bytes; 0 when nothing fits.
+
+        It compiles few sizes: the line through two of them says where to look, and what it says is verified, as is
+        that one batch more does not fit. All arrays of the batch whose axis 0 is as long as that of the first one are
+        scaled.
+
+        Args:
+          limit: bytes, as of :attr:`jaxmp.inspect.targets.Target.memory_bytes`.
+          multiple_of: only such sizes are tried: for a step that accumulates gradients, or for tensor cores.
+
+        Raises:
+          ValueError: there is no batch, or its size makes no difference.
+        """
+        if self.batch is None:
+            raise ValueError(
+                "largest_batch scales axis 0 of the batch, but no argument is one; pass the batch after the params or "
+                "the state, as an array or a pytree of arrays"
+            )
+        step, peaks = multiple_of, {0: 0}
+
+        def fits(turns: int) -> bool:
+            if turns not in peaks:
+                peaks[turns] = self.peak if turns * step == self.batch else self._peak_with(turns * step)
+            return peaks[turns] <= limit
+
+        if not fits(1):
+            return 0
+        low, high = 1, None
+        guess = max(2, -(-self.batch // step))
+        while high is None or high - low > 1:
+            if fits(guess):
+                low = guess
+            else:
+                high = guess
+            known = sorted(size for size in peaks if size)[-2:] if high is None else [low, high]
+            slope = (peaks[known[1]] - peaks[known[0]]) / (known[1] - known[0])
+            if high is None and (slope <= 0 or low * step > 2**40):
+                raise ValueError(
+                    f"largest_batch found that {known[0] * step} and {known[1] * step} examples take as much memory: "
+                    "axis 0 of what it takes for the batch makes no difference; pass the batch after the params"
+                )
+            ahead = low + int((limit - peaks[low]) / slope) if slope > 0 else (low + (high or 0)) // 2
+            if high is None:
+                guess = max(low + 1, ahead)
+            elif len(peaks) > 8:
+                guess = (low + high) // 2
+            else:
+                guess = min(max(low + 1, ahead + (ahead == low)), high - 1)
+        return low * step
+
+    def _title(self) -> str:
+        batch = f", batch of {self.batch}" if self.batch is not None else ""
+        return f"{_mib(self.peak)} MiB at the peak on {self.device}{batch}"
+
+    def _rows(self) -> list[tuple[Any, ...]]:
+        return [
+            (_mib(each.bytes), each.kind, f"{each.dtype}[{','.join(map(str, each.shape))}]", each.path, each.source)
+            for each in self.at_peak[:_SHOWN]
+        ]
+
+    def __str__(self) -> str:
+        shares = [
+            "by " + name + ": " + ", ".join(f"{key} {_mib(size)}" for key, size in sizes.items() if size)
+            for name, sizes in (("kind", self.by_kind), ("dtype", self.by_dtype))
+        ]
+        return tables.text("\n".join([self._title(), *shares]), _COLUMNS, self._rows())
+
+    def table(self) -> Any:
+        """A ``rich.table.Table``."""
+        return tables.table(self._title(), _COLUMNS, self._rows())
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        names = [field.name for field in dataclasses.fields(self) if not field.name.startswith("_")]
+        return tables.as_json({name: getattr(self, name) for name in names})
+
+
+_COLUMNS = ("MiB", "kind", "array", "path", "source")
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.1f}"
+
+
+def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Memory]:
+    """The memory that a call of ``fun`` needs, from its compiled program; nothing is executed.
+
+    What is what is known from a ``TrainState``, an NNX model or optimizer, an optax state and Flax's collections; else
+    from the names ``params``, ``opt_state``, ``model_state``, ``batch``, ``rng`` of the arguments; else the first
+    argument is the params, and those after it are the batch.
+
+    Args:
+      fun: a train step, any function that JAX can compile, or a jitted one, whose donation counts.
+      device: None for the attached device, or the name of a GPU that is not there (``"h200"``, ``"h100"``, ``"a100"``,
+        ``"b200"``, ``"l4"``, ``"t4"``), for which the packages of the extra ``compile-only`` are needed.
+
+    Returns:
+      A function of the arguments of ``fun``, arrays or shapes.
+
+    Raises (from the call):
+      ValueError: an unknown name, or the compiler does not tell what it needs.
+      ModuleNotFoundError: packages that compile for a GPU that is not there are missing.
+
+    >>> shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> found = jaxmp.inspect.memory(lambda params, batch: (batch @ params).sum())(*shapes)
+    >>> found.by_kind["params"], found.by_kind["batch"], sum(found.by_kind.values()) == found.peak
+    (128, 64, True)
+    """
+
+    def plan(*args: Any) -> Memory:
+        jitted, inputs = targets.call_of(fun, args)
+        names = _parameters(fun)
+        leaves = list(_leaves(inputs, names))
+        sizes = [leaf.shape[0] for leaf, kind, _ in leaves if kind == "batch" and getattr(leaf, "shape", ())]
+        compiled = targets.compiled(jitted, inputs, device)
+        found = _read(compiled, leaves, sizes[0] if sizes else None, device)
+
+        def with_batch(size: int) -> int:
+            flat, tree = jax.tree.flatten(inputs)
+            scaled = [
+                _resized(leaf, size) if kind == "batch" and getattr(leaf, "shape", ())[:1] == (found.batch,) else leaf
+                for leaf, (_, kind, _) in zip(flat, leaves, strict=True)
+            ]
+            try:
+                return _peak(targets.compiled(jitted, jax.tree.unflatten(tree, scaled), device).memory_analysis())
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
+                    raise
+                return 2**62
+
+        return dataclasses.replace(found, _peak_with=functools.cache(with_batch))
+
+    return plan
+
+
+def _resized(leaf: Any, size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
+
+
+def _parameters(fun: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _peak(stats: Any) -> int:
+    """Bytes of a compiled program's arguments, results that reuse none of them, and temporaries."""
+    if stats is None:
+        raise ValueError(
+            "the compiler must tell how much memory a program takes, but this device's says nothing; name a GPU: "
+            f"device={', '.join(map(repr, targets.TARGETS))}"
+        )
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(stats.argument_size_in_bytes + results + stats.temp_size_in_bytes)
+
+
+def _read(
+    compiled: jax.stages.Compiled, leaves: Sequence[tuple[Any, str, str]], batch: int | None, device: str | None
+) -> Memory:
+    """What a compiled program says, whose flat arguments have these kinds and paths."""
+    stats = compiled.memory_analysis()
+    peak, program = _peak(stats), Program(str(compiled.as_text()))
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
+    used = [leaf[1:] for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
+    entry = program.computations[program.entry]
+    parameters = sorted(
+        (each for each in entry.values() if each.opcode == "parameter"),
+        key=lambda each: int(re.findall(r"parameter\((\d+)\)", each.text)[0]),
+    )
+    given = [("other", "constant")] * (len(parameters) - len(used)) + used  # JAX may pass large constants first
+    held = [
+        _held(array, kind, path)
+        for each, (kind, path) in zip(parameters, given, strict=True)
+        for array in ARRAY.findall(each.result)
+    ]
+    results = ARRAY.findall(list(entry.values())[-1].result)
+    made = [leaf[1:] for leaf in _leaves((compiled.out_info,), [], unknown="other")]
+    if len(made) != len(results):  # JAX does not return what is an argument
+        made = [("other", "result")] * len(results)
+    held += [
+        _held(array, kind, path)
+        for number, (array, (kind, path)) in enumerate(zip(results, made, strict=True))
+        if number not in program.aliases
+    ]
+    rest = int(stats.temp_size_in_bytes)
+    for buffer in hlo_memory.peak(program):
+        if buffer.bytes <= rest:  # what follows is an estimate, and may be a little too much
+            rest -= int(buffer.bytes)
+            kind = "activations" if _is_kept(program, buffer) else "temporaries"
+            made_by = program.made_by(buffer.maker)
+            held.append(_held(ARRAY.findall(buffer.array)[0], kind, made_by.path, program.source(made_by)))
+    by_kind, by_dtype = Counter(dict.fromkeys(KINDS, 0)), Counter[str]()
+    for each in held:
+        by_kind[each.kind] += each.bytes
+        by_dtype[each.dtype] += each.bytes
+    by_kind["temporaries"] += rest
+    by_kind["other"] += peak - sum(by_kind.values())  # tables of pointers
+    by_dtype["unassigned"] += peak - sum(by_dtype.values())
+    return Memory(
+        device=targets.target_of(device).name if device else jax.devices()[0].device_kind,
+        peak=peak,
+        by_kind=dict(by_kind),
+        by_dtype=dict(by_dtype.most_common()),
+        at_peak=tuple(sorted(held, key=lambda each: -each.bytes)),
+        batch=batch,
+        _peak_with=lambda size: peak,
+    )
+
+
+def _held(array: tuple[str, str], kind: str, path: str, source: str = "") -> Held:
+    dtype, dims = array
+    shape = tuple(int(n) for n in dims.split(",") if n)
+    return Held(int(size(f"{dtype}[{dims}]")), dtype_name(dtype), shape, kind, path, source)
+
+
+def _is_kept(program: Program, buffer: hlo_memory.Buffer) -> bool:
+    """Whether a buffer is made in the forward pass and read after it, by the names that JAX gives to operations."""
+    made, read = program.made_by(buffer.maker).op_name, program.made_by(buffer.last).op_name
+    return _is_forward(made) and not _is_forward(read)
+
+
+def _is_forward(op_name: str) -> bool:
+    return "jvp(" in op_name and "transpose(" not in op_name and "rematted_computation" not in op_name
+
+
+def _leaves(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> Iterator[tuple[Any, str, str]]:
+    """The leaves of arguments with their kinds and paths.
+
+    What is not recognised has the kind ``unknown``, as in results, among which a collection of params may be one of
+    gradients. Without one it goes by position: the first argument is the params, and those after it are the batch.
+    """
+
+    def kind_of(node: Any, path: Sequence[Any] = ()) -> str | None:
+        return None if unknown and isinstance(node, Mapping) else _kind_of(node, path)
+
+    for position, arg in enumerate(args):
+        name = names[position] if position < len(names) else ""
+        found = jax.tree.leaves_with_path(arg, is_leaf=lambda node: kind_of(node) is not None)
+        is_known = any(kind_of(node) is not None for _, node in found)
+        for path, node in found:
+            for inner, leaf in jax.tree.leaves_with_path(node):
+                kind = kind_of(node, inner) or _NAMES.get(name) or unknown
+                if not kind:
+                    kind = "batch" if position and not is_known else "params"
+                if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+                    kind = "other"
+                yield leaf, kind, path_name((*([jax.tree_util.DictKey(name)] if name else []), *path, *inner))
+
+
+def _kind_of(node: Any, path: Sequence[Any]) -> str | None:
+    """The kind of the leaf at ``path`` in a node that says it; of its first one without a path; None for all others."""
+    field = str(getattr(path[0], "name", getattr(path[0], "key", ""))) if path else "params"
+    if isinstance(node, nnx.Variable):
+        opt = type(node).__name__.startswith("Opt")
+        return "params" if isinstance(node, nnx.Param) else "optimizer" if opt else "model_state"
+    if isinstance(node, nnx.Optimizer) or (hasattr(node, "_fields") and _module(node) in ("optax", "jaxmp")):
+        return "optimizer"
+    if isinstance(node, Mapping):
+        return _NAMES.get(field, "model_state") if "params" in node else None
+    if hasattr(node, "params") and hasattr(node, "opt_state"):  # jaxmp's TrainState and Flax's
+        return _NAMES.get(field, "model_state")
+    return None
+
+
+def _module(node: Any) -> str:
+    return type(node).__module__.partition(".")[0]

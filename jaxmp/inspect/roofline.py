@@ -1,0 +1,213 @@
+"""How long a compiled program takes on a GPU, from peak rates, bandwidth and the cost of a launch alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxmp import hardware
+from jaxmp.inspect import tables, targets
+from jaxmp.inspect.hlo import CONTROL, NO_KERNEL, TRIPS, Instruction, Program, is_end, path_of
+
+ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
+"""The share of the peak rate that a library's arithmetic reaches, on every device alike.
+
+Matrix products on an H200, the time of their bytes taken off: 0.80 to 0.95 in bfloat16, 0.77 to 0.84 in TF32, 0.73 to
+0.77 in float32 (three shapes each). Convolutions and attentions are cuDNN's; their shares are those with which the
+recorded steps of ResNet-50 and BERT come out.
+"""
+ACHIEVED_BANDWIDTH = 0.9
+"""The share of the memory's bandwidth that kernels reach: a copy moved 4.3 of an H200's 4.8 TB/s."""
+LAUNCH = 2e-6
+"""Seconds from the end of a kernel to the start of the next one, in a graph of CUDA or out of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What an instruction of the compiled program costs, all its turns in loops together.
+
+    Attributes:
+      name: the instruction's, in the text of the compiled program.
+      path: names of modules and scopes, ``/`` between.
+      source: the user's file and line.
+      dtype: what its products are computed in; empty where it has none.
+      count: how often it is launched.
+      flops: of its products; a multiply-add is 2.
+      bytes: that it reads and writes.
+      bound: what it waits for: ``"arithmetic"``, ``"bytes"`` or ``"launch"``.
+      milliseconds: predicted.
+      recomputed: whether the backward pass computes it again (``jax.checkpoint``).
+    """
+
+    name: str
+    path: str
+    source: str
+    dtype: str
+    count: int
+    flops: int
+    bytes: int
+    bound: str
+    milliseconds: float
+    recomputed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """The predicted time of a program, and where it goes.
+
+    Attributes:
+      device: its name.
+      milliseconds: the sum over the kernels, which run one after the other.
+      kernels: the slowest first.
+      model_flop_utilisation: the time that the products would take at the device's peak rates, those that are computed
+        again in the backward pass left out, as a share of ``milliseconds``.
+    """
+
+    device: str
+    milliseconds: float
+    kernels: tuple[Kernel, ...]
+    model_flop_utilisation: float
+
+    def _by_bound(self) -> dict[str, float]:
+        times: Counter[str] = Counter()
+        for kernel in self.kernels:
+            times[kernel.bound] += kernel.milliseconds
+        return dict(times.most_common())
+
+    def _rows(self, top: int) -> list[tuple[Any, ...]]:
+        return [
+            (
+                f"{kernel.milliseconds:.3f}", kernel.count, kernel.bound, kernel.dtype,
+                tables.short(kernel.flops), tables.short(kernel.bytes), kernel.path or kernel.name, kernel.source,
+            )
+            for kernel in self.kernels[:top]
+        ]  # fmt: skip
+
+    def _title(self) -> str:
+        return (
+            f"{self.milliseconds:.1f} ms predicted on {self.device}, model FLOP utilisation "
+            f"{self.model_flop_utilisation:.0%}"
+        )
+
+    def _after(self) -> list[str]:
+        times = ", ".join(f"{bound} {time:.1f} ms" for bound, time in self._by_bound().items())
+        rest = len(self.kernels) - _SHOWN
+        return [*([f"… and {rest} more"] if rest > 0 else []), f"bound by: {times}"]
+
+    def __str__(self) -> str:
+        return tables.text(self._title(), _COLUMNS, self._rows(_SHOWN), self._after())
+
+    def table(self) -> Any:
+        """A ``rich.table.Table``."""
+        return tables.table(self._title(), _COLUMNS, self._rows(_SHOWN))
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return tables.as_json(self)
+
+
+_COLUMNS = ("ms", "launches", "bound by", "dtype", "FLOP", "bytes", "path", "source")
+_SHOWN = 20
+
+
+def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Roofline]:
+    """The time that a call of ``fun`` takes on a device, predicted from its compiled program; nothing is executed.
+
+    A kernel takes the time of its products at a share of the peak rate (:data:`ACHIEVED`), that of its bytes at a share
+    of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), and a launch. The two are added: in what was measured, products that
+    move many bytes are slower than the longer of the two alone. Kernels run one after the other. Of a conditional the slowest branch
+    counts, of a loop whose turns only the run tells one turn.
+
+    Args:
+      fun: a train step, any function that JAX can compile, or a jitted one.
+      device: None for the attached GPU, or the name of one that is not there, as for :func:`jaxmp.inspect.memory`.
+
+    Returns:
+      A function of the arguments of ``fun``, arrays or shapes.
+
+    Raises (from the call):
+      ValueError: an unknown name, or the peak rates of the attached device are not known (a CPU's).
+      ModuleNotFoundError: packages that compile for a GPU that is not there are missing.
+
+    Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore
+    architectures", CACM 2009.
+    """
+
+    def predict(*args: Any) -> Roofline:
+        described = _hardware(device)
+        return of_program(Program(str(targets.compiled(fun, args, device).as_text())), described)
+
+    return predict
+
+
+def _hardware(device: str | None) -> hardware.Hardware:
+    """What is known of a device, by name or attached."""
+    if device is None:
+        known = hardware.detect()
+    else:
+        target = targets.target_of(device)
+        major, minor = target.capability
+        known = hardware.detect(
+            types.SimpleNamespace(device_kind=target.peaks, platform="gpu", compute_capability=f"{major}.{minor}")
+        )
+    if not known.peak_tflops or known.peak_bandwidth is None:
+        raise ValueError(
+            f"a roofline needs the device's peak rates, and jaxmp.hardware has none of {known.name!r}; name a GPU that "
+            f"it has: device={', '.join(map(repr, targets.TARGETS))}"
+        )
+    return known
+
+
+def of_program(program: Program, device: hardware.Hardware) -> Roofline:
+    """The prediction for a program that is compiled already, on a device whose peak rates are known."""
+    kernels = sorted(_kernels(program, program.entry, 1, device), key=lambda each: -each.milliseconds)
+    total = sum(kernel.milliseconds for kernel in kernels)
+    least = sum(kernel.flops / _rate(kernel.dtype, device) for kernel in kernels if not kernel.recomputed)
+    return Roofline(device.name, total, tuple(kernels), 1e3 * least / total if total else 0.0)
+
+
+def _kernels(program: Program, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:
+    for each in program.computations.get(computation, {}).values():
+        if each.opcode in CONTROL:
+            trips = TRIPS.search(each.text)
+            turns = times * (int(trips[1]) if trips else 1)
+            bodies = [list(_kernels(program, name, turns, device)) for name in program.bodies(each)]
+            if each.opcode == "conditional":
+                bodies = [max(bodies, key=lambda body: sum(kernel.milliseconds for kernel in body))]
+            yield from (kernel for body in bodies for kernel in body)
+        elif each.opcode not in NO_KERNEL and not is_end(each.opcode):
+            yield _kernel(program, computation, each, times, device)
+
+
+def _kernel(
+    program: Program, computation: str, instruction: Instruction, times: int, device: hardware.Hardware
+) -> Kernel:
+    products, moved = program.products_of(computation, instruction), program.moved(computation, instruction)
+    seconds = {
+        "arithmetic": sum(each.flops / (ACHIEVED[each.kind] * _rate(each.dtype, device)) for each in products),
+        "bytes": moved / (ACHIEVED_BANDWIDTH * (device.peak_bandwidth or math.inf)),
+        "launch": LAUNCH,
+    }
+    made_by = program.made_by(instruction)
+    return Kernel(
+        name=instruction.name,
+        path=path_of(made_by.op_name),
+        source=program.source(made_by),
+        dtype=max(products, key=lambda each: each.flops).dtype if products else "",
+        count=times,
+        flops=times * sum(each.flops for each in products),
+        bytes=int(times * moved),
+        bound=max(seconds, key=lambda bound: seconds[bound]),
+        milliseconds=1e3 * times * sum(seconds.values()),
+        recomputed="rematted_computation" in made_by.op_name,
+    )
+
+
+def _rate(dtype: str, device: hardware.Hardware) -> float:
+    """FLOP/s at the peak; of a dtype that the table has no rate of, float32's."""
+    rates = device.peak_tflops
+    return 1e12 * rates.get(dtype, rates["float32"])
