@@ -169,6 +169,51 @@ def _add_audit_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--device", metavar="NAME", help="a GPU that is not there, such as h200; default: the attached device"
     )
+def memory(options: argparse.Namespace) -> int:
+    """Show the memory that a train step or any function needs, by kind and dtype, from compiling it; nothing is run.
+
+    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. Exit code 2
+    if something is wrong with the arguments.
+
+    Example:
+      jaxmp memory train:step --args train:shapes --device h200
+    """
+    from jaxmp.inspect import memory
+
+    return _compiled(memory, options)
+
+
+@_command
+def roofline(options: argparse.Namespace) -> int:
+    """Predict the time that a train step or any function takes on a GPU, kernel by kernel; nothing is run.
+
+    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. Exit code 2
+    if something is wrong with the arguments.
+
+    Example:
+      jaxmp roofline train:step --args train:shapes --device h200
+    """
+    from jaxmp.inspect import roofline
+
+    return _compiled(roofline, options)
+
+
+def _compiled(inspect: Callable[..., Any], options: argparse.Namespace) -> int:
+    from jaxmp.cli import compiling
+    from jaxmp.cli.planning import UsageError
+
+    try:
+        result = compiling.result(inspect, options.function, options.arg, options.args, options.device)
+    except UsageError as error:
+        print(f"jaxmp {options.command}: error: {error}", file=sys.stderr)
+        return 2
+    print(result.to_json() if options.json else result)
+    return 0
+
+
+def _add_compiled_arguments(command: argparse.ArgumentParser) -> None:
+    _add_function(command)
+    command.add_argument("--device", help="a GPU that is not there: h200, h100, a100, b200, l4 or t4")
 
 
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
@@ -199,7 +244,12 @@ def _add_function(command: argparse.ArgumentParser) -> None:
     )
 
 
-_ARGUMENTS = {"plan": _add_plan_arguments, "audit": _add_audit_arguments}
+_ARGUMENTS = {
+    "plan": _add_plan_arguments,
+    "audit": _add_audit_arguments,
+    "memory": _add_compiled_arguments,
+    "roofline": _add_compiled_arguments,
+}
 
 
 def _parser() -> argparse.ArgumentParser:

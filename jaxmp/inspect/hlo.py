@@ -170,7 +170,7 @@ class Program:
         frames = self._frames.get("StackFrames", {})
         # Some versions print parents by one too high: the first frame has none, and 0 is none.
         shift = "parent_frame_id=1" in frames.get(1, "")
-        places, number = [], int(found[1]) if found else 0
+        number, places = int(found[1]) if found else 0, list[tuple[str, int]]()
         while number in frames and len(places) < len(frames):
             facts = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", frames[number])}
             location = self._frames["FileLocations"][facts["file_location_id"]]
@@ -243,32 +243,29 @@ class Program:
         kernels = self.walk(into_fusions=False, repeat_loops=True)
         return sum(times for _, each, times in kernels if each.opcode not in NO_KERNEL and not is_end(each.opcode))
 
-    def written_into(self, instruction: Instruction) -> dict[int, tuple[int, float]]:
+    def written_into(self, computation: str, instruction: Instruction) -> dict[int, tuple[int, float]]:
         """Which results are written into an operand: by result the operand's number and the bytes that change."""
-        if instruction.opcode in _IN_PLACE:
-            inside, roots = None, [instruction]
-        elif instruction.opcode == "fusion":
-            inside = {name: each for body in self.bodies(instruction) for name, each in self.computations[body].items()}
-            last = self._behind_bitcasts(inside, list(inside)[-1]) if inside else instruction
-            roots = (
-                [self._behind_bitcasts(inside, name) for name in last.operands] if last.opcode == "tuple" else [last]
-            )
-        else:
+        if instruction.opcode == "custom-call":
             _, _, aliases = instruction.text.partition("output_to_operand_aliasing={")
-            stop = aliases.partition("}, ")[0] if aliases else ""
-            return {int(n or 0): (int(operand), instruction.bytes) for n, operand in _WRITES_INTO.findall(stop + "}")}
-        found = {}
+            found = _WRITES_INTO.findall(aliases.partition("}, ")[0] + "}")
+            return {int(n or 0): (int(operand), instruction.bytes) for n, operand in found}
+        known, roots = self.computations[computation], [instruction]
+        if instruction.opcode == "fusion":
+            known = {name: each for body in self.bodies(instruction) for name, each in self.computations[body].items()}
+            roots = [self._behind_bitcasts(known, name) for name in list(known)[-1:]]
+            if roots and roots[0].opcode == "tuple":
+                roots = [self._behind_bitcasts(known, name) for name in roots[0].operands]
+        written = {}
         for number, root in enumerate(roots):
             if root.opcode not in _IN_PLACE:
                 continue
-            known = inside or {}
-            target = self._behind_bitcasts(known, root.operands[0]) if inside else None
-            parameter = _NUMBER.search(target.text) if target and target.opcode == "parameter" else None
-            if inside is not None and parameter is None:
-                continue
-            update = known.get(root.operands[min(_IN_PLACE[root.opcode], len(root.operands) - 1)])
-            found[number] = (int(parameter[1]) if parameter else 0, update.bytes if update else 0.0)
-        return found
+            update = known[root.operands[_IN_PLACE[root.opcode]]].bytes
+            parameter = _NUMBER.search(self._behind_bitcasts(known, root.operands[0]).text)
+            if root is instruction:
+                written[number] = (0, update)
+            elif parameter:
+                written[number] = (int(parameter[1]), update)
+        return written
 
     @staticmethod
     def _behind_bitcasts(known: dict[str, Instruction], name: str) -> Instruction:
@@ -331,7 +328,7 @@ class Program:
                 read[operand] = min(read[operand], sum(each.bytes for each in users))
         written = [size(f"{dtype}[{dims}]") for dtype, dims in ARRAY.findall((inside or [instruction])[-1].result)]
         if instruction.opcode != "custom-call":
-            for result, (operand, changed) in self.written_into(instruction).items():
+            for result, (operand, changed) in self.written_into(computation, instruction).items():
                 if operand in read:
                     read[operand], written[result] = changed, changed
         elif len(written) > 1 and re.search(r"\b[su]8\[\d*\]\S*\)$", instruction.result):

@@ -66,7 +66,7 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
     for buffer in held[instructions[-1].name] if instructions else []:
         if buffer is not None and buffer.end == len(instructions) - 1:
             buffer.end = buffer.start - 1  # written into a donated parameter
-    _share(program, instructions, held, buffers)
+    _share(program, computation or program.entry, held, buffers)
     moments = [[*inner.get(moment, [])] for moment in range(len(instructions))]
     for buffer in buffers:
         for moment in range(buffer.start, buffer.end + 1):
@@ -75,32 +75,30 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
     return sorted((each for each in largest if each.bytes), key=lambda buffer: buffer.bytes, reverse=True)
 
 
-def _share(
-    program: Program, instructions: list[Instruction], held: dict[str, list[Buffer | None]], buffers: list[Buffer]
-) -> None:
+def _share(program: Program, computation: str, held: dict[str, list[Buffer | None]], buffers: list[Buffer]) -> None:
     """Ends each buffer that a loop fusion can write its result into one instruction early.
 
     XLA does so with what the fusion reads directly: not with one of several results, as a product of cuBLAS has. Into
     what is updated in place, and into what a product adds to, it writes in any case.
     """
+    instructions = list(program.computations[computation].values())
     places = {each.name: position for position, each in enumerate(instructions)}
     made_at: dict[int, list[Buffer]] = {}
     for buffer in buffers:
         made_at.setdefault(buffer.start, []).append(buffer)
     for position, each in enumerate(instructions):
-        own = [buffer for buffer in made_at.get(position, []) if buffer.maker is each]
-        for result, (operand, _) in program.written_into(each).items():
-            for buffer in held.get(each.operands[operand], []) if operand < len(each.operands) else []:
-                if buffer and buffer.end == position and result < len(own) and buffer.bytes == own[result].bytes:
-                    buffer.end = position - 1
+        for operand, _ in program.written_into(computation, each).values():
+            for old in held.get(each.operands[operand], []):
+                if old is not None and old.end == position:
+                    old.end = position - 1
         if each.opcode != "fusion" or "kind=kLoop" not in each.text:
             continue
         own = [
             buffer for name in each.operands for buffer in held.get(name, []) if buffer and buffer.start == places[name]
         ]
         free = [buffer for buffer in own if buffer.end == position]
-        for result in made_at.get(position, []):
-            if match := next((buffer for buffer in free if buffer.bytes == result.bytes), None):
+        for made in made_at.get(position, []):
+            if match := next((buffer for buffer in free if buffer.bytes == made.bytes), None):
                 free.remove(match)
                 match.end = position - 1
 

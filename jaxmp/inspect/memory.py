@@ -56,8 +56,8 @@ class Memory:
     Attributes:
       device: its kind.
       peak: bytes of the arguments, of results that are not written into arguments, and of temporaries.
-      by_kind: bytes by :data:`KINDS`; their sum is ``peak``. ``activations`` are made in the forward pass and read after
-        it; ``temporaries`` are all that the program needs besides, the compiler's gaps between buffers included;
+      by_kind: bytes by :data:`KINDS`; their sum is ``peak``. ``activations`` are made in the forward pass and read
+        after it; ``temporaries`` are all that the program needs besides, the compiler's gaps between buffers included;
         ``other`` are counters, keys, and results that are no new state.
       by_dtype: bytes by dtype; ``"unassigned"`` is what no array accounts for. Their sum is ``peak``.
       at_peak: the arrays, largest first; those of the compiler's are found by following its schedule.
@@ -186,14 +186,13 @@ def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..
         jitted, inputs = targets.call_of(fun, args)
         names = _parameters(fun)
         leaves = list(_leaves(inputs, names))
-        sizes = [leaf.shape[0] for leaf, kind, _ in leaves if kind == "batch" and getattr(leaf, "shape", ())]
+        batch = next((np.shape(leaf)[0] for leaf, kind, _ in leaves if kind == "batch" and np.shape(leaf)), None)
         compiled = targets.compiled(jitted, inputs, device)
-        found = _read(compiled, leaves, sizes[0] if sizes else None, device)
 
         def with_batch(size: int) -> int:
             flat, tree = jax.tree.flatten(inputs)
             scaled = [
-                _resized(leaf, size) if kind == "batch" and getattr(leaf, "shape", ())[:1] == (found.batch,) else leaf
+                _resized(leaf, size) if kind == "batch" and tuple(np.shape(leaf))[:1] == (batch,) else leaf
                 for leaf, (_, kind, _) in zip(flat, leaves, strict=True)
             ]
             try:
@@ -203,7 +202,7 @@ def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..
                     raise
                 return 2**62
 
-        return dataclasses.replace(found, _peak_with=functools.cache(with_batch))
+        return _read(compiled, leaves, batch, device, functools.cache(with_batch))
 
     return plan
 
@@ -231,12 +230,17 @@ def _peak(stats: Any) -> int:
 
 
 def _read(
-    compiled: jax.stages.Compiled, leaves: Sequence[tuple[Any, str, str]], batch: int | None, device: str | None
+    compiled: jax.stages.Compiled,
+    leaves: Sequence[tuple[Any, str, str]],
+    batch: int | None,
+    device: str | None,
+    peak_with: Callable[[int], int],
 ) -> Memory:
     """What a compiled program says, whose flat arguments have these kinds and paths."""
-    stats = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
     peak, program = _peak(stats), Program(str(compiled.as_text()))
-    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
+    tree: Any = compiled.in_tree
+    shardings = tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
     used = [leaf[1:] for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
     entry = program.computations[program.entry]
     parameters = sorted(
@@ -279,7 +283,7 @@ def _read(
         by_dtype=dict(by_dtype.most_common()),
         at_peak=tuple(sorted(held, key=lambda each: -each.bytes)),
         batch=batch,
-        _peak_with=lambda size: peak,
+        _peak_with=peak_with,
     )
 
 

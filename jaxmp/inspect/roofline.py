@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ Matrix products on an H200, the time of their bytes taken off: 0.80 to 0.95 in b
 0.77 in float32 (three shapes each). Convolutions and attentions are cuDNN's; their shares are those with which the
 recorded steps of ResNet-50 and BERT come out.
 """
+BOUNDS = ("arithmetic", "bytes", "launch")
 ACHIEVED_BANDWIDTH = 0.9
 """The share of the memory's bandwidth that kernels reach: a copy moved 4.3 of an H200's 4.8 TB/s."""
 LAUNCH = 2e-6
@@ -73,10 +73,10 @@ class Roofline:
     model_flop_utilisation: float
 
     def _by_bound(self) -> dict[str, float]:
-        times: Counter[str] = Counter()
+        times = dict.fromkeys(BOUNDS, 0.0)
         for kernel in self.kernels:
             times[kernel.bound] += kernel.milliseconds
-        return dict(times.most_common())
+        return times
 
     def _rows(self, top: int) -> list[tuple[Any, ...]]:
         return [
@@ -89,12 +89,12 @@ class Roofline:
 
     def _title(self) -> str:
         return (
-            f"{self.milliseconds:.1f} ms predicted on {self.device}, model FLOP utilisation "
-            f"{self.model_flop_utilisation:.0%}"
+            f"{self.milliseconds:.3g} ms predicted on {self.device}, model FLOP utilisation "
+            f"{self.model_flop_utilisation:.1%}"
         )
 
     def _after(self) -> list[str]:
-        times = ", ".join(f"{bound} {time:.1f} ms" for bound, time in self._by_bound().items())
+        times = ", ".join(f"{bound} {time:.3g} ms" for bound, time in self._by_bound().items())
         rest = len(self.kernels) - _SHOWN
         return [*([f"… and {rest} more"] if rest > 0 else []), f"bound by: {times}"]
 
@@ -119,8 +119,8 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
     A kernel takes the time of its products at a share of the peak rate (:data:`ACHIEVED`), that of its bytes at a share
     of the bandwidth (:data:`ACHIEVED_BANDWIDTH`), and a launch. The two are added: in what was measured, products that
-    move many bytes are slower than the longer of the two alone. Kernels run one after the other. Of a conditional the slowest branch
-    counts, of a loop whose turns only the run tells one turn.
+    move many bytes are slower than the longer of the two alone. Kernels run one after the other. Of a conditional the
+    slowest branch counts, of a loop whose turns only the run tells one turn.
 
     Args:
       fun: a train step, any function that JAX can compile, or a jitted one.

@@ -1,0 +1,216 @@
+"""The memory of a program is the compiler's own figure, divided by kind without rest; the largest batch is verified."""
+
+from __future__ import annotations
+
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp.cli import main
+from jaxmp.inspect import memory, targets
+
+KINDS = {"params", "optimizer", "model_state", "batch", "activations", "temporaries", "other"}
+F32 = jnp.float32
+
+
+def shape(*sizes, dtype=F32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def peak_of(compiled):
+    stats = compiled.memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+
+
+def gradients(params, batch):
+    return jax.value_and_grad(lambda params: jnp.sum(jnp.tanh(jnp.tanh(batch @ params) @ params)))(params)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.relu(nn.Dense(32)(x)))
+        return nn.Dense(1)(x)
+
+
+def training():
+    model = Net()
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 16)))
+
+    def loss_fn(params, model_state, batch, rng):
+        y, model_state = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+        return jnp.mean(y**2), model_state
+
+    def state():
+        ready = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables)
+        tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+        return jaxmp.TrainState.create(
+            params=ready["params"], tx=tx, model_state={"batch_stats": ready["batch_stats"]}, rng=0
+        )
+
+    return jaxmp.make_train_step(loss_fn), jax.eval_shape(state), {"x": shape(8, 16)}
+
+
+def test_the_peak_is_the_compilers_and_the_kinds_of_a_train_step_sum_to_it():
+    step, state, batch = training()
+    found = memory(step)(state, batch)
+    assert found.peak == peak_of(step.jitted.lower(state, batch).compile())
+    assert set(found.by_kind) == KINDS
+    assert sum(found.by_kind.values()) == sum(found.by_dtype.values()) == found.peak
+    params = 4 * (16 * 32 + 32 + 2 * 32 + 32 + 1)
+    assert found.by_kind["params"] == params
+    assert 2 * params <= found.by_kind["optimizer"] <= 2 * params + 64  # its count and the loss scale
+    assert found.by_kind["model_state"] == 4 * 2 * 32 and found.by_kind["batch"] == 4 * 8 * 16
+    assert found.by_kind["activations"] >= 4 * 8 * 32
+    assert found.batch == 8
+    assert sum(each.bytes for each in found.at_peak) <= found.peak
+    kernel = next(each for each in found.at_peak if each.path == "state/params/Dense_0/kernel")
+    assert (kernel.bytes, kernel.dtype, kernel.shape, kernel.kind) == (2048, "float32", (16, 32), "params")
+
+
+def test_what_is_donated_counts_once():
+    def update(params, batch):
+        return params - gradients(params, batch)[1]
+
+    args = shape(64, 64), shape(8, 64)
+    plain, donated = memory(update)(*args), memory(jax.jit(update, donate_argnums=0))(*args)
+    assert plain.peak - donated.peak >= 64 * 64 * 4
+    assert plain.by_kind["other"] - donated.by_kind["other"] == 64 * 64 * 4
+    assert donated.by_kind["params"] == 64 * 64 * 4
+
+
+def test_by_position_the_first_argument_is_the_params_and_activations_are_what_the_backward_pass_reads():
+    found = memory(gradients)(shape(64, 64), shape(256, 64))
+    assert found.by_kind["params"] == 64 * 64 * 4 and found.by_kind["batch"] == 256 * 64 * 4
+    assert found.by_kind["activations"] >= 256 * 64 * 4
+    assert any(each.kind == "activations" and each.source.startswith("test_memory.py:") for each in found.at_peak)
+    forward = memory(lambda params, batch: jnp.tanh(batch @ params))(shape(64, 64), shape(256, 64))
+    assert forward.by_kind["activations"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "expected"),
+    [
+        (lambda params, batch: params["params"] * params["batch_stats"] * batch,
+         ({"params": shape(4), "batch_stats": shape(4)}, shape(4)), {"params": 16, "model_state": 16, "batch": 16}),
+        (lambda w, opt, x: (w * opt[0].mu * x, opt), (shape(4), jax.eval_shape(optax.adam(1e-3).init, shape(4)),
+         shape(4)), {"params": 16, "optimizer": 16, "batch": 16}),
+        (lambda w, x, rng: w * x + jax.random.normal(rng, (4,)),
+         (shape(4), shape(4), jax.eval_shape(jax.random.key, 0)), {"params": 16, "batch": 16}),
+    ],
+    ids=["collections", "optax", "key"],
+)  # fmt: skip
+def test_kinds_are_known_from_what_holds_them(fun, args, expected):
+    found = memory(fun)(*args)
+    kinds = {kind: size for kind, size in found.by_kind.items() if kind not in ("other", "temporaries")}
+    assert kinds == {**dict.fromkeys(kinds, 0), **expected}
+    assert sum(found.by_kind.values()) == found.peak
+
+
+def test_of_nnx_model_and_optimizer_are_known():
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    found = memory(step)(model, optimizer, shape(8, 16))
+    size = 4 * (16 * 4 + 4)
+    assert found.by_kind["params"] == size and found.by_kind["batch"] == 8 * 16 * 4
+    assert size <= found.by_kind["optimizer"] <= size + 8
+    made = jaxmp.nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9))
+    step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
+    found = memory(step)(model, made, jnp.ones((8, 16)))
+    assert found.by_kind["params"] == size and size <= found.by_kind["optimizer"] <= size + 64
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    args = shape(64, 64), shape(256, 64)
+    found = memory(gradients)(*args)
+    limit = 1_000_000
+    size = found.largest_batch(limit)
+    assert memory(gradients)(args[0], shape(size, 64)).peak <= limit
+    assert memory(gradients)(args[0], shape(size + 1, 64)).peak > limit
+    assert found.largest_batch(limit, multiple_of=8) == size // 8 * 8
+    assert found.largest_batch(1000) == 0
+
+
+def test_the_search_compiles_few_sizes_and_trusts_no_line():
+    compiled = []
+
+    def peak(bytes_of):
+        def known(size):
+            compiled.append(size)
+            return bytes_of(size)
+
+        return known
+
+    found = memory(lambda params, batch: batch @ params)(shape(4), shape(32, 4))
+    for bytes_of in (
+        lambda n: 1000 + 100 * n,
+        lambda n: 1000 + 100 * n + (5000 if n > 77 else 0),
+        lambda n: 1000 + n * n,
+        lambda n: 1000 + 256 * (n // 16) * 16,
+    ):
+        compiled.clear()
+        case = type(found)("cpu", bytes_of(32), {}, {}, (), 32, peak(bytes_of))
+        size = case.largest_batch(20_000)
+        assert bytes_of(size) <= 20_000 < bytes_of(size + 1), size
+        assert len(compiled) <= 16
+
+
+def test_errors_say_what_to_do(monkeypatch):
+    with pytest.raises(ValueError, match=r"device is None, .*h200, h100, a100.*, got 'h300'; nearest: 'h"):
+        memory(gradients, device="h300")(shape(4, 4), shape(4, 4))
+    with pytest.raises(ValueError, match="scales axis 0 of the batch, but no argument is one; pass the batch after"):
+        memory(lambda params: params * 2)(shape(4)).largest_batch(100)
+    with pytest.raises(ValueError, match="take as much memory: axis 0 of what it takes for the batch makes no"):
+        constant = memory(lambda params, batch: batch @ params)(shape(4), shape(2, 4))
+        type(constant)("cpu", 10, {}, {}, (), 2, lambda size: 10).largest_batch(100)
+    monkeypatch.setattr(targets, "PLUGINS", ("no_such_plugin",))
+    with pytest.raises(ModuleNotFoundError, match="compile-only"):
+        memory(gradients, device="h200")(shape(4, 4), shape(4, 4))
+
+
+def test_it_is_shown_as_text_a_table_and_json():
+    found = memory(gradients)(shape(64, 64), shape(256, 64))
+    assert str(found).startswith("0.3 MiB at the peak on cpu, batch of 256\nby kind: params 0.0, batch 0.1")
+    assert found.table().row_count <= 20
+    plain = json.loads(found.to_json())
+    assert plain["peak"] == found.peak and plain["by_kind"] == found.by_kind and "_peak_with" not in plain
+
+
+def test_the_command_prints_it_and_says_in_one_line_what_is_wrong(capsys):
+    assert main(["memory", "jax.numpy:matmul", "--arg", "float32[8,16]", "--arg", "float32[16,4]", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["by_kind"]["params"] == 512 and plain["by_kind"]["batch"] == 256
+    for arguments, said in (
+        (["--device", "h300"], "got 'h300'"),
+        (["--arg", "float32[8,3]"], "takes (a, b"),
+    ):
+        assert main(["memory", "jax.numpy:matmul", "--arg", "float32[8,4]", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("jaxmp memory: error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_for_each_described_gpu_it_is_what_the_compiler_reports(name):
+    pytest.importorskip("jax_cuda13_plugin")
+    step, state, batch = training()
+    found = memory(step, device=name)(state, batch)
+    target = targets.TARGETS[name]
+    placed = targets.on(targets.device_of(target.text()), (state, batch))
+    lowered = step.jitted.trace(*placed).lower(lowering_platforms=("cuda",))
+    assert found.peak == peak_of(lowered.compile(compiler_options=targets.COMPILER_OPTIONS))
+    assert sum(found.by_kind.values()) == sum(found.by_dtype.values()) == found.peak
+    assert found.device == target.name

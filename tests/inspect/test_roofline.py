@@ -1,0 +1,148 @@
+"""Times are predicted from FLOPs, bytes and launches, which are counted from shapes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmp
+from jaxmp.cli import main
+from jaxmp.inspect import hlo, targets
+
+module = importlib.import_module("jaxmp.inspect.roofline")
+
+# As XLA compiles for GPUs: a float32 product that may be TF32 and one that may not, a half one with a bias and a
+# workspace, a causal attention, a convolution and its two derivatives, a loop of three turns, an update in place.
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%update (p0: f32[1000,64], p1: f32[4,64], p2: s32[4,1]) -> f32[1000,64] {
+  %p0 = f32[1000,64]{1,0} parameter(0)
+  %p1 = f32[4,64]{1,0} parameter(1)
+  %p2 = s32[4,1]{1,0} parameter(2)
+  ROOT %scatter = f32[1000,64]{1,0} scatter(%p0, %p2, %p1), to_apply=%add
+}
+
+%body (state: f32[256,512]) -> f32[256,512] {
+  %state = f32[256,512]{1,0} parameter(0)
+  ROOT %turn = f32[256,512]{1,0} fusion(%state), kind=kLoop, calls=%none
+}
+
+ENTRY %main (a: f32[256,128], b: f32[128,512], h: bf16[64,32], g: bf16[32,16], q: bf16[2,64,4,32]) -> f32[] {
+  %a = f32[256,128]{1,0} parameter(0)
+  %b = f32[128,512]{1,0} parameter(1)
+  %h = bf16[64,32]{1,0} parameter(2)
+  %g = bf16[32,16]{1,0} parameter(3)
+  %q = bf16[2,64,4,32]{3,2,1,0} parameter(4)
+  %x = bf16[8,14,14,16]{3,2,1,0} parameter(5)
+  %k = bf16[3,3,16,24]{3,2,1,0} parameter(6)
+  %t = f32[1000,64]{1,0} parameter(7)
+  %u = f32[4,64]{1,0} parameter(8)
+  %i = s32[4,1]{1,0} parameter(9)
+  %tf32 = (f32[256,512]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/jvp(Net)/dense/dot_general"}, backend_config={"lhs_contracting_dimensions":["1"],"operand_precision":["DEFAULT","DEFAULT"]}
+  %fp32 = (f32[256,512]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/transpose(jvp(Net))/dense/rematted_computation/dot_general"}, backend_config={"lhs_contracting_dimensions":["1"],"operand_precision":["HIGHEST","HIGHEST"]}
+  %half = (bf16[64,16]{1,0}, s8[4194304]{0}) custom-call(%h, %g), custom_call_target="__cublas$lt$matmul", backend_config={"lhs_contracting_dimensions":["1"],"operand_precision":["DEFAULT","DEFAULT"]}
+  %attention = (bf16[2,4,64,32]{3,1,2,0}, f32[2,4,64]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask_type": "CAUSAL"}
+  %conv = (bf16[8,12,12,24]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), window={size=3x3}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convForward"
+  %y = bf16[8,12,12,24]{3,2,1,0} get-tuple-element(%conv), index=0
+  %dx = (bf16[8,14,14,16]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), window={size=3x3}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardInput"
+  %dk = (bf16[3,3,16,24]{3,2,1,0}, u8[0]{0}) custom-call(%x, %y), window={size=3x3}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %gte = f32[256,512]{1,0} get-tuple-element(%tf32), index=0
+  %loop = f32[256,512]{1,0} while(%gte), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %embedding = f32[1000,64]{1,0} fusion(%t, %u, %i), kind=kInput, calls=%update
+  ROOT %end = f32[] constant(0)
+}
+"""  # noqa: E501
+H200 = module._hardware("h200")
+
+
+def test_flops_and_bytes_are_those_of_the_shapes():
+    found = {kernel.name: kernel for kernel in module.of_program(hlo.Program(TEXT), H200).kernels}
+    dot, conv = 2 * 256 * 128 * 512, 2 * (8 * 12 * 12 * 24) * (3 * 3 * 16)
+    flops = {name: (kernel.flops, kernel.dtype) for name, kernel in found.items() if kernel.flops}
+    assert flops == {
+        "tf32": (dot, "tensorfloat32"),
+        "fp32": (dot, "float32"),
+        "half": (2 * 64 * 32 * 16, "bfloat16"),
+        "attention": (2 * 2 * (2 * 64 * 4 * 32) * 64 // 2, "bfloat16"),
+        "conv": (conv, "bfloat16"),
+        "dx": (conv, "bfloat16"),
+        "dk": (conv, "bfloat16"),
+    }
+    assert found["tf32"].bytes == 4 * (256 * 128 + 128 * 512 + 256 * 512)  # without the workspace
+    assert found["turn"].count == 3 and found["turn"].bytes == 3 * 2 * 4 * 256 * 512
+    assert found["embedding"].bytes == 3 * 4 * 64 * 4 + 4 * 4  # rows read, the table's read and written, indices
+    assert found["tf32"].path == "Net/dense" and not found["tf32"].recomputed and found["fp32"].recomputed
+
+
+def test_the_time_is_that_of_arithmetic_bytes_and_launches():
+    found = module.of_program(hlo.Program(TEXT), H200)
+    kernels = {kernel.name: kernel for kernel in found.kernels}
+    assert found.milliseconds == pytest.approx(sum(kernel.milliseconds for kernel in found.kernels))
+    assert [each.milliseconds for each in found.kernels] == sorted(
+        (k.milliseconds for k in found.kernels), reverse=True
+    )
+    fp32 = kernels["fp32"]
+    seconds = fp32.flops / (0.8 * 67e12) + fp32.bytes / (0.9 * 4.8e12) + 2e-6
+    assert fp32.milliseconds == pytest.approx(1e3 * seconds)
+    assert kernels["embedding"].bound == "launch"
+    peaks = {"tensorfloat32": 494.7e12, "bfloat16": 989.4e12}
+    least = sum(k.flops / peaks[k.dtype] for k in found.kernels if k.flops and not k.recomputed)
+    assert found.model_flop_utilisation == pytest.approx(1e3 * least / found.milliseconds)
+
+
+def test_large_products_are_bound_by_arithmetic_and_moves_by_bytes():
+    text = (
+        TEXT.replace("[256,128]", "[8192,8192]").replace("[128,512]", "[8192,8192]").replace("[256,512]", "[8192,8192]")
+    )
+    bounds = {kernel.name: kernel.bound for kernel in module.of_program(hlo.Program(text), H200).kernels}
+    assert bounds["fp32"] == bounds["tf32"] == "arithmetic" and bounds["turn"] == "bytes"
+
+
+def test_without_peak_rates_the_error_names_the_gpus_that_have_them():
+    with pytest.raises(ValueError, match=r"none of 'cpu'; name a GPU that it has: device='h200', 'h100'"):
+        jaxmp.inspect.roofline(jnp.tanh)(jnp.ones(3))
+    with pytest.raises(ValueError, match="got 'h300'"):
+        jaxmp.inspect.roofline(jnp.tanh, device="h300")(jnp.ones(3))
+
+
+def test_every_described_gpu_has_peak_rates():
+    for name in targets.TARGETS:
+        known = module._hardware(name)
+        assert known.peak_tflops["float16"] > known.peak_tflops["float32"]
+        assert known.peak_bandwidth == pytest.approx(targets.TARGETS[name].bandwidth, rel=0.05)
+
+
+def test_it_is_shown_as_text_a_table_and_json():
+    found = module.of_program(hlo.Program(TEXT), H200)
+    lines = str(found).splitlines()
+    assert lines[0].endswith(f"ms predicted on NVIDIA H200, model FLOP utilisation {found.model_flop_utilisation:.1%}")
+    assert lines[-1].startswith("bound by: arithmetic ")
+    assert found.table().row_count == len(found.kernels)
+    assert json.loads(found.to_json())["kernels"][0]["name"] == found.kernels[0].name
+
+
+def test_the_command_says_in_one_line_what_is_wrong(capsys):
+    assert main(["roofline", "jax.numpy:sin", "--arg", "float32[8]"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxmp roofline: error: a roofline needs") and error.count("\n") == 1
+
+
+def test_a_step_is_predicted_for_a_gpu_that_is_not_there_and_half_is_faster():
+    pytest.importorskip("jax_cuda13_plugin")
+
+    def loss(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params) @ params).astype(jnp.float32) ** 2)
+
+    times = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        args = jax.ShapeDtypeStruct((4096, 4096), dtype), jax.ShapeDtypeStruct((8192, 4096), dtype)
+        found = jaxmp.inspect.roofline(jax.grad(loss), device="h200")(*args)
+        products = [kernel for kernel in found.kernels if kernel.flops]
+        assert sum(kernel.flops for kernel in products) == 5 * 2 * 8192 * 4096**2
+        assert all("test_roofline.py:" in kernel.source for kernel in products)
+        times[dtype] = found.milliseconds
+    assert times[jnp.bfloat16] < 0.7 * times[jnp.float32]
