@@ -80,7 +80,7 @@ def path_of(op_name: str) -> str:
     >>> path_of("jit(step)/transpose(jvp(GPT2))/attention2/qkv/dot_general")
     'GPT2/attention2/qkv'
     """
-    scopes, _, _ = _TRANSFORM.sub("(", _JIT.sub("", op_name)).rpartition("/")
+    scopes, _, _ = _TRANSFORM.sub("(", _JIT.sub("", op_name.partition(";")[0])).rpartition("/")
     names = (name.strip("()") for name in scopes.split("/"))
     own = (name for name in names if name not in _JAX_SCOPES and not name.startswith(("jaxmp.", "branch_")))
     return "/".join(name for name in own if name)
@@ -157,11 +157,16 @@ class Program:
                 operands = tuple(_OPERAND.findall(_NOT_NAMES.sub("", _arguments(rest)))) if opcode != "constant" else ()
                 current[name] = Instruction(name, opcode, result, operands, line)
 
+    def _inside(self, instruction: Instruction) -> list[tuple[str, Instruction]]:
+        """What a fusion consists of, with the computation that it stands in."""
+        bodies = self.bodies(instruction)
+        return [(name, each) for name in bodies for each in self.computations.get(name, {}).values()]
+
     def made_by(self, instruction: Instruction) -> Instruction:
         """The instruction with JAX's name for what a kernel does: itself, or the last named one in a fusion."""
         if instruction.op_name or instruction.opcode != "fusion":
             return instruction
-        inside = [each for name in self.bodies(instruction) for each in self.computations[name].values()]
+        inside = [each for _, each in self._inside(instruction)]
         return next((each for each in reversed(inside) if each.op_name), instruction)
 
     def source(self, instruction: Instruction) -> str:
@@ -251,7 +256,7 @@ class Program:
             return {int(n or 0): (int(operand), instruction.bytes) for n, operand in found}
         known, roots = self.computations[computation], [instruction]
         if instruction.opcode == "fusion":
-            known = {name: each for body in self.bodies(instruction) for name, each in self.computations[body].items()}
+            known = {each.name: each for _, each in self._inside(instruction)}
             roots = [self._behind_bitcasts(known, name) for name in list(known)[-1:]]
             if roots and roots[0].opcode == "tuple":
                 roots = [self._behind_bitcasts(known, name) for name in roots[0].operands]
@@ -276,8 +281,7 @@ class Program:
     def products_of(self, computation: str, instruction: Instruction) -> list[Product]:
         """The products of a kernel, those in a fusion too."""
         if instruction.opcode == "fusion":
-            inner = [(name, each) for name in self.bodies(instruction) for each in self.computations[name].values()]
-            return [product for name, each in inner for product in self.products_of(name, each)]
+            return [product for name, each in self._inside(instruction) for product in self.products_of(name, each)]
         kind = _product(instruction)
         if kind is None:
             return []
@@ -318,8 +322,7 @@ class Program:
         known = self.computations[computation]
         read = {n: known[name].bytes for n, name in enumerate(instruction.operands) if name in known}
         read = {n: each for n, each in read.items() if instruction.operands[n] not in instruction.operands[:n]}
-        bodies = self.bodies(instruction) if instruction.opcode.startswith("fusion") else []
-        inside = [each for name in bodies for each in self.computations.get(name, {}).values()]
+        inside = [each for _, each in self._inside(instruction)] if instruction.opcode == "fusion" else []
         for parameter in (each for each in inside if each.opcode == "parameter"):
             number = _NUMBER.search(parameter.text)
             operand = int(number[1]) if number else -1
@@ -337,8 +340,7 @@ class Program:
 
     def _is_product(self, instruction: Instruction) -> bool:
         """Whether it is a product, or a library's product that a fusion hands a slice to."""
-        inner = self.bodies(instruction) if instruction.opcode == "fusion" else []
-        calls = [each for name in inner for each in self.computations.get(name, {}).values()]
+        calls = [each for _, each in self._inside(instruction)] if instruction.opcode == "fusion" else []
         return bool(_product(instruction)) or any(each.opcode == "custom-call" and _product(each) for each in calls)
 
     def _cast(self, computation: str, instruction: Instruction) -> str | None:

@@ -184,7 +184,7 @@ def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..
 
     def plan(*args: Any) -> Memory:
         jitted, inputs = targets.call_of(fun, args)
-        names = _parameters(fun)
+        names = _parameters(jitted)
         leaves = list(_leaves(inputs, names))
         batch = next((np.shape(leaf)[0] for leaf, kind, _ in leaves if kind == "batch" and np.shape(leaf)), None)
         compiled = targets.compiled(jitted, inputs, device)
