@@ -117,7 +117,7 @@ def test_without_the_assembler_the_error_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"variants": ("jaxmp-bf17",)}, "--variants must be among hand-fp32, hand-bf16"),
+        ({"variants": ("jaxmp-bf17",)}, "--variants must be among hand-fp32, hand-tf32"),
         ({"layers": -1}, "--layers must be at least 0, got -1"),
         ({"models": ()}, "the number of --models must be at least 1, got 0"),
         (
