@@ -79,6 +79,9 @@ class Config(records.Small):
     """Rows to compile, among hand-fp32, hand-tf32, hand-fp16, hand-bf16, jaxmp-fp32, jaxmp-tf32, jaxmp-bf16, autocast-bf16,
     jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled, jaxmp-fp16-gradients,
     jaxmp-fp16-updates and jaxmp-fp16. (default: all)"""
+    """Rows to compile, among hand-fp32, hand-tf32, hand-fp16, hand-bf16, jaxmp-fp32, jaxmp-tf32, jaxmp-bf16,
+    autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled,
+    jaxmp-fp16-gradients, jaxmp-fp16-updates and jaxmp-fp16. (default: all)"""
     target: Literal["h200", "h100", "a100"] = "h200"
     """GPU to compile for."""
     target_config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None

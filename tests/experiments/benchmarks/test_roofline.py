@@ -25,5 +25,5 @@ def test_a_row_for_each_program_on_record(tmp_path):
 
 
 def test_without_programs_the_error_says_how_to_make_them(tmp_path):
-    with pytest.raises(FileNotFoundError, match="run benchmarks.compile_only with --hlo"):
+    with pytest.raises(FileNotFoundError, match=r"run benchmarks\.compile_only with --hlo"):
         roofline.table(tmp_path)
