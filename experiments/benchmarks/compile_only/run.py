@@ -35,36 +35,10 @@ from jaxmp.inspect import hlo, targets
 
 _H200 = targets.TARGETS["h200"]
 VARIANTS = (
-    "hand-fp32", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16", "jaxmp-bf16-remat",
-    "jaxmp-bf16-remat-dots", "jaxmp-bf16-remat-full", "jaxmp-fp16-unscaled", "jaxmp-fp16",
+    "hand-fp32", "hand-tf32", "hand-fp16", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16",
+    "jaxmp-bf16-remat", "jaxmp-bf16-remat-dots", "jaxmp-bf16-remat-full", "jaxmp-fp16-unscaled", "jaxmp-fp16",
 )  # fmt: skip
 """The rows of benchmarks.train_step that ``--variants`` takes."""
-
-@dataclasses.dataclass(frozen=True)
-class Variant(Row):
-    """A row of benchmarks.train_step, or an ordinary optax step with ``checks``: what loss scaling looks at there."""
-
-    checks: Literal["", "gradients", "updates"] = ""
-
-
-VARIANTS: dict[str, Variant] = {
-    "hand-fp32": Variant("by hand, fp32", "hand", "fp32"),
-    "hand-tf32": Variant("by hand, TF32", "hand", "tf32"),
-    "hand-fp16": Variant("by hand, fp16, no scaling", "hand", "fp16"),
-    "hand-bf16": Variant("by hand, bf16", "hand", "bf16"),
-    "jaxmp-fp32": Variant("jaxmp, fp32", "jaxmp", "fp32"),
-    "jaxmp-tf32": Variant("jaxmp, TF32", "jaxmp", "tf32"),
-    "jaxmp-bf16": Variant("jaxmp, bf16", "jaxmp", "bf16"),
-    "autocast-bf16": Variant("jaxmp.autocast, bf16", "autocast", "bf16"),
-    "jaxmp-bf16-remat": Variant("jaxmp, bf16, remat of all but attention", "jaxmp", "bf16", remat="attention"),
-    "jaxmp-bf16-remat-dots": Variant("jaxmp, bf16, remat of all but products", "jaxmp", "bf16", remat="dots"),
-    "jaxmp-bf16-remat-full": Variant("jaxmp, bf16, remat of all", "jaxmp", "bf16", remat="full"),
-    "jaxmp-fp16-unscaled": Variant("jaxmp, fp16, no scaling", "jaxmp", "fp16"),
-    "jaxmp-fp16-gradients": Variant("jaxmp, fp16, scaling, gradients checked", "jaxmp", "fp16", checks="gradients"),
-    "jaxmp-fp16-updates": Variant("jaxmp, fp16, scaling, updates checked too", "jaxmp", "fp16", checks="updates"),
-    "jaxmp-fp16": Variant("jaxmp, fp16, make_train_step", "jaxmp", "fp16", scaled=True),
-}
-"""Every row, by the name that ``--variants`` takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,16 +48,9 @@ class Config(records.Small):
     models: tuple[Name, ...] = NAMES
     """Models to compile."""
     variants: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ()
-    """Rows to compile, among hand-fp32, hand-bf16, jaxmp-fp32, jaxmp-tf32, jaxmp-bf16, autocast-bf16, jaxmp-bf16-remat,
-    jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled and jaxmp-fp16. (default: all)"""
-    """Rows to compile, among hand-fp32, hand-tf32, hand-fp16, hand-bf16, jaxmp-fp32, jaxmp-tf32, jaxmp-bf16, autocast-bf16,
-    jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled, jaxmp-fp16-gradients,
-    jaxmp-fp16-updates and jaxmp-fp16. (default: all)"""
     """Rows to compile, among hand-fp32, hand-tf32, hand-fp16, hand-bf16, jaxmp-fp32, jaxmp-tf32, jaxmp-bf16,
-    autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled,
-    jaxmp-fp16-gradients, jaxmp-fp16-updates and jaxmp-fp16. (default: all)"""
-    target: Literal["h200", "h100", "a100"] = "h200"
-    """GPU to compile for."""
+    autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled and jaxmp-fp16.
+    (default: all)"""
     target_config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """File with the description of another GPU than the H200, the text form of XLA's GpuTargetConfigProto. What is not
     for the H200 is not compared with torch."""
