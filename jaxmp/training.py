@@ -396,7 +396,19 @@ class TrainStep:
             if count >= self._max_skips and int(jax.device_get(state.stuck)) >= self._max_skips:
                 bad = batch if _is_deleted(self._bad_batch) else self._bad_batch
                 self._reports.clear()
-                raise NonFiniteTrainingError(self._explain(count, state, bad))
+                raise self._error(count, state, bad)
+
+    def _error(self, steps: int, state: TrainState, batch: Any) -> NonFiniteTrainingError:
+        from jaxmp.inspect.blame import first_nonfinite  # which reads this module, and is not needed before
+
+        error = NonFiniteTrainingError(self._explain(steps, state, batch))
+        try:
+            error.blame = first_nonfinite(self)(state, batch)
+        except Exception as failure:  # an error of the search must not hide the error that it is to explain
+            error.add_note(f"the operation was not found: {type(failure).__name__}: {failure}")
+        if error.blame is not None:
+            error.args = (f"{error}. First: {error.blame.summary()}",)
+        return error
 
     def _explain(self, steps: int, state: TrainState, batch: Any) -> str:
         """Says what is not finite, by computing the gradients of the last bad batch once more."""
@@ -424,7 +436,13 @@ class TrainStep:
 
 
 class NonFiniteTrainingError(FloatingPointError):
-    """Too many steps in a row were not finite although the loss scale was as low as it can be."""
+    """Too many steps in a row were not finite although the loss scale was as low as it can be.
+
+    ``blame`` is the :class:`jaxmp.inspect.Blame` of the last bad step: which operation made the first infinity or NaN.
+    None if there is none in loss and gradients.
+    """
+
+    blame: Any = None
 
 
 def make_eval_step(

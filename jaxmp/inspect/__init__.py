@@ -12,3 +12,5 @@ from jaxmp.inspect.memory import Memory as Memory
 from jaxmp.inspect.memory import memory as memory
 from jaxmp.inspect.roofline import Roofline as Roofline
 from jaxmp.inspect.roofline import roofline as roofline
+from jaxmp.inspect.blame import Blame as Blame
+from jaxmp.inspect.blame import first_nonfinite as first_nonfinite
