@@ -14,3 +14,5 @@ from jaxmp.inspect.roofline import Roofline as Roofline
 from jaxmp.inspect.roofline import roofline as roofline
 from jaxmp.inspect.blame import Blame as Blame
 from jaxmp.inspect.blame import first_nonfinite as first_nonfinite
+from jaxmp.inspect.compare import Comparison as Comparison
+from jaxmp.inspect.compare import compare as compare

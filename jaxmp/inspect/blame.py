@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.inspect import tables
+from jaxmp.inspect.calls import argument_paths, differentiated, is_inexact, loss_and_rest
 from jaxmp.inspect.evaluate import Records, evaluate
 from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
 from jaxmp.loss_scale import StaticLossScale
-from jaxmp.optimizer import LossScalingState, require_loss
+from jaxmp.optimizer import LossScalingState
 from jaxmp.training import TrainState, TrainStep
-from jaxmp.tree import path_name, widen
+from jaxmp.tree import widen
 
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type copy "
-    "copy_p cos cosh digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p log2 logistic max min "
-    "mul neg nextafter one_minus_square pow reduce_precision rem rsqrt select_n sign sin sinh sqrt square sub tan "
-    "tanh".split()
-)
+_ELEMENTWISE = """
+abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type copy copy_p
+cos cosh digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p log2 logistic max min mul neg
+nextafter one_minus_square pow reduce_precision rem rsqrt select_n sign sin sinh sqrt square sub tan tanh
+""".split()  # noqa: SIM905
 # NaN of finite operands is the difference of two overflows, or an overflow in a dtype without infinities.
-_NEVER_INVALID = PRODUCTS | frozenset(
-    "add_any convert_element_type cumsum fft psum reduce_precision reduce_sum reduce_window_sum scatter-add".split()
-)
+_NEVER_INVALID = PRODUCTS.union(("add_any", "convert_element_type", "cumsum", "fft", "psum", "reduce_precision"))
+_NEVER_INVALID |= {"reduce_sum", "reduce_window_sum", "scatter-add"}
 # Where a function is infinite by itself, of its operands.
 _POLES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("log", "log2", "rsqrt", "integer_pow"), lambda x: x == 0),
@@ -122,11 +119,11 @@ class Blame:
 def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:
     """Finds the operation that made the first infinity or NaN of a loss or of its gradients.
 
-    The function and its derivative are traced, run once with a flag or two for each operation (in loops for each turn
-    of a scan, and the first bad turn of a while loop), and once more for the ranges of the blamed operands. From what is
+    The function and its derivative are traced, run once with a few flags for each operation (those of each turn of a
+    scan, and of the first bad turn of a while loop), and once more for the ranges of the blamed operands. From what is
     not finite in the end the search goes back through what is not finite. So an infinity that a ``where`` or a softmax
-    takes away is none, and a mask of ``-inf`` is none; but of a constant or an argument that is infinite, the operation
-    that makes NaN of it, or it itself where nothing else explains the result.
+    takes away is none, and a mask of ``-inf`` is none. An infinite argument is blamed, or what makes NaN of an infinite
+    constant, or the constant, if nothing that is computed from finite numbers explains the result.
 
     Args:
       fun: returns the loss, a floating scalar, or a tuple that begins with it; under :func:`jaxmp.autocast` or with
@@ -154,16 +151,16 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     def find(*args: Any) -> Blame | None:
         if isinstance(fun, TrainStep):
             return _of_step(fun, *args)
-        names = _names(fun, args)
+        paths = argument_paths(fun, args)
         if not grad:
-            return _find(lambda *args: ((), fun(*args), ()), args, names)
+            return _find(lambda *args: ((), fun(*args), ()), args, paths)
         program = _differentiated(fun, args)
         if scale == 1:
-            return _find(lambda *args: program(None, *args), args, names)
-        scaled = _find(program, (jnp.float32(scale), *args), ["loss_scale", *names])
+            return _find(lambda *args: program(None, *args), args, paths)
+        scaled = _find(program, (jnp.float32(scale), *args), ["loss_scale", *paths])
         if scaled is None:
             return None
-        return dataclasses.replace(scaled, scaled_only=_find(lambda *args: program(None, *args), args, names) is None)
+        return dataclasses.replace(scaled, scaled_only=_find(lambda *args: program(None, *args), args, paths) is None)
 
     return find
 
@@ -181,52 +178,37 @@ def _of_step(step: TrainStep, state: TrainState, batch: Any) -> Blame | None:
         return node._replace(loss_scale=StaticLossScale(1.0)) if isinstance(node, LossScalingState) else node
 
     args = state.params, state.model_state, batch
-    names = "params", "model_state", "batch"
-    found = _find(program_for(state), args, names)
+    paths = argument_paths(lambda params, model_state, batch: None, args)
+    found = _find(program_for(state), args, paths)
     if found is None:
         return None
     plain = jax.tree.map(unscaled, state.opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
     at_one = program_for(state.replace(opt_state=plain))
-    return dataclasses.replace(found, scaled_only=_find(at_one, args, names) is None)
+    return dataclasses.replace(found, scaled_only=_find(at_one, args, paths) is None)
 
 
 def _differentiated(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
     """Of scale and arguments the losses, what else ``fun`` returns, and the gradients."""
-    number = next((n for n, arg in enumerate(args) if any(map(_is_inexact, jax.tree.leaves(arg)))), None)
+    numbers = differentiated(args)
 
     def program(scale: Any, *args: Any) -> Any:
-        def losses(inexact: Sequence[Any]) -> Any:
-            given = list(args)
-            if number is not None:
-                rest = iter(inexact)
-                given[number] = jax.tree.map(lambda leaf: next(rest) if _is_inexact(leaf) else leaf, args[number])
-            result = fun(*given)
-            loss, *aux = result if isinstance(result, (tuple, list)) and len(result) else (result,)
-            require_loss(loss, "return the loss, or (loss, …), or ask for the results alone: grad=False")
+        leaves, structure = jax.tree.flatten(args)
+
+        def losses(some: Sequence[Any]) -> Any:
+            given = list(leaves)
+            for number, leaf in zip(numbers, some, strict=True):
+                given[number] = leaf
+            loss, rest = loss_and_rest(fun(*jax.tree.unflatten(structure, given)))
             scaled = loss
             if scale is not None:
                 with jax.named_scope("loss_scale"):
                     scaled = widen(loss) * scale.astype(widen(loss).dtype)
-            return scaled, (loss, aux)
+            return scaled, (loss, rest)
 
-        if number is None:
-            scaled, (loss, aux) = losses(())
-            return (loss, scaled), aux, ()
-        inexact = [leaf for leaf in jax.tree.leaves(args[number]) if _is_inexact(leaf)]
-        (scaled, (loss, aux)), grads = jax.value_and_grad(losses, has_aux=True)(inexact)
-        return (loss, scaled), aux, grads
+        (scaled, (loss, rest)), grads = jax.value_and_grad(losses, has_aux=True)([leaves[n] for n in numbers])
+        return (loss, scaled), rest, grads
 
     return program
-
-
-def _names(fun: Any, args: Sequence[Any]) -> list[str]:
-    """What to call the arguments: as the function does, where it has names for them."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        parameters = {}.values()
-    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    return [*names, *map(str, range(len(names), len(args)))][: len(args)]
 
 
 class _Flags(NamedTuple):
@@ -247,7 +229,7 @@ class _Recorder:
         self.only = only
 
     def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Any) -> tuple[list[Any], Any]:
-        if (self.only is not None and key != self.only) or not any(map(_is_inexact, results)):
+        if (self.only is not None and key != self.only) or not any(map(is_inexact, results)):
             return results, None
         name, bad = eqn.primitive.name, [~_finite(result) for result in results]
         if name in ("scan", "while", "cond"):
@@ -296,17 +278,12 @@ def _any(flags: Sequence[jax.Array]) -> jax.Array:
     return out
 
 
-def _is_inexact(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None) if hasattr(value, "dtype") else jnp.result_type(value)
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
 def _finite(value: Any) -> jax.Array:
-    return jnp.isfinite(_wide(value)) if _is_inexact(value) else jnp.array(True)
+    return jnp.isfinite(_wide(value)) if is_inexact(value) else jnp.array(True)
 
 
 def _nan(value: Any) -> jax.Array:
-    return jnp.isnan(_wide(value)) if _is_inexact(value) else jnp.array(False)
+    return jnp.isnan(_wide(value)) if is_inexact(value) else jnp.array(False)
 
 
 def _wide(value: Any) -> jax.Array:
@@ -323,14 +300,13 @@ def _range(value: Any) -> tuple[jax.Array, jax.Array] | None:
     return jnp.nanmin(value), jnp.nanmax(value)
 
 
-def _find(program: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> Blame | None:
+def _find(program: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
     """The blame in a function that returns losses, whatever else, and gradients."""
     jaxpr, consts, structure = program_of(program, *args)
-    leaves = jax.tree.leaves_with_path(tuple(args))
-    inputs = [leaf for _, leaf in leaves]
+    inputs = jax.tree.leaves(tuple(args))
     results, records = _run(jaxpr, consts, inputs)
     roots = values_of(jaxpr, consts)
-    losses, aux, grads = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(roots))))
+    losses, aux, _ = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(roots))))
     bad = [n for n, result in enumerate(results) if _is_bad(result)]
     main = [roots[n] for n in bad if n not in aux]
     early = leading_to([roots[n] for n in (*losses, *aux)])
@@ -342,14 +318,13 @@ def _find(program: Callable[..., Any], args: Sequence[Any], names: Sequence[str]
     ]
     if not suspects:
         return None
-    found = min(suspects, key=lambda it: (it.rank, it.value not in early, it.value.time(it.turns)))
+    found = min(suspects, key=lambda it: (it.rank, it.value not in early, it.value.order(it.turns)))
     value, turns = found.value, found.turns
     if value.eqn is None and (found.reader is None or value.constant is None):
-        name, given = "a constant", value.constant
+        given, path = value.constant, "a constant"
         if given is None:
-            path, given = leaves[value.position]
-            name = "/".join(filter(None, (names[path[0].idx], path_name(path[1:]))))
-        return Blame("input", "", name, "", "input", _ranges([given], [_range(given)]), None, False)
+            given, path = inputs[value.position], paths[value.position]
+        return Blame("input", "", path, "", "input", _ranges([given], [_range(given)]), None, False)
     phase, kind = ("input", "input") if value.eqn is None else ("forward" if value in early else "backward", "")
     if value.eqn is None:
         value, turns = found.reader

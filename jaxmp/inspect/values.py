@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -56,18 +57,21 @@ class Value:
             for other in step(turns):
                 yield number, value, other
 
-    def time(self, turns: Turns) -> tuple[int, ...]:
-        """Sorts the values of a program in the order in which they are computed."""
-        order = list(self.key)
+    def order(self, turns: Turns = ()) -> tuple[float, ...]:
+        """Sorts the values of a program as they are computed, a loop's result after what is in the loop."""
+        numbers: list[float] = [*self.key, math.inf]
         for scan, turn in reversed(list(zip(self.scans, turns, strict=False))):
-            order.insert(scan.depth, scan.length - 1 - turn if scan.reverse else turn)
-        return tuple(order)
+            numbers.insert(scan.depth, scan.length - 1 - turn if scan.reverse else turn)
+        return tuple(numbers)
 
 
-def values_of(jaxpr: Any, consts: Sequence[Any]) -> list[Value]:
-    """The results of an open jaxpr, from which all else is reached; without what leads to none of them."""
+def values_of(jaxpr: Any, consts: Sequence[Any], keeps_rules: bool = False) -> list[Value]:
+    """The results of an open jaxpr, from which all else is reached that leads to them.
+
+    With ``keeps_rules`` a function with a derivative rule is one operation, as for :func:`jaxmp.inspect.evaluate`.
+    """
     arguments = [Value((), position=n) for n in range(len(jaxpr.invars))]
-    return _body(jaxpr, consts, arguments, (), ())
+    return _Body(keeps_rules)(jaxpr, consts, arguments, (), ())
 
 
 def leading_to(values: Sequence[Value]) -> set[Value]:
@@ -85,63 +89,81 @@ def _same(turns: Turns) -> list[Turns]:
     return [turns]
 
 
-def _outside(turns: Turns) -> list[Turns]:
-    return [turns[:-1]]
+class _Body(NamedTuple):
+    keeps_rules: bool
 
+    def __call__(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], key: Key, scans: tuple[Scan, ...]
+    ) -> list[Value]:
+        """The results of a body, of its inputs."""
+        env = dict(zip(jaxpr.invars, inputs, strict=True))
+        env |= {var: Value((), constant=const) for var, const in zip(jaxpr.constvars, consts, strict=True)}
 
-def _body(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], key: Key, scans: Any) -> list[Value]:
-    env = dict(zip(jaxpr.invars, inputs, strict=True))
-    env |= {var: Value((), constant=const) for var, const in zip(jaxpr.constvars, consts, strict=True)}
+        def read(atom: Any) -> Value:
+            return Value((), constant=np.asarray(atom.val)) if reading.is_literal(atom) else env[atom]
 
-    def read(atom: Any) -> Value:
-        return Value((), constant=np.asarray(atom.val)) if reading.is_literal(atom) else env[atom]
-
-    for number, eqn in enumerate(jaxpr.eqns):
-        operands, place, bodies = [read(atom) for atom in eqn.invars], (*key, number), reading.bodies_of(eqn)
-        if bodies is not None and bodies.kind == "call" and eqn.primitive.name != "shard_map":
-            results = _body(*reading.opened(bodies.jaxprs[0]), operands, (*place, 0), scans)
-        else:
+        for number, eqn in enumerate(jaxpr.eqns):
+            operands, place, bodies = [read(atom) for atom in eqn.invars], (*key, number), reading.bodies_of(eqn)
+            name = eqn.primitive.name
+            if name == "shard_map" or (self.keeps_rules and name.startswith("custom_")):
+                bodies = None
             results = [Value(place, eqn, n, scans) for n in range(len(eqn.outvars))]
-            if bodies is None or bodies.kind == "call":
+            if bodies is None:
                 for result in results:
                     result.reads = [(n, operand, _same) for n, operand in enumerate(operands)]
+            elif bodies.kind == "call":
+                results = self(*reading.opened(bodies.jaxprs[0]), operands, (*place, 0), scans)
             elif bodies.kind == "cond":
                 for index, branch in enumerate(bodies.jaxprs):
-                    inner = _body(*reading.opened(branch), operands[1:], (*place, index), scans)
+                    inner = self(*reading.opened(branch), operands[1:], (*place, index), scans)
                     for result, value in zip(results, inner, strict=True):
                         result.reads.append((index, value, _same))
             else:
-                _loop(eqn, bodies, operands, results, place, scans)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+                self.loop(eqn, bodies, operands, results, scans)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
 
+    def loop(
+        self,
+        eqn: Any,
+        bodies: reading.Bodies,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        scans: tuple[Scan, ...],
+    ) -> None:
+        """Joins what a loop returns, carries and runs over; a while loop is one turn, and its condition left out."""
+        place = results[0].key if results else ()
+        enter = leave = begin = before = every = _same
+        if bodies.kind == "scan":
+            scan = Scan(len(place), bool(eqn.params["reverse"]), eqn.params["length"])
+            scans = (*scans, scan)
+            first, last, back = (scan.length - 1, 0, 1) if scan.reverse else (0, scan.length - 1, -1)
 
-def _loop(eqn: Any, bodies: reading.Bodies, operands: Any, results: Sequence[Value], place: Key, scans: Any) -> None:
-    """Joins what a loop returns, carries and runs over; of a while loop the turns are one, and its condition is left."""
-    is_scan = bodies.kind == "scan"
-    jaxpr, own = reading.opened(bodies.jaxprs[-1])
-    start, carry = bodies.start, bodies.carry if is_scan else len(results)
-    length, reverse = (eqn.params["length"], bool(eqn.params["reverse"])) if is_scan else (1, False)
-    first, last, back = (length - 1, 0, 1) if reverse else (0, length - 1, -1)
-    if is_scan:
-        inside = (*scans, Scan(len(place), reverse, length))
-        leave, final = _outside, lambda turns: [(*turns, last)] if length else []
-        begin = lambda turns: [turns[:-1]] if turns[-1] == first else []  # noqa: E731
-        before = lambda turns: [(*turns[:-1], turns[-1] + back)] if turns[-1] != first else []  # noqa: E731
-    else:
-        inside, leave, final, begin, before = scans, _same, _same, _same, _same
-    given = [Value(place, eqn, -1, inside) for _ in operands[bodies.consts :]]
-    values = _body(jaxpr, own, given, (*place, len(bodies.jaxprs) - 1), inside)
-    for n, (value, operand) in enumerate(zip(given, operands[bodies.consts :], strict=True)):
-        number = n - (start - bodies.consts)
-        if 0 <= number < carry:
-            value.reads = [(0, operand, begin), (1, values[number], before)]
-        else:
-            value.reads = [(0, operand, leave)]
-    for n, result in enumerate(results):
-        if n < carry:
-            result.reads = [(1, values[n], final)]
-            if not is_scan or not length:
+            def enter(turns: Turns) -> list[Turns]:
+                return [(*turns, last)] if scan.length else []
+
+            def every(turns: Turns) -> list[Turns]:
+                return [(*turns, turn) for turn in range(scan.length)]
+
+            def leave(turns: Turns) -> list[Turns]:
+                return [turns[:-1]]
+
+            def begin(turns: Turns) -> list[Turns]:
+                return [turns[:-1]] if turns[-1] == first else []
+
+            def before(turns: Turns) -> list[Turns]:
+                return [] if turns[-1] == first else [(*turns[:-1], turns[-1] + back)]
+
+        operands, start = operands[bodies.consts :], bodies.start - bodies.consts
+        given = [Value(place, eqn, -1, scans) for _ in operands]
+        body = reading.opened(bodies.jaxprs[-1])
+        values = self(*body, given, (*place, len(bodies.jaxprs) - 1), scans)
+        for n, (value, operand) in enumerate(zip(given, operands, strict=True)):
+            carried = start <= n < start + bodies.carry
+            value.reads = [(0, operand, begin if carried else leave)]
+            if carried:
+                value.reads.append((1, values[n - start], before))
+        for n, (result, value) in enumerate(zip(results, values, strict=True)):
+            result.reads = [(1, value, enter if n < bodies.carry else every)]
+            if n < bodies.carry and (bodies.kind == "while" or not eqn.params["length"]):
                 result.reads.append((0, operands[start + n], _same))
-        else:
-            result.reads = [(1, values[n], lambda turns: [(*turns, turn) for turn in range(length)])]

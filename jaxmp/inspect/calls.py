@@ -1,0 +1,47 @@
+"""What a call that is looked into takes and returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp.optimizer import require_loss
+from jaxmp.tree import path_name
+
+
+def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:
+    """Of each array among the arguments its path, which begins with what ``fun`` calls the argument."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # written in C
+        parameters = []
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    names = [*named, *map(str, range(len(named), len(args)))]
+    paths = [path for path, _ in jax.tree.leaves_with_path(tuple(args))]
+    return ["/".join(filter(None, (names[path[0].idx], path_name(path[1:])))) for path in paths]
+
+
+def differentiated(args: Sequence[Any]) -> list[int]:
+    """The numbers of the arrays that ``grad`` means: the floating ones of the first argument that has any."""
+    leaves = jax.tree.leaves_with_path(tuple(args))
+    found = [(n, path[0].idx) for n, (path, leaf) in enumerate(leaves) if is_inexact(leaf)]
+    return [n for n, argument in found if argument == found[0][1]]
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether a value is floating or complex."""
+    return bool(jnp.issubdtype(value.dtype if hasattr(value, "dtype") else jnp.result_type(value), jnp.inexact))
+
+
+def loss_and_rest(result: Any) -> tuple[Any, list[Any]]:
+    """The loss that a function returns, alone or first in a tuple, and the rest.
+
+    Raises:
+      TypeError: it is no floating scalar.
+    """
+    loss, *rest = result if isinstance(result, (tuple, list)) and result else (result,)
+    return require_loss(loss, "return the loss, or (loss, …), or ask for the results alone: grad=False"), rest

@@ -1,0 +1,386 @@
+"""A function under a policy beside itself in float32 or float64: what each layer returns, and its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.engine.autocast import autocast, policy_and_exceptions
+from jaxmp.inspect import tables
+from jaxmp.inspect.calls import argument_paths, differentiated, loss_and_rest
+from jaxmp.inspect.evaluate import evaluate
+from jaxmp.inspect.program import Key, program_of, returned
+from jaxmp.inspect.values import Turns, Value, leading_to, values_of
+
+_REFERENCES = ("float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A value under the policy beside the reference, all turns of loops together.
+
+    Attributes:
+      path: the module or scope that returns it; empty for the result; of a gradient of an argument that argument's.
+      phase: ``"forward"``, or ``"backward"`` for the gradient with respect to it.
+      dtype: under the policy.
+      relative_error: the L2 norm of the difference, over that of the reference.
+      mean_absolute_difference: of its elements.
+      cosine: of the angle between the two, taken as vectors.
+      ulps: the median of the differences in units of the spacing of the policy's compute dtype at the reference.
+    """
+
+    path: str
+    phase: str
+    dtype: str
+    relative_error: float
+    mean_absolute_difference: float
+    cosine: float
+    ulps: float
+
+
+_COLUMNS = ("path", "phase", "dtype", "relative error", "mean |difference|", "cosine", "ulps")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What a policy changes in a function.
+
+    Attributes:
+      rows: what modules and named scopes return and the result, in program order, then the gradients with respect to
+        them in the order of the backward pass, then those of the arguments.
+      entered: where the relative error first exceeds 4 times the larger of its inputs' and one rounding to half: the
+        path of the scope, also if it is its derivative that does it; empty for code in no scope, None if nowhere.
+      worst: the row with the largest relative error.
+      total: the row of the result and of all gradients of arguments together.
+      unmatched: paths of scopes that return other values under the policy, so that they have no row.
+    """
+
+    rows: tuple[Row, ...]
+    entered: str | None
+    worst: Row
+    total: Row
+    unmatched: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return tables.text(self._title(), _COLUMNS, self._cells(), self._after())
+
+    def table(self) -> Any:
+        """A ``rich.table.Table``."""
+        return tables.table("\n".join([self._title(), *self._after()]), _COLUMNS, self._cells())
+
+    def to_json(self) -> str:
+        """All fields by name; numbers that are not finite are null."""
+        return tables.as_json(self)
+
+    def _title(self) -> str:
+        where = "nowhere" if self.entered is None else f"in {self.entered or 'code in no scope'}"
+        return f"The error enters {where}; worst: {self.worst.relative_error:.2e} in {self.worst.path or 'the result'}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        rows = [*self.rows, dataclasses.replace(self.total, path="total")]
+        return [
+            (row.path or "result", row.phase, row.dtype, *(f"{number:.2e}" for number in dataclasses.astuple(row)[3:]))
+            for row in rows
+        ]
+
+    def _after(self) -> list[str]:
+        return [f"no row, because they return other values: {', '.join(self.unmatched)}"] if self.unmatched else []
+
+
+def compare(
+    fun: Callable[..., Any],
+    policy: Any,
+    *,
+    reference: str = "float32",
+    overrides: Mapping[str, str] | None = None,
+    grad: bool = True,
+) -> Callable[..., Comparison]:
+    """Compares a function under :func:`jaxmp.autocast` with itself, layer by layer, forward and backward.
+
+    Args:
+      fun: returns the loss, a floating scalar, or a tuple that begins with it; without ``grad`` anything.
+      policy, overrides: as for :func:`jaxmp.autocast`.
+      reference: ``"float32"``, the function as written with products in true float32, or ``"float64"``, traced under
+        ``jax.enable_x64`` with floating arguments in float64 (random numbers are others then: leave dropout out).
+      grad: whether to compare gradients too, with respect to all that scopes return and to the floating arrays of the
+        first argument that has any.
+
+    Returns:
+      A function of ``fun``'s arguments that returns a :class:`Comparison`. Both are compiled as written, every
+      rounding to half included (``xla_allow_excess_precision=False``), and all values come to the host.
+
+    Raises:
+      ValueError: another reference; or what :func:`jaxmp.autocast` raises.
+      TypeError: with ``grad``, ``fun`` returns no floating scalar first.
+
+    >>> def loss_fn(params, x):
+    ...     with jax.named_scope("layer"):
+    ...         y = x @ params["w"]
+    ...     return jnp.mean(y**2)
+    >>> x = jax.random.normal(jax.random.key(0), (8, 8))
+    >>> comparison = compare(loss_fn, "mixed_bfloat16")({"w": x}, x)
+    >>> comparison.entered is None, comparison.rows[0].path, comparison.rows[0].relative_error < 2**-8
+    (True, 'layer', True)
+    """
+    if reference not in _REFERENCES:
+        raise ValueError(
+            f"a reference is 'float32' or 'float64', got {reference!r}; 'float32' is the function as written"
+        )
+    dtype = policy_and_exceptions(policy, overrides)[0].compute_dtype
+    cast = autocast(fun, policy, overrides)
+
+    def run(*args: Any) -> Comparison:
+        paths = argument_paths(fun, args)
+        half = _measured(cast, args, paths, grad)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.default_matmul_precision("highest"))
+            if reference == "float64":
+                stack.enter_context(jax.enable_x64(True))
+                args = jax.tree.map(_double, args)
+            return _compared(half, _measured(fun, args, paths, grad), jnp.finfo(dtype))
+
+    return run
+
+
+def _double(leaf: Any) -> Any:
+    return jnp.asarray(leaf, jnp.float64) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
+
+
+@jax.custom_vjp
+def _tap(x: jax.Array, sink: jax.Array) -> jax.Array:
+    """``x``; the gradient with respect to ``sink`` is that with respect to ``x`` here."""
+    return x
+
+
+_tap.defvjp(lambda x, sink: (x, sink), lambda sink, ct: (ct, ct.astype(sink.dtype)))
+
+
+class _Tapped:
+    """Records some results by their positions, and taps those that a sink is given for."""
+
+    def __init__(self, positions: Mapping[Key, Sequence[int]]) -> None:
+        self.positions = positions
+
+    def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Any) -> tuple[list[Any], Any]:
+        positions = self.positions.get(key)
+        if positions is None:
+            return results, None
+        results = list(results)
+        for position, sink in (given or {}).items():
+            results[position] = _tap(results[position], sink)
+        return results, {position: results[position] for position in positions}
+
+    def merged(self, key: Key, old: Any, new: Any, turn: jax.Array) -> Any:
+        return new
+
+
+_Slot = tuple[Key, int]
+
+
+class _Measured(NamedTuple):
+    """A program, and what its scopes return: arrays of NumPy in float64 by equation and result."""
+
+    values: dict[_Slot, Value]
+    slots: list[tuple[str, _Slot]]  # by path, in program order
+    forward: dict[_Slot, np.ndarray]
+    backward: dict[_Slot, np.ndarray]
+    dtypes: dict[_Slot, str]
+    results: list[tuple[Value, np.ndarray, str]]
+    gradients: dict[int, tuple[str, np.ndarray, str]]  # by number of the argument's leaf
+
+
+def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str], grad: bool) -> _Measured:
+    def counted(*args: Any) -> Any:
+        return loss_and_rest(fun(*args)) if grad else ((), fun(*args))
+
+    jaxpr, consts, structure = program_of(counted, *args)
+    loss, rest = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(jaxpr.outvars))))
+    ends = [n for n in loss or rest if jnp.issubdtype(jaxpr.outvars[n].aval.dtype, jnp.floating)]
+    found = returned(jaxpr, [n in ends for n in range(len(jaxpr.outvars))])
+    positions: dict[Key, list[int]] = {}
+    for each in found:
+        positions[each.key] = [*dict.fromkeys((*positions.get(each.key, ()), each.position))]
+    inputs, wanted = jax.tree.leaves(tuple(args)), differentiated(args) if grad else []
+
+    def run(some: Sequence[Any], given: Any, consts: Any, inputs: Any) -> Any:
+        inputs = list(inputs)
+        for n, leaf in zip(wanted, some, strict=True):
+            inputs[n] = leaf
+        results, records = evaluate(jaxpr, consts, inputs, _Tapped(positions), given, keeps_rules=True)
+        return results[0] if grad else 0.0, (results, records)
+
+    options, some = {"xla_allow_excess_precision": False}, [inputs[n] for n in wanted]
+    if grad:
+        shapes = jax.eval_shape(run, some, None, consts, inputs)[1][1]
+        in_while = {each.key for each in found if None in each.turns}
+        wide = {key: jax.tree.map(_zeros, shape) for key, shape in shapes.items() if key not in in_while}
+        call = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), compiler_options=options)
+        (_, (results, records)), (grads, cotangents) = call(some, wide, consts, inputs)
+    else:
+        _, (results, records) = jax.jit(run, compiler_options=options)(some, None, consts, inputs)
+        grads, cotangents = [], {}
+    forward, backward = (
+        {(key, n): value for key, values in record.items() for n, value in values.items()}
+        for record in (records, cotangents)
+    )
+    roots = values_of(jaxpr, consts, keeps_rules=True)
+    return _Measured(
+        {(value.key, value.position): value for value in leading_to(roots) if value.is_computed},
+        [(each.path, (each.key, each.position)) for each in found],
+        {slot: _array(value) for slot, value in forward.items()},
+        {slot: _array(value) for slot, value in backward.items()},
+        {slot: str(value.dtype) for slot, value in forward.items()},
+        [(roots[n], _array(results[n]), str(results[n].dtype)) for n in ends],
+        {n: (paths[n], _array(ct), str(ct.dtype)) for n, ct in zip(wanted, grads, strict=True)},
+    )
+
+
+def _zeros(shape: Any) -> jax.Array:
+    return jnp.zeros(shape.shape, jnp.promote_types(shape.dtype, jnp.float32))
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value).astype(np.float64)
+
+
+def _compared(half: _Measured, full: _Measured, info: Any) -> Comparison:
+    pairs, unmatched = _pairs(half, full)
+    ends = [(a, b, dtype) for (_, a, dtype), (_, b, _) in zip(half.results, full.results, strict=True)]
+    grads = [(path, a, full.gradients[n][1], dtype) for n, (path, a, dtype) in half.gradients.items()]
+    rows = [_row(path, "forward", half.dtypes[a], half.forward[a], full.forward[b], info) for path, a, b in pairs]
+    rows += [_row("", "forward", dtype, a, b, info) for a, b, dtype in ends]
+    rows += [
+        _row(path, "backward", half.dtypes[a], half.backward[a], full.backward[b], info)
+        for path, a, b in reversed(pairs)
+        if b in full.backward
+    ]
+    gradients = [_row(path, "backward", dtype, a, b, info) for path, a, b, dtype in grads]
+    # What cancels out, such as the gradient of a bias before a batch norm, is rounding in any precision.
+    sizes = [float(np.sqrt(np.mean(np.square(b)))) if b.size else 0.0 for _, _, b, _ in grads]
+    tells = [size > float(info.eps) * max(sizes) for size in sizes]
+    counting = [*rows, *(row for row, is_told in zip(gradients, tells, strict=True) if is_told)]
+    told = {n for n, is_told in zip(half.gradients, tells, strict=True) if is_told}
+    both = [(a, b) for a, b, _ in ends] + [(a, b) for _, a, b, _ in grads]
+    together = [np.concatenate([each.ravel() for each in side] or [np.zeros(0)]) for side in zip(*both, strict=True)]
+    return Comparison(
+        (*rows, *gradients),
+        _entered(half, full, pairs, told, float(info.eps) / 2),
+        max(counting, key=lambda row: np.nan_to_num(row.relative_error, nan=np.inf)),
+        _row("", "backward" if grads else "forward", "", together[0], together[1], info),
+        unmatched,
+    )
+
+
+def _pairs(half: _Measured, full: _Measured) -> tuple[list[tuple[str, _Slot, _Slot]], tuple[str, ...]]:
+    """What the two return at the same path, call by call, in program order; and the paths where that cannot be told."""
+    groups: dict[tuple[str, Any], tuple[list[_Slot], list[_Slot]]] = {}
+    for side, measured in enumerate((half, full)):
+        for path, slot in measured.slots:
+            groups.setdefault((path, measured.forward[slot].shape), ([], []))[side].append(slot)
+    pairs, unmatched = [], []
+    for (path, _), (own, others) in groups.items():
+        if len(own) > len(others):  # a scope returns a value in half and its cast to float32
+            own = [slot for slot in own if half.values[slot].eqn.primitive.name != "convert_element_type"]
+        if len(own) != len(others):
+            unmatched.append(path)
+        else:
+            pairs += [(path, a, b) for a, b in zip(own, others, strict=True)]
+    return sorted(pairs, key=lambda pair: (full.values[pair[2]].order(), -len(pair[0]))), tuple(
+        dict.fromkeys(unmatched)
+    )
+
+
+_Node = tuple[Value, Turns]
+
+
+def _entered(
+    half: _Measured, full: _Measured, pairs: Sequence[tuple[str, _Slot, _Slot]], told: Collection[int], rounding: float
+) -> str | None:
+    """The path where the error enters, turn by turn of scans: forward, else backward, arguments' gradients last."""
+    paths: dict[Value, str] = {}
+    forward: dict[_Node, float] = {}
+    backward: dict[_Node, float] = {}
+    for path, a, b in pairs:
+        value = full.values[b]
+        if value not in paths:
+            paths[value] = path
+            forward |= _by_turn(value, half.forward[a], full.forward[b])
+            if b in full.backward:
+                backward |= _by_turn(value, half.backward[a], full.backward[b])
+    for (_, a, _), (value, b, _) in zip(half.results, full.results, strict=True):
+        if value not in paths:
+            paths[value] = ""
+            forward |= _by_turn(value, a, b)
+    reads = {node: list(_nearest(*node, forward)) for node in forward}
+    readers: dict[_Node, list[_Node]] = {}
+    for node, sources in reads.items():
+        for source in sources:
+            readers.setdefault(source, []).append(node)
+            if source[0].eqn is None and source[0].position in told:
+                _, gradient, _ = half.gradients[source[0].position]
+                backward |= _by_turn(source[0], gradient, full.gradients[source[0].position][1])
+
+    def time(node: _Node) -> tuple[float, ...]:
+        return node[0].order(node[1])
+
+    for node in sorted(forward, key=time):
+        if forward[node] > 4 * max(rounding, *(forward.get(source, 0.0) for source in reads[node])):
+            return paths[node[0]]
+    for node in sorted(backward, key=time, reverse=True):
+        after = sorted(readers.get(node, ()), key=time)
+        around = [source for reader in after for source in (reader, *reads[reader])]
+        given = [backward.get(reader, 0.0) for reader in after] + [forward.get(source, 0.0) for source in around]
+        if after and backward[node] > 4 * max(rounding, *given):
+            return paths[after[0][0]]
+    return None
+
+
+def _by_turn(value: Value, half: np.ndarray, full: np.ndarray) -> dict[_Node, float]:
+    return {(value, turns): _relative(half[turns], full[turns]) for turns in np.ndindex(full.shape[: len(value.scans)])}
+
+
+def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_Node]:
+    """The nearest of those known that a value is computed from, and the arguments."""
+    left, seen = [(value, turns)], {(value, turns)}
+    while left:
+        value, turns = left.pop()
+        for _, *node in value.sources(turns):
+            source: _Node = (node[0], node[1])
+            if source in seen:
+                continue
+            seen.add(source)
+            if source in known or (source[0].eqn is None and source[0].constant is None):
+                yield source
+            else:
+                left.append(source)
+
+
+def _difference(half: np.ndarray, full: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The two and their difference; what is the same infinity or NaN in both, a mask say, counts as zeros."""
+    same = ~np.isfinite(full) & ((half == full) | (np.isnan(half) & np.isnan(full)))
+    half, full = np.where(same, 0, half), np.where(same, 0, full)
+    return half, full, half - full
+
+
+def _relative(half: np.ndarray, full: np.ndarray) -> float:
+    """The L2 norm of the difference over that of the reference; infinite where that is zero or not finite."""
+    _, full, difference = _difference(half, full)
+    over, under = np.linalg.norm(difference.ravel()), np.linalg.norm(full.ravel())
+    return 0.0 if over == 0 else float(over / under) if under and np.isfinite(over) else np.inf
+
+
+def _row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, info: Any) -> Row:
+    half, full, difference = _difference(half, full)
+    norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
+    cosine = float(np.vdot(half, full) / norms) if norms else float(not half.any() and not full.any())
+    exponents = np.maximum(np.frexp(full)[1] - 1, int(info.minexp))
+    away = np.abs(difference)
+    ulps = away / 2.0 ** (exponents - int(info.nmant))
+    mean, median = (float(np.mean(away)), float(np.median(ulps))) if away.size else (0.0, 0.0)
+    return Row(path, phase, dtype, _relative(half, full), mean, cosine, median)
