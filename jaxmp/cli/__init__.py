@@ -214,6 +214,82 @@ def _compiled(inspect: Callable[..., Any], options: argparse.Namespace) -> int:
 def _add_compiled_arguments(command: argparse.ArgumentParser) -> None:
     _add_function(command)
     command.add_argument("--device", help="a GPU that is not there: h200, h100, a100, b200, l4 or t4")
+def blame(options: argparse.Namespace) -> int:
+    """Name the operation that made the first infinity or NaN of a loss or its gradients; the function is run.
+
+    The function may be a train step. Exit code 0 if all is finite, 1 if not, 2 if something is wrong with the
+    arguments.
+
+    Example:
+      jaxmp blame train:loss_fn --args train:bad_batch --policy mixed_float16 --loss-scale 32768
+    """
+    from jaxmp.cli import loading, running
+
+    try:
+        found = running.blame(options.function, options.args, options.policy, options.loss_scale, not options.no_grad)
+    except loading.UsageError as error:
+        print(f"jaxmp blame: error: {error}", file=sys.stderr)
+        return 2
+    if found is None:
+        print("null" if options.json else "All is finite.")
+        return 0
+    _print_result(options, found)
+    return 1
+
+
+@_command
+def compare(options: argparse.Namespace) -> int:
+    """Show what a policy changes in a function, layer by layer, forward and backward; both are run.
+
+    Exit code 2 if something is wrong with the arguments.
+
+    Example:
+      jaxmp compare train:loss_fn --args train:example --policy mixed_bfloat16
+    """
+    from jaxmp.cli import loading, running
+
+    try:
+        result = running.comparison(
+            options.function, options.args, options.policy, options.reference, options.override, not options.no_grad
+        )
+    except loading.UsageError as error:
+        print(f"jaxmp compare: error: {error}", file=sys.stderr)
+        return 2
+    _print_result(options, result)
+    return 0
+
+
+def _print_result(options: argparse.Namespace, result: Any) -> None:
+    """Prints a result of ``jaxmp.inspect``: JSON if asked for, a table on a terminal, else text."""
+    if options.json:
+        print(result.to_json())
+    elif sys.stdout.isatty():
+        _print(_console(), result.table())
+    else:
+        print(result)
+
+
+def _add_run_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="returns the loss, or a tuple that begins with it")
+    command.add_argument(
+        "--args", metavar="MODULE:FUNCTION", help="a function that returns the positional arguments as a tuple; run"
+    )
+    command.add_argument("--no-grad", action="store_true", help="look at what the function returns, not at gradients")
+
+
+def _add_blame_arguments(command: argparse.ArgumentParser) -> None:
+    _add_run_arguments(command)
+    command.add_argument("--policy", help="of an autocast around the function; default: none")
+    command.add_argument("--loss-scale", type=float, default=1.0, help="default: 1")
+
+
+def _add_compare_arguments(command: argparse.ArgumentParser) -> None:
+    _add_run_arguments(command)
+    command.add_argument("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16")
+    command.add_argument("--reference", default="float32", help="float32, as written, or float64; default: float32")
+    command.add_argument(
+        "--override", action="append", default=[], metavar="KEY=LEVEL", help="as for jaxmp plan; repeat for more"
+    )
 
 
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
@@ -250,6 +326,7 @@ _ARGUMENTS = {
     "memory": _add_compiled_arguments,
     "roofline": _add_compiled_arguments,
 }
+_ARGUMENTS = {"plan": _add_plan_arguments, "blame": _add_blame_arguments, "compare": _add_compare_arguments}
 
 
 def _parser() -> argparse.ArgumentParser:

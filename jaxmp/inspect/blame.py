@@ -257,7 +257,8 @@ def _origin(eqn: Any, operands: Sequence[Any], results: Sequence[Any], bad: Sequ
         is_bad, is_nan, bad = ([jnp.any(one) for one in each] for each in (is_bad, is_nan, bad))
         bad = [jnp.any(jnp.stack(bad))]
     elif name == "select_n":
-        chosen = [operands[0] == n for n in range(len(operands) - 1)]
+        which = jnp.asarray(operands[0], jnp.int32)  # a bool for two cases
+        chosen = [which == n for n in range(len(operands) - 1)]
         for each in is_bad, is_nan:
             each[1:] = [one & here for one, here in zip(each[1:], chosen, strict=True)]
     nan = _nan(results[0])
@@ -318,16 +319,17 @@ def _find(program: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     ]
     if not suspects:
         return None
+    early |= {suspect.value for suspect in suspects if suspect.value.eqn is None}
     found = min(suspects, key=lambda it: (it.rank, it.value not in early, it.value.order(it.turns)))
     value, turns = found.value, found.turns
-    if value.eqn is None and (found.reader is None or value.constant is None):
+    if value.eqn is None and (value.constant is None or found.reader is None):
         given, path = value.constant, "a constant"
         if given is None:
             given, path = inputs[value.position], paths[value.position]
         return Blame("input", "", path, "", "input", _ranges([given], [_range(given)]), None, False)
-    phase, kind = ("input", "input") if value.eqn is None else ("forward" if value in early else "backward", "")
-    if value.eqn is None:
-        value, turns = found.reader
+    kind, phase = "", "forward" if value in early else "backward"
+    if found.reader is not None and value.eqn is None:
+        kind, phase, (value, turns) = "input", "input", found.reader
     place = next(place for place in places(jaxpr) if place.key == value.key)
     name, flags = place.eqn.primitive.name, _at(_run(jaxpr, consts, inputs, value.key)[1][value.key], turns)
     turn = None

@@ -17,6 +17,7 @@ from jaxmp.inspect.calls import argument_paths, differentiated, loss_and_rest
 from jaxmp.inspect.evaluate import evaluate
 from jaxmp.inspect.program import Key, program_of, returned
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
+from jaxmp.tree import widen
 
 _REFERENCES = ("float32", "float64")
 
@@ -242,7 +243,7 @@ def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
 
 
 def _zeros(shape: Any) -> jax.Array:
-    return jnp.zeros(shape.shape, jnp.promote_types(shape.dtype, jnp.float32))
+    return widen(jnp.zeros(shape.shape, shape.dtype))
 
 
 def _array(value: Any) -> np.ndarray:
@@ -313,10 +314,10 @@ def _entered(
             forward |= _by_turn(value, half.forward[a], full.forward[b])
             if b in full.backward:
                 backward |= _by_turn(value, half.backward[a], full.backward[b])
-    for (_, a, _), (value, b, _) in zip(half.results, full.results, strict=True):
+    for (_, own, _), (value, other, _) in zip(half.results, full.results, strict=True):
         if value not in paths:
             paths[value] = ""
-            forward |= _by_turn(value, a, b)
+            forward |= _by_turn(value, own, other)
     reads = {node: list(_nearest(*node, forward)) for node in forward}
     readers: dict[_Node, list[_Node]] = {}
     for node, sources in reads.items():
@@ -350,8 +351,8 @@ def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_
     left, seen = [(value, turns)], {(value, turns)}
     while left:
         value, turns = left.pop()
-        for _, *node in value.sources(turns):
-            source: _Node = (node[0], node[1])
+        for _, other, at in value.sources(turns):
+            source = other, at
             if source in seen:
                 continue
             seen.add(source)

@@ -58,8 +58,8 @@ class Value:
                 yield number, value, other
 
     def order(self, turns: Turns = ()) -> tuple[float, ...]:
-        """Sorts the values of a program as they are computed, a loop's result after what is in the loop."""
-        numbers: list[float] = [*self.key, math.inf]
+        """Sorts the values of a program as they are computed, what comes in first, a loop's result after the loop."""
+        numbers: list[float] = [*self.key, math.inf] if self.key else []
         for scan, turn in reversed(list(zip(self.scans, turns, strict=False))):
             numbers.insert(scan.depth, scan.length - 1 - turn if scan.reverse else turn)
         return tuple(numbers)

@@ -1,0 +1,186 @@
+"""Functions and their arguments, by the names and shapes of a command line; nothing is run but imports."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmp
+from jaxmp.dtypes import canonical_dtype, nearest
+
+
+class UsageError(ValueError):
+    """What was asked for on the command line cannot be done; the text is one line."""
+
+
+class Loaded(NamedTuple):
+    """A function and its positional arguments, arrays or shapes; ``hint`` is for errors of calling it with them."""
+
+    function: Callable[..., Any]
+    operands: tuple[Any, ...]
+    hint: str
+
+
+@contextlib.contextmanager
+def in_current_folder() -> Iterator[None]:
+    """Within it modules in the current folder go first."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> Loaded:
+    """A function and its arguments.
+
+    Args:
+      name: ``"module:function"``.
+      shapes: the positional arguments, each as ``"float32[8,16]"``; a dtype alone is a scalar, ``"key[]"`` a
+        random key.
+      example: ``"module:function"`` of a function without arguments that returns the positional arguments as a tuple,
+        or the only one; it is traced, not run.
+
+    Raises:
+      UsageError: one of them is wrong.
+    """
+    if example is not None and shapes:
+        raise UsageError("the arguments come from --arg or from --args, got both")
+    operands: Any = tuple(map(_shape, shapes))
+    fun, hint = function(name), ""
+    if example is not None:
+        operands = traced(example, function(example), ())
+        if not isinstance(operands, tuple):
+            got = "an array" if isinstance(operands, jax.ShapeDtypeStruct) else f"a {type(operands).__name__}"
+            hint = f"; {example} returned {got}, which is one argument: return several as a tuple"
+            operands = (operands,)
+    _check_count(name, fun, operands, hint)
+    return Loaded(fun, operands, hint)
+
+
+@contextlib.contextmanager
+def told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None]:
+    """Makes a UsageError of an error: its first line, after what it is an error ``of``, its type and its place."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except kinds as error:
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+        if of:
+            line = f"{line.rstrip('.')}{_place(error)}"
+        if isinstance(error, jax.errors.TracerBoolConversionError):
+            hint += "; nothing is computed for a plan, as under jax.jit: write jnp.where or jax.lax.cond"
+        raise UsageError(f"{of}: {type(error).__name__}: {line}{hint}" if of else line) from error
+
+
+def _place(error: Exception) -> str:
+    """The last line of code outside of JAX, Flax and jaxmp that ``error`` has passed through."""
+    packages = [Path(str(package.__file__)).parent for package in (jax, flax, jaxmp)]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not any(path.is_relative_to(package) for package in packages):
+            return f" (line {frame.lineno} of {path.name}: {frame.line})"
+    return ""
+
+
+def function(name: str) -> Callable[..., Any]:
+    """The function of a module."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
+    if len(PurePath(module).parts) > 1 or module.startswith("."):  # PurePath drops a leading ./
+        raise UsageError(_file_for_module(module, attribute))
+    with told(Exception, of=f"importing {module!r} failed"):
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+            if module.endswith(".py"):
+                raise UsageError(_file_for_module(module, attribute)) from error
+            where = "in the current folder or where Python looks for modules"
+            raise UsageError(f"there is no module {error.name!r} {where}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            known = [other for other in dir(found) if not other.startswith("_")]
+            raise UsageError(f"{module!r} has no {attribute!r}; nearest: {nearest(part, known) or 'none'}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"a function is needed, got {name}, which is of type {type(found).__name__!r}")
+    named: Callable[..., Any] = found
+    return named
+
+
+def _file_for_module(file: str, attribute: str) -> str:
+    path, where = PurePath(file).with_suffix(""), ""
+    if path.is_absolute() or ".." in path.parts:
+        path, where = PurePath(path.name), f" in the folder {path.parent}"
+    return (
+        f"a function is named MODULE:FUNCTION, with the module as Python imports it, got the file {file!r}; write "
+        f"{'.'.join(path.parts)}:{attribute}{where}"
+    )
+
+
+def _shape(text: str) -> jax.ShapeDtypeStruct:
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\[\s*((?:\d+(?:\s*,\s*\d+)*)?)\s*\])?\s*", text)
+    if match is None:
+        raise UsageError(f"an --arg is a dtype and a shape, such as float32[8,16] or int32[], got {text!r}")
+    name, sizes = match[1], tuple(int(size) for size in (match[2] or "").split(",") if size)
+    if name == "key":
+        return jax.ShapeDtypeStruct(sizes, jax.eval_shape(jax.random.key, 0).dtype)
+    config: Any = jax.config
+    if re.fullmatch(r"bool|u?int\d+|complex\d+", name) and hasattr(jnp, name):
+        dtype = np.dtype(getattr(jnp, name))
+    else:
+        with told(ValueError):
+            dtype = canonical_dtype(name)
+    narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}.get(dtype.name)
+    if narrow and not config.jax_enable_x64:
+        raise UsageError(
+            f"without jax_enable_x64 JAX makes {narrow} of every {dtype.name}, got {text!r}; set JAX_ENABLE_X64=1 in "
+            f"the environment, or ask for {narrow}"
+        )
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def _check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str) -> None:
+    try:
+        signature = inspect.signature(fun)
+    except ValueError:  # written in C
+        return
+    parameters = signature.parameters.values()
+    keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if keywords:
+        taken = ", ".join([each.name for each in parameters if each.kind is not each.KEYWORD_ONLY] + keywords)
+        passed = taken.removesuffix(", ".join(keywords)) + ", ".join(f"{each}={each}" for each in keywords)
+        raise UsageError(
+            f"--arg and --args pass arguments by position, but {name} takes {', '.join(keywords)} by keyword only; "
+            f"name a function that passes them on: lambda {taken}: {name.rpartition(':')[2]}({passed})"
+        )
+    try:
+        signature.bind(*operands)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters)
+        raise UsageError(f"{name} takes ({takes}), got {len(operands)} by --arg or --args: {error}{hint}") from error
+
+
+def traced(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str = "") -> Any:
+    """The shapes of what a function returns; what it does wrong is a UsageError."""
+    with told(Exception, of=f"{name} cannot be traced with these arguments", hint=hint):
+        return jax.eval_shape(fun, *operands)

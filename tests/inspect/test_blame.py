@@ -1,0 +1,368 @@
+"""Planted failures, and what the blame says of each."""
+
+import functools
+import inspect
+import io
+import json
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+import jaxmp
+from jaxmp.inspect import Blame, first_nonfinite
+
+FILE = Path(__file__).name
+X = jnp.array([1.0, 2.0, 100.0])
+
+
+def line_of(fun, marker="BAD"):
+    """Of a function, the line with the marker, as a source."""
+    numbered = enumerate(Path(__file__).read_text().splitlines(), 1)
+    first = inspect.unwrap(fun).__code__.co_firstlineno
+    return next(n for n, text in numbered if n >= first and marker in text)
+
+
+def check(blame, primitive, kind, phase="forward", path="", turn=None, scaled_only=False, source=None):
+    assert blame is not None
+    found = (blame.primitive, blame.kind, blame.phase, blame.path, blame.turn, blame.scaled_only)
+    assert found == (primitive, kind, phase, path, turn, scaled_only)
+    if source is not None:
+        assert blame.source.endswith(f"{FILE}:{source}")
+    return blame
+
+
+def test_exp_overflows():
+    def loss(x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return jnp.exp(x).sum()  # BAD
+
+    blame = check(first_nonfinite(loss)(X), "exp", "overflow", path="outer/inner", source=line_of(loss))
+    (operand,) = blame.operands
+    assert (operand.dtype, operand.shape, operand.low, operand.high) == ("float32", (3,), 1.0, 100.0)
+    assert tuple(operand) == (1.0, 100.0)
+    assert first_nonfinite(loss)(X / 10) is None
+
+
+def test_a_square_overflows_in_half():
+    def loss(x):
+        return jnp.square(x.astype(jnp.float16) * 10).astype(jnp.float32).sum()
+
+    blame = check(first_nonfinite(loss)(X), "square", "overflow")
+    assert blame.operands[0].dtype == "float16" and blame.operands[0].high == 1000
+
+
+def test_a_sum_overflows():
+    blame = first_nonfinite(lambda x: jnp.sum(x * 3.35e36))(X)
+    check(blame, "reduce_sum", "overflow")
+
+
+def test_attention_logits_overflow_in_float16_by_autocast():
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            q, k = nn.Dense(4, name="q")(x), nn.Dense(4, name="k")(x)
+            return nn.softmax(q @ k.T) @ x  # BAD
+
+    model, x = Attention(), 30 * jnp.ones((3, 4))
+    params = jax.tree.map(lambda leaf: 10 * jnp.ones_like(leaf), model.init(jax.random.key(0), x))
+
+    def loss(params, x):
+        return model.apply(params, x).sum()
+
+    assert first_nonfinite(loss)(params, x) is None
+    blame = first_nonfinite(jaxmp.autocast(loss, "mixed_float16"))(params, x)
+    check(blame, "dot_general", "overflow", path="Attention", source=line_of(Attention.__call__))
+    assert [operand.dtype for operand in blame.operands] == ["float16"] * 2
+
+
+def test_a_layer_overflows_in_float16_by_policy():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for n in range(3):
+                x = nn.Dense(4, name=f"layer{n}")(x)
+            return x
+
+    model, x = Model(), jnp.ones((2, 4))
+    params = jax.tree.map(lambda leaf: 20 * jnp.ones_like(leaf), model.init(jax.random.key(0), x))
+    half = jaxmp.linen.apply_policy(model, "mixed_float16")
+
+    def loss(params, x):
+        return half.apply(params, x).astype(jnp.float32).sum()
+
+    blame = first_nonfinite(loss)(params, x)  # 100, 8_020, 641_620
+    check(blame, "dot_general", "overflow", path="Model/layer2")
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "primitive", "kind"),
+    [
+        (lambda x: (1 / x).sum(), [0.0, 1.0], "div", "division by zero"),
+        (lambda x: (x / x).sum(), [0.0, 1.0], "div", "invalid"),
+        (lambda x: (1e30 / x).sum(), [1e-20, 1.0], "div", "overflow"),
+        (lambda x: jnp.log(x).sum(), [0.0, 1.0], "log", "division by zero"),
+        (lambda x: jnp.log(x).sum(), [-1.0, 1.0], "log", "invalid"),
+        (lambda x: jnp.log1p(x).sum(), [-1.0, 1.0], "log1p", "division by zero"),
+        (lambda x: jax.lax.rsqrt(x).sum(), [0.0, 1.0], "rsqrt", "division by zero"),
+        (lambda x: jnp.sqrt(x).sum(), [-1.0, 1.0], "sqrt", "invalid"),
+        (lambda x: (x**-2).sum(), [0.0, 1.0], "integer_pow", "division by zero"),
+        (lambda x: (x**20).sum(), [1e3, 1.0], "integer_pow", "overflow"),
+        (lambda x: (x**0.5).sum(), [-1.0, 1.0], "pow", "invalid"),
+        (lambda x: (x @ jnp.array([1e30, -1e30])).sum(), [1e30, 1e30], "dot_general", "overflow"),
+        (
+            lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32).sum(),
+            [1e3, 1.0],
+            "convert_element_type",
+            "overflow",
+        ),
+    ],
+)
+def test_what_fails_in_the_forward_pass(fun, x, primitive, kind):
+    check(first_nonfinite(fun)(jnp.array(x)), primitive, kind)
+
+
+def test_infinities_of_two_overflows_subtracted_blame_the_first_overflow():
+    def loss(x):
+        a = jnp.exp(x)  # BAD
+        return (a - jnp.exp(2 * x)).sum()
+
+    check(first_nonfinite(loss)(X), "exp", "overflow", source=line_of(loss))
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "primitive", "kind"),
+    [
+        (lambda x: jnp.sqrt(x).sum(), [0.0, 1.0], "div", "division by zero"),
+        (lambda x: jnp.linalg.norm(x), [0.0, 0.0], "div", "division by zero"),
+        (lambda x: (x**0.5).sum(), [0.0, 1.0], "pow", "division by zero"),
+        (lambda x: jnp.where(x > 0, jnp.log(x), 0.0).sum(), [0.0, 1.0], "div", "invalid"),
+        (lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0).sum(), [0.0, 1.0], "div", "division by zero"),
+    ],
+)
+def test_what_fails_in_the_derivative_alone(fun, x, primitive, kind):
+    x = jnp.array(x)
+    assert np.isfinite(fun(x)) and not np.all(np.isfinite(jax.grad(fun)(x)))
+    check(first_nonfinite(fun)(x), primitive, kind, phase="backward")
+    assert first_nonfinite(fun, grad=False)(x) is None
+
+
+def test_an_overflow_that_a_where_hides_is_blamed_for_the_gradient_that_it_spoils():
+    def loss(x):
+        return jnp.where(x < 50, jnp.exp(x), 0.0).sum()
+
+    check(first_nonfinite(loss)(X), "exp", "overflow")
+    assert first_nonfinite(loss, grad=False)(X) is None
+
+
+def test_an_infinity_that_is_masked_everywhere_is_none():
+    def loss(x):
+        hidden = jax.lax.stop_gradient(jnp.where(x < 50, jnp.exp(x), 0.0))
+        return jnp.log(hidden[:2]).sum() + jnp.minimum(x / 0, 1).sum() + 1 / jnp.exp(x).sum()
+
+    assert first_nonfinite(loss, grad=False)(X) is None
+    later = first_nonfinite(lambda x: loss(x) + jnp.sqrt(-x).sum(), grad=False)(X)
+    check(later, "sqrt", "invalid")
+
+
+def test_masks_of_infinity_are_meant():
+    mask = jnp.array([True, False, True])
+
+    def attention(x):
+        return jax.nn.softmax(jnp.where(mask, x, -jnp.inf))[0] + jax.nn.softmax(x + jnp.log(mask.astype(x.dtype)))[2]
+
+    assert first_nonfinite(attention)(X) is None
+    assert first_nonfinite(lambda x: (attention(x), jnp.where(mask, x, -jnp.inf)))(X) is None
+    # And where all is masked, what makes NaN of the mask.
+    blame = first_nonfinite(lambda x: jax.nn.softmax(jnp.where(mask & False, x, -jnp.inf))[0])(X)
+    check(blame, "sub", "invalid")
+    # Behind a mask, the overflow, not the mask.
+    blame = first_nonfinite(lambda x: jnp.exp(jnp.where(mask, x, -jnp.inf)).sum())(X)
+    check(blame, "exp", "overflow")
+    blame = first_nonfinite(lambda x, mask: jnp.exp(x + mask).sum())(X, jnp.array([0.0, -jnp.inf, 0.0]))
+    check(blame, "exp", "overflow")
+
+
+def test_bad_data_and_bad_weights():
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["layer"]["kernel"] - batch["y"]) ** 2)
+
+    params, batch = {"layer": {"kernel": jnp.ones(3)}}, {"x": jnp.ones((2, 3)), "y": jnp.zeros(2)}
+    find = first_nonfinite(loss)
+    assert find(params, batch) is None
+    for bad in jnp.nan, jnp.inf:
+        blame = check(find(params, {**batch, "x": batch["x"].at[1, 2].set(bad)}), "", "input", "input", path="batch/x")
+        assert str(blame).startswith("First that is not finite: 'batch/x' that came in is not finite")
+    check(find({"layer": {"kernel": X.at[0].set(jnp.nan)}}, batch), "", "input", "input", path="params/layer/kernel")
+    # What came in goes before what overflows as well.
+    both = first_nonfinite(lambda x, y: jnp.exp(x).sum() + y.sum())
+    check(both(X, X.at[0].set(jnp.nan)), "", "input", "input", path="y")
+
+
+def test_a_constant_is_blamed_where_nothing_else_explains_the_loss():
+    scales = jnp.array([1.0, jnp.inf, 1.0])
+    blame = check(first_nonfinite(lambda x: (x * scales).sum())(X), "mul", "input", "input")
+    assert blame.summary().startswith("a constant that is not finite in mul (")
+    assert first_nonfinite(lambda x: x * scales, grad=False)(X) is None
+
+
+def test_an_overflow_by_the_loss_scale_alone():
+    def loss(x):
+        return (x.astype(jnp.float16) * 300).astype(jnp.float32).sum()  # BAD
+
+    blame = first_nonfinite(loss, loss_scale=2.0**15)(X)
+    check(blame, "mul", "overflow", phase="backward", scaled_only=True, source=line_of(loss))
+    assert "by the loss scale alone" in blame.summary()
+    assert first_nonfinite(loss)(X) is None and first_nonfinite(loss, loss_scale=64.0)(X) is None
+    blame = first_nonfinite(lambda x: x.sum() * 1e36, loss_scale=2.0**15)(X)
+    check(blame, "mul", "overflow", path="loss_scale", scaled_only=True)
+    check(first_nonfinite(lambda x: jnp.exp(x).sum(), loss_scale=8.0)(X), "exp", "overflow")
+
+
+def test_the_turn_of_a_scan():
+    factors = jnp.array([1e10, 1.0, 1e20, 1e20, 1.0])
+
+    def loss(x, reverse=False):
+        return jax.lax.scan(lambda carry, factor: (carry * factor, carry), x.sum(), factors, reverse=reverse)[0]
+
+    blame = check(first_nonfinite(loss)(X), "mul", "overflow", turn=3)
+    assert blame.operands[1].high == np.float32(1e20)
+    check(first_nonfinite(functools.partial(loss, reverse=True))(X), "mul", "overflow", turn=2)
+
+
+def test_the_turn_of_a_scan_whose_derivative_fails():
+    def loss(x):
+        return jax.lax.scan(lambda carry, value: (carry + jnp.sqrt(value), None), 0.0, x)[0]
+
+    check(first_nonfinite(loss)(jnp.array([4.0, 1.0, 0.0, 9.0])), "div", "division by zero", "backward", turn=2)
+
+
+def test_scanned_layers_of_linen():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return jnp.exp(nn.Dense(3, name="dense")(x)), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+            return layers(name="layers")(x, None)[0]
+
+    model, x = Model(), jnp.zeros((1, 3))
+    params = jax.tree.map(jnp.ones_like, model.init(jax.random.key(0), x))
+    # exp(1) → exp(9.2) → exp(3e4)
+    blame = first_nonfinite(lambda params, x: model.apply(params, x).sum())(params, x)
+    check(blame, "exp", "overflow", path="Model/layers", turn=2)
+
+
+def test_the_turn_of_a_while_loop():
+    def fun(x):
+        return jax.lax.while_loop(lambda c: c[0] < 6, lambda c: (c[0] + 1, c[1] * c[1]), (0, x))[1]
+
+    blame = check(first_nonfinite(fun, grad=False)(X), "mul", "overflow", turn=4)
+    assert blame.operands[0].high == np.float32(1e32)
+
+
+def test_the_branch_that_was_taken():
+    def loss(x):
+        return jax.lax.cond(x[0] > 0, lambda x: jnp.log(-x).sum(), lambda x: (x / 0).sum(), x)
+
+    check(first_nonfinite(loss)(X), "log", "invalid")
+    check(first_nonfinite(loss)(-X), "div", "division by zero")
+
+
+def test_the_backward_rule_of_a_custom_vjp():
+    @jax.custom_vjp
+    def total(x):
+        return x.sum()
+
+    total.defvjp(lambda x: (x.sum(), x), lambda x, ct: (ct / (x - 1),))
+    check(first_nonfinite(lambda x: 2 * total(x))(X), "div", "division by zero", phase="backward")
+
+
+def test_what_checkpoint_computes_again_is_blamed_where_it_was_first_computed():
+    @jax.checkpoint
+    def layer(x):
+        return jnp.exp(x).sum()
+
+    check(first_nonfinite(layer)(X), "exp", "overflow")
+
+
+def test_an_nnx_model():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return jnp.log(self.layer(x) * 0)
+
+    blame = first_nonfinite(lambda model, x: model(x).sum())(Model(), X)
+    assert (blame.primitive, blame.kind, blame.phase) == ("log", "division by zero", "forward")
+
+
+def _state(loss_scale, weight=1.0):
+    tx = jaxmp.loss_scaling(optax.sgd(0.0), loss_scale)
+    return jaxmp.TrainState.create(params={"w": weight * jnp.ones(3)}, tx=tx)
+
+
+def _loss(params, model_state, batch, rng):
+    return jnp.mean(jnp.exp(batch["x"] @ params["w"])), model_state  # BAD
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_error_of_a_train_step_names_the_operation(steps):
+    step = jaxmp.make_train_step(_loss, max_consecutive_skips=2, accumulate_steps=steps)
+    state, batch = _state(jaxmp.StaticLossScale(8.0)), {"x": 100 * jnp.ones((2, 3))}
+    with pytest.raises(
+        jaxmp.NonFiniteTrainingError, match=r"First: forward overflow in exp \(.*test_blame.py:"
+    ) as raised:
+        for _ in range(9):
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+    blame = raised.value.blame
+    check(blame, "exp", "overflow", turn=None if steps == 1 else 0, source=line_of(_loss))
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_a_train_step_by_itself():
+    step = jaxmp.make_train_step(_loss)
+    blame = first_nonfinite(step)(_state(jaxmp.StaticLossScale(2.0**10)), {"x": 28 * jnp.ones((2, 3))})
+    check(blame, "mul", "overflow", phase="backward", scaled_only=True)
+    assert first_nonfinite(step)(_state(jaxmp.StaticLossScale(2.0)), {"x": jnp.ones((2, 3))}) is None
+
+
+def test_an_error_of_the_search_does_not_hide_that_of_the_training(monkeypatch):
+    monkeypatch.setattr("jaxmp.inspect.blame._find", lambda *_: 1 / 0)
+    step = jaxmp.make_train_step(_loss, max_consecutive_skips=1)
+    state, batch = _state(jaxmp.NoOpLossScale()), {"x": 100 * jnp.ones((2, 3))}
+    with pytest.raises(jaxmp.NonFiniteTrainingError, match="1 steps in a row") as raised:
+        for _ in range(9):
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+    assert raised.value.blame is None
+    assert raised.value.__notes__ == ["the operation was not found: ZeroDivisionError: division by zero"]
+
+
+def test_a_function_without_a_loss_is_refused():
+    with pytest.raises(TypeError, match=r"a loss must be a floating scalar, got float32 of shape \(3,\)"):
+        first_nonfinite(lambda x: x)(X)
+    with pytest.raises(TypeError, match="or ask for the results alone: grad=False"):
+        first_nonfinite(lambda x: {"loss": x.sum()})(X)
+
+
+def test_as_text_json_and_table():
+    blame = first_nonfinite(lambda x: jnp.exp(x).sum())(X)
+    assert isinstance(blame, Blame)
+    assert "operand 0    float32[3] in [1, 100]" in str(blame)
+    fields = json.loads(blame.to_json())
+    assert fields["primitive"] == "exp" and fields["operands"][0]["high"] == 100 and fields["turn"] is None
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(blame.table())
+    assert "float32[3] in [1, 100]" in console.export_text()

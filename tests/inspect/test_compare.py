@@ -1,0 +1,226 @@
+"""Planted errors, and where a comparison says that they enter; its numbers beside NumPy's."""
+
+import io
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+import jaxmp
+from jaxmp.inspect import compare
+
+X = np.asarray(jax.random.normal(jax.random.key(0), (16, 8)))
+W = {name: np.asarray(jax.random.normal(jax.random.key(n), (8, 8)) / 3) for n, name in enumerate("abcd", 1)}
+
+
+def _exact(x):
+    return x
+
+
+def _chain(planted, at):
+    """Four layers, one of which goes through ``planted``."""
+
+    def loss(params, x):
+        for name in "abcd":
+            with jax.named_scope(name):
+                x = x @ params[name]
+                if name == at:
+                    x = planted(x)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def _cancels(x):
+    offset = jnp.sum(jnp.abs(jax.lax.stop_gradient(x))) * 10  # XLA folds constants
+    return (x + offset) - offset
+
+
+@jax.custom_vjp
+def _bad_backward(x):
+    return x
+
+
+def _rounded(residuals, ct):
+    small, large = ct @ jnp.eye(8), ct @ (1000 * jnp.ones((8, 8)))
+    return (((small + large) - large) @ jnp.eye(8),)
+
+
+_bad_backward.defvjp(lambda x: (x, None), _rounded)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("reference", ["float32", "float64"])
+def test_no_error_enters_a_clean_function(policy, reference):
+    comparison = compare(_chain(_exact, "a"), policy, reference=reference)(W, X)
+    assert comparison.entered is None
+    assert comparison.unmatched == ()
+    paths = [(row.path, row.phase) for row in comparison.rows]
+    forward = [("a", "forward"), ("b", "forward"), ("c", "forward"), ("d", "forward"), ("", "forward")]
+    backward = [(path, "backward") for path in ("d", "c", "b", "a", "params/a", "params/b", "params/c", "params/d")]
+    assert paths == forward + backward
+
+
+@pytest.mark.parametrize("at", "bc")
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_an_error_enters_where_half_cancels(at, policy):
+    comparison = compare(_chain(_cancels, at), policy, overrides={"class:accumulation": "half"}, grad=False)(W, X)
+    assert comparison.entered == at
+
+
+@pytest.mark.parametrize("at", "bc")
+def test_an_error_enters_in_a_backward_rule(at):
+    comparison = compare(_chain(_bad_backward, at), "mixed_bfloat16")(W, X)
+    assert comparison.entered == at
+    forward = [row.relative_error for row in comparison.rows if row.phase == "forward"]
+    assert max(forward) < 2**-6 < comparison.worst.relative_error
+    assert comparison.worst.phase == "backward"
+
+
+def test_an_error_enters_where_gradients_vanish_in_float16():
+    def loss(params, x):
+        with jax.named_scope("first"):
+            x = x @ params["a"]
+        with jax.named_scope("small"):
+            x = (x @ params["b"]) * 1e-5
+        with jax.named_scope("last"):
+            x = x @ params["c"]
+        return jnp.mean(x) * 1e-3
+
+    assert compare(loss, "mixed_bfloat16")(W, X).entered is None
+    comparison = compare(loss, "mixed_float16")(W, X)
+    assert comparison.entered in ("last", "small") and comparison.worst.relative_error > 0.3
+
+
+def test_an_error_enters_where_an_override_asks_for_half():
+    def loss(params, x):
+        with jax.named_scope("before"):
+            x = x @ params["a"]
+        with jax.named_scope("planted"):
+            x = jnp.log(1 + 1e-3 * x) * 1e3
+        with jax.named_scope("after"):
+            x = jnp.tanh(x / 100) @ params["b"]
+        return jnp.mean(x**2)
+
+    assert compare(loss, "mixed_bfloat16", grad=False)(W, X).entered is None
+    assert compare(loss, "mixed_bfloat16", overrides={"planted": "half"}, grad=False)(W, X).entered == "planted"
+
+
+@pytest.mark.parametrize("planted", ["softmax", "norm"])
+def test_an_error_enters_where_half_operands_are_too_coarse(planted):
+    def loss(params, x):
+        with jax.named_scope("before"):
+            x = x @ (params["a"] + 30)
+        with jax.named_scope(planted):
+            x = jax.nn.softmax(x) if planted == "softmax" else x - jnp.mean(x, axis=1, keepdims=True)
+        with jax.named_scope("after"):
+            x = x @ params["b"]
+        return jnp.mean(x**2)
+
+    assert compare(loss, "mixed_bfloat16", grad=False)(W, X).entered == planted
+
+
+class _Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, planted=None):
+        y = nn.Dense(8, name="dense")(x)
+        if planted is not None:
+            with jax.named_scope("planted"):
+                offset = planted * jnp.sum(jnp.abs(jax.lax.stop_gradient(y)))
+                y = (y + offset) - offset
+        return x + nn.tanh(nn.Dense(8, name="out")(y)), None
+
+
+class _Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x, planted):
+        blocks = nn.scan(_Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return blocks(name="blocks")(x, planted)[0]
+
+
+def test_an_error_enters_in_one_turn_of_a_scan():
+    model, none = _Scanned(), jnp.zeros(3)
+    params = model.init(jax.random.key(0), X, none)
+
+    def loss(params, x, planted):
+        return jnp.mean(model.apply(params, x, planted) ** 2)
+
+    run = compare(loss, "mixed_bfloat16", overrides={"class:accumulation": "half"}, grad=False)
+    assert run(params, X, none).entered is None
+    assert run(params, X, none.at[1].set(10.0)).entered == "_Scanned/blocks/planted"
+
+
+def test_linen_calls_of_one_module_are_rows_of_their_own():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(8, name="layer")
+            return nn.remat(_Block)(name="block")(layer(layer(x)))[0]
+
+    model = Model()
+    params = model.init(jax.random.key(0), X)
+    comparison = compare(lambda params, x: jnp.mean(model.apply(params, x) ** 2), "mixed_bfloat16")(params, X)
+    forward = [row.path for row in comparison.rows if row.phase == "forward"]
+    assert forward.count("Model/layer") == 2 and comparison.entered is None
+    assert [row.path for row in comparison.rows if row.phase == "backward"].count("Model/layer") == 2
+
+
+def test_rows_are_what_numpy_computes():
+    def loss(params, x):
+        with jax.named_scope("layer"):
+            y = x @ params["a"]
+        return jnp.sum(y * y)
+
+    comparison = compare(loss, "mixed_bfloat16", reference="float64")(W, X)
+    row = comparison.rows[0]
+    exact = X.astype(np.float64) @ W["a"].astype(np.float64)
+    half = np.asarray(jnp.asarray(X, jnp.bfloat16) @ jnp.asarray(W["a"], jnp.bfloat16)).astype(np.float64)
+    spacing = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
+    expected = {
+        "relative_error": np.linalg.norm(half - exact) / np.linalg.norm(exact),
+        "mean_absolute_difference": np.mean(np.abs(half - exact)),
+        "cosine": np.sum(half * exact) / np.linalg.norm(half) / np.linalg.norm(exact),
+        "ulps": np.median(np.abs(half - exact) / spacing),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(row, name), value, rtol=1e-9)
+    cotangent = next(row for row in comparison.rows if (row.path, row.phase) == ("layer", "backward"))
+    np.testing.assert_allclose(
+        cotangent.relative_error, np.linalg.norm(2 * half - 2 * exact) / np.linalg.norm(2 * exact), rtol=1e-6
+    )
+    gradient = 2 * X.astype(np.float64).T @ exact
+    own = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))(W, X)["a"]
+    together = np.concatenate([[np.sum(exact**2)], gradient.ravel(), np.zeros(3 * 64)])
+    wrong = np.concatenate([[np.sum(half**2)], np.asarray(own, np.float64).ravel(), np.zeros(3 * 64)])
+    error = np.linalg.norm(wrong - together) / np.linalg.norm(together)
+    np.testing.assert_allclose(comparison.total.relative_error, error, rtol=1e-5)
+
+
+def test_infinities_of_a_mask_are_no_difference():
+    def fun(x):
+        with jax.named_scope("masked"):
+            return jnp.where(x > 0, x @ W["a"], -jnp.inf)
+
+    comparison = compare(fun, "mixed_bfloat16", grad=False)(X)
+    assert comparison.worst.relative_error < 2**-7 and comparison.entered is None
+
+
+def test_a_wrong_reference_and_a_function_without_a_loss_are_refused():
+    with pytest.raises(ValueError, match="a reference is 'float32' or 'float64', got 'float16'"):
+        compare(_chain(_exact, "a"), "mixed_bfloat16", reference="float16")
+    with pytest.raises(TypeError, match="a loss must be a floating scalar"):
+        compare(lambda x: x @ W["a"], "mixed_bfloat16")(X)
+
+
+def test_as_text_json_and_table():
+    comparison = compare(_chain(_exact, "a"), "mixed_bfloat16", grad=False)(W, X)
+    assert str(comparison).startswith("The error enters nowhere; worst: ")
+    rows = json.loads(comparison.to_json())["rows"]
+    assert [row["path"] for row in rows] == ["a", "b", "c", "d", ""]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(comparison.table())
+    assert "result" in console.export_text()
