@@ -16,3 +16,6 @@ from jaxmp.inspect.blame import Blame as Blame
 from jaxmp.inspect.blame import first_nonfinite as first_nonfinite
 from jaxmp.inspect.compare import Comparison as Comparison
 from jaxmp.inspect.compare import compare as compare
+from jaxmp.inspect.numerics import Numerics as Numerics
+from jaxmp.inspect.numerics import numerics as numerics
+from jaxmp.inspect.statistics import Statistics as Statistics

@@ -38,13 +38,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 
 def as_json(result: Any) -> str:
-    """A result of dataclasses as JSON, its fields by name; what is not finite is null."""
+    """A result of dataclasses as JSON, its fields by name, but for those without a repr; what is not finite is null."""
     return json.dumps(_plain(result), indent=2, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,0 +1,274 @@
+"""A step's records against what NumPy counts in arrays that are computed another way."""
+
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp.inspect import numerics
+from jaxmp.inspect.statistics import statistics_of
+
+X = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
+
+
+def same(found, x):
+    """Whether the statistics are those of an array, the mean to float32."""
+    expected = statistics_of(x)
+    names = ("count", "zeros", "overflow", "below_normal", "amax", "amin", "histogram")
+    np.testing.assert_allclose(found.mean_abs, expected.mean_abs, rtol=1e-5)
+    wide = np.asarray(x, np.float64)
+    assert (found.count, found.zeros) == (wide.size, int((wide == 0).sum()))
+    assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
+    assert found.under("float16", 8) == statistics_of(x).under("float16", 8) or found.mean_abs != expected.mean_abs
+    return True
+
+
+def mlp(params, x, extra=(0.0, 0.0)):
+    """Two layers in scopes, with something to be added to what each returns: its gradient is that of the activation."""
+    with jax.named_scope("one"):
+        y = x @ params["w"]
+    y = y + extra[0]
+    with jax.named_scope("two"):
+        z = jnp.tanh(y) @ params["v"]
+    z = z + extra[1]
+    return 1e-6 * jnp.sum(z**2)
+
+
+@pytest.fixture
+def params():
+    w, v = np.random.default_rng(1).normal(size=(2, 8, 8)).astype(np.float32)
+    return {"w": jnp.asarray(w), "v": jnp.asarray(v)}
+
+
+def test_all_kinds_are_those_of_a_float32_step(params):
+    found = numerics(mlp, tx=optax.sgd(0.5))(params, X)
+    extra = jnp.zeros((6, 8)), jnp.zeros((6, 8))
+    loss, (grads, inner) = jax.jit(jax.value_and_grad(mlp, (0, 2)))(params, X, extra)
+    assert found.loss == pytest.approx(float(loss), rel=1e-6)
+    assert set(found.weights) == set(found.gradients) == set(found.updates) == {"w", "v"}
+    for name in params:
+        assert same(found.weights[name], params[name])
+        assert same(found.gradients[name], grads[name])
+        assert same(found.updates[name], -0.5 * grads[name])
+        norms = np.linalg.norm(0.5 * grads[name]) / np.linalg.norm(params[name])
+        assert found.updates[name].ratio == pytest.approx(norms, rel=1e-5)
+    assert list(found.activations) == list(found.activation_gradients) == ["one", "two"]
+    assert same(found.activations["one"], jax.jit(jnp.matmul)(X, params["w"]))
+    for name, gradient in zip(("one", "two"), inner, strict=True):
+        assert same(found.activation_gradients[name], gradient)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_gradients_are_without_the_scale_and_vanish_in_half_as_they_do_with_it(params, scale):
+    def loss_fn(params, x):
+        with jax.named_scope("half"):
+            y = x.astype(jnp.float16) @ params["w"].astype(jnp.float16)
+        return 1e-7 * jnp.sum(y.astype(jnp.float32) * params["v"][:6])
+
+    found = numerics(loss_fn, loss_scale=scale)(params, X)
+    cotangent = (np.float32(1e-7 * scale) * np.asarray(params["v"][:6])).astype(np.float16)
+    there = found.activation_gradients["half"]
+    assert there.zeros == (cotangent == 0).sum() and there.dtype == "float16"
+    assert there.below_normal == ((cotangent != 0) & (abs(cotangent) < 2**-14)).sum()
+    assert there.amax == pytest.approx(abs(cotangent.astype(np.float64)).max() / scale)
+    assert found.loss_scale == scale and (there.zeros > 0) == (scale == 1.0)
+
+
+def test_updates_that_would_be_lost_in_half(params):
+    found = numerics(mlp, tx=optax.sgd(1.0))(params, X)
+    grads = jax.jit(jax.grad(mlp))(params, X)
+    for name, update in found.updates.items():
+        weight = np.asarray(params[name].astype(jnp.bfloat16), np.float64)
+        ulp = 2.0 ** (np.floor(np.log2(abs(weight))) - 7)
+        assert update.lost("bfloat16") == (abs(np.asarray(grads[name], np.float64)) < ulp / 2).sum() > 0
+        assert update.lost("float32") < update.lost("float16") < update.lost("bfloat16")
+
+
+def test_an_optimizer_in_loss_scaling_gets_gradients_of_its_own_scale(params):
+    tx = jaxmp.loss_scaling(optax.sgd(0.5), jaxmp.DynamicLossScale())
+    bare = numerics(mlp, tx=optax.sgd(0.5))(params, X)
+    wrapped = numerics(mlp, tx=tx, loss_scale=4.0)(params, X)
+    assert wrapped.updates == bare.updates
+
+
+def test_an_optimizer_goes_on_from_a_state_of_it(params):
+    tx = optax.adam(1e-2)
+    state = tx.init(params)
+    grads = jax.grad(mlp)(params, X)
+    _, state = tx.update(grads, state)
+    updates, _ = tx.update(grads, state)
+    found = numerics(mlp, tx=tx)(params, X, opt_state=state)
+    np.testing.assert_allclose(found.updates["w"].mean_abs, abs(updates["w"]).mean(), rtol=1e-5)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(8, name="dense")(jnp.tanh(x)), None
+
+
+class Layers(nn.Module):
+    remat: bool = False
+    scanned: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        if not self.scanned:
+            for n in range(3):
+                x, _ = Block(name=f"block{n}")(x)
+            return x
+        block = nn.remat(Block) if self.remat else Block
+        layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return layers(name="blocks")(x, None)[0]
+
+
+def unrolled(params):
+    return {f"block{n}": jax.tree.map(lambda leaf, n=n: leaf[n], params["blocks"]) for n in range(3)}
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
+def test_the_turns_of_a_scan_are_the_layers_of_the_model_written_out(remat):
+    model, written = Layers(remat), Layers(scanned=False)
+    params = model.init(jax.random.key(0), X)["params"]
+    found = numerics(lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2))(params, X)
+    plain = numerics(lambda params, x: jnp.mean(written.apply({"params": params}, x) ** 2))(unrolled(params), X)
+    path = next(path for path in found.activations if path.endswith("blocks/dense") or path.endswith("dense"))
+    for kind in ("activations", "activation_gradients"):
+        both, turns = getattr(found, kind)[path], getattr(found, kind)[path].by_turn
+        layers = [getattr(plain, kind)[f"Layers/block{n}/dense"] for n in range(3)]
+        assert len(turns) == 3 and all(layer.by_turn is None for layer in layers)
+        for turn, layer in zip(turns, layers, strict=True):
+            np.testing.assert_allclose(
+                [turn.amax, turn.amin, turn.mean_abs], [layer.amax, layer.amin, layer.mean_abs], rtol=1e-4
+            )
+            assert turn.count == layer.count
+        assert both.count == sum(turn.count for turn in turns)
+        assert both.amax == max(turn.amax for turn in turns)
+        assert both.under("float16", 4).by_turn == tuple(turn.under("float16", 4) for turn in turns)
+    assert found.weights["blocks/dense/kernel"].count == 3 * 64
+
+
+def test_a_module_that_is_called_twice_has_the_values_of_both_calls():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(8, name="dense", use_bias=False)
+            return dense(jnp.tanh(dense(x)))
+
+    params = Twice().init(jax.random.key(0), X)["params"]
+    found = numerics(lambda params, x: jnp.sum(Twice().apply({"params": params}, x)))(params, X)
+    first = X @ params["dense"]["kernel"]
+    second = jnp.tanh(first) @ params["dense"]["kernel"]
+    there = found.activations["Twice/dense"]
+    assert there.count == 96
+    np.testing.assert_allclose(there.mean_abs, abs(np.concatenate([first, second])).mean(), rtol=1e-5)
+    assert found.activation_gradients["Twice/dense"].count == 96
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_under_a_policy_activations_have_its_dtype(policy):
+    model = Layers(scanned=False)
+    params = model.init(jax.random.key(0), X)["params"]
+
+    def loss_fn(params, x):
+        return 1e-4 * jnp.mean(model.apply({"params": params}, x) ** 2), {"more": x}
+
+    found = numerics(loss_fn, policy=policy)(params, X)
+    half = policy.removeprefix("mixed_")
+    assert found.activations["Layers/block0/dense"].dtype == half
+    assert found.activation_gradients["Layers/block1/dense"].dtype == half
+    assert found.weights["block0/dense/kernel"].dtype == found.gradients["block0/dense/kernel"].dtype == "float32"
+
+
+def test_an_nnx_model_has_the_paths_of_its_modules():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.layers[1](jnp.tanh(self.layers[1](self.layers[0](x)))))
+
+    model = Model(nnx.Rngs(0))
+    classes, mean = [type(module) for _, module in nnx.iter_modules(model)], np.asarray(model.norm.mean[...])
+    found = numerics(lambda model, x: jnp.mean(model(x) ** 3), tx=optax.sgd(0.1))(model, X)
+    assert set(found.weights) == set(found.updates)
+    assert {"layers/0/kernel", "norm/scale"} < set(found.weights)
+    assert same(found.activations["layers/0"], jax.jit(model.layers[0])(X))
+    assert found.activations["layers/1"].count == found.activation_gradients["layers/1"].count == 96
+    assert [type(module) for _, module in nnx.iter_modules(model)] == classes
+    np.testing.assert_array_equal(model.norm.mean[...], mean)
+
+
+def test_a_while_loop_has_one_record_for_all_turns():
+    def loss_fn(params, x):
+        def turn(carry):
+            with jax.named_scope("inner"):
+                y = carry[1] * 2
+            return carry[0] + 1, y + 1
+
+        found = jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, jax.lax.stop_gradient(x)))[1]
+        return jnp.sum(found @ params["w"])
+
+    found = numerics(loss_fn)({"w": jnp.ones((8, 2))}, np.ones((6, 8), np.float32))
+    inner = found.activations["inner"]
+    assert (inner.count, inner.amin, inner.amax, inner.by_turn) == (144, 2, 14, None)
+    assert inner.mean_abs == pytest.approx((2 + 6 + 14) / 3)
+    assert "inner" not in found.activation_gradients
+
+
+def test_a_branch_that_is_not_taken_has_no_values():
+    def loss_fn(params, x):
+        def one(y):
+            with jax.named_scope("one"):
+                y = y * 3
+            return y + 1
+
+        def two(y):
+            with jax.named_scope("two"):
+                y = y * 5
+            return y - 1
+
+        return jnp.sum(jax.lax.cond(x[0, 0] > 0, one, two, x * params))
+
+    found = numerics(loss_fn)(jnp.float32(1.0), jnp.ones((2, 2)))
+    assert (found.activations["one"].count, found.activations["two"].count) == (4, 0)
+    assert (found.activation_gradients["one"].amax, found.activation_gradients["two"].count) == (1, 0)
+
+
+def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(params):
+    found = numerics(mlp)(params, X)
+    gradients = [*found.activation_gradients.values(), *found.gradients.values()]
+    largest = max(each.amax for each in gradients)
+
+    def lost(scale):
+        return sum(each.under("float16", scale).vanished for each in gradients)
+
+    scale = found.recommended_scale("float16")
+    possible = [2.0**n for n in range(25) if largest * 2.0**n * 4 <= 65504]
+    assert scale == min(possible, key=lambda each: (lost(each), each))
+    assert 1 < scale and lost(scale) < lost(1) and lost(scale / 2) > lost(scale)
+    assert found.recommended_scale("bfloat16") == 1
+
+
+def test_text_table_and_json(params):
+    found = numerics(mlp, tx=optax.sgd(0.1))(params, X)
+    text = str(found)
+    assert "activation gradients  two" in text and "under a scale of 1" in text
+    assert found.table().row_count == len(list(found.rows()))
+    there = json.loads(found.to_json())
+    assert there["gradients"]["w"]["count"] == 64 and "_fine" not in there["gradients"]["w"]
+    assert sum(there["weights"]["w"]["histogram"].values()) == 64
+
+
+def test_errors_say_what_is_wanted(params):
+    with pytest.raises(ValueError, match=r"a loss scale is a power of two here.*got 1000; take 1024"):
+        numerics(mlp, loss_scale=1000)
+    with pytest.raises(TypeError, match=r"a loss must be a floating scalar, got float32 of shape \(6, 8\)"):
+        numerics(lambda params, x: x @ params["w"])(params, X)

@@ -1,0 +1,187 @@
+"""Counts against NumPy's of the values themselves, cast by ml_dtypes and NumPy."""
+
+import dataclasses
+import math
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jaxmp import formats
+from jaxmp.inspect import statistics
+from jaxmp.inspect.statistics import statistics_of
+
+FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+# Sizes at once, so that the record of each is compiled once.
+SIZE = 256
+
+
+@st.composite
+def numbers(draw, dtype):
+    """Bit patterns, half of them next to powers of two and to what rounds up to one, where formats round."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    bits, mantissa = 8 * np.dtype(dtype).itemsize, formats.format_of(dtype).mantissa_bits
+    steps = [0, 1, -1, 2, -2, *(sign * (1 << k) for k in range(mantissa) for sign in (1, -1))]
+    powers = (rng.integers(0, 1 << (bits - 1 - mantissa), SIZE) << mantissa) + rng.choice(steps, SIZE)
+    patterns = np.where(rng.random(SIZE) < 0.5, powers, rng.integers(0, 1 << (bits - 1), SIZE))
+    patterns = (patterns + (rng.integers(0, 2, SIZE) << (bits - 1))) % (1 << bits)
+    patterns = np.where(rng.random(SIZE) < 0.05, 0, patterns)
+    return patterns.astype(f"uint{bits}").view(dtype)
+
+
+def rounded(wide, dtype):
+    """A float64 array in ``dtype``, as float64; ml_dtypes rounds it to float32 on the way to bfloat16."""
+    if dtype != ml_dtypes.bfloat16:
+        return wide.astype(dtype).astype(np.float64)
+    form = formats.format_of(dtype)
+    exponent = np.maximum(np.frexp(wide)[1] - 1, form.min_exponent)
+    there = np.ldexp(np.rint(np.ldexp(wide, form.mantissa_bits - exponent)), exponent - form.mantissa_bits)
+    return np.where(abs(there) > form.largest, np.inf, there)
+
+
+def oracle(x, dtype, scale=1.0):
+    """The counts of a NumPy array times a power of two in ``dtype``, in float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = x.astype(np.float64)
+        there = rounded(wide * scale, dtype)
+    finite = np.isfinite(there)
+    return {
+        "count": x.size,
+        "zeros": int((wide == 0).sum()),
+        "vanished": int(((wide != 0) & (there == 0)).sum()),
+        "below_normal": int((finite & (there != 0) & (abs(there) < formats.format_of(dtype).smallest_normal)).sum()),
+        "overflow": int((~finite).sum()),
+    }
+
+
+def counts(found):
+    return {name: getattr(found, name) for name in ("count", "zeros", "vanished", "below_normal", "overflow")}
+
+
+@pytest.mark.parametrize("own", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda own: np.dtype(own).name)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_what_another_format_and_scale_make_of_values_is_counted_exactly(own, data):
+    x = data.draw(numbers(own))
+    found = statistics_of(x)
+    assert counts(found) == oracle(x, own) | {"vanished": 0}
+    for name in FORMATS:
+        exponent = data.draw(st.integers(-40, 40))
+        dtype = jnp.dtype(name)
+        assert counts(found.under(name, 2.0**exponent)) == oracle(x, dtype, 2.0**exponent), (name, exponent)
+        assert counts(found.under(name)) == oracle(x, dtype)
+
+
+@pytest.mark.parametrize("own", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda own: np.dtype(own).name)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_histogram_and_sizes_are_those_of_the_finite_values(own, data):
+    x = data.draw(numbers(own))
+    found = statistics_of(x)
+    with np.errstate(invalid="ignore"):
+        wide = abs(x.astype(np.float64))
+    wide = wide[np.isfinite(wide)]
+    there = wide[wide != 0]
+    exponents, n = np.unique(np.floor(np.log2(there)).astype(int) if len(there) else [], return_counts=True)
+    assert found.histogram == dict(zip(exponents.tolist(), n.tolist(), strict=True))
+    assert found.amax == (wide.max() if len(wide) else 0)
+    assert found.amin == (there.min() if len(there) else 0)
+    normal = np.where(wide < 2.0**-126, 0, wide)  # a device may flush the others
+    lower, upper = (each.mean() if len(wide) else 0.0 for each in (normal, wide))
+    assert lower * (1 - 1e-6) <= found.mean_abs <= upper * (1 + 1e-6)
+
+
+def test_the_borders_at_which_float16_and_float8_round_to_nothing_or_to_infinity():
+    x = np.float32([2**-25, np.nextafter(np.float32(2**-25), 1), 65519.996, 65520, 2**-14 * (1 - 2**-11), 464, 465])
+    half, e4m3 = statistics_of(x).under("float16"), statistics_of(x).under("float8_e4m3fn")
+    assert (half.vanished, half.below_normal, half.overflow) == (1, 1, 1)
+    assert e4m3.overflow == 3
+
+
+def test_a_scale_moves_sizes_and_the_histogram():
+    found = statistics_of(np.float32([0.75, -3, 0])).under("float16", 8)
+    assert (found.amax, found.amin, found.mean_abs, found.histogram) == (24, 6, 10, {2: 1, 4: 1})
+    assert found.dtype == "float16" and found.under("float16", 1 / 8).histogram == {-1: 1, 1: 1}
+
+
+def test_a_mean_of_many_numbers_is_exact_to_float32():
+    x = np.random.default_rng(0).exponential(size=3_000_001).astype(np.float32)
+    found = statistics_of(x)
+    np.testing.assert_allclose(found.mean_abs, x.astype(np.float64).mean(), rtol=1e-6)
+    assert found.count == x.size == sum(found.histogram.values()) + found.zeros
+
+
+@pytest.mark.parametrize("size", [1e38, 2e-38])
+def test_a_mean_of_large_or_small_numbers_neither_overflows_nor_vanishes(size):
+    found = statistics_of(np.full(5000, size, np.float32))
+    np.testing.assert_allclose(found.mean_abs, size, rtol=1e-6)
+
+
+def test_no_values_have_no_sizes():
+    for x, count in ((np.zeros((0, 3), np.float32), 0), (np.zeros(4, np.float32), 4), (np.float32([np.nan] * 2), 2)):
+        found = statistics_of(x)
+        assert (found.count, found.amax, found.amin, found.mean_abs, found.histogram) == (count, 0, 0, 0, {})
+        assert found.under("float16", 4).vanished == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_record_that_went_through_a_cotangent_is_the_same(data):
+    x = jnp.asarray(data.draw(numbers(np.float32)))
+    there = statistics.record(x)
+    back = statistics.unpacked(np.asarray(statistics.packed(there)))
+    for one, other in zip(there, back, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_counts_beyond_what_a_float32_holds_go_through_a_cotangent():
+    there = statistics.Record(
+        jnp.full(statistics._COUNTERS, 2**32 - 3, jnp.uint32), jnp.uint32([2**31 + 1, 7]), jnp.float32(0.1)
+    )
+    back = statistics.unpacked(np.asarray(statistics.packed(there)))
+    np.testing.assert_array_equal(back.counters, there.counters)
+    np.testing.assert_array_equal(back.limits, there.limits)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_lost_updates_are_below_half_the_spacing_of_their_weight(data):
+    weight, update = data.draw(numbers(np.float32)), data.draw(numbers(np.float32))
+    near = np.random.default_rng(data.draw(st.integers(0, 99))).integers(-30, 3, SIZE)
+    with np.errstate(all="ignore"):
+        close = np.ldexp(np.where(np.isfinite(weight), weight, 1), near).astype(np.float32)
+    update = np.where(np.arange(SIZE) % 2, update, close)
+    lost = np.asarray(statistics.lost(jnp.asarray(update), jnp.asarray(weight)))
+    for name in FORMATS:
+        dtype, form = jnp.dtype(name), formats.format_of(name)
+        with np.errstate(all="ignore"):
+            there = abs(weight.astype(dtype).astype(np.float64))
+            exponent = np.maximum(np.floor(np.log2(there, where=there > 0, out=np.full(SIZE, -2000.0))), -2000)
+            ulp = 2.0 ** (np.maximum(exponent, form.min_exponent) - form.mantissa_bits)
+            expected = np.isfinite(there) & (abs(update.astype(np.float64)) < ulp / 2)
+        assert lost[statistics.dtypes.NAMES.index(name)] == expected.sum(), name
+
+
+def test_statistics_of_several_tensors_are_those_of_all_values():
+    parts = [np.float32([1, 2, 0]), np.float32([1e-9, np.inf]), np.float32([])]
+    found, whole = statistics.merged([statistics_of(part) for part in parts]), statistics_of(np.concatenate(parts))
+    np.testing.assert_allclose(found.mean_abs, whole.mean_abs, rtol=1e-6)
+    found = dataclasses.replace(found, mean_abs=whole.mean_abs)
+    assert (found, found.under("float16")) == (whole, whole.under("float16"))
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.0, -2.0, math.inf, math.nan])
+def test_a_scale_that_is_no_power_of_two_is_refused(scale):
+    with pytest.raises(ValueError, match="a loss scale is a power of two here"):
+        statistics_of(np.float32([1])).under("float16", scale)
+
+
+def test_other_dtypes_are_refused():
+    found = statistics_of(np.float32([1]))
+    with pytest.raises(ValueError, match=r"values are counted for float32, bfloat16, .*, got float64"):
+        found.under("float64")
+    with pytest.raises(ValueError, match="only updates can be lost on their weights"):
+        found.lost("float16")
