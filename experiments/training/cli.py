@@ -58,6 +58,12 @@ class Training:
     memory that JAX takes, or of the memory of a machine without one)"""
     seed: int = 0
     """Seed of the params and of the order of the examples."""
+    watch: int = 0
+    """Steps between those in which the values of weights, activations and gradients are counted (watch.jsonl; jaxmp
+    watch RUN shows it); 0 for none. Such a step computes its gradients once more, of the whole batch and without
+    --remat."""
+    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write metrics and what --watch counts for TensorBoard, too, with the SummaryWriter of torch or tensorboardX."""
     evaluate_every: int = 50
     """Steps between evaluations on held-out examples; 0 evaluates at the end only."""
     checkpoint_every: int = 1000
@@ -99,6 +105,7 @@ def check(config: Any) -> None:
     require("--batch-size", config.batch_size, 1)
     require("--ema", config.ema, 0, 1)
     require("--seed", config.seed, 0, 2**31)
+    require("--watch", config.watch, 0)
     require("--evaluate-every", config.evaluate_every, 0)
     require("--checkpoint-every", config.checkpoint_every, 0)
     require("--keep", config.keep, 1)

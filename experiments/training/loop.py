@@ -22,8 +22,9 @@ C = TypeVar("C", bound=cli.Training)
 
 # Flags in which runs of one experiment differ: a comparison sets them itself, and a resumed run may have others.
 OF_A_RUN = frozenset(
-    ("policy", "loss_scale", "opt_level", "autocast", "checkpoint_every", "keep", "resume", "data_dir", "run_dir")
-)
+    ("policy", "loss_scale", "opt_level", "autocast", "checkpoint_every", "keep", "resume", "data_dir", "run_dir",
+     "watch", "tensorboard")
+)  # fmt: skip
 # Flags that a resumed run may have otherwise. Those of precision are held against the checkpoint's dtypes instead.
 MAY_CHANGE = OF_A_RUN | {
     "override", "remat", "steps", "epochs", "evaluate_every", "memory_limit", "prompt", "sample_tokens", "temperature",

@@ -27,6 +27,7 @@ from experiments.report.progress import Progress
 from experiments.training import cli
 from experiments.training.experiment import Batch, Experiment
 from experiments.training.metrics import Late
+from experiments.training.watching import Watching, tensorboard
 
 if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
     from experiments.training.checkpoints import Checkpoint
@@ -130,6 +131,8 @@ class Run:
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
         if not checkpoint:
             self._writer.writeheader()
+        self._watch = Watching(experiment, config, state.tx, folder, self._start) if config.watch else None
+        self._board = tensorboard(folder) if config.tensorboard else None
         self._late = Late()
         self._progress = Progress(name, experiment.steps, self._start)
         self._skipped = int(sum(row.get("skipped", 0) for row in self._rows))
@@ -145,6 +148,8 @@ class Run:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # what ended the run comes first
             self._read(self._late.drain())  # the last steps of a run that was stopped
         self._progress.__exit__(*args)
+        if self._board:
+            self._board.close()
         try:
             self._file.close()
         finally:
@@ -160,6 +165,9 @@ class Run:
             batch = next(batches)
             if self._step > self._start + 1:
                 self._waiting_s += time.perf_counter() - started
+            if self._watch and self._step % self._config.watch == 0:
+                with self._pause():
+                    self._watch.look(self._step, self.state, batch)
             yield batch
 
     def log(self, metrics: dict[str, jax.Array]) -> None:
@@ -171,6 +179,8 @@ class Run:
             jax.block_until_ready(metrics)
             self._compile_s = time.perf_counter() - self._started
             self._started = self._last_read = time.perf_counter()
+        if self._watch and self._watch.found is not None:
+            self._watch.write(self._step, metrics, self._board)
         self._read(self._late.push(self._step, metrics))
         if self._due(self._config.evaluate_every):
             self.log_evaluation(self.state)
@@ -257,6 +267,9 @@ class Run:
                 row["examples_per_s"] = self.experiment.batch_size / max(elapsed, 1e-9)
                 row["input_wait"] = self._waiting_s / max(training, 1e-9)
             self._write(row)
+            if self._board:
+                for tag in metrics:
+                    self._board.add_scalar(f"train/{tag}", metrics[tag], step)
             timed = step - self._start - 1  # the first step compiles
             rate = f"{timed * self.experiment.batch_size / max(training, 1e-9):,.0f} {self.experiment.unit}/s  "
             accuracy = f"accuracy {row['accuracy']:.1%}  " if "accuracy" in row else ""

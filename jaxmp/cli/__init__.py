@@ -240,6 +240,8 @@ def blame(options: argparse.Namespace) -> int:
 @_command
 def compare(options: argparse.Namespace) -> int:
     """Show what a policy changes in a function, layer by layer, forward and backward; both are run.
+def numerics(options: argparse.Namespace) -> int:
+    """Run one step of a loss function and show where its values and gradients underflow or overflow.
 
     Exit code 2 if something is wrong with the arguments.
 
@@ -261,6 +263,20 @@ def compare(options: argparse.Namespace) -> int:
 
 def _print_result(options: argparse.Namespace, result: Any) -> None:
     """Prints a result of ``jaxmp.inspect``: JSON if asked for, a table on a terminal, else text."""
+      jaxmp numerics my_model:loss_fn --args my_model:params_and_batch --policy mixed_float16 --loss-scale 1024
+    """
+    from jaxmp.cli import planning
+    from jaxmp.inspect import numerics
+
+    try:
+        result = planning.called(
+            lambda loss_fn: numerics(loss_fn, policy=options.policy, loss_scale=options.loss_scale),
+            options.function,
+            options.args,
+        )
+    except planning.UsageError as error:
+        print(f"jaxmp numerics: error: {error}", file=sys.stderr)
+        return 2
     if options.json:
         print(result.to_json())
     elif sys.stdout.isatty():
@@ -285,6 +301,54 @@ def _add_blame_arguments(command: argparse.ArgumentParser) -> None:
 
 def _add_compare_arguments(command: argparse.ArgumentParser) -> None:
     _add_run_arguments(command)
+    return 0
+
+
+@_command
+def watch(options: argparse.Namespace) -> int:
+    """Show a run of the experiments as it trains: loss, scale, skips, and how much of each gradient vanishes.
+
+    The run needs --watch N. On a terminal it is drawn again until the run ends; else once. Exit code 2 if the folder is
+    not that of such a run.
+    """
+    from pathlib import Path
+
+    from jaxmp.cli import planning, watching
+
+    try:
+        title, rows = watching.watched(Path(options.run))
+        if options.json:
+            _print_json(rows)
+        elif sys.stdout.isatty():
+            watching.live(_console(), Path(options.run))
+        else:
+            _print(_console(), watching.picture(title, rows))
+    except planning.UsageError as error:
+        print(f"jaxmp watch: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # the reader has seen enough
+        pass
+    return 0
+
+
+def _add_numerics_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="a loss function")
+    command.add_argument(
+        "--args",
+        metavar="MODULE:FUNCTION",
+        required=True,
+        help="a function that returns the positional arguments as a tuple, params first",
+    )
+    command.add_argument("--policy", help="default: the function as it is written")
+    command.add_argument("--loss-scale", type=float, default=1.0, help="a power of two; default: 1")
+
+
+def _add_watch_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", metavar="RUN", help="the run's folder")
+
+
+def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="any function that JAX can trace")
     command.add_argument("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16")
     command.add_argument("--reference", default="float32", help="float32, as written, or float64; default: float32")
     command.add_argument(
@@ -327,6 +391,7 @@ _ARGUMENTS = {
     "roofline": _add_compiled_arguments,
 }
 _ARGUMENTS = {"plan": _add_plan_arguments, "blame": _add_blame_arguments, "compare": _add_compare_arguments}
+_ARGUMENTS = {"plan": _add_plan_arguments, "numerics": _add_numerics_arguments, "watch": _add_watch_arguments}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -78,6 +78,33 @@ def plan(
             sys.path.remove(folder)
 
 
+def called(make: Callable[[Callable[..., Any]], Callable[..., Any]], function: str, example: str) -> Any:
+    """What ``make`` of a function returns when it is called on the arguments that another one returns.
+
+    Args:
+      make: of the function.
+      function, example: each ``"module:function"``; modules in the current folder go first.
+
+    Raises:
+      UsageError: one of them is wrong, or fails.
+    """
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        fun, arguments = _function(function), _function(example)
+        with _told(ValueError, TypeError):
+            made = make(fun)
+        with _told(Exception, of=f"{example} failed"):
+            operands = arguments()
+        operands = operands if isinstance(operands, tuple) else (operands,)
+        _check_count(function, fun, operands, "")
+        with _told(Exception, of=f"{function} failed"):
+            return made(*operands)
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
 @contextlib.contextmanager
 def _told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None]:
     """Makes a UsageError of an error: its first line, after what it is an error ``of``, its type and its place."""

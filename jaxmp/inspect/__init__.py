@@ -19,3 +19,4 @@ from jaxmp.inspect.compare import compare as compare
 from jaxmp.inspect.numerics import Numerics as Numerics
 from jaxmp.inspect.numerics import numerics as numerics
 from jaxmp.inspect.statistics import Statistics as Statistics
+from jaxmp.inspect.watch import Watch as Watch

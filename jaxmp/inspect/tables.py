@@ -39,18 +39,19 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 def as_json(result: Any) -> str:
     """A result of dataclasses as JSON, its fields by name, but for those without a repr; what is not finite is null."""
-    return json.dumps(_plain(result), indent=2, allow_nan=False)
+    return json.dumps(plain(result), indent=2, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """What JSON knows: dataclasses become their fields with a repr, what is not finite null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, (np.generic, np.ndarray)) or hasattr(value, "addressable_shards"):
-        return _plain(np.asarray(value).tolist())
+        return plain(np.asarray(value).tolist())
     if isinstance(value, float) and not np.isfinite(value):
         return None
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -25,8 +25,8 @@ def same(found, x):
     wide = np.asarray(x, np.float64)
     assert (found.count, found.zeros) == (wide.size, int((wide == 0).sum()))
     assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
-    assert found.under("float16", 8) == statistics_of(x).under("float16", 8) or found.mean_abs != expected.mean_abs
-    return True
+    half, there = found.under("float16", 8), expected.under("float16", 8)
+    return (half.vanished, half.below_normal, half.overflow) == (there.vanished, there.below_normal, there.overflow)
 
 
 def mlp(params, x, extra=(0.0, 0.0)):
@@ -98,7 +98,7 @@ def test_an_optimizer_in_loss_scaling_gets_gradients_of_its_own_scale(params):
 
 
 def test_an_optimizer_goes_on_from_a_state_of_it(params):
-    tx = optax.adam(1e-2)
+    tx = optax.sgd(1e-2, momentum=0.9)
     state = tx.init(params)
     grads = jax.grad(mlp)(params, X)
     _, state = tx.update(grads, state)
@@ -253,7 +253,7 @@ def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(pa
     scale = found.recommended_scale("float16")
     possible = [2.0**n for n in range(25) if largest * 2.0**n * 4 <= 65504]
     assert scale == min(possible, key=lambda each: (lost(each), each))
-    assert 1 < scale and lost(scale) < lost(1) and lost(scale / 2) > lost(scale)
+    assert scale > 1 and lost(scale) < lost(1) and lost(scale / 2) > lost(scale)
     assert found.recommended_scale("bfloat16") == 1
 
 

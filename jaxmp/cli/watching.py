@@ -1,0 +1,62 @@
+"""``jaxmp watch``: a run that the experiments train, as it goes."""
+
+from __future__ import annotations
+
+import csv
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxmp.cli.planning import UsageError
+from jaxmp.inspect import watch
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    """A line on the last step of a run, and what was watched.
+
+    Raises:
+      UsageError: it is no folder of a run, or not watched.
+    """
+    if not (folder / "metrics.csv").is_file():
+        raise UsageError(f"a run's folder has metrics.csv, but {folder} has none; give the folder of --run-dir")
+    if not (folder / watch.FILE).is_file():
+        raise UsageError(f"{folder} has no {watch.FILE}: train with --watch 100, say, or wait for the first such step")
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["split"] == "train" and row["skipped"]]
+    if not rows:
+        return "no step yet", watch.read(folder)
+    last, skipped = rows[-1], sum(int(row["skipped"]) for row in rows)
+    names = ("step", "loss", "grad_norm", "loss_scale")
+    return "  ".join(f"{name} {last[name]}" for name in names) + f"  skipped {skipped}", watch.read(folder)
+
+
+def picture(title: str, rows: list[dict[str, Any]], width: int = 40) -> Any:
+    """A table: of each layer the share of activation gradients that vanish, step by step, and updates' ratios."""
+    from rich.table import Table
+    from rich.text import Text
+
+    last = rows[-1]
+    caption = f"for {last['dtype']}: watched at step {last['step']}, recommended scale {last['recommended_scale']:g}"
+    grid = Table(title=Text(title), caption=Text(caption), box=None, pad_edge=False, title_justify="left")
+    for name in ("tensor", "vanished now", "0 as computed", "vanished, by step from 0 to 100 %"):
+        grid.add_column(name, overflow="fold")
+    for kind in ("activation_gradients", "gradients"):
+        for path, share in last["vanished"][kind].items():
+            history = [row["vanished"][kind].get(path, 0.0) for row in rows[-width:]]
+            bars = "".join(_BLOCKS[min(8, -int(-8 * each // 1))] for each in history)
+            zeros = f"{last['zeros'][kind][path]:.1%}"
+            grid.add_row(Text(f"{kind.replace('_', ' ')} {path}"), f"{share:.1%}", zeros, Text(bars))
+    return grid
+
+
+def live(console: Any, folder: Path, seconds: float = 2.0) -> None:
+    """Shows a run until it has its summary or the user has seen enough."""
+    from rich.live import Live
+
+    with Live(picture(*watched(folder)), console=console, auto_refresh=False) as display:
+        while not (folder / "summary.json").exists():
+            time.sleep(seconds)
+            display.update(picture(*watched(folder)), refresh=True)
+        display.update(picture(*watched(folder)), refresh=True)

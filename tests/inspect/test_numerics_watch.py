@@ -1,0 +1,118 @@
+"""Watching a run, the command line, and the picture that float16 needs its scale for."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import language_modeling
+from experiments.training import loop, watching
+from jaxmp import cli
+from jaxmp.inspect import Watch, numerics
+from jaxmp.inspect.watch import FILE, read
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of the script that shows why float16 needs a loss scale, in float32, on the standard library's sources."""
+    folder = tmp_path_factory.mktemp("watched")
+    config = language_modeling.Config(
+        policy="float32", loss_scale="none", steps=4, batch_size=2048, vocabulary=512, test_batches=1, watch=2,
+        data_dir=folder / "data", run_dir=folder / "run", checkpoint_every=0,
+    )  # fmt: skip
+    config = language_modeling.text_training.settled(config, "next_token")
+    return loop.train("language_modeling", config, language_modeling.prepare), folder / "run", config
+
+
+def test_a_share_of_the_gradients_of_a_real_model_vanishes_in_float16_and_a_scale_keeps_it(run):
+    _, _, config = run
+    experiment = language_modeling.prepare(config)
+    state, batch = experiment.init(0), next(experiment.train_batches(0))
+    for _ in range(10):
+        state, _ = experiment.step(state, batch)
+    found = numerics(experiment.loss_fn)(state.params, None, batch, None)
+    logits = found.activation_gradients["NextToken"]
+    assert logits.dtype == "float32" and logits.vanished == 0
+
+    def share(scale):
+        return logits.under("float16", scale).vanished / logits.count
+
+    assert share(1) > 0.25 and share(8) < share(1) / 4 and share(found.recommended_scale()) < 1e-3
+
+
+def test_a_watched_run_writes_what_was_counted_with_the_metrics(run):
+    summary, folder, _ = run
+    rows = read(folder)
+    assert [row["step"] for row in rows] == [2, 4] and summary["steps"] == 4
+    assert all({"loss", "grad_norm", "skipped", "loss_scale", "recommended_scale"} <= set(row) for row in rows)
+    assert 0 < rows[-1]["vanished"]["activation_gradients"]["NextToken"] < 1
+    assert rows[-1]["ratio"]["Dense_0/kernel"] > 0
+
+
+def test_the_command_shows_a_run(run, capsys):
+    _, folder, _ = run
+    assert cli.main(["watch", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "step 4  loss" in shown and "activation gradients NextToken" in shown and "watched at step 4" in shown
+    assert cli.main(["watch", str(folder), "--json"]) == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [2, 4]
+
+
+def test_the_command_says_what_it_needs(run, tmp_path, capsys):
+    assert cli.main(["watch", str(tmp_path)]) == 2
+    assert "a run's folder has metrics.csv" in capsys.readouterr().err
+    (tmp_path / "metrics.csv").write_text("step,split,skipped\n")
+    assert cli.main(["watch", str(tmp_path)]) == 2
+    assert f"has no {FILE}: train with --watch 100" in capsys.readouterr().err
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    (tmp_path / FILE).write_text('{"step": 1}\n{"ste')
+    assert read(tmp_path) == [{"step": 1}]
+
+
+def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(run, tmp_path):
+    _, _, config = run
+    experiment = language_modeling.prepare(config)
+    (tmp_path / FILE).write_text('{"step": 2}\n{"step": 4}\n')
+    watching.Watching(experiment, config, optax.sgd(0.1), tmp_path, 3)
+    assert read(tmp_path) == [{"step": 2}]
+
+
+def test_watch_keeps_every_nth_step():
+    watch = Watch(lambda params, x: 1e-9 * jnp.sum(params * x), every=3)
+    seen = [watch(step, jnp.float32(1), jnp.ones(4), loss_scale=2.0**step) for step in range(1, 8)]
+    assert [found is not None for found in seen] == [False, False, True, False, False, True, False]
+    assert {step: found.loss_scale for step, found in watch.steps.items()} == {3: 8.0, 6: 64.0}
+    assert watch.shares("gradients") == {"": [1.0, 0.0]}
+    with pytest.raises(ValueError, match="every n-th step is watched, with n of at least 1, got 0"):
+        Watch(lambda params: params, every=0)
+
+
+def test_the_command_counts_a_function(tmp_path, monkeypatch, capsys):
+    (tmp_path / "numerics_model.py").write_text(
+        "import numpy as np\n"
+        "def loss_fn(w, x):\n    return 1e-9 * (x @ w).sum()\n"
+        "def args():\n    return np.ones((3, 2), np.float32), np.ones((4, 3), np.float32)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["numerics", "numerics_model:loss_fn", "--args", "numerics_model:args"]) == 0
+    assert "gradients" in capsys.readouterr().out
+    command = ["numerics", "numerics_model:loss_fn", "--args", "numerics_model:args", "--loss-scale"]
+    assert cli.main([*command, "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gradients"][""]["amax"] == float(np.float32(4 * np.float32(1e-9)))
+    assert cli.main([*command, "3"]) == 2
+    assert "jaxmp numerics: error: a loss scale is a power of two here" in capsys.readouterr().err
+
+
+def test_tensorboard_is_used_if_it_is_asked_for_and_installed(monkeypatch, tmp_path):
+    def none(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(watching.importlib, "import_module", none)
+    with pytest.raises(ValueError, match="--tensorboard needs a package that writes its files"):
+        watching.tensorboard(tmp_path)
