@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments.report.tables import Table
 from jaxmp.inspect import hlo
-from jaxmp.inspect.roofline import _hardware, of_program
+from jaxmp.inspect.prediction import _hardware, of_program
 
 RECORDED = {
     "resnet50-hand-fp32": 238.3, "resnet50-hand-tf32": 68.0, "resnet50-hand-fp16": 35.2, "resnet50-hand-bf16": 37.9,

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jaxmp
+from jaxmp.cli import inspecting
+from jaxmp.cli.errors import UsageError
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {}
 
@@ -39,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return code
+    except UsageError as error:
+        print(f"jaxmp {options.command}: error: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         if error.filename is not None:  # not the output
             raise
@@ -122,11 +127,7 @@ def plan(options: argparse.Namespace) -> int:
     """
     from jaxmp.cli import planning
 
-    try:
-        result = planning.plan(options.function, options.policy, options.arg, options.args, options.override)
-    except planning.UsageError as error:
-        print(f"jaxmp plan: error: {error}", file=sys.stderr)
-        return 2
+    result = planning.plan(options.function, options.policy, options.arg, options.args, options.override)
     if options.json:
         print(result.to_json())
     elif sys.stdout.isatty():
@@ -136,224 +137,8 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
-@_command
-def audit(options: argparse.Namespace) -> int:
-    """Show which precision each product of a function has, and what is wrong with it; nothing is run but imports.
-
-    The function may be a train step. Exit code 0 if there are no findings, 1 if there are some, 2 if something is wrong
-    with the arguments.
-
-    Example:
-      jaxmp audit jax.numpy:matmul --policy mixed_bfloat16 --arg bfloat16[8,16] --arg bfloat16[16,8]
-    """
-    from jaxmp.cli import auditing
-    from jaxmp.cli.planning import UsageError
-
-    try:
-        result = auditing.result(options.function, options.policy, options.arg, options.args, options.device)
-    except UsageError as error:
-        print(f"jaxmp audit: error: {error}", file=sys.stderr)
-        return 2
-    if options.json:
-        print(result.to_json())
-    elif sys.stdout.isatty():
-        _print(_console(), result)
-    else:
-        print(result)
-    return 1 if result.findings else 0
-
-
-def _add_audit_arguments(command: argparse.ArgumentParser) -> None:
-    _add_function(command)
-    command.add_argument("--policy", help="what the author declares; default: nothing")
-    command.add_argument(
-        "--device", metavar="NAME", help="a GPU that is not there, such as h200; default: the attached device"
-    )
-def memory(options: argparse.Namespace) -> int:
-    """Show the memory that a train step or any function needs, by kind and dtype, from compiling it; nothing is run.
-
-    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. Exit code 2
-    if something is wrong with the arguments.
-
-    Example:
-      jaxmp memory train:step --args train:shapes --device h200
-    """
-    from jaxmp.inspect import memory
-
-    return _compiled(memory, options)
-
-
-@_command
-def roofline(options: argparse.Namespace) -> int:
-    """Predict the time that a train step or any function takes on a GPU, kernel by kernel; nothing is run.
-
-    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. Exit code 2
-    if something is wrong with the arguments.
-
-    Example:
-      jaxmp roofline train:step --args train:shapes --device h200
-    """
-    from jaxmp.inspect import roofline
-
-    return _compiled(roofline, options)
-
-
-def _compiled(inspect: Callable[..., Any], options: argparse.Namespace) -> int:
-    from jaxmp.cli import compiling
-    from jaxmp.cli.planning import UsageError
-
-    try:
-        result = compiling.result(inspect, options.function, options.arg, options.args, options.device)
-    except UsageError as error:
-        print(f"jaxmp {options.command}: error: {error}", file=sys.stderr)
-        return 2
-    print(result.to_json() if options.json else result)
-    return 0
-
-
-def _add_compiled_arguments(command: argparse.ArgumentParser) -> None:
-    _add_function(command)
-    command.add_argument("--device", help="a GPU that is not there: h200, h100, a100, b200, l4 or t4")
-def blame(options: argparse.Namespace) -> int:
-    """Name the operation that made the first infinity or NaN of a loss or its gradients; the function is run.
-
-    The function may be a train step. Exit code 0 if all is finite, 1 if not, 2 if something is wrong with the
-    arguments.
-
-    Example:
-      jaxmp blame train:loss_fn --args train:bad_batch --policy mixed_float16 --loss-scale 32768
-    """
-    from jaxmp.cli import loading, running
-
-    try:
-        found = running.blame(options.function, options.args, options.policy, options.loss_scale, not options.no_grad)
-    except loading.UsageError as error:
-        print(f"jaxmp blame: error: {error}", file=sys.stderr)
-        return 2
-    if found is None:
-        print("null" if options.json else "All is finite.")
-        return 0
-    _print_result(options, found)
-    return 1
-
-
-@_command
-def compare(options: argparse.Namespace) -> int:
-    """Show what a policy changes in a function, layer by layer, forward and backward; both are run.
-def numerics(options: argparse.Namespace) -> int:
-    """Run one step of a loss function and show where its values and gradients underflow or overflow.
-
-    Exit code 2 if something is wrong with the arguments.
-
-    Example:
-      jaxmp compare train:loss_fn --args train:example --policy mixed_bfloat16
-    """
-    from jaxmp.cli import loading, running
-
-    try:
-        result = running.comparison(
-            options.function, options.args, options.policy, options.reference, options.override, not options.no_grad
-        )
-    except loading.UsageError as error:
-        print(f"jaxmp compare: error: {error}", file=sys.stderr)
-        return 2
-    _print_result(options, result)
-    return 0
-
-
-def _print_result(options: argparse.Namespace, result: Any) -> None:
-    """Prints a result of ``jaxmp.inspect``: JSON if asked for, a table on a terminal, else text."""
-      jaxmp numerics my_model:loss_fn --args my_model:params_and_batch --policy mixed_float16 --loss-scale 1024
-    """
-    from jaxmp.cli import planning
-    from jaxmp.inspect import numerics
-
-    try:
-        result = planning.called(
-            lambda loss_fn: numerics(loss_fn, policy=options.policy, loss_scale=options.loss_scale),
-            options.function,
-            options.args,
-        )
-    except planning.UsageError as error:
-        print(f"jaxmp numerics: error: {error}", file=sys.stderr)
-        return 2
-    if options.json:
-        print(result.to_json())
-    elif sys.stdout.isatty():
-        _print(_console(), result.table())
-    else:
-        print(result)
-
-
-def _add_run_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("function", metavar="MODULE:FUNCTION", help="returns the loss, or a tuple that begins with it")
-    command.add_argument(
-        "--args", metavar="MODULE:FUNCTION", help="a function that returns the positional arguments as a tuple; run"
-    )
-    command.add_argument("--no-grad", action="store_true", help="look at what the function returns, not at gradients")
-
-
-def _add_blame_arguments(command: argparse.ArgumentParser) -> None:
-    _add_run_arguments(command)
-    command.add_argument("--policy", help="of an autocast around the function; default: none")
-    command.add_argument("--loss-scale", type=float, default=1.0, help="default: 1")
-
-
-def _add_compare_arguments(command: argparse.ArgumentParser) -> None:
-    _add_run_arguments(command)
-    return 0
-
-
-@_command
-def watch(options: argparse.Namespace) -> int:
-    """Show a run of the experiments as it trains: loss, scale, skips, and how much of each gradient vanishes.
-
-    The run needs --watch N. On a terminal it is drawn again until the run ends; else once. Exit code 2 if the folder is
-    not that of such a run.
-    """
-    from pathlib import Path
-
-    from jaxmp.cli import planning, watching
-
-    try:
-        title, rows = watching.watched(Path(options.run))
-        if options.json:
-            _print_json(rows)
-        elif sys.stdout.isatty():
-            watching.live(_console(), Path(options.run))
-        else:
-            _print(_console(), watching.picture(title, rows))
-    except planning.UsageError as error:
-        print(f"jaxmp watch: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # the reader has seen enough
-        pass
-    return 0
-
-
-def _add_numerics_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("function", metavar="MODULE:FUNCTION", help="a loss function")
-    command.add_argument(
-        "--args",
-        metavar="MODULE:FUNCTION",
-        required=True,
-        help="a function that returns the positional arguments as a tuple, params first",
-    )
-    command.add_argument("--policy", help="default: the function as it is written")
-    command.add_argument("--loss-scale", type=float, default=1.0, help="a power of two; default: 1")
-
-
-def _add_watch_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", metavar="RUN", help="the run's folder")
-
-
-def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("function", metavar="MODULE:FUNCTION", help="any function that JAX can trace")
-    command.add_argument("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16")
-    command.add_argument("--reference", default="float32", help="float32, as written, or float64; default: float32")
-    command.add_argument(
-        "--override", action="append", default=[], metavar="KEY=LEVEL", help="as for jaxmp plan; repeat for more"
-    )
+for _run in inspecting.COMMANDS:
+    _command(_run)
 
 
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
@@ -384,16 +169,6 @@ def _add_function(command: argparse.ArgumentParser) -> None:
     )
 
 
-_ARGUMENTS = {
-    "plan": _add_plan_arguments,
-    "audit": _add_audit_arguments,
-    "memory": _add_compiled_arguments,
-    "roofline": _add_compiled_arguments,
-}
-_ARGUMENTS = {"plan": _add_plan_arguments, "blame": _add_blame_arguments, "compare": _add_compare_arguments}
-_ARGUMENTS = {"plan": _add_plan_arguments, "numerics": _add_numerics_arguments, "watch": _add_watch_arguments}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxmp",
@@ -412,8 +187,10 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if name in _ARGUMENTS:
-            _ARGUMENTS[name](command)
+        if name == "plan":
+            _add_plan_arguments(command)
+        elif run in inspecting.COMMANDS:
+            inspecting.add_arguments(command, name, _add_function)
         command.add_argument("--json", action="store_true", help="print JSON, for programs")
     return parser
 

@@ -19,11 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
+from jaxmp.cli.errors import UsageError
 from jaxmp.dtypes import canonical_dtype, nearest
-
-
-class UsageError(ValueError):
-    """What was asked for on the command line cannot be done; the text is one line."""
 
 
 class Loaded(NamedTuple):
@@ -69,7 +66,7 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
             got = "an array" if isinstance(operands, jax.ShapeDtypeStruct) else f"a {type(operands).__name__}"
             hint = f"; {example} returned {got}, which is one argument: return several as a tuple"
             operands = (operands,)
-    _check_count(name, fun, operands, hint)
+    check_count(name, fun, operands, hint)
     return Loaded(fun, operands, hint)
 
 
@@ -159,7 +156,8 @@ def _shape(text: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def _check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str) -> None:
+def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str) -> None:
+    """Raises a UsageError if a function does not take so many arguments by position."""
     try:
         signature = inspect.signature(fun)
     except ValueError:  # written in C
@@ -178,6 +176,14 @@ def _check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any], hi
     except TypeError as error:
         takes = ", ".join(signature.parameters)
         raise UsageError(f"{name} takes ({takes}), got {len(operands)} by --arg or --args: {error}{hint}") from error
+
+
+def levels(overrides: Sequence[str]) -> dict[str, str]:
+    """Overrides that are written ``"KEY=LEVEL"``."""
+    for text in overrides:
+        if "=" not in text:
+            raise UsageError(f"an --override is KEY=LEVEL, such as '**/head=float32', got {text!r}")
+    return {key: level for key, _, level in (text.rpartition("=") for text in overrides)}
 
 
 def traced(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str = "") -> Any:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxmp.cli.planning import UsageError
+from jaxmp.cli.errors import UsageError
 from jaxmp.inspect import watch
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

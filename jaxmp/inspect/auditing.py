@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import math
 import re
 import sys
-import types
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -25,6 +23,7 @@ from jaxmp.flops import flops_of
 from jaxmp.inspect import hlo, tables, targets
 from jaxmp.inspect.dataflow import Value, values_of
 from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned
+from jaxmp.inspect.memory_plan import memory
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
 from jaxmp.policy import get_policy
@@ -242,8 +241,8 @@ def audit(
         listed = tuple(product for _, product in products) + _inside_kernels(values, chip)
         flops = _shares(listed)
         half = sum(share for dtype, share in flops.items() if np.dtype(dtype).itemsize <= 2)
-        memory = _memory(fun, device, args) if compile else None
-        return Audit(listed, flops, half if flops else None, memory, found)
+        needed = _memory(fun, device, args) if compile else None
+        return Audit(listed, flops, half if flops else None, needed, found)
 
     return audited
 
@@ -426,12 +425,7 @@ def _flops(eqn: Any) -> int:
 
 
 def _hardware(device: Any) -> hardware.Hardware:
-    if not isinstance(device, str):
-        return hardware.detect(device)
-    target = targets.TARGETS[device]
-    name = max((name for name in hardware._PEAKS if target.name.startswith(name)), key=len, default=target.name)
-    capability = "{}.{}".format(*target.capability)
-    return hardware.detect(types.SimpleNamespace(device_kind=name, platform="gpu", compute_capability=capability))
+    return targets.hardware_of(device) if isinstance(device, str) else hardware.detect(device)
 
 
 def _bound(flops: int, size: int, dtype: str, precision: Any, chip: hardware.Hardware) -> str | None:
@@ -458,10 +452,7 @@ def _shares(products: Sequence[Product]) -> dict[str, float]:
 
 
 def _memory(fun: Any, device: Any, args: tuple[Any, ...]) -> Any:
-    if importlib.util.find_spec("jaxmp.inspect.memory") is None:
-        return None
-    module = importlib.import_module("jaxmp.inspect.memory")
-    return module.memory(fun, device=device)(*args)
+    return memory(fun, device=device)(*args) if device is None or isinstance(device, str) else None
 
 
 _DTYPES = {

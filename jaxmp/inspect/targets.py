@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import shutil
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from jaxmp import hardware
 from jaxmp._nnx_training import TrainStep as NNXStep
 from jaxmp._nnx_training import _state_of
 from jaxmp.dtypes import nearest
@@ -136,6 +138,18 @@ TARGETS = {
     ),
 }  # fmt: skip
 """The GPUs that there are figures of, by name."""
+
+
+def hardware_of(name: str) -> hardware.Hardware:
+    """What :func:`jaxmp.hardware.detect` would say of a GPU that is not there.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    target = target_of(name)
+    capability = "{}.{}".format(*target.capability)
+    kind = types.SimpleNamespace(device_kind=target.peaks, platform="gpu", compute_capability=capability)
+    return hardware.detect(kind)
 
 
 def missing() -> str | None:

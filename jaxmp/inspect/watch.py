@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp.inspect import tables
-from jaxmp.inspect.numerics import Numerics, numerics
+from jaxmp.inspect.measuring import Numerics, numerics
 
 FILE = "watch.jsonl"
 """What a run's folder calls the file with a :func:`line` for each step that was watched."""

@@ -79,7 +79,6 @@ def test_version_is_the_packages(capsys):
 
 
 @pytest.mark.parametrize(("word", "nearest"), [("doctr", "'doctor', 'audit'"), ("format", "'formats', 'audit'")])
-@pytest.mark.parametrize(("word", "nearest"), [("doctr", "'doctor'"), ("format", "'formats', 'doctor'")])
 def test_an_unknown_command_exits_with_2_and_lists_the_nearest_first(word, nearest, capsys):
     with pytest.raises(SystemExit) as stop:
         main([word])

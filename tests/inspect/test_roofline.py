@@ -13,7 +13,7 @@ import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import hlo, targets
 
-module = importlib.import_module("jaxmp.inspect.roofline")
+module = importlib.import_module("jaxmp.inspect.prediction")
 
 # As XLA compiles for GPUs: a float32 product that may be TF32 and one that may not, a half one with a bias and a
 # workspace, a causal attention, a convolution and its two derivatives, a loop of three turns, an update in place.

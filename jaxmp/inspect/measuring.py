@@ -19,7 +19,7 @@ from jaxmp.inspect import statistics, tables
 from jaxmp.inspect.evaluate import evaluate
 from jaxmp.inspect.program import Key, places, program_of, returned
 from jaxmp.inspect.statistics import Record, Statistics
-from jaxmp.optimizer import get_loss_scale, has_loss_scale, require_loss, takes_value
+from jaxmp.optimizer import get_loss_scale, has_loss_scale, require_loss
 
 KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 
@@ -235,8 +235,13 @@ def _updates(tx: Any, grads: Any, params: Any, opt_state: Any, loss: jax.Array) 
     opt_state = tx.init(params) if opt_state is None else opt_state
     if has_loss_scale(opt_state):
         grads = get_loss_scale(opt_state).scale(grads)
-    value = {"value": loss} if takes_value(tx) else {}
-    return optax.with_extra_args_support(tx).update(grads, opt_state, params, **value)[0]
+    update = optax.with_extra_args_support(tx).update
+    try:
+        return update(grads, opt_state, params, value=loss)[0]
+    except TypeError as error:  # a chain hands the loss on to transforms that do not take it
+        if "unexpected keyword argument 'value'" not in str(error):
+            raise
+        return update(grads, opt_state, params)[0]
 
 
 class _Taps:

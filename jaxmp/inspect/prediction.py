@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,14 +145,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
 def _hardware(device: str | None) -> hardware.Hardware:
     """What is known of a device, by name or attached."""
-    if device is None:
-        known = hardware.detect()
-    else:
-        target = targets.target_of(device)
-        major, minor = target.capability
-        known = hardware.detect(
-            types.SimpleNamespace(device_kind=target.peaks, platform="gpu", compute_capability=f"{major}.{minor}")
-        )
+    known = hardware.detect() if device is None else targets.hardware_of(device)
     if not known.peak_tflops or known.peak_bandwidth is None:
         raise ValueError(
             f"a roofline needs the device's peak rates, and jaxmp.hardware has none of {known.name!r}; name a GPU that "
