@@ -6,6 +6,7 @@ Params, optimizer, batch statistics and moving average go together.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import warnings
 import weakref
@@ -399,11 +400,10 @@ class TrainStep:
                 raise self._error(count, state, bad)
 
     def _error(self, steps: int, state: TrainState, batch: Any) -> NonFiniteTrainingError:
-        from jaxmp.inspect.blame import first_nonfinite  # which reads this module, and is not needed before
-
+        blame = importlib.import_module("jaxmp.inspect.blame")  # which reads this module, and is not needed before
         error = NonFiniteTrainingError(self._explain(steps, state, batch))
         try:
-            error.blame = first_nonfinite(self)(state, batch)
+            error.blame = blame.first_nonfinite(self)(state, batch)
         except Exception as failure:  # an error of the search must not hide the error that it is to explain
             error.add_note(f"the operation was not found: {type(failure).__name__}: {failure}")
         if error.blame is not None:

@@ -229,7 +229,7 @@ def test_a_dtype_that_jax_would_narrow_is_refused(wide, narrow, capsys):
 def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert error(capsys, *MATMUL, "--policy", "mixed").startswith("unknown policy 'mixed'")
     assert error(capsys, *MATMUL, "--policy", "float32").startswith("cast_plan needs a policy with a half compute")
-    assert error(capsys, *MATMUL, "--policy", "O2").startswith("an override of autocast is a path such as")
+    assert error(capsys, *MATMUL, "--policy", "O2").startswith("a policy for autocast has no exceptions by class")
     assert "matched none" in error(capsys, *MATMUL, "--override", "**/head=float32")
     assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--override", "primitive:expo=half")
     assert "'tensorfloat32' or in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")

@@ -58,7 +58,7 @@ def test_compare(capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("blame", "one"), "loss takes (params, x), got 1 by --args: TypeError: missing a required argument: 'x'"),
+        (("blame", "one"), "loss takes (params, x), got 1 by --arg or --args: missing a required argument: 'x'"),
         (("blame", "broken"), "planted_for_running:broken failed: OSError: no file"),
         (
             ("compare", "good", "--override", "layer"),
