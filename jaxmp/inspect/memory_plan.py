@@ -123,38 +123,34 @@ class Memory:
                 guess = min(max(low + 1, ahead + (ahead == low)), high - 1)
         return low * step
 
-    def _title(self) -> str:
-        batch = f", batch of {self.batch}" if self.batch is not None else ""
-        return f"{_mib(self.peak)} MiB at the peak on {self.device}{batch}"
+    def _shown(self) -> tuple[str, tuple[str, ...], list[tuple[Any, ...]]]:
+        """Title, columns and rows, in MiB or, of a small program, in KiB."""
+        unit, size = ("MiB", 2**20) if self.peak >= 10 * 2**20 else ("KiB", 2**10)
 
-    def _rows(self) -> list[tuple[Any, ...]]:
-        return [
-            (_mib(each.bytes), each.kind, f"{each.dtype}[{','.join(map(str, each.shape))}]", each.path, each.source)
+        def number(count: int) -> str:
+            return f"{count / size:,.1f}"
+
+        batch = f", batch of {self.batch}" if self.batch is not None else ""
+        lines = [f"{number(self.peak)} {unit} at the peak on {self.device}{batch}"]
+        for name, sizes in (("kind", self.by_kind), ("dtype", self.by_dtype)):
+            lines.append(f"by {name}: " + ", ".join(f"{key} {number(size)}" for key, size in sizes.items() if size))
+        rows: list[tuple[Any, ...]] = [
+            (number(each.bytes), each.kind, f"{each.dtype}[{','.join(map(str, each.shape))}]", each.path, each.source)
             for each in self.at_peak[:_SHOWN]
         ]
+        return "\n".join(lines), (unit, "kind", "array", "path", "source"), rows
 
     def __str__(self) -> str:
-        shares = [
-            "by " + name + ": " + ", ".join(f"{key} {_mib(size)}" for key, size in sizes.items() if size)
-            for name, sizes in (("kind", self.by_kind), ("dtype", self.by_dtype))
-        ]
-        return tables.text("\n".join([self._title(), *shares]), _COLUMNS, self._rows())
+        return tables.text(*self._shown())
 
     def table(self) -> Any:
         """A ``rich.table.Table``."""
-        return tables.table(self._title(), _COLUMNS, self._rows())
+        return tables.table(*self._shown())
 
     def to_json(self) -> str:
         """All of it as JSON."""
         names = [field.name for field in dataclasses.fields(self) if not field.name.startswith("_")]
         return tables.as_json({name: getattr(self, name) for name in names})
-
-
-_COLUMNS = ("MiB", "kind", "array", "path", "source")
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f}"
 
 
 def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Memory]:

@@ -183,7 +183,7 @@ def test_errors_say_what_to_do(monkeypatch):
 
 def test_it_is_shown_as_text_a_table_and_json():
     found = memory(gradients)(shape(64, 64), shape(256, 64))
-    assert str(found).startswith("0.3 MiB at the peak on cpu, batch of 256\nby kind: params 0.0, batch 0.1")
+    assert str(found).startswith("288.0 KiB at the peak on cpu, batch of 256\nby kind: params 16.0, batch 64.0")
     assert found.table().row_count <= 20
     plain = json.loads(found.to_json())
     assert plain["peak"] == found.peak and plain["by_kind"] == found.by_kind and "_peak_with" not in plain
