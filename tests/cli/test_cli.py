@@ -292,7 +292,7 @@ def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monke
 @pytest.mark.parametrize("forced", ["cuda", "nonsense"])
 def test_doctor_exits_with_1_when_jax_does_not_start(forced):
     code, out, err = run("doctor", JAX_PLATFORMS=forced)
-    assert (code, "Traceback" in err) == (1, False)
+    assert (code, "jaxmp/" in err) == (1, False)  # JAX itself logs what fails in a plugin that is installed
     assert "none: JAX does not start" in out and f"JAX_PLATFORMS={forced} is set" in out
 
 
