@@ -6,7 +6,6 @@ Params, optimizer, batch statistics and moving average go together.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import warnings
 import weakref
@@ -400,10 +399,11 @@ class TrainStep:
                 raise self._error(count, state, bad)
 
     def _error(self, steps: int, state: TrainState, batch: Any) -> NonFiniteTrainingError:
-        blame = importlib.import_module("jaxmp.inspect.blame")  # which reads this module, and is not needed before
+        from jaxmp.inspect.blame import first_nonfinite  # not needed before
+
         error = NonFiniteTrainingError(self._explain(steps, state, batch))
         try:
-            error.blame = blame.first_nonfinite(self)(state, batch)
+            error.blame = first_nonfinite(self)(state, batch)
         except Exception as failure:  # an error of the search must not hide the error that it is to explain
             error.add_note(f"the operation was not found: {type(failure).__name__}: {failure}")
         if error.blame is not None:

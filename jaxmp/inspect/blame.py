@@ -12,13 +12,12 @@ import jax.numpy as jnp
 
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.inspect import tables
-from jaxmp.inspect.calls import argument_paths, differentiated, is_inexact, loss_and_rest
+from jaxmp.inspect.calls import Step, argument_paths, differentiated, is_inexact, loss_and_rest
 from jaxmp.inspect.evaluate import Records, evaluate
 from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
 from jaxmp.loss_scale import StaticLossScale
 from jaxmp.optimizer import LossScalingState
-from jaxmp.training import TrainState, TrainStep
 from jaxmp.tree import widen
 
 _ELEMENTWISE = """
@@ -149,7 +148,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     scale = float(loss_scale)
 
     def find(*args: Any) -> Blame | None:
-        if isinstance(fun, TrainStep):
+        if isinstance(fun, Step):
             return _of_step(fun, *args)
         paths = argument_paths(fun, args)
         if not grad:
@@ -165,8 +164,8 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     return find
 
 
-def _of_step(step: TrainStep, state: TrainState, batch: Any) -> Blame | None:
-    def program_for(state: TrainState) -> Callable[..., Any]:
+def _of_step(step: Step, state: Any, batch: Any) -> Blame | None:
+    def program_for(state: Any) -> Callable[..., Any]:
         def program(params: Any, model_state: Any, batch: Any) -> Any:
             given = state.replace(params=params, model_state=model_state)
             loss, grads, *aux = step._gradients(given, batch, state.rng)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name
+
+
+@runtime_checkable
+class Step(Protocol):
+    """A :class:`jaxmp.training.TrainStep`. Its module comes here when a run fails, and so is not imported here."""
+
+    def _gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]: ...
 
 
 def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:

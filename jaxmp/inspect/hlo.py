@@ -92,9 +92,10 @@ def dtype_name(dtype: str) -> str:
     >>> dtype_name("bf16"), dtype_name("f8e4m3fn"), dtype_name("s8"), dtype_name("pred")
     ('bfloat16', 'float8_e4m3fn', 'int8', 'bool')
     """
-    kind, rest = re.fullmatch(r"(bf|[a-z]+)(\w*)", dtype).groups()  # type: ignore[union-attr]
     if dtype == "pred":
         return "bool"
+    kind = "bf" if dtype.startswith("bf") else dtype[0]
+    rest = dtype.removeprefix(kind)
     names = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
     return names[kind] + re.sub(r"^(\d)(e)", r"\1_\2", rest)
 
