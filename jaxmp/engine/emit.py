@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
+from jaxmp._jaxpr.rebuild import Rule, bound, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.classes import Kind, is_castable
@@ -190,7 +190,7 @@ class _Emission:
         eqn, node, note = step.eqn, step.node, values.note
         note.operands = [values.read(atom) for atom in eqn.invars]
         if _stands(step):
-            return _bound(eqn, note.operands, eqn.params)
+            return bound(eqn, note.operands, eqn.params)
         repeat = None
         if eqn.primitive.name in BROADCAST:
             repeat = step, _met(step, note.operands)
@@ -216,7 +216,7 @@ class _Emission:
             params = params_in_dtype(eqn, node.compute, is_exact)
         if reading.asks_for_what_is_missing(params):
             params = {**params, "precision": None}
-        results = _bound(eqn, operands, params)
+        results = bound(eqn, operands, params)
         return results if node is None or node.compute in (None, node.dtype) else [note.cast(results[0], node.dtype)]
 
     def with_bodies(self, step: Step, bodies: reading.Bodies, operands: Sequence[Any]) -> Sequence[Any]:
@@ -279,11 +279,6 @@ def _is_normalised(node: Node) -> bool:
     adds = (user for passed in walk([node], as_large) for user in readers(passed) if user.name == "add")
     weights = (other for add in adds for other in add.inputs if not other.is_cast_once and other.const is None)
     return any(math.prod(weight.shape) < size for weight in weights)
-
-
-def _bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _stands(step: Step) -> bool:
