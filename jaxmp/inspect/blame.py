@@ -233,7 +233,7 @@ class _Recorder:
         name, bad = eqn.primitive.name, [~_finite(result) for result in results]
         if name in ("scan", "while", "cond"):
             index = operands[0] if name == "cond" else 0
-            through = jnp.arange(len(eqn.params.get("branches", ()))) == index
+            through = jnp.arange(len(eqn.params.get("branches", ())) + 1) == index  # what chose the branch is no number
             born = nan = pole = made = jnp.array(False)
         else:
             through, born, nan, pole, made = _origin(eqn, operands, results, bad)

@@ -15,8 +15,8 @@ from jaxmp.engine.autocast import autocast, policy_and_exceptions
 from jaxmp.inspect import tables
 from jaxmp.inspect.calls import argument_paths, differentiated, loss_and_rest
 from jaxmp.inspect.evaluate import evaluate
-from jaxmp.inspect.program import Key, program_of, returned
-from jaxmp.inspect.values import Turns, Value, leading_to, values_of
+from jaxmp.inspect.program import Key, program_of
+from jaxmp.inspect.values import Turns, Value, leading_to, returned, values_of
 from jaxmp.tree import widen
 
 _REFERENCES = ("float32", "float64")

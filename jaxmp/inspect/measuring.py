@@ -17,8 +17,9 @@ from jaxmp import tree as _tree
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect import statistics, tables
 from jaxmp.inspect.evaluate import evaluate
-from jaxmp.inspect.program import Key, places, program_of, returned
+from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.statistics import Record, Statistics
+from jaxmp.inspect.values import returned
 from jaxmp.optimizer import get_loss_scale, has_loss_scale, require_loss
 
 KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")

@@ -7,11 +7,10 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxmp._jaxpr import reading
 
@@ -151,120 +150,15 @@ def turns_of(eqn: Any) -> tuple[int | None, ...]:
     return (None,) if eqn.primitive.name == "while" else ()
 
 
-class Returned(NamedTuple):
-    """A floating value that a module or a named scope returns.
-
-    Attributes:
-      key: that of the equation that computes it.
-      position: which of its results.
-      path: the scope. Of nested scopes that return the same value each has a ``Returned``.
-      turns: as those of a :class:`Place`.
-    """
-
-    key: Key
-    position: int
-    path: str
-    turns: tuple[int | None, ...]
-
-
-def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[Returned]:
-    """What each scope returns, in program order: values that are computed in it and used outside of it.
-
-    ``jit`` and ``checkpoint`` are no border: a value is that of the equation which computes it. What a loop or a branch
-    returns is computed by the loop, and within the body by an equation of its own.
+def paths_left(names: reading.Names, readers: Iterable[reading.Names]) -> list[str]:
+    """The modules and named scopes that a value leaves on its way to its readers, the innermost first.
 
     Args:
-      jaxpr: open or closed.
-      roots: which results of the program count. A value that leads to none of them is not what a scope returns, but
-        statistics for the next step, say. None: all count.
+      names: the scopes in which it is made.
+      readers: those of each equation that reads it.
     """
-    jaxpr = reading.opened(jaxpr)[0]
-    flow = _Flow()
-    inputs = [flow.value((), None) for _ in jaxpr.invars]
-    results = flow.body(jaxpr, _Around(), inputs)
-    counting = {value for n, value in enumerate(results) if value is not None and (roots is None or roots[n])}
-    flow.use(counting, ())
-    return list(flow.returned(counting))
-
-
-class _Flow:
-    """Values by number: where each is made, who reads it, and of which others it is made."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[reading.Names, tuple[Key, int, tuple[int | None, ...], bool] | None]] = []
-        self.uses: list[list[tuple[reading.Names, Collection[int]]]] = []
-
-    def value(self, names: reading.Names, origin: Any) -> int:
-        self.made.append((names, origin))
-        self.uses.append([])
-        return len(self.made) - 1
-
-    def use(self, values: Collection[int], names: reading.Names, makes: Collection[int] = ()) -> None:
-        """``values`` are read in the scopes ``names``, and lead to ``makes``; to nothing: to where their body ends."""
-        for value in values:
-            self.uses[value].append((names, makes))
-
-    def body(self, jaxpr: Any, around: _Around, inputs: Sequence[int | None]) -> list[int | None]:
-        env: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> int | None:
-            return None if reading.is_literal(atom) else env.get(atom)
-
-        for number, eqn in enumerate(jaxpr.eqns):
-            key, names = (*around.key, number), (*around.names, *reading.scopes_and_transforms(eqn)[0])
-            operands, bodies = [read(atom) for atom in eqn.invars], reading.bodies_of(eqn)
-            if bodies is not None and bodies.kind == "call" and not eqn.primitive.name.startswith("custom_"):
-                body = reading.opened(bodies.jaxprs[0])[0]
-                results = self.body(body, around._replace(key=(*key, 0), names=names), operands)
-                env.update(zip(eqn.outvars, results, strict=True))
-                continue
-            out = [
-                self.value(names, (key, n, around.turns, jnp.issubdtype(var.aval.dtype, jnp.floating)))
-                for n, var in enumerate(eqn.outvars)
-            ]
-            env.update(zip(eqn.outvars, out, strict=True))
-            self.use({value for value in operands if value is not None}, names, out)
-            if bodies is not None and bodies.kind != "call":
-                self.bodies(eqn, bodies, _Around(key, names, turns=around.turns), operands, out)
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def bodies(
-        self, eqn: Any, bodies: reading.Bodies, around: _Around, operands: list[int | None], out: Sequence[int]
-    ) -> None:
-        """The bodies of a loop or of a conditional; what a loop carries and runs over are values of its own."""
-        for index, inner in enumerate(bodies.jaxprs):
-            body = reading.opened(inner)[0]
-            given: list[int | None]
-            if bodies.kind == "cond":
-                given = operands[1:]
-            else:
-                is_condition = bodies.kind == "while" and index == 0
-                consts = operands[: bodies.consts] if is_condition else operands[bodies.consts : bodies.start]
-                given = [*consts, *(self.value(around.names, None) for _ in body.invars[len(consts) :])]
-            turns = (*around.turns, *turns_of(eqn))
-            results = self.body(body, around._replace(key=(*around.key, index), turns=turns), given)
-            for position, value in enumerate(results):
-                if value is not None:
-                    self.use({value}, around.names, out[position : position + 1] or out)
-
-    def returned(self, roots: Collection[int]) -> Iterator[Returned]:
-        leads = [False] * len(self.made)
-        for value in roots:
-            leads[value] = True
-        changed = True
-        while changed:  # a loop's results lead to what its body reads, so once is not always enough
-            changed = False
-            for value in reversed(range(len(self.made))):
-                if not leads[value] and any(leads[other] for _, makes in self.uses[value] for other in makes):
-                    leads[value] = changed = True
-        for value, (names, origin) in enumerate(self.made):
-            if origin is None or not origin[3] or not leads[value]:
-                continue
-            reads = [at for at, makes in self.uses[value] if not makes or any(leads[other] for other in makes)]
-            inside = min((_common(names, at) for at in reads), default=len(names))
-            key, position, turns, _ = origin
-            paths = (path_in(names[:stop]) for stop in range(len(names), inside, -1) if _is_left(names, stop))
-            yield from (Returned(key, position, path, turns) for path in paths)
+    inside = min((_shared(names, each) for each in readers), default=len(names))
+    return [path_in(names[:stop]) for stop in range(len(names), inside, -1) if _is_left(names, stop)]
 
 
 def _is_left(names: reading.Names, stop: int) -> bool:
@@ -273,8 +167,7 @@ def _is_left(names: reading.Names, stop: int) -> bool:
     return own.startswith(_CALL) or (_is_named(own) and not any(name.startswith(_CALL) for name in inner))
 
 
-def _common(names: reading.Names, others: reading.Names) -> int:
+def _shared(names: reading.Names, others: reading.Names) -> int:
     """How many scopes two places share."""
-    return next(
-        (n for n, (a, b) in enumerate(zip(names, others, strict=False)) if a != b), min(len(names), len(others))
-    )
+    pairs = zip(names, others, strict=False)
+    return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(names), len(others)))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.inspect.program import Key
+from jaxmp.inspect.program import Key, paths_left, places
 
 Turns = tuple[int, ...]
 """Of each scan around a place, outermost first, the index into what it runs over; those of while loops are one."""
@@ -35,7 +37,8 @@ class Value:
       position: which of its results, or of the arguments.
       scans: those around it, outermost first.
       constant: what it is, if the program says so.
-      reads: what it is computed from, each with its number among the operands, or of the branch, and the turns of it
+      reads: what it is computed from, each with its number among the operands, or of the branch
+        (behind those what chose it), and the turns of it
         that a turn of this value reads.
     """
 
@@ -85,6 +88,51 @@ def leading_to(values: Sequence[Value]) -> set[Value]:
     return found
 
 
+class Returned(NamedTuple):
+    """A floating value that a module or a named scope returns.
+
+    Attributes:
+      key: that of the equation that computes it.
+      position: which of its results.
+      path: the scope. Of nested scopes that return the same value each has a ``Returned``.
+      turns: as those of a :class:`jaxmp.inspect.program.Place`.
+    """
+
+    key: Key
+    position: int
+    path: str
+    turns: tuple[int | None, ...]
+
+
+def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[Returned]:
+    """What each scope returns, in program order: values that are computed in it and used outside of it.
+
+    ``jit`` and ``checkpoint`` are no border: a value is that of the equation which computes it. What a loop or a branch
+    returns is computed by the loop, and within the body by an equation of its own. The condition of a while loop and
+    what :func:`jaxmp.inspect.evaluate.evaluate` takes as one operation are not looked into.
+
+    Args:
+      jaxpr: open.
+      roots: which results of the program count. A value that leads to none of them is not what a scope returns, but
+        statistics for the next step, say. None: all count.
+    """
+    ends = values_of(jaxpr, [None] * len(jaxpr.constvars), keeps_rules=True)
+    ends = [value for value, counts in zip(ends, roots or [True] * len(ends), strict=True) if counts]
+    by_key, readers = {place.key: place for place in places(jaxpr)}, collections.defaultdict[Value, list[Any]](list)
+    for value in ends:
+        readers[value].append(())
+    found = leading_to(ends)
+    for value in found:
+        for _, source, _ in value.reads:
+            readers[source].append(by_key[value.key].names)
+    return [
+        Returned(value.key, value.position, path, by_key[value.key].turns)
+        for value in sorted(found, key=lambda each: (each.key, each.position))
+        if value.is_computed and jnp.issubdtype(value.eqn.outvars[value.position].aval.dtype, jnp.floating)
+        for path in paths_left(by_key[value.key].names, readers[value])
+    ]
+
+
 def _same(turns: Turns) -> list[Turns]:
     return [turns]
 
@@ -114,6 +162,8 @@ class _Body(NamedTuple):
             elif bodies.kind == "call":
                 results = self(*reading.opened(bodies.jaxprs[0]), operands, (*place, 0), scans)
             elif bodies.kind == "cond":
+                for result in results:
+                    result.reads = [(len(bodies.jaxprs), operands[0], _same)]
                 for index, branch in enumerate(bodies.jaxprs):
                     inner = self(*reading.opened(branch), operands[1:], (*place, index), scans)
                     for result, value in zip(results, inner, strict=True):

@@ -200,6 +200,25 @@ def test_rows_are_what_numpy_computes():
     np.testing.assert_allclose(comparison.total.relative_error, error, rtol=1e-3)  # compiled apart
 
 
+def test_scopes_in_a_loops_condition_or_a_shard_map_have_no_rows_and_those_around_have():
+    def norm(x):
+        with jax.named_scope("norm"):
+            return jnp.sum(x * x)
+
+    def fun(x, w):
+        with jax.named_scope("doubled"):
+            x = jax.lax.while_loop(lambda x: norm(x) < 100, lambda x: x * 2, x)
+        mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        with jax.named_scope("mapped"):
+            spec = jax.sharding.PartitionSpec("d")
+            return jax.shard_map(
+                lambda x, w: x @ w * norm(w), mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec
+            )(x, w)
+
+    rows = compare(fun, "mixed_bfloat16", grad=False)(jnp.ones((2, 2)), jnp.eye(2)).rows
+    assert [row.path for row in rows] == ["doubled", "mapped", ""]
+
+
 def test_infinities_of_a_mask_are_no_difference():
     def fun(x):
         with jax.named_scope("masked"):
