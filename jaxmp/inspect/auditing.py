@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxmp.engine.trace import arrays_in, is_array
 from jaxmp.flops import flops_of
 from jaxmp.inspect import hlo, tables, targets
 from jaxmp.inspect.dataflow import Value, values_of
-from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned
+from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned, work
 from jaxmp.inspect.memory_plan import memory
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
@@ -68,7 +69,7 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class Audit:
+class Audit(tables.Shown):
     """What :func:`audit` found.
 
     Attributes:
@@ -112,10 +113,9 @@ class Audit:
                 raise ValueError(f"there is no kind of finding {kind!r}; kinds, nearest first: {nearest(kind, KINDS)}")
         faults = [str(found) for found in self.findings if not any(_covers(*pair, found) for pair in pairs)]
         if self.half_flops is not None and self.half_flops < min_half_flops:
-            shares = ", ".join(f"{dtype} {share:.1%}" for dtype, share in self.flops.items())
             faults.append(
                 f"half_flops: {self.half_flops:.1%} of the products' FLOPs are in 16 bits or fewer, not "
-                f"{min_half_flops:.1%} ({shares}); {self._widest()}"
+                f"{min_half_flops:.1%} ({self._shares()}); {self._widest()}"
             )
         if max_bytes is not None:
             if self.memory is None:
@@ -130,35 +130,14 @@ class Audit:
 
     def _widest(self) -> str:
         wide = [each for each in self.products if np.dtype(_computed_in(each)).itemsize > 2]
-        most = sorted(wide, key=lambda each: -each.flops * (each.count or 1))[:3]
+        most = sorted(wide, key=work, reverse=True)[:3]
         return "the largest others: " + ", ".join(f"{each.path} ({each.source})" for each in most)
 
-    def __str__(self) -> str:
-        return tables.text(self._title(), _COLUMNS, self._rows(), ["", *self._lines()])
-
-    def table(self) -> Any:
-        """The audit as a group of a ``rich.table.Table`` and the findings."""
-        from rich.console import Group
-        from rich.text import Text
-
-        lines = [Text(""), *map(Text, self._lines())]
-        return Group(tables.table(self._title(), _COLUMNS, self._rows()), *lines)
-
-    def __rich__(self) -> Any:
-        return self.table()
-
-    def to_json(self) -> str:
-        """The audit as JSON, by the names of the fields."""
-        return tables.as_json(self)
-
-    def _title(self) -> str:
-        shares = ", ".join(f"{dtype} {share:.1%}" for dtype, share in self.flops.items())
-        total = sum(each.flops * (each.count or 1) for each in self.products)
-        return f"{len(self.products)} products, {tables.short(total)}FLOP{': ' if shares else ''}{shares}"
-
-    def _rows(self) -> list[list[Any]]:
-        return [
-            [
+    def _shown(self) -> Any:
+        total = sum(map(work, self.products))
+        title = f"{len(self.products)} products, {tables.short(total)}FLOP" + (": " * bool(self.flops)) + self._shares()
+        rows = [
+            (
                 each.path,
                 each.source,
                 each.phase,
@@ -168,13 +147,14 @@ class Audit:
                 tables.short(each.flops) + ("" if each.count == 1 else f" × {each.count or '?'}"),
                 each.bound or "?",
                 "yes" if each.aligned else "no",
-            ]
+            )
             for each in self.products
         ]
-
-    def _lines(self) -> list[str]:
         memory = [f"peak memory: {tables.short(self.memory.peak)}B"] if self.memory is not None else []
-        return [*memory, *(map(str, self.findings) if self.findings else ["no findings"])]
+        return title, _COLUMNS, rows, ["", *memory, *(map(str, self.findings) if self.findings else ["no findings"])]
+
+    def _shares(self) -> str:
+        return ", ".join(f"{dtype} {share:.1%}" for dtype, share in self.flops.items())
 
 
 _COLUMNS = ("path", "source", "phase", "dtypes", "ran", "FLOP", "bound by", "aligned")
@@ -443,12 +423,10 @@ def _computed_in(product: Product) -> str:
 
 
 def _shares(products: Sequence[Product]) -> dict[str, float]:
-    work: dict[str, int] = {}
+    flops = Counter[str]()
     for each in products:
-        dtype = _computed_in(each)
-        work[dtype] = work.get(dtype, 0) + each.flops * (each.count or 1)
-    total = sum(work.values())
-    return {dtype: flops / total for dtype, flops in sorted(work.items(), key=lambda pair: -pair[1])} if total else {}
+        flops[_computed_in(each)] += work(each)
+    return {dtype: count / flops.total() for dtype, count in flops.most_common() if flops.total()}
 
 
 def _memory(fun: Any, device: Any, args: tuple[Any, ...]) -> Any:

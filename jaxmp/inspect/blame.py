@@ -56,7 +56,7 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blame:
+class Blame(tables.Shown):
     """The operation that made the first infinity or NaN.
 
     Attributes:
@@ -81,9 +81,6 @@ class Blame:
     turn: int | None
     scaled_only: bool
 
-    def __str__(self) -> str:
-        return tables.text(self._title(), ("field", "value"), self._rows())
-
     def summary(self) -> str:
         """One line."""
         turn = "" if self.turn is None else f", turn {self.turn} of its loop"
@@ -96,23 +93,11 @@ class Blame:
             what = f"{kind} in {self.primitive} {place}{source}".rstrip()
         return what + (", by the loss scale alone" if self.scaled_only else "")
 
-    def table(self) -> Any:
-        """A ``rich.table.Table``."""
-        return tables.table(self._title(), ("field", "value"), self._rows())
-
-    def to_json(self) -> str:
-        """All fields by name; bounds that are not finite are null."""
-        return tables.as_json(self)
-
-    def _title(self) -> str:
-        return f"First that is not finite: {self.summary()}"
-
-    def _rows(self) -> list[tuple[str, str]]:
-        fields = [
-            (field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.name != "operands"
-        ]
-        rows = [(name.replace("_", " "), str(value)) for name, value in fields if value not in ("", None)]
-        return [*rows, *((f"operand {n}", str(operand)) for n, operand in enumerate(self.operands))]
+    def _shown(self) -> Any:
+        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        rows = [(name.replace("_", " "), str(it)) for name, it in fields if name != "operands" and it not in ("", None)]
+        rows += [(f"operand {n}", str(operand)) for n, operand in enumerate(self.operands)]
+        return f"First that is not finite: {self.summary()}", ("field", "value"), rows, ()
 
 
 def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:

@@ -49,7 +49,7 @@ _COLUMNS = ("path", "phase", "dtype", "relative error", "mean |difference|", "co
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(tables.Shown):
     """What a policy changes in a function.
 
     Attributes:
@@ -68,30 +68,15 @@ class Comparison:
     total: Row
     unmatched: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return tables.text(self._title(), _COLUMNS, self._cells(), self._after())
-
-    def table(self) -> Any:
-        """A ``rich.table.Table``."""
-        return tables.table("\n".join([self._title(), *self._after()]), _COLUMNS, self._cells())
-
-    def to_json(self) -> str:
-        """All fields by name; numbers that are not finite are null."""
-        return tables.as_json(self)
-
-    def _title(self) -> str:
+    def _shown(self) -> Any:
         where = "nowhere" if self.entered is None else f"in {self.entered or 'code in no scope'}"
-        return f"The error enters {where}; worst: {self.worst.relative_error:.2e} in {self.worst.path or 'the result'}"
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        rows = [*self.rows, dataclasses.replace(self.total, path="total")]
-        return [
+        worst = f"{self.worst.relative_error:.2e} in {self.worst.path or 'the result'}"
+        cells = [
             (row.path or "result", row.phase, row.dtype, *(f"{number:.2e}" for number in dataclasses.astuple(row)[3:]))
-            for row in rows
+            for row in (*self.rows, dataclasses.replace(self.total, path="total"))
         ]
-
-    def _after(self) -> list[str]:
-        return [f"no row, because they return other values: {', '.join(self.unmatched)}"] if self.unmatched else []
+        missing = [f"no row, because they return other values: {', '.join(self.unmatched)}"] if self.unmatched else []
+        return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, missing
 
 
 def compare(

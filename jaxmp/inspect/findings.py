@@ -141,11 +141,11 @@ def _mixed_products(audited: Audited) -> Found:
 
 
 def _unaligned_products(audited: Audited) -> Found:
-    total = sum(_work(product) for _, product in audited.products)
+    total = sum(work(product) for _, product in audited.products)
     for value, product in audited.products:
         size = min(np.dtype(name).itemsize for name in product.operands)
         dims = unaligned(value)
-        if product.phase != "backward" and size <= 2 and dims and _work(product) > 0.01 * total:
+        if product.phase != "backward" and size <= 2 and dims and work(product) > 0.01 * total:
             step = 16 // size
             names = " and ".join(f"{name} {number}" for name, number in dims.items())
             yield (
@@ -429,7 +429,8 @@ def _where(value: Value) -> Place | tuple[str, str]:
     return value.place or ("", value.reader.source if value.reader else "")
 
 
-def _work(product: Any) -> int:
+def work(product: Any) -> int:
+    """The FLOPs of all times that a product runs; of one where only the run tells."""
     return int(product.flops * (product.count or 1))
 
 

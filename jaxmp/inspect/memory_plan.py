@@ -50,7 +50,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class Memory(tables.Shown):
     """The memory that a compiled program needs, on each device.
 
     Attributes:
@@ -123,8 +123,8 @@ class Memory:
                 guess = min(max(low + 1, ahead + (ahead == low)), high - 1)
         return low * step
 
-    def _shown(self) -> tuple[str, tuple[str, ...], list[tuple[Any, ...]]]:
-        """Title, columns and rows, in MiB or, of a small program, in KiB."""
+    def _shown(self) -> Any:
+        # Of a small program all would be 0.0 MiB.
         unit, size = ("MiB", 2**20) if self.peak >= 10 * 2**20 else ("KiB", 2**10)
 
         def number(count: int) -> str:
@@ -138,19 +138,7 @@ class Memory:
             (number(each.bytes), each.kind, f"{each.dtype}[{','.join(map(str, each.shape))}]", each.path, each.source)
             for each in self.at_peak[:_SHOWN]
         ]
-        return "\n".join(lines), (unit, "kind", "array", "path", "source"), rows
-
-    def __str__(self) -> str:
-        return tables.text(*self._shown())
-
-    def table(self) -> Any:
-        """A ``rich.table.Table``."""
-        return tables.table(*self._shown())
-
-    def to_json(self) -> str:
-        """All of it as JSON."""
-        names = [field.name for field in dataclasses.fields(self) if not field.name.startswith("_")]
-        return tables.as_json({name: getattr(self, name) for name in names})
+        return "\n".join(lines), (unit, "kind", "array", "path", "source"), rows, ()
 
 
 def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Memory]:

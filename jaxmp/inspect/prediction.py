@@ -55,7 +55,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Roofline:
+class Roofline(tables.Shown):
     """The predicted time of a program, and where it goes.
 
     Attributes:
@@ -71,42 +71,24 @@ class Roofline:
     kernels: tuple[Kernel, ...]
     model_flop_utilisation: float
 
-    def _by_bound(self) -> dict[str, float]:
+    def _shown(self) -> Any:
         times = dict.fromkeys(BOUNDS, 0.0)
         for kernel in self.kernels:
             times[kernel.bound] += kernel.milliseconds
-        return times
-
-    def _rows(self, top: int) -> list[tuple[Any, ...]]:
-        return [
+        title = (
+            f"{self.milliseconds:.3g} ms predicted on {self.device}, model FLOP utilisation "
+            f"{self.model_flop_utilisation:.1%}"
+        )
+        rows = [
             (
                 f"{kernel.milliseconds:.3f}", kernel.count, kernel.bound, kernel.dtype,
                 tables.short(kernel.flops), tables.short(kernel.bytes), kernel.path or kernel.name, kernel.source,
             )
-            for kernel in self.kernels[:top]
+            for kernel in self.kernels[:_SHOWN]
         ]  # fmt: skip
-
-    def _title(self) -> str:
-        return (
-            f"{self.milliseconds:.3g} ms predicted on {self.device}, model FLOP utilisation "
-            f"{self.model_flop_utilisation:.1%}"
-        )
-
-    def _after(self) -> list[str]:
-        times = ", ".join(f"{bound} {time:.3g} ms" for bound, time in self._by_bound().items())
-        rest = len(self.kernels) - _SHOWN
-        return [*([f"… and {rest} more"] if rest > 0 else []), f"bound by: {times}"]
-
-    def __str__(self) -> str:
-        return tables.text(self._title(), _COLUMNS, self._rows(_SHOWN), self._after())
-
-    def table(self) -> Any:
-        """A ``rich.table.Table``."""
-        return tables.table(self._title(), _COLUMNS, self._rows(_SHOWN))
-
-    def to_json(self) -> str:
-        """All of it as JSON."""
-        return tables.as_json(self)
+        rest = [f"… and {len(self.kernels) - _SHOWN} more"] if len(self.kernels) > _SHOWN else []
+        bounds = ", ".join(f"{bound} {time:.3g} ms" for bound, time in times.items())
+        return title, _COLUMNS, rows, [*rest, f"bound by: {bounds}"]
 
 
 _COLUMNS = ("ms", "launches", "bound by", "dtype", "FLOP", "bytes", "path", "source")

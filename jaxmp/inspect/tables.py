@@ -10,11 +10,32 @@ from typing import Any
 import numpy as np
 
 
+class Shown:
+    """What a result of dataclasses shows of itself, by its title, columns, rows, and the lines after them."""
+
+    def _shown(self) -> tuple[str, Sequence[str], Sequence[Sequence[Any]], Sequence[str]]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return text(*self._shown())
+
+    def table(self) -> Any:
+        """A ``rich.table.Table``."""
+        return table(*self._shown())
+
+    def __rich__(self) -> Any:
+        return self.table()
+
+    def to_json(self) -> str:
+        """Its fields by name as JSON; numbers that are not finite are null."""
+        return as_json(self)
+
+
 def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> str:
     """A table as lines of text, numbers to the right, with lines after it."""
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [all(isinstance(row[n], (int, float)) for row in rows) and bool(rows) for n in range(len(columns))]
+    right = _are_numbers(columns, rows)
     lines = [
         "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
         for row in cells
@@ -22,19 +43,26 @@ def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], afte
     return "\n".join([title, *(lines if rows else ["(nothing)"]), *after])
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-    """A ``rich.table.Table``."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> Any:
+    """The same as a ``rich.table.Table``."""
     from rich.table import Column, Table
     from rich.text import Text
 
-    right = [all(isinstance(row[n], (int, float)) for row in rows) and bool(rows) for n in range(len(columns))]
-    headers = (
-        Column(name, justify="right" if r else "left", overflow="fold") for name, r in zip(columns, right, strict=True)
-    )
-    grid = Table(*headers, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    headers = [
+        Column(name, justify="right" if is_number else "left", overflow="fold")
+        for name, is_number in zip(columns, _are_numbers(columns, rows), strict=True)
+    ]
+    grid = Table(*headers, title=Text(title), box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    grid.caption, grid.caption_style = Text("\n".join(after)) if after else None, ""
+    grid.title_justify = grid.caption_justify = "left"
     for row in rows:
         grid.add_row(*(Text(str(cell)) for cell in row))
     return grid
+
+
+def _are_numbers(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
+    """Which columns stand to the right."""
+    return [bool(rows) and all(isinstance(row[n], (int, float)) for row in rows) for n in range(len(columns))]
 
 
 def as_json(result: Any) -> str:
