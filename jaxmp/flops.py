@@ -28,8 +28,10 @@ _UNKNOWN_STARTS = (
 )
 
 
-def flops_of(eqn: Any) -> int | None:
+def flops_of(eqn: Any, counts_padding: bool = True) -> int | None:
     """The floating-point operations of an equation without bodies; None if no formula is known (a kernel, a solver).
+
+    Those of a convolution on its padding count unless not asked for.
 
     >>> import jax
     >>> dot = jax.make_jaxpr(jnp.dot)(jnp.ones((8, 16)), jnp.ones((16, 4))).eqns[0]
@@ -37,6 +39,8 @@ def flops_of(eqn: Any) -> int | None:
     True
     """
     name, cls = eqn.primitive.name, classify(eqn.primitive.name)
+    if name == "conv_general_dilated":
+        return _conv(eqn, counts_padding)
     if name in _FORMULAS:
         return int(_FORMULAS[name](eqn))
     if name == "fft":
@@ -68,19 +72,22 @@ def _ragged_dot(eqn: Any) -> int:
     return 2 * _size(eqn.invars[0]) * math.prod(columns)  # each row meets the matrix of its own group only
 
 
-def _conv(eqn: Any) -> int:
-    params, results, kernel = eqn.params, eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape
-    _, in_features, *taps = params["dimension_numbers"].rhs_spec
-    out_batch, out_features, *spatial = params["dimension_numbers"].out_spec
+def _conv(eqn: Any, counts_padding: bool) -> int:
+    params, results = eqn.params, eqn.outvars[0].aval.shape
+    image, kernel = (atom.aval.shape for atom in eqn.invars)
+    numbers = params["dimension_numbers"]
+    (out_batch, out_features, *spatial), (_, in_features, *taps) = numbers.out_spec, numbers.rhs_spec
     terms = results[out_batch] * results[out_features] * kernel[in_features]
-    for n, (axis, tap) in enumerate(zip(spatial, taps, strict=True)):
+    for n, (axis, tap, source) in enumerate(zip(spatial, taps, numbers.lhs_spec[2:], strict=True)):
         starts = np.arange(results[axis])[:, None] * params["window_strides"][n] - params["padding"][n][0]
         places = starts + np.arange(kernel[tap]) * params["rhs_dilation"][n]
-        terms *= int(np.sum(places % params["lhs_dilation"][n] == 0))
-    return 2 * terms
+        dilation = params["lhs_dilation"][n]
+        inside = counts_padding | ((places >= 0) & (places <= (image[source] - 1) * dilation))
+        terms *= int(np.sum((places % dilation == 0) & inside))
+    return int(2 * terms)
 
 
-_FORMULAS = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _conv}
+_FORMULAS = {"dot_general": _dot, "ragged_dot_general": _ragged_dot}
 
 
 def _size(atom: Any) -> int:

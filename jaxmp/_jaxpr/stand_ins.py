@@ -63,6 +63,23 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
         _deciding.reset(token)
 
 
+@contextlib.contextmanager
+def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
+    """Within it JAX takes this version of cuDNN for the installed one.
+
+    JAX asks the library when it traces a fused attention, and the library is not needed to compile one.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused  # may move
+
+    original = fused.check_cudnn_version
+    major, minor, patch = version
+    fused.check_cudnn_version = lambda: 10_000 * major + 100 * minor + patch
+    try:
+        yield
+    finally:
+        fused.check_cudnn_version = original
+
+
 @functools.cache
 def _replaced() -> tuple[tuple[Any, str], ...]:
     """The functions that stand-ins stand for: the modules that have them, and their names."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import re
 import sys
 import warnings
 from collections import Counter
@@ -356,7 +355,7 @@ def _product(value: Value, ran: str | None, chip: hardware.Hardware) -> Product:
     place = value.place
     assert place is not None  # of what is computed
     dtypes = tuple(each.dtype.name for each in value.inputs[:2])
-    flops = _flops(place.eqn)
+    flops = flops_of(place.eqn, counts_padding=False) or 0
     moved = [*value.inputs[:2], value]
     size = sum(math.prod(each.shape) * each.dtype.itemsize for each in moved)
     written = max((each.dtype for each in value.inputs[:2]), key=lambda dtype: dtype.itemsize).name
@@ -388,22 +387,6 @@ def _inside_kernels(values: Any, chip: hardware.Hardware) -> tuple[Product, ...]
     return tuple(found)
 
 
-def _flops(eqn: Any) -> int:
-    """As :func:`jaxmp.flops.flops_of`, but without the padding of a convolution."""
-    if eqn.primitive.name != "conv_general_dilated":
-        return flops_of(eqn) or 0
-    params, results, kernel = eqn.params, eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape
-    numbers = params["dimension_numbers"]
-    (out_batch, out_features, *spatial), (_, in_features, *taps) = numbers.out_spec, numbers.rhs_spec
-    terms = results[out_batch] * results[out_features] * kernel[in_features]
-    for n, (axis, tap, source) in enumerate(zip(spatial, taps, numbers.lhs_spec[2:], strict=True)):
-        dilation, size = params["lhs_dilation"][n], eqn.invars[0].aval.shape[source]
-        starts = np.arange(results[axis])[:, None] * params["window_strides"][n] - params["padding"][n][0]
-        places = starts + np.arange(kernel[tap]) * params["rhs_dilation"][n]
-        terms *= int(np.sum((places >= 0) & (places <= (size - 1) * dilation) & (places % dilation == 0)))
-    return int(2 * terms)
-
-
 def _hardware(device: Any) -> hardware.Hardware:
     return targets.hardware_of(device) if isinstance(device, str) else hardware.detect(device)
 
@@ -433,53 +416,35 @@ def _memory(fun: Any, device: Any, args: tuple[Any, ...]) -> Any:
     return memory(fun, device=device)(*args) if device is None or isinstance(device, str) else None
 
 
-_DTYPES = {
-    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "f8e4m3fn": "float8_e4m3fn",
-    "f8e5m2": "float8_e5m2", "f8e4m3": "float8_e4m3", "s8": "int8", "u8": "uint8", "s32": "int32", "c64": "complex64",
-    "c128": "complex128", "s16": "int16", "s64": "int64",
-}  # fmt: skip
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_OF_JAXMP = re.compile(r"jaxmp\.\w+(?:\([^()]*\)|:\d+)?")
-_JIT = re.compile(r"\bp?jit\([^()]*\)")
-_WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|pmap|shard_map|vmap\d+)\(|\)")
-_CONTROL = frozenset(
-    {"while", "body", "cond", "closed_call", "core_call", "eval_jaxpr", "shard_map", "remat", "remat2"}
-)
-_CONTROL |= {"checkpoint", "rematted_computation", "custom_vjp_call", "custom_jvp_call", "custom_vjp_call_jaxpr"}
-_BRANCH = re.compile(r"branch_\d+_fun")
+_Origin = tuple[frozenset[str], bool]
+"""The scopes that an operation comes from, and whether it is of the backward pass."""
 
 
-def _scopes(names: Sequence[str]) -> frozenset[str]:
-    return frozenset(name for name in names if name and name not in _CONTROL and not _BRANCH.fullmatch(name))
+def _origin(instruction: hlo.Instruction) -> _Origin | None:
+    """None without metadata."""
+    name = instruction.op_name
+    return (_scopes(name), "transpose(" in name) if name else None
 
 
-def _origin(instruction: hlo.Instruction) -> tuple[frozenset[str], bool] | None:
-    """The scopes that an instruction comes from, and whether it is of a transposition; None without metadata."""
-    found = _OP_NAME.search(instruction.text)
-    if found is None:
-        return None
-    text = _WRAPPED.sub("", _JIT.sub("", _OF_JAXMP.sub("", found[1])))
-    *names, _primitive = text.split("/")
-    return _scopes(names), "transpose(" in found[1]
-
-
-def _origin_of(value: Value) -> tuple[frozenset[str], bool]:
+def _origin_of(value: Value) -> _Origin:
     place = value.place
     assert place is not None  # of what is computed
-    names = [_OF_JAXMP.sub("", name) for name in place.names]
-    return _scopes([part for name in names for part in _WRAPPED.sub("", name).split("/")]), place.phase == "backward"
+    return _scopes("/".join((*place.names, value.name))), place.phase == "backward"
+
+
+def _scopes(op_name: str) -> frozenset[str]:
+    return frozenset(hlo.path_of(op_name).split("/"))
 
 
 def _ran(program: hlo.Program, values: Sequence[Value]) -> dict[Value, str]:
     """The dtypes that products have in a compiled program, told by their scopes and by the sizes of their results."""
     compiled: dict[Any, set[str]] = {}
     for computation, instruction, _ in program.walk():
-        origin = _origin(instruction) if hlo._product(instruction) else None
-        dtypes = [_DTYPES.get(dtype, dtype) for dtype in program.dtypes(computation, instruction)[:2]]
-        array = hlo.ARRAY.search(instruction.result)
-        if origin is None or not dtypes or array is None:
+        origin = _origin(instruction) if hlo.product_kind(instruction) else None
+        dtypes = [hlo.dtype_name(dtype) for dtype in program.dtypes(computation, instruction)[:2]]
+        if origin is None or not dtypes:
             continue
-        size = math.prod(int(n) for n in array[2].split(",") if n)
+        size = math.prod(instruction.arrays[0].shape)
         widest = max(dtypes, key=lambda name: np.dtype(name).itemsize)
         compiled.setdefault((origin, size), set()).add(widest)
         compiled.setdefault((origin, None), set()).add(widest)
@@ -509,12 +474,10 @@ class _Repeated:
         self.casts = set[Any]()
         for name in inside:
             for instruction in program.computations.get(name, {}).values():
-                metadata, array = _OP_NAME.search(instruction.text), hlo.ARRAY.search(instruction.result)
-                if instruction.opcode != "convert" or metadata is None or array is None:
-                    continue
-                if metadata[1].endswith("/convert_element_type"):  # and so is not one that the backend added
-                    size = math.prod(int(n) for n in array[2].split(",") if n)
-                    self.casts.add((_origin(instruction), _DTYPES.get(array[1]), size))
+                # One that the backend added has another name.
+                if instruction.opcode == "convert" and instruction.op_name.endswith("/convert_element_type"):
+                    (array,) = instruction.arrays
+                    self.casts.add((_origin(instruction), hlo.dtype_name(array.dtype), math.prod(array.shape)))
 
     def __call__(self, value: Value) -> bool:
         return (_origin_of(value), value.dtype.name, math.prod(value.shape)) in self.casts

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jaxmp._jaxpr import reading
 
@@ -22,8 +23,8 @@ _DTYPES = {
 _BYTES = {name: size for size, names in _DTYPES.items() for name in names.split()}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.$-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
-ARRAY = re.compile(r"\b([a-z]+\d+[a-z\d]*|pred)\[([\d,]*)\]")
-_NOT_NAMES = re.compile(r"/\*.*?\*/|" + ARRAY.pattern)
+_ARRAY = re.compile(r"\b([a-z]+\d+[a-z\d]*|pred)\[([\d,]*)\]")
+_NOT_NAMES = re.compile(r"/\*.*?\*/|" + _ARRAY.pattern)
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -41,15 +42,40 @@ _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds wha
 _WRITES_INTO = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _FRAME = re.compile(r"^(\d+) (?:\{(.*)\}|\"(.*)\")$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_TRANSFORM = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap|custom_jvp|custom_vjp)\((?=(.?))")
+_TRANSFORM = re.compile(r"\b(?:jit|pjit|jvp|transpose|vmap\d*|pmap|shard_map|custom_jvp|custom_vjp)\(")
 _JIT = re.compile(r"\bp?jit\([^()]*\)")
-_JAX_SCOPES = frozenset({"checkpoint", "rematted_computation", "while", "body", "cond", "closed_call"})
+_JAX_SCOPES = frozenset({"checkpoint", "rematted_computation", "remat", "remat2", "while", "body", "cond", "shard_map"})
+_JAX_SCOPES |= {"closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _CONDITION = re.compile(r"condition=%?[\w.$-]+,? ?")
+
+
+class Array(NamedTuple):
+    """An array in XLA's notation: its dtype by XLA's name, and its sizes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def bytes(self) -> float:
+        """Its size; a KeyError of a dtype that is not known here."""
+        return _BYTES[self.dtype] * math.prod(self.shape)
+
+
+def arrays(shape: str) -> list[Array]:
+    """An array, or all arrays of a tuple, in XLA's notation.
+
+    >>> [str(each) for each in arrays("(bf16[2,3]{1,0}, pred[])")]
+    ['bf16[2,3]', 'pred[]']
+    """
+    return [Array(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in _ARRAY.findall(shape)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a program; ``bytes`` are of its result, ``operands`` the names of what it reads."""
+    """One line of a program; ``operands`` are the names of what it reads."""
 
     name: str
     opcode: str
@@ -61,6 +87,11 @@ class Instruction:
     def bytes(self) -> float:
         """The size of its result."""
         return size(self.result)
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Its result, or the parts of it."""
+        return arrays(self.result)
 
     @property
     def op_name(self) -> str:
@@ -80,7 +111,7 @@ def path_of(op_name: str) -> str:
     >>> path_of("jit(step)/transpose(jvp(GPT2))/attention2/qkv/dot_general")
     'GPT2/attention2/qkv'
     """
-    scopes, _, _ = _TRANSFORM.sub("(", _JIT.sub("", op_name.partition(";")[0])).rpartition("/")
+    scopes, _, _ = _TRANSFORM.sub("", _JIT.sub("", op_name.partition(";")[0])).rpartition("/")
     names = (name.strip("()") for name in scopes.split("/"))
     own = (name for name in names if name not in _JAX_SCOPES and not name.startswith(("jaxmp.", "branch_")))
     return "/".join(name for name in own if name)
@@ -124,8 +155,7 @@ def size(shape: str) -> float:
     >>> size("bf16[2,3]{1,0}"), size("(f8e4m3fn[8], pred[], u32[2])")
     (12, 17)
     """
-    arrays = ARRAY.findall(shape)
-    return sum(_BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in arrays)
+    return sum(each.bytes for each in arrays(shape))
 
 
 class Program:
@@ -211,14 +241,14 @@ class Program:
     def dtypes(self, computation: str, instruction: Instruction) -> tuple[str, ...]:
         """The dtypes of an instruction's operands."""
         known = self.computations[computation]
-        arrays = [ARRAY.search(known[name].result) for name in instruction.operands if name in known]
-        return tuple(array[1] for array in arrays if array)
+        read = [known[name].arrays for name in instruction.operands if name in known]
+        return tuple(each[0].dtype for each in read if each)
 
     def products(self) -> collections.Counter[str]:
         """How many matrix products, convolutions and fused attentions there are, as in ``"dot bf16×bf16"``."""
         counts: collections.Counter[str] = collections.Counter()
         for computation, instruction, times in self.walk():
-            if kind := _product(instruction):
+            if kind := product_kind(instruction):
                 counts[f"{kind} {'×'.join(self.dtypes(computation, instruction)[:2])}"] += times
         return counts
 
@@ -279,43 +309,39 @@ class Program:
             name = known[name].operands[0]
         return known[name]
 
-    def products_of(self, computation: str, instruction: Instruction) -> list[Product]:
-        """The products of a kernel, those in a fusion too."""
+    def products_of(self, computation: str, instruction: Instruction, masked: bool = True) -> list[Product]:
+        """The products of a kernel, those in a fusion too; of a causal attention half the square unless not masked."""
         if instruction.opcode == "fusion":
-            return [product for name, each in self._inside(instruction) for product in self.products_of(name, each)]
-        kind = _product(instruction)
+            inside = self._inside(instruction)
+            return [product for name, each in inside for product in self.products_of(name, each, masked)]
+        kind = product_kind(instruction)
         if kind is None:
             return []
         known, text = self.computations[computation], instruction.text
-        read = [known[name].result for name in instruction.operands if name in known]
+        read = [known[name].arrays[0] for name in instruction.operands if name in known and known[name].arrays]
+        result = instruction.arrays[0].shape
         if kind == "attention":
-            query, key = _dims(read[0]), _dims(read[1])
+            # Both are (batch, tokens, heads, width): XLA's own order, whatever the layout is.
+            query, key = read[0].shape, read[1].shape
             times = 5 if "Backward" in text.split("custom_call_target=")[1].split(",")[0] else 2
-            flops = times * 2 * math.prod(query) * key[1] // (2 if '"CAUSAL"' in text else 1)
+            flops = times * 2 * math.prod(query) * key[1] // (2 if masked and '"CAUSAL"' in text else 1)
         elif kind == "dot":
             found = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]', text)
             axes = re.findall(r"\d+", found[1]) if found else []
-            flops = 2 * math.prod(_dims(instruction.result)) * math.prod(_dims(read[0])[int(axis)] for axis in axes)
+            flops = 2 * math.prod(result) * math.prod(read[0].shape[int(axis)] for axis in axes)
         else:
-            flops = _convolution_flops(text, instruction.result, read)
-        dtypes = [array[1] for shape in read[:2] if (array := ARRAY.search(shape))]
-        dtype = dtype_name(max(dtypes, key=lambda name: _BYTES[name]))
+            flops = _convolution_flops(text, result, read[0].shape, read[1].shape)
+        dtype = dtype_name(max((each.dtype for each in read[:2]), key=lambda name: _BYTES[name]))
         may_round = dtype == "float32" and not re.search(r"highest|HIGHEST", text)
         return [Product(kind, "tensorfloat32" if may_round else dtype, flops)]
 
     def attention_flops(self) -> dict[str, int]:
         """FLOPs of cuDNN's fused attentions by dtype: two products forward, five backward, masks ignored."""
         flops: collections.Counter[str] = collections.Counter()
-        for computation, instruction, times in self.walk(repeat_loops=True):
-            if _product(instruction) != "attention":
-                continue
-            known = self.computations[computation]
-            shapes = [ARRAY.search(known[name].result) for name in instruction.operands[:2]]
-            query, key = (tuple(int(n) for n in shape[2].split(",")) for shape in shapes if shape)
-            backward = "Backward" in instruction.text.split("custom_call_target=")[1].split(",")[0]
-            # Both are (batch, tokens, heads, width): XLA's own order, whatever the layout is.
-            products = (5 if backward else 2) * 2 * math.prod(query) * key[1]
-            flops[self.dtypes(computation, instruction)[0]] += times * products
+        for computation, instruction, times in self.walk(into_fusions=False, repeat_loops=True):
+            for product in self.products_of(computation, instruction, masked=False):
+                if product.kind == "attention":
+                    flops[product.dtype] += times * product.flops
         return dict(flops)
 
     def moved(self, computation: str, instruction: Instruction) -> float:
@@ -330,7 +356,7 @@ class Program:
             users = [each for each in inside if parameter.name in each.operands]
             if operand in read and all(each.opcode in _PICKS and each.operands[0] == parameter.name for each in users):
                 read[operand] = min(read[operand], sum(each.bytes for each in users))
-        written = [size(f"{dtype}[{dims}]") for dtype, dims in ARRAY.findall((inside or [instruction])[-1].result)]
+        written = [each.bytes for each in (inside or [instruction])[-1].arrays]
         if instruction.opcode != "custom-call":
             for result, (operand, changed) in self.written_into(computation, instruction).items():
                 if operand in read:
@@ -342,12 +368,13 @@ class Program:
     def _is_product(self, instruction: Instruction) -> bool:
         """Whether it is a product, or a library's product that a fusion hands a slice to."""
         calls = [each for _, each in self._inside(instruction)] if instruction.opcode == "fusion" else []
-        return bool(_product(instruction)) or any(each.opcode == "custom-call" and _product(each) for each in calls)
+        return bool(product_kind(instruction)) or any(
+            each.opcode == "custom-call" and product_kind(each) for each in calls
+        )
 
     def _cast(self, computation: str, instruction: Instruction) -> str | None:
-        (old, *_), new = self.dtypes(computation, instruction) or ("",), ARRAY.search(instruction.result)
-        floating = new is not None and "f" in old and "f" in new[1]
-        return f"{old}→{new[1]}" if floating and new is not None else None
+        (old, *_), new = self.dtypes(computation, instruction) or ("",), instruction.arrays[0].dtype
+        return f"{old}→{new}" if "f" in old and "f" in new else None
 
     def traffic(self) -> tuple[float, float]:
         """Bytes that kernels other than products move, read plus written, and those of them that change a layout."""
@@ -366,27 +393,22 @@ def is_end(opcode: str) -> bool:
     return opcode.endswith("-done") or opcode == "async-update"
 
 
-def _product(instruction: Instruction) -> str | None:
+def product_kind(instruction: Instruction) -> str | None:
+    """``"dot"``, ``"convolution"`` or ``"attention"``; None of what is no product, a fusion of them too."""
     if instruction.opcode != "custom-call":
         return _PRODUCTS.get(instruction.opcode)
     target = re.search(r'custom_call_target="([^"]*)"', instruction.text)
     return next((kind for start, kind in _KERNELS.items() if target and target[1].startswith(start)), None)
 
 
-def _dims(shape: str) -> list[int]:
-    """The sizes of the first array of a result."""
-    found = ARRAY.search(shape)
-    return [int(n) for n in found[2].split(",") if n] if found else []
-
-
-def _convolution_flops(text: str, result: str, read: list[str]) -> int:
+def _convolution_flops(text: str, result: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...]) -> int:
     """Of a convolution, or of its derivative by the input or by the kernel, as cuDNN has them.
 
     Each number that the forward convolution returns has as many terms as the kernel has numbers per output feature.
     """
-    outputs, kernel = _dims(result), _dims(read[1])
+    outputs, kernel = result, right
     if "convBackwardInput" in text:
-        outputs = _dims(read[0])
+        outputs = left
     elif "convBackwardFilter" in text:
         outputs, kernel = kernel, outputs
     labels = re.search(r"dim_labels=\w+_(\w+)->", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from jaxmp.inspect.hlo import ARRAY, CONTROL, Instruction, Program, is_end, size
+from jaxmp.inspect.hlo import CONTROL, Array, Instruction, Program, is_end
 
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
 _INDEX = re.compile(r"index=(\d+)")
@@ -17,7 +17,7 @@ class Buffer:
 
     Attributes:
       bytes: its size.
-      array: its dtype and shape, as in ``"bf16[2,3]"``.
+      array: its dtype and shape.
       made_by: what JAX calls the operation, with its modules.
       maker: the instruction.
       last: the last one that reads it, or itself.
@@ -25,7 +25,7 @@ class Buffer:
     """
 
     bytes: float
-    array: str
+    array: Array
     made_by: str
     maker: Instruction
     last: Instruction
@@ -55,8 +55,7 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
             held[each.name] = list(read)
         else:
             made = program.made_by(each).op_name or each.name
-            arrays = [f"{dtype}[{dims}]" for dtype, dims in ARRAY.findall(each.result)]
-            own = [Buffer(size(array), array, made, each, each, position, position) for array in arrays]
+            own = [Buffer(array.bytes, array, made, each, each, position, position) for array in each.arrays]
             given = each.opcode in ("parameter", "constant")
             held[each.name] = [None] * len(own) if given else [*own]
             buffers += [] if given else own

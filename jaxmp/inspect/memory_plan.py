@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmp.inspect import hlo_memory, tables, targets
-from jaxmp.inspect.hlo import ARRAY, Program, dtype_name, size
+from jaxmp.inspect.hlo import Array, Program, dtype_name
 from jaxmp.tree import path_name
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
@@ -233,11 +233,9 @@ def _read(
     )
     given = [("other", "constant")] * (len(parameters) - len(used)) + used  # JAX may pass large constants first
     held = [
-        _held(array, kind, path)
-        for each, (kind, path) in zip(parameters, given, strict=True)
-        for array in ARRAY.findall(each.result)
+        _held(array, kind, path) for each, (kind, path) in zip(parameters, given, strict=True) for array in each.arrays
     ]
-    results = ARRAY.findall(list(entry.values())[-1].result)
+    results = list(entry.values())[-1].arrays
     made = [leaf[1:] for leaf in _leaves((compiled.out_info,), [], unknown="other")]
     if len(made) != len(results):  # JAX does not return what is an argument
         made = [("other", "result")] * len(results)
@@ -252,7 +250,7 @@ def _read(
             rest -= int(buffer.bytes)
             kind = "activations" if _is_kept(program, buffer) else "temporaries"
             made_by = program.made_by(buffer.maker)
-            held.append(_held(ARRAY.findall(buffer.array)[0], kind, made_by.path, program.source(made_by)))
+            held.append(_held(buffer.array, kind, made_by.path, program.source(made_by)))
     by_kind, by_dtype = Counter(dict.fromkeys(KINDS, 0)), Counter[str]()
     for each in held:
         by_kind[each.kind] += each.bytes
@@ -271,10 +269,8 @@ def _read(
     )
 
 
-def _held(array: tuple[str, str], kind: str, path: str, source: str = "") -> Held:
-    dtype, dims = array
-    shape = tuple(int(n) for n in dims.split(",") if n)
-    return Held(int(size(f"{dtype}[{dims}]")), dtype_name(dtype), shape, kind, path, source)
+def _held(array: Array, kind: str, path: str, source: str = "") -> Held:
+    return Held(int(array.bytes), dtype_name(array.dtype), array.shape, kind, path, source)
 
 
 def _is_kept(program: Program, buffer: hlo_memory.Buffer) -> bool:

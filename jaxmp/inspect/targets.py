@@ -7,12 +7,11 @@ program and its memory, and everything but time.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import shutil
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from jaxmp import hardware
+from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
 from jaxmp._nnx_training import TrainStep as NNXStep
 from jaxmp._nnx_training import _state_of
 from jaxmp.dtypes import nearest
@@ -250,23 +250,6 @@ def compiled(fun: Callable[..., Any], args: Sequence[Any], device: str | None = 
             done = lowered.compile(compiler_options=COMPILER_OPTIONS)
     inner: jax.stages.Compiled = getattr(done, "compiled", done)  # of nnx.jit
     return inner
-
-
-@contextlib.contextmanager
-def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
-    """Within it JAX takes this version of cuDNN for the installed one.
-
-    JAX asks the library when it traces a fused attention, and the library is not needed to compile one.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as fused  # may move
-
-    original = fused.check_cudnn_version
-    major, minor, patch = version
-    fused.check_cudnn_version = lambda: 10_000 * major + 100 * minor + patch
-    try:
-        yield
-    finally:
-        fused.check_cudnn_version = original
 
 
 def _bundled(path: str) -> bool:

@@ -79,9 +79,8 @@ def measure(case: Workload, row: Row, device: Any, text: Path | None = None) -> 
     program = hlo.Program(compiled.as_text())
     if text:
         text.write_text(compiled.as_text())
-    for dtype, attended in program.attention_flops().items():
-        name = {"bf16": "bfloat16", "f16": "float16"}[dtype]
-        counted[name] = counted.get(name, 0) + int(attended)
+    for name, attended in program.attention_flops().items():
+        counted[name] = counted.get(name, 0) + attended
     traffic, layout = program.traffic()
     return {
         "label": row.label,
