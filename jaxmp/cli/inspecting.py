@@ -1,14 +1,16 @@
-"""The commands of :mod:`jaxmp.inspect`: one function each, whose docstring is its help, and their arguments."""
+"""The commands of :mod:`jaxmp.inspect`: one function each, whose docstring is its help, and what it takes."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from jaxmp.cli.arguments import ARRAYS, AUTOCAST, DEVICE, LOSS_SCALE, NO_GRAD, POLICY, REFERENCE, RUN, SHAPES, Arguments
+from jaxmp.cli.printing import console, print_json, print_rich, show
 
 
 def audit(options: argparse.Namespace) -> int:
@@ -23,7 +25,7 @@ def audit(options: argparse.Namespace) -> int:
     from jaxmp.inspect import audit
 
     result = _of_shapes(options, lambda fun: audit(fun, options.policy, device=options.device))
-    _show(options, result)
+    show(options, result)
     return 1 if result.findings else 0
 
 
@@ -38,7 +40,7 @@ def memory(options: argparse.Namespace) -> int:
     """
     from jaxmp.inspect import memory
 
-    _show(options, _of_shapes(options, lambda fun: memory(fun, device=options.device)))
+    show(options, _of_shapes(options, lambda fun: memory(fun, device=options.device)))
     return 0
 
 
@@ -53,7 +55,7 @@ def roofline(options: argparse.Namespace) -> int:
     """
     from jaxmp.inspect import roofline
 
-    _show(options, _of_shapes(options, lambda fun: roofline(fun, device=options.device)))
+    show(options, _of_shapes(options, lambda fun: roofline(fun, device=options.device)))
     return 0
 
 
@@ -67,7 +69,7 @@ def numerics(options: argparse.Namespace) -> int:
     """
     from jaxmp.inspect import numerics
 
-    _show(options, _of_arrays(options, lambda fun: numerics(fun, policy=options.policy, loss_scale=options.loss_scale)))
+    show(options, _of_arrays(options, lambda fun: numerics(fun, policy=options.policy, loss_scale=options.loss_scale)))
     return 0
 
 
@@ -91,7 +93,7 @@ def blame(options: argparse.Namespace) -> int:
     if found is None:
         print("null" if options.json else "All is finite.")
         return 0
-    _show(options, found)
+    show(options, found)
     return 1
 
 
@@ -107,7 +109,7 @@ def compare(options: argparse.Namespace) -> int:
     from jaxmp.inspect import compare
 
     settings = {"reference": options.reference, "overrides": levels(options.override), "grad": not options.no_grad}
-    _show(options, _of_arrays(options, lambda fun: compare(fun, options.policy, **settings)))
+    show(options, _of_arrays(options, lambda fun: compare(fun, options.policy, **settings)))
     return 0
 
 
@@ -117,22 +119,29 @@ def watch(options: argparse.Namespace) -> int:
     The run needs --watch N. On a terminal it is drawn again until the run ends; else once. Exit code 2 if the folder is
     not that of such a run.
     """
-    from rich.console import Console
-
     from jaxmp.cli import watching
 
     title, rows = watching.watched(Path(options.run))
     if options.json:
-        print(json.dumps(rows, indent=2, allow_nan=False))
+        print_json(rows)
     elif sys.stdout.isatty():
         with contextlib.suppress(KeyboardInterrupt):  # the reader has seen enough
-            watching.live(Console(), Path(options.run))
+            watching.live(console(), Path(options.run))
     else:
-        Console(width=120).print(watching.picture(title, rows))
+        print_rich(console(), watching.picture(title, rows))
     return 0
 
 
-COMMANDS = (audit, memory, roofline, numerics, blame, compare, watch)
+COMMANDS: dict[Callable[[argparse.Namespace], int], Arguments] = {
+    audit: SHAPES | DEVICE | POLICY,
+    memory: SHAPES | DEVICE,
+    roofline: SHAPES | DEVICE,
+    numerics: ARRAYS | POLICY | LOSS_SCALE,
+    blame: ARRAYS | POLICY | LOSS_SCALE | NO_GRAD,
+    compare: ARRAYS | AUTOCAST | REFERENCE | NO_GRAD,
+    watch: RUN,
+}
+"""What each command takes."""
 
 
 def _of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
@@ -166,40 +175,3 @@ def _of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]],
         check_count(options.function, fun, args, "")
         with told(Exception, of=f"{options.function} failed with these arguments"):
             return run(*args)
-
-
-def _show(options: argparse.Namespace, result: Any) -> None:
-    """Prints a result: JSON if asked for, a table on a terminal, else text."""
-    if options.json:
-        print(result.to_json())
-    elif sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(result.table())
-    else:
-        print(result)
-
-
-def add_arguments(command: argparse.ArgumentParser, name: str, add_function: Callable[..., None]) -> None:
-    """Adds what a command takes; ``add_function`` adds a function and its shapes."""
-    if name == "watch":
-        command.add_argument("run", metavar="RUN", help="the run's folder")
-        return
-    if name in ("audit", "memory", "roofline"):
-        add_function(command)
-        command.add_argument("--device", metavar="NAME", help="a GPU that is not there: h200, h100, a100, b200, l4, t4")
-    else:
-        command.add_argument("function", metavar="MODULE:FUNCTION", help="returns the loss, or a tuple with it first")
-        what = "a function that returns the positional arguments as a tuple; run"
-        command.add_argument("--args", metavar="MODULE:FUNCTION", help=what)
-    if name == "compare":
-        command.add_argument("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16")
-        command.add_argument("--reference", default="float32", help="float32, as written, or float64; default: float32")
-        what = "as for jaxmp plan; repeat for more"
-        command.add_argument("--override", action="append", default=[], metavar="KEY=LEVEL", help=what)
-    elif name in ("audit", "numerics", "blame"):
-        command.add_argument("--policy", help="default: none, the function as it is written")
-    if name in ("numerics", "blame"):
-        command.add_argument("--loss-scale", type=float, default=1.0, help="default: 1")
-    if name in ("blame", "compare"):
-        command.add_argument("--no-grad", action="store_true", help="look at the results, not at gradients")

@@ -1,0 +1,41 @@
+"""The arguments that commands take: by name the settings of ``argparse``'s ``add_argument``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Arguments = dict[str, dict[str, Any]]
+
+
+def _named(name: str, **settings: Any) -> Arguments:
+    return {name: settings}
+
+
+_REPEATED: dict[str, Any] = {"action": "append", "default": []}
+_SHAPE = "a positional argument, such as float32[8,16], int32[] or key[] (a random key); repeat for more"
+_EXAMPLE = "a function that returns the positional arguments as a tuple (pytrees, for instance); traced, not run"
+_ARGUMENTS = "a function that returns the positional arguments as a tuple; run"
+_OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
+
+SHAPES = (
+    _named("function", metavar="MODULE:FUNCTION", help="any function that JAX can trace")
+    | _named("--arg", metavar="DTYPE[SHAPE]", help=_SHAPE, **_REPEATED)
+    | _named("--args", metavar="MODULE:FUNCTION", help=_EXAMPLE)
+)
+"""A function that is traced, and the shapes of its arguments."""
+ARRAYS = (
+    _named("function", metavar="MODULE:FUNCTION", help="returns the loss, or a tuple with it first")
+    | _named("--args", metavar="MODULE:FUNCTION", help=_ARGUMENTS)
+)  # fmt: skip
+"""A loss function that is run, and its arguments."""
+RUN = _named("run", metavar="RUN", help="the run's folder")
+DEVICE = _named("--device", metavar="NAME", help="a GPU that is not there: h200, h100, a100, b200, l4, t4")
+POLICY = _named("--policy", help="default: none, the function as it is written")
+AUTOCAST = (
+    _named("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16")
+    | _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
+)  # fmt: skip
+REFERENCE = _named("--reference", default="float32", help="float32, as written, or float64; default: float32")
+LOSS_SCALE = _named("--loss-scale", type=float, default=1.0, help="default: 1")
+NO_GRAD = _named("--no-grad", action="store_true", help="look at the results, not at gradients")
+JSON = _named("--json", action="store_true", help="print JSON, for programs")
