@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,21 +11,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxmp import hardware
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.dtypes import nearest
-from jaxmp.engine.trace import arrays_in, is_array
 from jaxmp.flops import flops_of
 from jaxmp.inspect import hlo, tables, targets
 from jaxmp.inspect.dataflow import Value, values_of
 from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned, work
-from jaxmp.inspect.memory_plan import memory
+from jaxmp.inspect.memory_plan import Memory, of_call
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
 from jaxmp.policy import get_policy
-from jaxmp.training import TrainStep
+from jaxmp.tree import path_name
 
 
 class AuditError(AssertionError):
@@ -82,7 +80,7 @@ class Audit(tables.Shown):
     products: tuple[Product, ...]
     flops: Mapping[str, float]
     half_flops: float | None
-    memory: Any
+    memory: Memory | None
     findings: tuple[Finding, ...]
 
     def check(
@@ -166,7 +164,7 @@ def _covers(kind: str, pattern: str, found: Finding) -> bool:
 
 
 def audit(
-    fun: Callable[..., Any], policy: Any = None, *, device: Any = None, compile: bool = True
+    fun: Callable[..., Any], policy: Any = None, *, device: str | None = None, compile: bool = True
 ) -> Callable[..., Audit]:
     """A function of ``fun``'s arguments, or of their shapes, that returns its :class:`Audit`; nothing is executed.
 
@@ -174,7 +172,7 @@ def audit(
       fun: a train step, a loss or any function that JAX can trace.
       policy: what the author declares, a PolicyMap with its overrides too; it changes nothing. None declares nothing,
         but where :func:`jaxmp.linen.apply_policy` and its like put a module under one.
-      device: what to compile for: None for the attached one, a device, or the name of a GPU that is not there, such as
+      device: what to compile for: None for the attached one, or the name of a GPU that is not there, such as
         ``"h200"`` (see :mod:`jaxmp.inspect.targets`).
       compile: whether to compile; what needs the compiled program is None otherwise, and findings that do are left out.
 
@@ -189,30 +187,25 @@ def audit(
     """
     if policy is not None:  # O1 is autocast's name of mixed_float16
         policy = get_policy("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
-    if isinstance(device, str) and device not in targets.TARGETS:
-        raise ValueError(
-            f"there is no description of a GPU {device!r}; known, nearest first: {nearest(device, targets.TARGETS)}"
-        )
+    chip = targets.hardware_of(device)
 
     def audited(*args: Any) -> Audit:
-        call = _Call(fun, args)
+        jitted, inputs = targets.call_of(fun, args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the loss has float16 products")  # a finding of its own
-            traced, run = call.traced(device)
-            compiled = run() if compile else None
-        values = values_of(traced.jaxpr)
-        program = None if compiled is None else hlo.Program(compiled.as_text())
+            trace = targets.traced(jitted, inputs, device, compiles=compile)
+        compiled = targets.compiled_of(trace, device) if compile else None
+        values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has a class of its own
+        program = None if compiled is None else hlo.Program(str(compiled.as_text()))
         ran = {} if program is None else _ran(program, values.all)
-        chip = _hardware(device)
         products = [(value, _product(value, ran.get(value), chip)) for value in values.all if value.name in PRODUCTS]
         found = findings(
             Audited(
                 values=values,
                 products=products,
-                returned=call.returned,
-                arguments=call.arguments,
+                arguments=_arguments(inputs),
                 policy=policy,
-                has_loss_scale=call.has_loss_scale,
+                has_loss_scale=_has_loss_scale(inputs),
                 repeated=None if program is None else _Repeated(program),
                 on_cpu=chip.platform == "cpu",
             )
@@ -220,81 +213,16 @@ def audit(
         listed = tuple(product for _, product in products) + _inside_kernels(values, chip)
         flops = _shares(listed)
         half = sum(share for dtype, share in flops.items() if np.dtype(dtype).itemsize <= 2)
-        needed = _memory(fun, device, args) if compile else None
-        return Audit(listed, flops, half if flops else None, needed, found)
+        memory = None if compiled is None else of_call(jitted, inputs, compiled, device)
+        return Audit(listed, flops, half if flops else None, memory, found)
 
     return audited
 
 
-class _Call:
-    """A call of a function as one of arrays only, and what each of them is.
-
-    Attributes:
-      returned: how many arrays the function returns, once it was traced; what it wrote to objects comes after them.
-      arguments: by array.
-      has_loss_scale: None without one among the arguments.
-    """
-
-    def __init__(self, fun: Any, args: tuple[Any, ...]) -> None:
-        if "flax.nnx" in sys.modules:
-            from jaxmp._nnx_training import TrainStep as NnxTrainStep
-            from jaxmp._nnx_training import _state_of
-
-            if isinstance(fun, NnxTrainStep):
-                fun, args = fun._step, (_state_of(*args[:2]), *args[2:])
-        if isinstance(fun, TrainStep):
-            fun = copy.copy(fun)._step  # a copy, that warnings come where it runs
-        self.fun, self.returned = fun, 0
-        pure, given = (lambda *each: (fun(*each), ())), args
-        self.arguments = _arguments(args)
-        if "flax.nnx" in sys.modules:
-            from jaxmp._nnx_objects import of_arrays
-
-            pure, given, *_ = of_arrays(fun, args, {})
-        self.leaves, self.tree = jax.tree.flatten(given)
-        self.pure = pure
-        scales = [each for each in jax.tree.leaves(args, is_leaf=_is_scale) if _is_scale(each)]
-        self.has_loss_scale = any(not isinstance(each, NoOpLossScale) for each in scales) if scales else None
-        if len(self.arguments) != len(arrays_in(self.leaves)):
-            self.arguments = [None] * len(arrays_in(self.leaves))
-
-    def flat(self, *arrays: Any) -> list[Any]:
-        """The function of arrays."""
-        rest = iter(arrays)
-        filled = [next(rest) if is_array(leaf) else leaf for leaf in self.leaves]
-        results, written = self.pure(*jax.tree.unflatten(self.tree, filled))
-        own = arrays_in(jax.tree.leaves(results))
-        self.returned = len(own)
-        return own + arrays_in(jax.tree.leaves(written))
-
-    def traced(self, device: Any) -> tuple[Any, Callable[[], Any]]:
-        """The traced function and what compiles it for a device."""
-        shapes = [_shape(leaf) for leaf in arrays_in(self.leaves)]
-        if not isinstance(device, str):
-            if device is not None:
-                shapes = targets.on(device, shapes)
-            traced = jax.jit(self.flat).trace(*shapes)
-            return traced, lambda: traced.lower().compile()
-        target = targets.TARGETS[device]
-        with targets.with_cudnn(target.cudnn):
-            traced = jax.jit(self.flat).trace(*shapes)
-
-        def run() -> Any:
-            placed = targets.on(targets.device_of(target.text()), shapes)
-            with targets.with_cudnn(target.cudnn):
-                return jax.jit(self.flat).trace(*placed).lower().compile(compiler_options=targets.COMPILER_OPTIONS)
-
-        return traced, run
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None)
-    return jax.ShapeDtypeStruct(
-        leaf.shape,
-        jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype,
-        sharding=sharding if isinstance(sharding, jax.sharding.NamedSharding) else None,
-        weak_type=getattr(leaf, "weak_type", False),
-    )
+def _has_loss_scale(args: Any) -> bool | None:
+    """Whether a loss scale among some arguments scales; None of none."""
+    scales = [each for each in jax.tree.leaves(args, is_leaf=_is_scale) if _is_scale(each)]
+    return any(not isinstance(each, NoOpLossScale) for each in scales) if scales else None
 
 
 def _is_scale(node: Any) -> bool:
@@ -302,36 +230,21 @@ def _is_scale(node: Any) -> bool:
 
 
 def _arguments(args: tuple[Any, ...]) -> list[Argument | None]:
-    """What each array among some arguments is, in the order in which a call of arrays has them."""
-    nnx = sys.modules.get("flax.nnx")
-
-    def is_object(node: Any) -> bool:
-        return nnx is not None and isinstance(node, (nnx.Pytree, nnx.Variable))
-
-    found, objects = list[Argument | None](), {}
-    for n, (path, leaf) in enumerate(jax.tree.leaves_with_path((args, {}), is_leaf=is_object)):
-        if is_object(leaf):
-            objects[n] = leaf
-        elif is_array(leaf):
-            found.append(_plain(path))
-    if nnx is None or not objects:
-        return found
-    _, state = nnx.graphlib.flatten(objects, graph=True) if hasattr(nnx, "graphlib") else nnx.flatten(objects)
-    for path, leaf in state:
-        value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-        role = _role_of_variable(nnx, leaf) if isinstance(leaf, nnx.Variable) else None
-        if any(isinstance(objects.get(key), nnx.Optimizer) for key in path[:1]):
-            role = "optimizer"
-        name = tuple(str(part) for part in path[1:])
-        found += [Argument(role, name) if role else None for each in jax.tree.leaves(value) if is_array(each)]
+    """What each array among some arguments is, in their order."""
+    found: list[Argument | None] = []
+    for path, node in jax.tree.leaves_with_path(args, is_leaf=lambda each: isinstance(each, (*_ROLES, nnx.Variable))):
+        role = next((role for cls, role in _ROLES.items() if isinstance(node, cls)), None)
+        for inner, _ in jax.tree.leaves_with_path(node):
+            name = tuple(path_name((each,)) for each in (*path[1:], *(inner if role == "optimizer" else ())))
+            found.append(Argument(role, name) if role else None if inner else _plain(path))
     return found
 
 
-def _role_of_variable(nnx: Any, variable: Any) -> str | None:
-    roles = {"Param": "params", "BatchStat": "statistics", "OptState": "optimizer", "OptVariable": "optimizer"}
-    return next((role for name, role in roles.items() if isinstance(variable, getattr(nnx, name, ()))), None)
-
-
+_ROLES = {
+    **dict.fromkeys((nnx.Optimizer, nnx.OptState, nnx.OptVariable), "optimizer"),
+    nnx.Param: "params",
+    nnx.BatchStat: "statistics",
+}
 _STATE = {"params": "params", "opt_state": "optimizer", "batch_stats": "statistics", "model_state": "statistics"}
 _COLLECTIONS = {"params": "params", "batch_stats": "statistics"}
 
@@ -341,8 +254,7 @@ def _plain(path: tuple[Any, ...]) -> Argument | None:
     for n, part in enumerate(path):
         role = _STATE.get(getattr(part, "name", "")) or _COLLECTIONS.get(str(getattr(part, "key", "")))
         if role:
-            names = [str(getattr(each, "name", getattr(each, "key", getattr(each, "idx", each)))) for each in path]
-            rest = names[n + 1 :]
+            rest = [path_name((each,)) for each in path[n + 1 :]]
             if role == "statistics" and rest[:1] == ["cache"]:
                 return None
             while rest[:1] and rest[0] in _COLLECTIONS and role != "optimizer":
@@ -387,10 +299,6 @@ def _inside_kernels(values: Any, chip: hardware.Hardware) -> tuple[Product, ...]
     return tuple(found)
 
 
-def _hardware(device: Any) -> hardware.Hardware:
-    return targets.hardware_of(device) if isinstance(device, str) else hardware.detect(device)
-
-
 def _bound(flops: int, size: int, dtype: str, precision: Any, chip: hardware.Hardware) -> str | None:
     is_tensorfloat = (
         dtype == "float32" and "tensorfloat32" in chip.peak_tflops and not reading.asks_for_highest(precision)
@@ -410,10 +318,6 @@ def _shares(products: Sequence[Product]) -> dict[str, float]:
     for each in products:
         flops[_computed_in(each)] += work(each)
     return {dtype: count / flops.total() for dtype, count in flops.most_common() if flops.total()}
-
-
-def _memory(fun: Any, device: Any, args: tuple[Any, ...]) -> Any:
-    return memory(fun, device=device)(*args) if device is None or isinstance(device, str) else None
 
 
 _Origin = tuple[frozenset[str], bool]

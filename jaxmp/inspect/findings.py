@@ -57,7 +57,6 @@ class Audited:
     Attributes:
       values: of the program.
       products: each product's value, and what the audit says of it.
-      returned: how many results the author's function has; those after them are what it wrote to objects.
       arguments: what each argument is, None where nothing tells.
       policy: what the author declares; None for nothing.
       has_loss_scale: None where no loss scale is among the arguments.
@@ -67,7 +66,6 @@ class Audited:
 
     values: Values
     products: list[tuple[Value, Any]]
-    returned: int
     arguments: list[Argument | None]
     policy: Any
     has_loss_scale: bool | None
@@ -189,7 +187,7 @@ def _half_exponentials(audited: Audited) -> Found:
 
 def _half_losses(audited: Audited) -> Found:
     remedy = "compute the loss in float32: cast the model's results before it"
-    scalars = [value for value in audited.values.results[: audited.returned] if value.is_float and not value.shape]
+    scalars = [value for value in audited.values.results if value.is_float and not value.shape]
     if len(scalars) == 1 and scalars[0].is_half:
         value = scalars[0]
         yield _where(value), f"the only scalar among the results is {value.dtype.name}", remedy

@@ -168,27 +168,30 @@ def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..
 
     def plan(*args: Any) -> Memory:
         jitted, inputs = targets.call_of(fun, args)
-        names = _parameters(jitted)
-        leaves = list(_leaves(inputs, names))
-        batch = next((np.shape(leaf)[0] for leaf, kind, _ in leaves if kind == "batch" and np.shape(leaf)), None)
-        compiled = targets.compiled(jitted, inputs, device)
-
-        def with_batch(size: int) -> int:
-            flat, tree = jax.tree.flatten(inputs)
-            scaled = [
-                _resized(leaf, size) if kind == "batch" and tuple(np.shape(leaf))[:1] == (batch,) else leaf
-                for leaf, (_, kind, _) in zip(flat, leaves, strict=True)
-            ]
-            try:
-                return _peak(targets.compiled(jitted, jax.tree.unflatten(tree, scaled), device).memory_analysis())
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
-                    raise
-                return 2**62
-
-        return _read(compiled, leaves, batch, device, functools.cache(with_batch))
+        return of_call(jitted, inputs, targets.compiled(jitted, inputs, device), device)
 
     return plan
+
+
+def of_call(jitted: Any, inputs: tuple[Any, ...], compiled: jax.stages.Compiled, device: str | None) -> Memory:
+    """The memory of a call that is compiled already, as :func:`jaxmp.inspect.targets.call_of` has it."""
+    leaves = list(_leaves(inputs, _parameters(jitted)))
+    batch = next((np.shape(leaf)[0] for leaf, kind, _ in leaves if kind == "batch" and np.shape(leaf)), None)
+
+    def with_batch(size: int) -> int:
+        flat, tree = jax.tree.flatten(inputs)
+        scaled = [
+            _resized(leaf, size) if kind == "batch" and tuple(np.shape(leaf))[:1] == (batch,) else leaf
+            for leaf, (_, kind, _) in zip(flat, leaves, strict=True)
+        ]
+        try:
+            return _peak(targets.compiled(jitted, jax.tree.unflatten(tree, scaled), device).memory_analysis())
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
+                raise
+            return 2**62
+
+    return _read(compiled, leaves, batch, device, functools.cache(with_batch))
 
 
 def _resized(leaf: Any, size: int) -> jax.ShapeDtypeStruct:

@@ -126,8 +126,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
 
 def _hardware(device: str | None) -> hardware.Hardware:
-    """What is known of a device, by name or attached."""
-    known = hardware.detect() if device is None else targets.hardware_of(device)
+    known = targets.hardware_of(device)
     if not known.peak_tflops or known.peak_bandwidth is None:
         raise ValueError(
             f"a roofline needs the device's peak rates, and jaxmp.hardware has none of {known.name!r}; name a GPU that "

@@ -8,6 +8,7 @@ program and its memory, and everything but time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import shutil
 import types
@@ -24,6 +25,7 @@ from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
 from jaxmp._nnx_training import TrainStep as NNXStep
 from jaxmp._nnx_training import _state_of
 from jaxmp.dtypes import nearest
+from jaxmp.engine.trace import is_array
 from jaxmp.training import TrainStep
 
 INSTALL = "pip install -e '.[experiments,compile-only]'"
@@ -140,13 +142,15 @@ TARGETS = {
 """The GPUs that there are figures of, by name."""
 
 
-def hardware_of(name: str) -> hardware.Hardware:
-    """What :func:`jaxmp.hardware.detect` would say of a GPU that is not there.
+def hardware_of(device: str | None) -> hardware.Hardware:
+    """What :func:`jaxmp.hardware.detect` says of the attached device, or would say of a GPU that is not there.
 
     Raises:
       ValueError: an unknown name.
     """
-    target = target_of(name)
+    if device is None:
+        return hardware.detect()
+    target = target_of(device)
     capability = "{}.{}".format(*target.capability)
     kind = types.SimpleNamespace(device_kind=target.peaks, platform="gpu", compute_capability=capability)
     return hardware.detect(kind)
@@ -219,20 +223,30 @@ def target_of(name: str) -> Target:
 
 
 def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """What is compiled when ``fun`` is called: a function with ``trace``, and the arguments that it takes."""
+    """What is compiled when ``fun`` is called: a function with ``trace``, and the arrays or shapes that it takes.
+
+    What is no array among the arguments of a function that is not jitted stays the Python value that it is.
+    """
     if isinstance(fun, NNXStep):
         return fun._step.jitted, (_state_of(*args[:2]), *args[2:])
     if isinstance(fun, TrainStep):
         return fun.jitted, tuple(args)
-    return (fun if hasattr(fun, "trace") else jax.jit(fun)), tuple(args)
+    if hasattr(fun, "trace"):
+        return fun, tuple(args)
+
+    @functools.wraps(fun)
+    def of_arrays(*arrays: Any) -> Any:
+        return fun(*jax.tree.map(lambda leaf, array: leaf if array is None else array, tuple(args), arrays))
+
+    return jax.jit(of_arrays), jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tuple(args))
 
 
-def compiled(fun: Callable[..., Any], args: Sequence[Any], device: str | None = None) -> jax.stages.Compiled:
-    """``fun`` compiled for arguments, arrays or shapes; nothing is executed.
+def traced(fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, compiles: bool = True) -> Any:
+    """The trace of a call, for :func:`compiled_of`; without ``compiles`` nothing that compiles need be installed.
 
     Args:
       fun: a train step, a function, or a jitted one (``jax.jit``, ``nnx.jit``), whose donation counts.
-      args: its positional arguments.
+      args: its positional arguments, arrays or shapes.
       device: None for the attached one, or a name in ``TARGETS``.
 
     Raises:
@@ -241,15 +255,26 @@ def compiled(fun: Callable[..., Any], args: Sequence[Any], device: str | None = 
     """
     jitted, args = call_of(fun, args)
     if device is None:
-        done = jitted.trace(*args).lower().compile()
+        return jitted.trace(*args)
+    target = target_of(device)
+    with with_cudnn(target.cudnn):
+        return jitted.trace(*(on(device_of(target.text()), args) if compiles else args))
+
+
+def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
+    """What :func:`traced` traced for a device, compiled for it."""
+    if device is None:
+        done = trace.lower().compile()
     else:
-        target = target_of(device)
-        args = on(device_of(target.text()), args)
-        with with_cudnn(target.cudnn):
-            lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
-            done = lowered.compile(compiler_options=COMPILER_OPTIONS)
+        with with_cudnn(target_of(device).cudnn):
+            done = trace.lower(lowering_platforms=("cuda",)).compile(compiler_options=COMPILER_OPTIONS)
     inner: jax.stages.Compiled = getattr(done, "compiled", done)  # of nnx.jit
     return inner
+
+
+def compiled(fun: Callable[..., Any], args: Sequence[Any], device: str | None = None) -> jax.stages.Compiled:
+    """A call compiled; arguments and errors are those of :func:`traced`."""
+    return compiled_of(traced(fun, args, device), device)
 
 
 def _bundled(path: str) -> bool:
