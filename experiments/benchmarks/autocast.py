@@ -21,7 +21,7 @@ import optax
 
 import jaxmp
 from experiments.benchmarks.shared import records, scaled_steps
-from experiments.measure import memory, timing
+from experiments.measure import memory, programs, timing
 from experiments.measure.environment import environment
 from experiments.models import by_hand
 from experiments.models.workloads import FULL, Sizes, Workload, workload
@@ -91,11 +91,8 @@ def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
 def programs_of(lowered: Any, compiled: Any) -> dict[str, dict[str, Any]]:
     """Products, casts and casts that undo one another, in a step as it was lowered and as it was compiled."""
     texts = {"lowered": lowered.as_text("hlo"), "compiled": compiled.as_text()}
-    programs = {stage: hlo.Program(text) for stage, text in texts.items()}
-    return {
-        stage: {"products": program.products(), "casts": program.converts(), "round_trips": program.round_trips()}
-        for stage, program in programs.items()
-    }
+    counts = {"products": programs.products, "casts": programs.casts, "round_trips": programs.round_trips}
+    return {stage: {name: count(hlo.Program(text)) for name, count in counts.items()} for stage, text in texts.items()}
 
 
 def differences(by_hand: dict[str, dict[str, Any]], autocast: dict[str, dict[str, Any]]) -> list[str]:

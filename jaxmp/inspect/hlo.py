@@ -1,8 +1,7 @@
-"""Reading XLA's programs: products by dtype, casts, kernels, and the bytes that all else moves."""
+"""Reading XLA's programs: what their instructions are, where they come from, their FLOPs, and the bytes they move."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import re
@@ -31,13 +30,12 @@ TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
 _PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _KERNELS = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
-_NO_WORK = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"})
-_NO_WORK |= {"while", "conditional", "call"}  # their bodies work
-NO_KERNEL = _NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
-_LAYOUT = frozenset({"copy", "transpose"})
+CONTROL = frozenset({"while", "conditional", "call"})
+"""Whose bodies work."""
+NO_WORK = CONTROL | {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
+NO_KERNEL = NO_WORK | {"optimization-barrier", "partition-id", "replica-id"}
 _PICKS = frozenset({"slice", "dynamic-slice", "gather"})
 _NUMBER = re.compile(r"parameter\((\d+)\)")
-CONTROL = frozenset({"while", "conditional", "call"})
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds what is written
 _WRITES_INTO = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _FRAME = re.compile(r"^(\d+) (?:\{(.*)\}|\"(.*)\")$")
@@ -188,8 +186,8 @@ class Program:
                 operands = tuple(_OPERAND.findall(_NOT_NAMES.sub("", _arguments(rest)))) if opcode != "constant" else ()
                 current[name] = Instruction(name, opcode, result, operands, line)
 
-    def _inside(self, instruction: Instruction) -> list[tuple[str, Instruction]]:
-        """What a fusion consists of, with the computation that it stands in."""
+    def inside(self, instruction: Instruction) -> list[tuple[str, Instruction]]:
+        """What a fusion or a call consists of, with the computation that it stands in."""
         bodies = self.bodies(instruction)
         return [(name, each) for name in bodies for each in self.computations.get(name, {}).values()]
 
@@ -197,7 +195,7 @@ class Program:
         """The instruction with JAX's name for what a kernel does: itself, or the last named one in a fusion."""
         if instruction.op_name or instruction.opcode != "fusion":
             return instruction
-        inside = [each for _, each in self._inside(instruction)]
+        inside = [each for _, each in self.inside(instruction)]
         return next((each for each in reversed(inside) if each.op_name), instruction)
 
     def source(self, instruction: Instruction) -> str:
@@ -244,41 +242,6 @@ class Program:
         read = [known[name].arrays for name in instruction.operands if name in known]
         return tuple(each[0].dtype for each in read if each)
 
-    def products(self) -> collections.Counter[str]:
-        """How many matrix products, convolutions and fused attentions there are, as in ``"dot bf16×bf16"``."""
-        counts: collections.Counter[str] = collections.Counter()
-        for computation, instruction, times in self.walk():
-            if kind := product_kind(instruction):
-                counts[f"{kind} {'×'.join(self.dtypes(computation, instruction)[:2])}"] += times
-        return counts
-
-    def converts(self) -> collections.Counter[str]:
-        """How many casts between floating dtypes there are, as in ``"f32→bf16"``."""
-        counts: collections.Counter[str] = collections.Counter()
-        for computation, instruction, times in self.walk():
-            if instruction.opcode == "convert" and (cast := self._cast(computation, instruction)):
-                counts[cast] += times
-        return counts
-
-    def round_trips(self) -> int:
-        """How many casts undo the cast before them: float32 to half and back, or half to float32 and back."""
-        count = 0
-        for computation, instruction, times in self.walk():
-            if instruction.opcode == "convert" and (cast := self._cast(computation, instruction)):
-                before = self.computations[computation].get(instruction.operands[0])
-                if before is not None and before.opcode == "convert":
-                    old, new = cast.split("→")
-                    count += times * (self._cast(computation, before) == f"{new}→{old}")
-        return count
-
-    def launches(self) -> int:
-        """How many kernels a run launches: fusions, products, copies and the like, a loop's as often as it repeats.
-
-        A call of a library is one, however many kernels the library makes of it.
-        """
-        kernels = self.walk(into_fusions=False, repeat_loops=True)
-        return sum(times for _, each, times in kernels if each.opcode not in NO_KERNEL and not is_end(each.opcode))
-
     def written_into(self, computation: str, instruction: Instruction) -> dict[int, tuple[int, float]]:
         """Which results are written into an operand: by result the operand's number and the bytes that change."""
         if instruction.opcode == "custom-call":
@@ -287,7 +250,7 @@ class Program:
             return {int(n or 0): (int(operand), instruction.bytes) for n, operand in found}
         known, roots = self.computations[computation], [instruction]
         if instruction.opcode == "fusion":
-            known = {each.name: each for _, each in self._inside(instruction)}
+            known = {each.name: each for _, each in self.inside(instruction)}
             roots = [self._behind_bitcasts(known, name) for name in list(known)[-1:]]
             if roots and roots[0].opcode == "tuple":
                 roots = [self._behind_bitcasts(known, name) for name in roots[0].operands]
@@ -312,7 +275,7 @@ class Program:
     def products_of(self, computation: str, instruction: Instruction, masked: bool = True) -> list[Product]:
         """The products of a kernel, those in a fusion too; of a causal attention half the square unless not masked."""
         if instruction.opcode == "fusion":
-            inside = self._inside(instruction)
+            inside = self.inside(instruction)
             return [product for name, each in inside for product in self.products_of(name, each, masked)]
         kind = product_kind(instruction)
         if kind is None:
@@ -335,21 +298,12 @@ class Program:
         may_round = dtype == "float32" and not re.search(r"highest|HIGHEST", text)
         return [Product(kind, "tensorfloat32" if may_round else dtype, flops)]
 
-    def attention_flops(self) -> dict[str, int]:
-        """FLOPs of cuDNN's fused attentions by dtype: two products forward, five backward, masks ignored."""
-        flops: collections.Counter[str] = collections.Counter()
-        for computation, instruction, times in self.walk(into_fusions=False, repeat_loops=True):
-            for product in self.products_of(computation, instruction, masked=False):
-                if product.kind == "attention":
-                    flops[product.dtype] += times * product.flops
-        return dict(flops)
-
     def moved(self, computation: str, instruction: Instruction) -> float:
         """Bytes that a kernel reads and writes; of an operand that it picks from or writes into, that part only."""
         known = self.computations[computation]
         read = {n: known[name].bytes for n, name in enumerate(instruction.operands) if name in known}
         read = {n: each for n, each in read.items() if instruction.operands[n] not in instruction.operands[:n]}
-        inside = [each for _, each in self._inside(instruction)] if instruction.opcode == "fusion" else []
+        inside = [each for _, each in self.inside(instruction)] if instruction.opcode == "fusion" else []
         for parameter in (each for each in inside if each.opcode == "parameter"):
             number = _NUMBER.search(parameter.text)
             operand = int(number[1]) if number else -1
@@ -364,28 +318,6 @@ class Program:
         elif len(written) > 1 and re.search(r"\b[su]8\[\d*\]\S*\)$", instruction.result):
             written.pop()  # the workspace of a library
         return sum(read.values()) + sum(written)
-
-    def _is_product(self, instruction: Instruction) -> bool:
-        """Whether it is a product, or a library's product that a fusion hands a slice to."""
-        calls = [each for _, each in self._inside(instruction)] if instruction.opcode == "fusion" else []
-        return bool(product_kind(instruction)) or any(
-            each.opcode == "custom-call" and product_kind(each) for each in calls
-        )
-
-    def _cast(self, computation: str, instruction: Instruction) -> str | None:
-        (old, *_), new = self.dtypes(computation, instruction) or ("",), instruction.arrays[0].dtype
-        return f"{old}→{new}" if "f" in old and "f" in new else None
-
-    def traffic(self) -> tuple[float, float]:
-        """Bytes that kernels other than products move, read plus written, and those of them that change a layout."""
-        total = layout = 0.0
-        for computation, instruction, times in self.walk(into_fusions=False, repeat_loops=True):
-            if instruction.opcode in _NO_WORK or is_end(instruction.opcode) or self._is_product(instruction):
-                continue
-            moved = times * self.moved(computation, instruction)
-            total += moved
-            layout += moved * (instruction.opcode in _LAYOUT or "wrapped_transpose" in instruction.text[:80])
-        return total, layout
 
 
 def is_end(opcode: str) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 
 from jaxmp._jaxpr import reading
@@ -77,8 +76,7 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
         with jax.named_scope(f"{_CALL}{next(number)}"):
             return method(*args, **kwargs)
 
-    linen = sys.modules.get("flax.linen")
-    with linen.intercept_methods(called) if linen else contextlib.nullcontext():
+    with nn.intercept_methods(called):
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     return *reading.opened(closed), jax.tree.structure(shapes)
 

@@ -7,6 +7,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
+from experiments.measure import programs
 from jaxmp.inspect import hlo, hlo_memory
 
 # A scheduled program as XLA compiles for GPUs, cut down: a loop of four products that read slices of their operand, a
@@ -73,12 +74,14 @@ PROGRAM = hlo.Program(TEXT.replace("LOOP", "(s32[], bf16[4,8,16]{2,1,0}, bf16[16
 
 
 def test_kernels_are_counted_as_often_as_a_loop_repeats_without_its_condition_and_what_they_are_made_of():
-    assert PROGRAM.launches() == 4 * len(["product", "exponential"]) + len(["fmha", "fmha", "transpose", "reduce"])
+    assert programs.launches(PROGRAM) == 4 * len(["product", "exponential"]) + len(
+        ["fmha", "fmha", "transpose", "reduce"]
+    )
 
 
 def test_a_product_that_reads_its_slice_itself_is_a_product_and_no_traffic():
     exponentials, transpose, reduction = 4 * 2 * 256, 2 * 512, 64 * 4 + 4 + 4
-    assert PROGRAM.traffic() == (exponentials + transpose + reduction, transpose)
+    assert programs.traffic(PROGRAM) == (exponentials + transpose + reduction, transpose)
 
 
 def test_of_what_a_fusion_picks_from_only_the_part_that_it_picks_is_read():
@@ -99,18 +102,18 @@ ENTRY %main (x: bf16[4,8,16], i: s32[], y: bf16[1,8,16]) -> bf16[1,8,16] {
   ROOT %fusion = bf16[1,8,16]{2,1,0} fusion(%x, %j, %z), kind=kLoop, calls=%pick
 }
 """)
-    assert program.traffic() == (256 + 4 + 256 + 256, 0)
+    assert programs.traffic(program) == (256 + 4 + 256 + 256, 0)
 
 
 def test_attention_has_two_products_forward_and_five_backward():
     one = 2 * (2 * 8 * 4 * 16) * 8
-    assert PROGRAM.attention_flops() == {"bfloat16": 7 * one}
-    assert PROGRAM.products() == Counter({"dot bf16×bf16": 1, "attention bf16×bf16": 2})
+    assert programs.attention_flops(PROGRAM) == {"bfloat16": 7 * one}
+    assert programs.products(PROGRAM) == Counter({"dot bf16×bf16": 1, "attention bf16×bf16": 2})
 
 
 def test_a_program_without_loops_has_a_kernel_for_each_of_its_operations():
     lowered = jax.jit(lambda x: jnp.sin(jnp.exp(x))).lower(jnp.ones(4))
-    assert hlo.Program(lowered.as_text("hlo")).launches() == 2
+    assert programs.launches(hlo.Program(lowered.as_text("hlo"))) == 2
 
 
 def test_the_peak_lists_what_is_alive_at_once_with_the_code_that_made_it():

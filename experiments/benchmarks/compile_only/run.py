@@ -24,7 +24,7 @@ from experiments.benchmarks.compile_only import report
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row, rows_of
-from experiments.measure import flops, memory
+from experiments.measure import flops, memory, programs
 from experiments.measure.environment import environment
 from experiments.models import attention
 from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
@@ -79,17 +79,17 @@ def measure(case: Workload, row: Row, device: Any, text: Path | None = None) -> 
     program = hlo.Program(compiled.as_text())
     if text:
         text.write_text(compiled.as_text())
-    for name, attended in program.attention_flops().items():
+    for name, attended in programs.attention_flops(program).items():
         counted[name] = counted.get(name, 0) + attended
-    traffic, layout = program.traffic()
+    traffic, layout = programs.traffic(program)
     return {
         "label": row.label,
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         "peak": memory.of_compiled(compiled),
-        "products": dict(program.products()),
+        "products": dict(programs.products(program)),
         "flops": counted,
         "half": sum(counted.get(name, 0) for name in ("bfloat16", "float16")) / sum(counted.values()),
-        "launches": program.launches(),
+        "launches": programs.launches(program),
         "traffic": traffic,
         "layout": layout,
         "seconds": {"trace": traced - started, "compile": time.perf_counter() - traced},

@@ -18,6 +18,7 @@ from flax import nnx
 from places import ROOT
 
 from experiments.benchmarks import autocast, tracing
+from experiments.measure import programs
 from experiments.models import by_hand
 from jaxmp.inspect import hlo
 
@@ -39,17 +40,19 @@ def test_products_are_counted_by_the_dtypes_of_their_operands_in_functions_and_l
         return y.astype(jnp.float32) + z @ w
 
     x = jnp.ones((4, 4))
-    assert program_of(fun, x, x).products() == Counter({"dot f32×f32": 2, "dot bf16×bf16": 1})
+    assert programs.products(program_of(fun, x, x)) == Counter({"dot f32×f32": 2, "dot bf16×bf16": 1})
 
 
 def test_casts_and_casts_that_undo_one_another_are_counted_and_integers_are_not():
     def fun(x, n):
         return x.astype(jnp.bfloat16).astype(jnp.float32) + n.astype(jnp.float32)
 
-    program = program_of(fun, jnp.ones(4), jnp.ones(4, jnp.int32))
-    assert program.converts() == Counter({"f32→bf16": 1, "bf16→f32": 1})
-    assert program.round_trips() == 1
-    assert program_of(lambda x: jnp.exp(x.astype(jnp.bfloat16)).astype(jnp.float32), jnp.ones(4)).round_trips() == 0
+    x = jnp.ones(4)
+    program = program_of(fun, x, jnp.ones(4, jnp.int32))
+    assert programs.casts(program) == Counter({"f32→bf16": 1, "bf16→f32": 1})
+    assert programs.round_trips(program) == 1
+    between = program_of(lambda x: jnp.exp(x.astype(jnp.bfloat16)).astype(jnp.float32), x)
+    assert programs.round_trips(between) == 0
 
 
 def test_convolutions_are_counted_and_traffic_is_what_other_operations_read_and_write():
@@ -57,9 +60,9 @@ def test_convolutions_are_counted_and_traffic_is_what_other_operations_read_and_
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     x, w = jnp.ones((1, 4, 4, 2), jnp.float16), jnp.ones((3, 3, 2, 2), jnp.float16)
-    assert program_of(fun, x, w).products() == Counter({"convolution f16×f16": 1})
-    assert program_of(fun, x, w).traffic() == (0, 0)
-    assert program_of(jnp.exp, jnp.ones(8)).traffic() == (64, 0)
+    assert programs.products(program_of(fun, x, w)) == Counter({"convolution f16×f16": 1})
+    assert programs.traffic(program_of(fun, x, w)) == (0, 0)
+    assert programs.traffic(program_of(jnp.exp, jnp.ones(8))) == (64, 0)
 
 
 # The steps.
@@ -117,7 +120,7 @@ def test_a_step_under_autocast_has_the_products_of_the_step_by_hand(name, policy
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam
             init, step = autocast.step_of(case, variant, policy)
             lowered = step.lower(jax.eval_shape(init), case.batch)
-        products[variant] = hlo.Program(lowered.as_text("hlo")).products()
+        products[variant] = programs.products(hlo.Program(lowered.as_text("hlo")))
     half = {"mixed_bfloat16": "bf16", "mixed_float16": "f16"}[policy]
     assert products[autocast.AUTOCAST] == products[autocast.BY_HAND]
     assert {product.split()[1] for product in products[autocast.AUTOCAST]} == {f"{half}×{half}"}

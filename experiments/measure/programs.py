@@ -1,0 +1,80 @@
+"""What XLA's programs consist of: products and casts by dtype, kernels, and the bytes that all but products move."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from jaxmp.inspect.hlo import NO_KERNEL, NO_WORK, Instruction, Program, is_end, product_kind
+
+
+def products(program: Program) -> Counter[str]:
+    """How many matrix products, convolutions and fused attentions there are, as in ``"dot bf16×bf16"``."""
+    counts = Counter[str]()
+    for computation, instruction, times in program.walk():
+        if kind := product_kind(instruction):
+            counts[f"{kind} {'×'.join(program.dtypes(computation, instruction)[:2])}"] += times
+    return counts
+
+
+def casts(program: Program) -> Counter[str]:
+    """How many casts between floating dtypes there are, as in ``"f32→bf16"``."""
+    counts = Counter[str]()
+    for computation, instruction, times in program.walk():
+        if cast := _cast(program, computation, instruction):
+            counts[cast] += times
+    return counts
+
+
+def round_trips(program: Program) -> int:
+    """How many casts undo the cast before them: float32 to half and back, or half to float32 and back."""
+    count = 0
+    for computation, instruction, times in program.walk():
+        before = program.computations[computation].get(next(iter(instruction.operands), ""))
+        if before is not None and (cast := _cast(program, computation, instruction)):
+            old, new = cast.split("→")
+            count += times * (_cast(program, computation, before) == f"{new}→{old}")
+    return count
+
+
+def _cast(program: Program, computation: str, instruction: Instruction) -> str | None:
+    if instruction.opcode != "convert":
+        return None
+    (old, *_), new = program.dtypes(computation, instruction) or ("",), instruction.arrays[0].dtype
+    return f"{old}→{new}" if "f" in old and "f" in new else None
+
+
+def launches(program: Program) -> int:
+    """How many kernels a run launches: fusions, products, copies and the like, a loop's as often as it repeats.
+
+    A call of a library is one, however many kernels the library makes of it.
+    """
+    kernels = program.walk(into_fusions=False, repeat_loops=True)
+    return sum(times for _, each, times in kernels if each.opcode not in NO_KERNEL and not is_end(each.opcode))
+
+
+def attention_flops(program: Program) -> dict[str, int]:
+    """FLOPs of cuDNN's fused attentions by dtype: two products forward, five backward, masks ignored."""
+    flops = Counter[str]()
+    for computation, instruction, times in program.walk(into_fusions=False, repeat_loops=True):
+        for product in program.products_of(computation, instruction, masked=False):
+            if product.kind == "attention":
+                flops[product.dtype] += times * product.flops
+    return dict(flops)
+
+
+def traffic(program: Program) -> tuple[float, float]:
+    """Bytes that kernels other than products move, read plus written, and those of them that change a layout."""
+    total = layout = 0.0
+    for computation, instruction, times in program.walk(into_fusions=False, repeat_loops=True):
+        if instruction.opcode in NO_WORK or is_end(instruction.opcode) or _is_product(program, instruction):
+            continue
+        moved = times * program.moved(computation, instruction)
+        total += moved
+        layout += moved * (instruction.opcode in ("copy", "transpose") or "wrapped_transpose" in instruction.text[:80])
+    return total, layout
+
+
+def _is_product(program: Program, instruction: Instruction) -> bool:
+    """Whether it is a product, or a library's product that a fusion hands a slice to."""
+    calls = [each for _, each in program.inside(instruction)] if instruction.opcode == "fusion" else []
+    return bool(product_kind(instruction)) or any(each.opcode == "custom-call" and product_kind(each) for each in calls)
