@@ -126,7 +126,7 @@ class Audit(tables.Shown):
             raise AuditError("\n".join([f"the audit found {len(faults)} fault{'s' * (len(faults) > 1)}:", *faults]))
 
     def _widest(self) -> str:
-        wide = [each for each in self.products if np.dtype(_computed_in(each)).itemsize > 2]
+        wide = [each for each in self.products if np.dtype(_widest(each.operands)).itemsize > 2]
         most = sorted(wide, key=work, reverse=True)[:3]
         return "the largest others: " + ", ".join(f"{each.path} ({each.source})" for each in most)
 
@@ -264,24 +264,21 @@ def _plain(path: tuple[Any, ...]) -> Argument | None:
 
 
 def _product(value: Value, ran: str | None, chip: hardware.Hardware) -> Product:
-    place = value.place
-    assert place is not None  # of what is computed
-    dtypes = tuple(each.dtype.name for each in value.inputs[:2])
+    place, (left, right) = value.at, value.inputs[:2]
+    operands = left.dtype.name, right.dtype.name
     flops = flops_of(place.eqn, counts_padding=False) or 0
-    moved = [*value.inputs[:2], value]
-    size = sum(math.prod(each.shape) * each.dtype.itemsize for each in moved)
-    written = max((each.dtype for each in value.inputs[:2]), key=lambda dtype: dtype.itemsize).name
+    size = sum(math.prod(each.shape) * each.dtype.itemsize for each in (left, right, value))
     return Product(
         path=place.path,
         source=place.source,
         primitive=place.eqn.primitive.name,
-        operands=(dtypes[0], dtypes[1]),
+        operands=operands,
         result=value.dtype.name,
         ran=ran,
         flops=flops,
         count=place.count,
         bytes=size,
-        bound=_bound(flops, size, written, place.eqn.params.get("precision"), chip),
+        bound=_bound(flops, size, _widest(operands), place.eqn.params.get("precision"), chip),
         aligned=not unaligned(value),
         phase=place.phase,
     )
@@ -309,14 +306,15 @@ def _bound(flops: int, size: int, dtype: str, precision: Any, chip: hardware.Har
     return "arithmetic" if flops / (rate * 1e12) >= size / chip.peak_bandwidth else "bytes"
 
 
-def _computed_in(product: Product) -> str:
-    return max(product.operands, key=lambda name: np.dtype(name).itemsize)
+def _widest(dtypes: Collection[str]) -> str:
+    """The dtype that a product of these is computed in."""
+    return max(dtypes, key=lambda name: np.dtype(name).itemsize)
 
 
 def _shares(products: Sequence[Product]) -> dict[str, float]:
     flops = Counter[str]()
     for each in products:
-        flops[_computed_in(each)] += work(each)
+        flops[_widest(each.operands)] += work(each)
     return {dtype: count / flops.total() for dtype, count in flops.most_common() if flops.total()}
 
 
@@ -331,9 +329,7 @@ def _origin(instruction: hlo.Instruction) -> _Origin | None:
 
 
 def _origin_of(value: Value) -> _Origin:
-    place = value.place
-    assert place is not None  # of what is computed
-    return _scopes("/".join((*place.names, value.name))), place.phase == "backward"
+    return _scopes("/".join((*value.at.names, value.name))), value.at.phase == "backward"
 
 
 def _scopes(op_name: str) -> frozenset[str]:
@@ -349,9 +345,8 @@ def _ran(program: hlo.Program, values: Sequence[Value]) -> dict[Value, str]:
         if origin is None or not dtypes:
             continue
         size = math.prod(instruction.arrays[0].shape)
-        widest = max(dtypes, key=lambda name: np.dtype(name).itemsize)
-        compiled.setdefault((origin, size), set()).add(widest)
-        compiled.setdefault((origin, None), set()).add(widest)
+        for key in ((origin, size), (origin, None)):
+            compiled.setdefault(key, set()).add(_widest(dtypes))
     found = {}
     for value in values:
         if value.name in PRODUCTS:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.inspect import tables
-from jaxmp.inspect.calls import Step, argument_paths, differentiated, is_inexact, loss_and_rest
+from jaxmp.inspect.calls import AS_WRITTEN, Step, argument_paths, differentiated, is_inexact, loss_and_rest
 from jaxmp.inspect.evaluate import Records, evaluate
 from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
@@ -328,12 +328,10 @@ def _find(program: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
 def _run(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], only: Key | None = None
 ) -> tuple[list[Any], Records]:
-    run = jax.jit(
-        lambda consts, inputs: evaluate(jaxpr, consts, inputs, _Recorder(only)),
-        # A value that is rounded to half overflows in half, also where XLA would rather not round.
-        compiler_options={"xla_allow_excess_precision": False},
-    )
-    results, records = run(list(consts), list(inputs))
+    def run(consts: Any, inputs: Any) -> Any:
+        return evaluate(jaxpr, consts, inputs, _Recorder(only))
+
+    results, records = jax.jit(run, compiler_options=AS_WRITTEN)(list(consts), list(inputs))
     return results, jax.device_get(records)
 
 

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name
 
+AS_WRITTEN = {"xla_allow_excess_precision": False}
+"""Compiler options: a value that is rounded to half is half, also where XLA would rather not round."""
+
 
 @runtime_checkable
 class Step(Protocol):

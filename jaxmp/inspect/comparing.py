@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
 from jaxmp.inspect import tables
-from jaxmp.inspect.calls import argument_paths, differentiated, loss_and_rest
+from jaxmp.inspect.calls import AS_WRITTEN, argument_paths, differentiated, loss_and_rest
 from jaxmp.inspect.evaluate import evaluate
 from jaxmp.inspect.program import Key, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, returned, values_of
@@ -201,15 +201,15 @@ def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
         results, records = evaluate(jaxpr, consts, inputs, _Tapped(positions), given, keeps_rules=True)
         return results[0] if grad else 0.0, (results, records)
 
-    options, some = {"xla_allow_excess_precision": False}, [inputs[n] for n in wanted]
+    some = [inputs[n] for n in wanted]
     if grad:
         shapes = jax.eval_shape(run, some, None, consts, inputs)[1][1]
         in_while = {each.key for each in found if None in each.turns}
         wide = {key: jax.tree.map(_zeros, shape) for key, shape in shapes.items() if key not in in_while}
-        call = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), compiler_options=options)
+        call = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), compiler_options=AS_WRITTEN)
         (_, (results, records)), (grads, cotangents) = call(some, wide, consts, inputs)
     else:
-        _, (results, records) = jax.jit(run, compiler_options=options)(some, None, consts, inputs)
+        _, (results, records) = jax.jit(run, compiler_options=AS_WRITTEN)(some, None, consts, inputs)
         grads, cotangents = [], {}
     forward, backward = (
         {(key, n): value for key, values in record.items() for n, value in values.items()}

@@ -32,7 +32,7 @@ class Value:
       name: the primitive; ``"argument"``, ``"constant"``; ``TURN``, what one turn of a scan gets of an array, and
         ``TURNS``, the array that all turns make; ``JOIN``, where several become one (a loop's carry, the result of a
         conditional).
-      place: the equation; None for arguments and constants.
+      place: the equation; None for arguments, constants, and what loops and conditionals make.
       inputs: what it is made of.
       const: what a constant is, if it is small.
       loops: the bodies of loops that it is computed in, outermost first.
@@ -46,6 +46,12 @@ class Value:
     const: Any = None
     loops: tuple[Key, ...] = ()
     reader: Place | None = None
+
+    @property
+    def at(self) -> Place:
+        """The equation that computes it; an AssertionError of arguments, constants and what is joined."""
+        assert self.place is not None
+        return self.place
 
     @property
     def dtype(self) -> np.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -80,7 +81,6 @@ _ASKED = frozenset({"float32", "tensorfloat32"})
 _SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
 _SCALING |= {"reshape", "transpose", "squeeze"}
 _OF_VARIANCE = frozenset({"add", "sub", "mul", "div", "max", "min", "convert_element_type", "abs", "neg"})
-_ERROR_FUNCTIONS = frozenset({"erf", "erfc"})
 
 
 def findings(audited: Audited) -> tuple[Finding, ...]:
@@ -105,13 +105,13 @@ Found = Iterable[tuple[Place | tuple[str, str], str, str]]
 def _float32_products(audited: Audited) -> Found:
     mixed = {(place.path, place.source) for place, *_ in _mixed_products(audited) if isinstance(place, Place)}
     for value, product in audited.products:
-        place = _place(value)
+        place = value.at
         if set(product.operands) != {"float32"} or product.phase == "update" or _asks(audited, place):
             continue
         if product.phase == "backward" and (place.path, place.source) in mixed:  # the derivative of a mixed product
             continue
         half = _half_of(audited.policy, place)
-        if half is None or (place.eqn.primitive.name == "dot_general" and not _contracted(place.eqn)):
+        if half is None or (value.name == "dot_general" and not place.eqn.params["dimension_numbers"][0][0]):
             continue
         cast = [each.dtype.name for operand in value.inputs[:2] if (each := _before_cast(operand)).is_half]
         how = f" of which JAX promoted {len(cast)} from {cast[0]}" if cast else ""
@@ -132,7 +132,7 @@ def _mixed_products(audited: Audited) -> Found:
             and max(d.itemsize for d in dtypes) > 1
         ):  # float8 has one format for values and one for gradients
             yield (
-                _place(value),
+                value.at,
                 f"a product of {' and '.join(product.operands)}: it runs in the wider one",
                 f"cast both operands to {min(dtypes, key=lambda d: d.itemsize).name}",
             )
@@ -147,7 +147,7 @@ def _unaligned_products(audited: Audited) -> Found:
             step = 16 // size
             names = " and ".join(f"{name} {number}" for name, number in dims.items())
             yield (
-                _place(value),
+                value.at,
                 f"{names}: no multiple of {step}, as tensor cores want of {product.operands[0]}",
                 f"pad to a multiple of {step} (jaxmp.hardware.align_dim)",
             )
@@ -164,8 +164,11 @@ def _half_sums(audited: Audited) -> Found:
 
 
 def _half_exponentials(audited: Audited) -> Found:
-    errors = {(each.place.path, each.place.source) for each in audited.values.all if each.name in _ERROR_FUNCTIONS
-              and each.place}  # fmt: skip
+    errors = {
+        (each.place.path, each.place.source)
+        for each in audited.values.all
+        if each.place and each.name in ("erf", "erfc")
+    }
     for value in audited.values.all:
         place = value.place
         if place is None:
@@ -179,7 +182,7 @@ def _half_exponentials(audited: Audited) -> Found:
             half = next((part for part in _variance(value) if part.is_half), None)
             if half is not None:
                 yield (
-                    _place(half),
+                    half.at,
                     f"the variance under a {value.name} is computed in {half.dtype.name}",
                     "compute the statistics of a norm in float32",
                 )
@@ -191,7 +194,8 @@ def _half_losses(audited: Audited) -> Found:
     if len(scalars) == 1 and scalars[0].is_half:
         value = scalars[0]
         yield _where(value), f"the only scalar among the results is {value.dtype.name}", remedy
-    differentiated = {(_place(value).path, _place(value).source) for value in _seeds(audited) if _is_scalar(value)}
+    scalar_seeds = (seed for seed in _seeds(audited) if not any(each.shape for each in seed.inputs))
+    differentiated = {(seed.at.path, seed.at.source) for seed in scalar_seeds}
     for value in audited.values.all:
         place = value.place
         if place is None or not value.is_half or value.shape or place.phase != "forward":
@@ -205,13 +209,13 @@ def _round_trips(audited: Audited) -> Found:
     for value in audited.values.all:
         if not (value.is_half and value.is_cast and value.inputs[0].is_float and not value.inputs[0].is_half):
             continue
-        place, before = _place(value), list(origins(value.inputs[0]))
+        place, before = value.at, list(origins(value.inputs[0]))
         wide = [each for each in before if constant(each) is None]
         if not wide or not all(each.is_cast and each.inputs[0].dtype == value.dtype for each in wide):
             continue
         if place.phase == "backward" and _repeats(value):  # the derivative of a sum that float32 was needed for
             continue
-        if DECIDED in place.names and all(each is value.inputs[0] and _place(each).path != place.path for each in wide):
+        if DECIDED in place.names and all(each is value.inputs[0] and each.at.path != place.path for each in wide):
             continue  # two modules that the engine ran, each with its own cast: XLA makes neither
         yield (
             place,
@@ -229,7 +233,7 @@ def _casts_in_loops(audited: Audited) -> Found:
             continue
         if value.dtype != value.inputs[0].dtype and _is_invariant(value) and audited.repeated(value):
             yield (
-                _place(value),
+                value.at,
                 f"the same {value.inputs[0].dtype.name} array is cast to {value.dtype.name} in every turn of a loop",
                 "cast it once, before the loop",
             )
@@ -271,7 +275,7 @@ def _inexact_integers(audited: Audited) -> Found:
         elif largest is None or largest <= _EXACT[dtype.name]:
             continue
         yield (
-            _place(value),
+            value.at,
             f"integers up to {largest:,.0f} in {dtype.name}, which is exact up to {_EXACT[dtype.name]:,}",
             "compute with them in float32 or as integers, and cast the result",
         )
@@ -306,13 +310,15 @@ def _float32(policy: Any, argument: Argument) -> np.dtype:
 def _unscaled_float16(audited: Audited) -> Found:
     backward = [value for value, product in audited.products if product.phase == "backward"
                 and "float16" in product.operands]  # fmt: skip
+    if not backward:
+        return
     is_scaled = audited.has_loss_scale
-    seeds = _seeds(audited)
-    if backward and is_scaled is None:
+    if is_scaled is None:
+        seeds = _seeds(audited)
         is_scaled = not seeds or any(map(_scales, seeds))
-    if backward and not is_scaled:
+    if not is_scaled:
         yield (
-            _place(backward[0]),
+            backward[0].at,
             f"{len(backward)} products of the backward pass in float16 and no loss scale: small gradients become 0",
             "scale the loss: jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()) with jaxmp.scaled_value_and_grad, or use "
             "bfloat16",
@@ -331,7 +337,7 @@ def _float64(audited: Audited) -> Found:
                 continue
             entered.add(phase)
             yield (
-                _where(value) if value.place else ("", value.reader.source if value.reader else ""),
+                _where(value),
                 "float64 in a program with half products",
                 "use float32: no strong float64 (np.float64, astype) should meet arrays of the program",
             )
@@ -343,7 +349,7 @@ def _compiled_otherwise(audited: Audited) -> Found:
         if audited.on_cpu or product.ran is None or written > 2 or np.dtype(product.ran).itemsize <= written:
             continue
         yield (
-            _place(value),
+            value.at,
             f"written in {product.operands[0]} and compiled to {product.ran}",
             "look at what the device's library has no kernel for (alignment, dtypes of operands and result, layout)",
         )
@@ -377,7 +383,7 @@ def unaligned(value: Value) -> dict[str, int]:
     The batch is none of them. A dimension of 1 is none either: that is no matrix product; nor are the few channels of a
     stem.
     """
-    eqn, (left, right) = _place(value).eqn, value.inputs[:2]
+    eqn, (left, right) = value.at.eqn, value.inputs[:2]
     step = max(16 // min(each.dtype.itemsize for each in (left, right)), 1)
     if eqn.primitive.name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
@@ -413,11 +419,6 @@ def _is_weight(value: Value) -> bool:
     return bool(found) and all(each.name == "argument" for each in found)
 
 
-def _place(value: Value) -> Place:
-    assert value.place is not None  # of what is computed
-    return value.place
-
-
 def _where(value: Value) -> Place | tuple[str, str]:
     """Where a value is computed; of a loop's or branch's result within it."""
     seen = {value}
@@ -430,10 +431,6 @@ def _where(value: Value) -> Place | tuple[str, str]:
 def work(product: Any) -> int:
     """The FLOPs of all times that a product runs; of one where only the run tells."""
     return int(product.flops * (product.count or 1))
-
-
-def _contracted(eqn: Any) -> Any:
-    return eqn.params["dimension_numbers"][0][0]
 
 
 def _before_cast(value: Value) -> Value:
@@ -471,7 +468,7 @@ def _resolved(policies: Any, path: tuple[str, ...]) -> list[Any]:
 
 def _terms(value: Value) -> int:
     """How many terms each element of a sum has; 0 of what is none."""
-    params, name = _place(value).eqn.params, value.name
+    params, name = value.at.eqn.params, value.name
     if name == "reduce_sum":
         return math.prod(value.inputs[0].shape[axis] for axis in params["axes"])
     if name == "cumsum":
@@ -492,7 +489,7 @@ def _is_bell(value: Value) -> bool:
 
 
 def _is_square(value: Value) -> bool:
-    is_power = value.name == "integer_pow" and _place(value).eqn.params["y"] == 2
+    is_power = value.name == "integer_pow" and value.at.eqn.params["y"] == 2
     return value.name == "square" or is_power or (value.name == "mul" and value.inputs[0] is value.inputs[1])
 
 
@@ -509,7 +506,7 @@ def _variance(value: Value) -> list[Value]:
         if total.name == "reduce_sum":
             for square in origins(total.inputs[0], lambda each: each.is_move or each.is_cast):
                 if _is_square(square):
-                    return [square, total, *sorted(around, key=lambda each: _place(each).key), value]
+                    return [square, total, *sorted(around, key=lambda each: each.at.key), value]
     return []
 
 
@@ -524,10 +521,6 @@ def _seeds(audited: Audited) -> list[Value]:
         if is_first or any(each in found for each in floats):
             found[value] = None
     return list(found)
-
-
-def _is_scalar(value: Value) -> bool:
-    return all(not each.shape for each in value.inputs)
 
 
 def _is_one(value: Value) -> bool:
@@ -565,9 +558,11 @@ def _repeats(value: Value) -> bool:
 def _is_invariant(value: Value) -> bool:
     """Whether a value in a loop is made of what comes from outside of it."""
     loop = value.loops[-1]
-    return all(loop not in each.loops and constant(each) is None
-               for each in origins(value.inputs[0], lambda v: v.is_move and v.name not in (TURN, JOIN) and
-                                   loop in v.loops))  # fmt: skip
+
+    def goes_on(each: Value) -> bool:
+        return each.is_move and each.name not in (TURN, JOIN) and loop in each.loops
+
+    return all(loop not in each.loops and constant(each) is None for each in origins(value.inputs[0], goes_on))
 
 
 def _lost_constants(
@@ -580,7 +575,7 @@ def _lost_constants(
                 numbers = numbers.astype(np.float64)
                 if is_lost(numbers, _rounded(numbers, value.dtype)):
                     worst = numbers.flat[np.argmax(np.abs(numbers))]
-                    yield _place(value), f"the constant {worst:g} is {what} in {value.dtype.name}", remedy
+                    yield value.at, f"the constant {worst:g} is {what} in {value.dtype.name}", remedy
         if value.place is None or not any(each.is_float for each in value.inputs):
             continue
         for operand in value.inputs:
@@ -600,6 +595,10 @@ def _rounded(numbers: Any, dtype: np.dtype) -> Any:
         return np.asarray(numbers).astype(np.float32).astype(dtype).astype(np.float64)
 
 
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Pow: operator.pow, ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}  # fmt: skip
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])")
 
 
@@ -611,27 +610,25 @@ def _numbers_in(code: str) -> Iterator[float]:
         yield from (float(number) for number in _NUMBER.findall(code))
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.expr) and (number := _number(node)) is not None:
+        if (number := _number(node)) is not None:
             yield number
 
 
-def _number(node: ast.expr) -> float | None:
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
-        return float(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        number = _number(node.operand)
-        return None if number is None else -number if isinstance(node.op, ast.USub) else number
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Pow, ast.Mult, ast.Div)):
-        left, right = _number(node.left), _number(node.right)
-        if left is None or right is None:
+def _number(node: ast.AST) -> float | None:
+    parts: tuple[ast.AST, ...]
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return float(number)
+        case ast.UnaryOp(op=op, operand=operand):
+            parts = (operand,)
+        case ast.BinOp(left=left, op=op, right=right):
+            parts = (left, right)
+        case _:
             return None
-        try:
-            if isinstance(node.op, ast.Pow):
-                return float(left**right)
-            return left * right if isinstance(node.op, ast.Mult) else left / right
-        except (ArithmeticError, TypeError):
-            return None
-    return None
+    try:
+        return float(_OPERATORS[type(op)](*map(_number, parts)))
+    except (ArithmeticError, KeyError, TypeError):  # another operator, or of what is no number, or a complex result
+        return None
 
 
 def _largest_integer(value: Value, known: dict[Value, float | None]) -> float | None:
@@ -644,7 +641,7 @@ def _largest_integer(value: Value, known: dict[Value, float | None]) -> float | 
 
 def _find_largest(value: Value, known: dict[Value, float | None]) -> float | None:
     if value.name == "iota":
-        return float(value.shape[_place(value).eqn.params["dimension"]] - 1)
+        return float(value.shape[value.at.eqn.params["dimension"]] - 1)
     if value.const is not None:
         is_number = jnp.issubdtype(value.dtype, jnp.number) and value.const.size > 1
         if not is_number or jnp.issubdtype(value.dtype, jnp.complexfloating):

@@ -329,9 +329,10 @@ def test_state_of_nnx_in_half_is_found_by_its_name() -> None:
         grads = nnx.grad(lambda model: jnp.mean(model(x).astype(F32)))(model)
         optimizer.update(model, grads)
 
-    found = audit(step, "mixed_bfloat16", compile=False)(model, optimizer, X).findings
-    assert [each.kind for each in found] == ["half-params", "half-optimizer-state", "half-statistics"]
-    assert (found[0].path, found[2].path) == ("w", "mean")
+    for fun in (step, nnx.jit(step)):
+        found = audit(fun, "mixed_bfloat16", compile=False)(model, optimizer, X).findings
+        assert [each.kind for each in found] == ["half-params", "half-optimizer-state", "half-statistics"]
+        assert (found[0].path, found[2].path) == ("w", "mean")
 
 
 def test_float16_products_without_a_loss_scale_are_found() -> None:
