@@ -19,9 +19,9 @@ from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.dtypes import nearest
 from jaxmp.flops import flops_of
 from jaxmp.inspect import hlo, tables, targets
-from jaxmp.inspect.dataflow import Value, values_of
 from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned, work
 from jaxmp.inspect.memory_plan import Memory, of_call
+from jaxmp.inspect.values import Read, Value, same_turn, values_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
 from jaxmp.policy import get_policy
@@ -71,7 +71,8 @@ class Audit(tables.Shown):
 
     Attributes:
       products: in program order.
-      flops: the share of the products' FLOPs by the dtype that they are computed in.
+      flops: the share of the products' FLOPs by the dtype that they are computed in; a loop whose turns only the run
+        tells counts once.
       half_flops: the share in 16 bits or fewer; None of no products.
       memory: as :func:`jaxmp.inspect.memory` has it; None if nothing was compiled.
       findings: what is wrong.
@@ -287,12 +288,13 @@ def _product(value: Value, ran: str | None, chip: hardware.Hardware) -> Product:
 def _inside_kernels(values: Any, chip: hardware.Hardware) -> tuple[Product, ...]:
     """The products in what has a program of its own inside (a kernel, a solver): how often they run is unknown."""
     found = []
-    for place in values.places:
+    for place in values.places.values():
         for eqn in (each for inner in jaxprs_in(place.eqn) if place.bodies is None for each in equations(inner)):
             if eqn.primitive.name in PRODUCTS:
-                inputs = [Value(atom.aval, "argument") for atom in eqn.invars]
                 inside = dataclasses.replace(place, eqn=eqn, turns=(*place.turns, None))
-                found.append(_product(Value(eqn.outvars[0].aval, eqn.primitive.name, inside, inputs), None, chip))
+                reads: list[Read] = [(n, Value(atom.aval, "argument"), same_turn) for n, atom in enumerate(eqn.invars)]
+                value = Value(eqn.outvars[0].aval, eqn.primitive.name, place=inside, reads=reads)
+                found.append(_product(value, None, chip))
     return tuple(found)
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.inspect import tables
 from jaxmp.inspect.calls import AS_WRITTEN, Step, argument_paths, differentiated, is_inexact, loss_and_rest
-from jaxmp.inspect.evaluate import Records, evaluate
-from jaxmp.inspect.program import Key, places, program_of
+from jaxmp.inspect.evaluate import Records, evaluate, is_whole
+from jaxmp.inspect.program import Key, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
 from jaxmp.loss_scale import StaticLossScale
 from jaxmp.optimizer import LossScalingState
@@ -217,8 +217,9 @@ class _Recorder:
             return results, None
         name, bad = eqn.primitive.name, [~_finite(result) for result in results]
         if name in ("scan", "while", "cond"):
-            index = operands[0] if name == "cond" else 0
-            through = jnp.arange(len(eqn.params.get("branches", ())) + 1) == index  # what chose the branch is no number
+            # Of a loop from what goes in and from its body, of a conditional from one branch, not from what chose it.
+            branches = len(eqn.params.get("branches", ()))
+            through = jnp.arange(branches + 1) == operands[0] if branches else jnp.ones(2, bool)
             born = nan = pole = made = jnp.array(False)
         else:
             through, born, nan, pole, made = _origin(eqn, operands, results, bad)
@@ -290,7 +291,8 @@ def _find(program: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     jaxpr, consts, structure = program_of(program, *args)
     inputs = jax.tree.leaves(tuple(args))
     results, records = _run(jaxpr, consts, inputs)
-    roots = values_of(jaxpr, consts)
+    values = values_of(jaxpr, consts, is_whole)
+    roots = values.results
     losses, aux, _ = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(roots))))
     bad = [n for n, result in enumerate(results) if _is_bad(result)]
     main = [roots[n] for n in bad if n not in aux]
@@ -303,18 +305,18 @@ def _find(program: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     ]
     if not suspects:
         return None
-    early |= {suspect.value for suspect in suspects if suspect.value.eqn is None}
+    early |= {suspect.value for suspect in suspects if not suspect.value.key}
     found = min(suspects, key=lambda it: (it.rank, it.value not in early, it.value.order(it.turns)))
     value, turns = found.value, found.turns
-    if value.eqn is None and (value.constant is None or found.reader is None):
+    if value.name == "argument" or (value.name == "constant" and found.reader is None):
         given, path = value.constant, "a constant"
-        if given is None:
+        if value.name == "argument":
             given, path = inputs[value.position], paths[value.position]
         return Blame("input", "", path, "", "input", _ranges([given], [_range(given)]), None, False)
     kind, phase = "", "forward" if value in early else "backward"
-    if found.reader is not None and value.eqn is None:
+    if found.reader is not None and not value.key:
         kind, phase, (value, turns) = "input", "input", found.reader
-    place = next(place for place in places(jaxpr) if place.key == value.key)
+    place = values.places[value.key]
     name, flags = place.eqn.primitive.name, _at(_run(jaxpr, consts, inputs, value.key)[1][value.key], turns)
     turn = None
     if place.turns:
@@ -361,19 +363,18 @@ def _suspects(starts: Sequence[Value], records: Mapping[Key, _Flags], inputs: Se
             continue
         seen.add((value, turns))
         through = None
-        if value.eqn is None:
-            given = inputs[value.position] if value.constant is None else value.constant
+        if not value.key:
+            is_argument = value.name == "argument"
+            given = inputs[value.position] if is_argument else value.constant
             if _is_bad(given):
-                rank = _Rank.ARGUMENT if value.constant is None else _Rank.CONSTANT
+                rank = _Rank.ARGUMENT if is_argument else _Rank.CONSTANT
                 yield _Suspect(_Rank.BORN if bool(jnp.any(_nan(given))) else rank, value, (), reader)
         elif value.is_computed:
             if value.key not in records or not (flags := _at(records[value.key], turns)).bad[value.position]:
                 continue
-            reader = value, turns
+            reader, through = (value, turns), flags.through
             if flags.born or flags.made:
                 yield _Suspect(_Rank.BORN if flags.born else _Rank.MADE, value, turns, None)
-            if value.eqn.primitive.name not in ("scan", "while"):
-                through = flags.through
         left += [
             (source, other, reader)
             for number, source, other in value.sources(turns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
 from jaxmp.inspect import tables
 from jaxmp.inspect.calls import AS_WRITTEN, argument_paths, differentiated, loss_and_rest
-from jaxmp.inspect.evaluate import evaluate
+from jaxmp.inspect.evaluate import evaluate, is_whole
 from jaxmp.inspect.program import Key, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, returned, values_of
 from jaxmp.tree import widen
@@ -215,7 +216,7 @@ def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
         {(key, n): value for key, values in record.items() for n, value in values.items()}
         for record in (records, cotangents)
     )
-    roots = values_of(jaxpr, consts, keeps_rules=True)
+    roots = values_of(jaxpr, consts, functools.partial(is_whole, keeps_rules=True)).results
     return _Measured(
         {(value.key, value.position): value for value in leading_to(roots) if value.is_computed},
         [(each.path, (each.key, each.position)) for each in found],
@@ -272,7 +273,7 @@ def _pairs(half: _Measured, full: _Measured) -> tuple[list[tuple[str, _Slot, _Sl
     pairs, unmatched = [], []
     for (path, _), (own, others) in groups.items():
         if len(own) > len(others):  # a scope returns a value in half and its cast to float32
-            own = [slot for slot in own if half.values[slot].eqn.primitive.name != "convert_element_type"]
+            own = [slot for slot in own if not half.values[slot].is_cast]
         if len(own) != len(others):
             unmatched.append(path)
         else:
@@ -308,7 +309,7 @@ def _entered(
     for node, sources in reads.items():
         for source in sources:
             readers.setdefault(source, []).append(node)
-            if source[0].eqn is None and source[0].position in told:
+            if source[0].name == "argument" and source[0].position in told:
                 _, gradient, _ = half.gradients[source[0].position]
                 backward |= _by_turn(source[0], gradient, full.gradients[source[0].position][1])
 
@@ -341,7 +342,7 @@ def _nearest(value: Value, turns: Turns, known: Collection[_Node]) -> Iterator[_
             if source in seen:
                 continue
             seen.add(source)
-            if source in known or (source[0].eqn is None and source[0].constant is None):
+            if source in known or source[0].name == "argument":
                 yield source
             else:
                 left.append(source)

@@ -60,6 +60,11 @@ def evaluate(
     return _Evaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(given or {}))
 
 
+def is_whole(eqn: Any, keeps_rules: bool = False) -> bool:
+    """Whether :func:`evaluate` takes an equation with bodies for one operation."""
+    return eqn.primitive.name == "shard_map" or (keeps_rules and eqn.primitive.name.startswith("custom_"))
+
+
 class _Evaluation:
     def __init__(self, recorder: Recorder, keeps_rules: bool) -> None:
         self.recorder = recorder
@@ -82,9 +87,7 @@ class _Evaluation:
 
     def equation(self, eqn: Any, operands: list[Any], key: Key, given: Records, records: Records) -> list[Any]:
         bodies = reading.bodies_of(eqn)
-        if eqn.primitive.name == "shard_map" or (self.keeps_rules and eqn.primitive.name.startswith("custom_")):
-            bodies = None
-        if bodies is None:
+        if bodies is None or is_whole(eqn, self.keeps_rules):
             results = bound(eqn, operands, eqn.params)
         elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
             opened = reading.opened(bodies.jaxprs[0])

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp.engine.marks import DECIDED, region_of
-from jaxmp.inspect.dataflow import JOIN, TURN, TURNS, Value, Values, constant, origins
 from jaxmp.inspect.program import Place
+from jaxmp.inspect.values import JOIN, TURN, TURNS, Value, Values, constant, origins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
     """All findings, in program order within each kind; of several alike at one place the first."""
     found: dict[tuple[str, str, str], Finding] = {}
     paths: dict[str, str] = {}
-    for place in audited.values.places:
+    for place in audited.values.places.values():
         if place.path:
             paths.setdefault(place.source, place.path)
     for kind, find in KINDS.items():

@@ -1,22 +1,34 @@
-"""Which value of a program is computed from which: through calls and branches, and from turn to turn of its loops."""
+"""The values of a program over all its bodies: what each is made of, and in which turns of the loops around it."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.inspect.program import Key, paths_left, places
+from jaxmp.engine.rules import COMBINES, PICKS
+from jaxmp.inspect.evaluate import is_whole
+from jaxmp.inspect.program import Key, Place, paths_left, places
 
 Turns = tuple[int, ...]
 """Of each scan around a place, outermost first, the index into what it runs over; those of while loops are one."""
 Step = Callable[[Turns], list[Turns]]
+Read = tuple[int, "Value", Step]
+_READ = 2**16
+"""Constants of more elements are weights, and not looked at: it would wait for the device."""
+TURN, TURNS, JOIN, _HELD = "turn", "turns", "join", "held"
+MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
+MOVES |= {"reduce_window_max", "reduce_window_min"}
+"""Operations whose results are elements of their operands."""
+_ONE_BY_ONE = frozenset({"optimization_barrier"})
 
 
 class Scan(NamedTuple):
@@ -29,30 +41,91 @@ class Scan(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """A value of a program.
+    """A value and what makes it.
 
     Attributes:
+      aval: its shape and dtype.
+      name: the primitive; ``"argument"``, ``"constant"``; ``TURN``, what one turn of a scan gets of an array, and
+        ``TURNS``, the array that all turns make; ``JOIN``, where several become one (what a loop carries, the result of
+        a conditional).
       key: the equation that computes it; that of the loop, of what the loop carries or runs over; else ``()``.
-      eqn: that equation; None for arguments and constants.
-      position: which of its results, or of the arguments.
+      place: that equation, if it is one operation; None for arguments, constants, and what loops and conditionals make.
+      position: which of its results, or of the arguments; -1 of what a loop carries or runs over.
       scans: those around it, outermost first.
-      constant: what it is, if the program says so.
-      reads: what it is computed from, each with its number among the operands, or of the branch
-        (behind those what chose it), and the turns of it
-        that a turn of this value reads.
+      loops: the bodies of loops that it is computed in, outermost first.
+      constant: what a constant is, if the program says so.
+      const: the same as an array of NumPy, if it is small.
+      reads: what it is computed from, each with its number among the operands, or of the branch (behind those what
+        chose it), and the turns of it that a turn of this value reads.
+      reader: the first operation that reads it.
     """
 
-    key: Key
-    eqn: Any = None
+    aval: Any
+    name: str
+    key: Key = ()
+    place: Place | None = None
     position: int = 0
     scans: tuple[Scan, ...] = ()
+    loops: tuple[Key, ...] = ()
     constant: Any = None
-    reads: list[tuple[int, Value, Step]] = dataclasses.field(default_factory=list)
+    const: Any = None
+    reads: list[Read] = dataclasses.field(default_factory=list)
+    reader: Place | None = None
+
+    @property
+    def inputs(self) -> list[Value]:
+        """What it is made of, be it outside of its loop."""
+        return [value.held for _, value, _ in self.reads]
+
+    @property
+    def held(self) -> Value:
+        """What a loop holds for all its turns; of all else itself."""
+        value = self
+        while value.name == _HELD:
+            ((_, value, _),) = value.reads
+        return value
+
+    @property
+    def at(self) -> Place:
+        """The equation that computes it; an AssertionError where ``place`` is None."""
+        assert self.place is not None
+        return self.place
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype; of a random key, or of what has none (a token), that of no number."""
+        dtype = getattr(self.aval, "dtype", "V")
+        return np.dtype("V" if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(getattr(self.aval, "shape", ()))
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is of a floating dtype."""
+        return bool(jnp.issubdtype(self.dtype, jnp.floating))
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is float16 or bfloat16."""
+        return self.dtype.name in ("float16", "bfloat16")
+
+    @property
+    def is_move(self) -> bool:
+        """Whether its elements are elements of what it is made of, a cast to the same dtype included."""
+        return self.name in MOVES or (self.is_cast and self.inputs[0].dtype == self.dtype)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is a cast."""
+        return self.name == "convert_element_type"
 
     @property
     def is_computed(self) -> bool:
         """Whether an equation computes it: that has a record, if it was given one."""
-        return self.eqn is not None and self.position >= 0
+        return bool(self.key) and self.position >= 0
 
     def sources(self, turns: Turns) -> Iterator[tuple[int, Value, Turns]]:
         """What it is computed from in one turn, with the number among the operands."""
@@ -68,13 +141,23 @@ class Value:
         return tuple(numbers)
 
 
-def values_of(jaxpr: Any, consts: Sequence[Any], keeps_rules: bool = False) -> list[Value]:
-    """The results of an open jaxpr, from which all else is reached that leads to them.
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """All values of a program in its order, arguments and results apart, and its equations by their keys."""
 
-    With ``keeps_rules`` a function with a derivative rule is one operation, as for :func:`jaxmp.inspect.evaluate`.
-    """
-    arguments = [Value((), position=n) for n in range(len(jaxpr.invars))]
-    return _Body(keeps_rules)(jaxpr, consts, arguments, (), ())
+    all: list[Value]
+    arguments: list[Value]
+    results: list[Value]
+    places: dict[Key, Place]
+
+
+def values_of(jaxpr: Any, consts: Sequence[Any] = (), whole: Callable[[Any], bool] = lambda eqn: False) -> Values:
+    """The values of a program, open or closed; ``whole`` says of an equation with bodies that it is one operation."""
+    jaxpr, own = reading.opened(jaxpr)
+    builder = _Builder({place.key: place for place in places(jaxpr)}, whole)
+    arguments = [builder.add(Value(var.aval, "argument", position=n)) for n, var in enumerate(jaxpr.invars)]
+    results = builder.body(jaxpr, consts or own, arguments, (), (), ())
+    return Values(builder.all, arguments, results, builder.places)
 
 
 def leading_to(values: Sequence[Value]) -> set[Value]:
@@ -86,6 +169,27 @@ def leading_to(values: Sequence[Value]) -> set[Value]:
                 found.add(value)
                 left.append(value)
     return found
+
+
+def origins(value: Value, goes_on: Callable[[Value], bool] = lambda each: each.is_move) -> Iterator[Value]:
+    """What a floating value is made of, each once, behind all that ``goes_on``; what only chooses is left out."""
+    stack, seen = [value], {value}
+    while stack:
+        each = stack.pop()
+        if not goes_on(each):
+            yield each
+            continue
+        for one in each.inputs:
+            if one.is_float and one not in seen:
+                seen.add(one)
+                stack.append(one)
+
+
+def constant(value: Value) -> Any:
+    """The elements of a value that is a constant, moved about and cast maybe, as it was written; else None."""
+    while value.const is None and (value.is_move or value.is_cast) and len(value.reads) == 1:
+        (value,) = value.inputs
+    return value.const
 
 
 class Returned(NamedTuple):
@@ -116,9 +220,9 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[Returned]:
       roots: which results of the program count. A value that leads to none of them is not what a scope returns, but
         statistics for the next step, say. None: all count.
     """
-    ends = values_of(jaxpr, [None] * len(jaxpr.constvars), keeps_rules=True)
-    ends = [value for value, counts in zip(ends, roots or [True] * len(ends), strict=True) if counts]
-    by_key, readers = {place.key: place for place in places(jaxpr)}, collections.defaultdict[Value, list[Any]](list)
+    values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
+    ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
+    by_key, readers = values.places, collections.defaultdict[Value, list[Any]](list)
     for value in ends:
         readers[value].append(())
     found = leading_to(ends)
@@ -128,92 +232,152 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[Returned]:
     return [
         Returned(value.key, value.position, path, by_key[value.key].turns)
         for value in sorted(found, key=lambda each: (each.key, each.position))
-        if value.is_computed and jnp.issubdtype(value.eqn.outvars[value.position].aval.dtype, jnp.floating)
+        if value.is_computed and value.is_float
         for path in paths_left(by_key[value.key].names, readers[value])
     ]
 
 
-def _same(turns: Turns) -> list[Turns]:
+def _constant(aval: Any, value: Any) -> Value:
+    is_here = not isinstance(value, jax.Array) or (
+        not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
+    )
+    is_number = not jax.dtypes.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended)
+    is_read = is_here and is_number and np.size(value) <= _READ
+    return Value(aval, "constant", constant=value, const=np.asarray(value) if is_read else None)
+
+
+def same_turn(turns: Turns) -> list[Turns]:
+    """The step of what reads what stands beside it, in no other loop."""
     return [turns]
 
 
-class _Body(NamedTuple):
-    keeps_rules: bool
+class _Steps(NamedTuple):
+    """From the turns of a value to those of what it reads across the border of a loop."""
 
-    def __call__(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], key: Key, scans: tuple[Scan, ...]
+    at_end: Step  # from around the loop to the last turn
+    in_all: Step  # from around the loop to every turn
+    outside: Step  # from a turn to what is around the loop
+    at_start: Step  # the same, from the first turn only
+    before: Step  # from each turn but the first one to that before it
+
+
+def _steps_across(scan: Scan | None) -> _Steps:
+    """The steps across a scan; None for a while loop, which is one turn."""
+    if scan is None:
+        return _Steps(*[same_turn] * 5)
+    first, last, back = (scan.length - 1, 0, 1) if scan.reverse else (0, scan.length - 1, -1)
+    return _Steps(
+        at_end=lambda turns: [(*turns, last)] if scan.length else [],
+        in_all=lambda turns: [(*turns, turn) for turn in range(scan.length)],
+        outside=lambda turns: [turns[:-1]],
+        at_start=lambda turns: [turns[:-1]] if turns[-1] == first else [],
+        before=lambda turns: [] if turns[-1] == first else [(*turns[:-1], turns[-1] + back)],
+    )
+
+
+class _Builder:
+    def __init__(self, known: dict[Key, Place], whole: Callable[[Any], bool]) -> None:
+        self.places, self.whole = known, whole
+        self.all: list[Value] = []
+
+    def add(self, value: Value) -> Value:
+        self.all.append(value)
+        return value
+
+    def body(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        inputs: Sequence[Value],
+        key: Key,
+        scans: tuple[Scan, ...],
+        loops: tuple[Key, ...],
     ) -> list[Value]:
         """The results of a body, of its inputs."""
         env = dict(zip(jaxpr.invars, inputs, strict=True))
-        env |= {var: Value((), constant=const) for var, const in zip(jaxpr.constvars, consts, strict=True)}
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.add(_constant(var.aval, const))
 
         def read(atom: Any) -> Value:
-            return Value((), constant=np.asarray(atom.val)) if reading.is_literal(atom) else env[atom]
+            return _constant(atom.aval, np.asarray(atom.val)) if reading.is_literal(atom) else env[atom]
 
         for number, eqn in enumerate(jaxpr.eqns):
-            operands, place, bodies = [read(atom) for atom in eqn.invars], (*key, number), reading.bodies_of(eqn)
-            name = eqn.primitive.name
-            if name == "shard_map" or (self.keeps_rules and name.startswith("custom_")):
-                bodies = None
-            results = [Value(place, eqn, n, scans) for n in range(len(eqn.outvars))]
-            if bodies is None:
-                for result in results:
-                    result.reads = [(n, operand, _same) for n, operand in enumerate(operands)]
-            elif bodies.kind == "call":
-                results = self(*reading.opened(bodies.jaxprs[0]), operands, (*place, 0), scans)
-            elif bodies.kind == "cond":
-                for result in results:
-                    result.reads = [(len(bodies.jaxprs), operands[0], _same)]
-                for index, branch in enumerate(bodies.jaxprs):
-                    inner = self(*reading.opened(branch), operands[1:], (*place, index), scans)
-                    for result, value in zip(results, inner, strict=True):
-                        result.reads.append((index, value, _same))
-            else:
-                self.loop(eqn, bodies, operands, results, scans)
+            place = self.places[(*key, number)]
+            results = self.equation(place, [read(atom) for atom in eqn.invars], scans, loops)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
+    def equation(
+        self, place: Place, operands: list[Value], scans: tuple[Scan, ...], loops: tuple[Key, ...]
+    ) -> list[Value]:
+        eqn, bodies, name = place.eqn, place.bodies, place.eqn.primitive.name
+        if bodies is None or self.whole(eqn):
+            for operand in operands:
+                operand.held.reader = operand.held.reader or place
+            reads: list[Read] = [(n, operand, same_turn) for n, operand in enumerate(operands)]
+            return [
+                self.add(
+                    Value(var.aval, name, place.key, place, n, scans, loops,
+                          reads=reads[n : n + 1] if name in _ONE_BY_ONE else reads)
+                )
+                for n, var in enumerate(eqn.outvars)
+            ]  # fmt: skip
+        if bodies.kind not in ("call", "cond"):
+            return self.loop(place, bodies, operands, scans, loops)
+        given = operands if bodies.kind == "call" else operands[1:]
+        inner = [
+            self.body(*reading.opened(jaxpr), given, (*place.key, n), scans, loops)
+            for n, jaxpr in enumerate(bodies.jaxprs)
+        ]
+        if bodies.kind == "call":
+            return inner[0]
+        chosen = (len(inner), operands[0], same_turn)
+        return [
+            self.add(
+                Value(var.aval, JOIN, place.key, None, n, scans, loops,
+                      reads=[chosen, *((index, results[n], same_turn) for index, results in enumerate(inner))])
+            )
+            for n, var in enumerate(eqn.outvars)
+        ]  # fmt: skip
+
     def loop(
         self,
-        eqn: Any,
+        place: Place,
         bodies: reading.Bodies,
-        operands: Sequence[Value],
-        results: Sequence[Value],
+        operands: list[Value],
         scans: tuple[Scan, ...],
-    ) -> None:
-        """Joins what a loop returns, carries and runs over; a while loop is one turn, and its condition left out."""
-        place = results[0].key if results else ()
-        enter = leave = begin = before = every = _same
+        loops: tuple[Key, ...],
+    ) -> list[Value]:
+        """Joins what a loop returns, carries and runs over; a while loop is one turn, and no value leads to its end."""
+        eqn, last = place.eqn, len(bodies.jaxprs) - 1
+        outside, scan = scans, None
         if bodies.kind == "scan":
-            scan = Scan(len(place), bool(eqn.params["reverse"]), eqn.params["length"])
+            scan = Scan(len(place.key), bool(eqn.params["reverse"]), eqn.params["length"])
             scans = (*scans, scan)
-            first, last, back = (scan.length - 1, 0, 1) if scan.reverse else (0, scan.length - 1, -1)
+        steps = _steps_across(scan)
+        within = (*loops, (*place.key, last))
 
-            def enter(turns: Turns) -> list[Turns]:
-                return [(*turns, last)] if scan.length else []
+        def inside(name: str, aval: Any, operand: Value, step: Step) -> Value:
+            return Value(aval, name, place.key, None, -1, scans, within, reads=[(0, operand, step)])
 
-            def every(turns: Turns) -> list[Turns]:
-                return [(*turns, turn) for turn in range(scan.length)]
-
-            def leave(turns: Turns) -> list[Turns]:
-                return [turns[:-1]]
-
-            def begin(turns: Turns) -> list[Turns]:
-                return [turns[:-1]] if turns[-1] == first else []
-
-            def before(turns: Turns) -> list[Turns]:
-                return [] if turns[-1] == first else [(*turns[:-1], turns[-1] + back)]
-
-        operands, start = operands[bodies.consts :], bodies.start - bodies.consts
-        given = [Value(place, eqn, -1, scans) for _ in operands]
-        body = reading.opened(bodies.jaxprs[-1])
-        values = self(*body, given, (*place, len(bodies.jaxprs) - 1), scans)
-        for n, (value, operand) in enumerate(zip(given, operands, strict=True)):
-            carried = start <= n < start + bodies.carry
-            value.reads = [(0, operand, begin if carried else leave)]
-            if carried:
-                value.reads.append((1, values[n - start], before))
-        for n, (result, value) in enumerate(zip(results, values, strict=True)):
-            result.reads = [(1, value, enter if n < bodies.carry else every)]
-            if n < bodies.carry and (bodies.kind == "while" or not eqn.params["length"]):
-                result.reads.append((0, operands[start + n], _same))
+        start, stop = bodies.start, bodies.start + bodies.carry
+        jaxpr, consts = reading.opened(bodies.jaxprs[last])
+        held = [inside(_HELD, each.aval, each, steps.outside) for each in operands[:start]]
+        carry = [self.add(inside(JOIN, each.aval, each, steps.at_start)) for each in operands[start:stop]]
+        if last:
+            condition = (*held[: bodies.consts], *carry)
+            self.body(*reading.opened(bodies.jaxprs[0]), condition, (*place.key, 0), scans, (*loops, (*place.key, 0)))
+        sliced = zip(jaxpr.invars[stop - bodies.consts :], operands[stop:], strict=True)
+        turns = [self.add(inside(TURN, var.aval, each, steps.outside)) for var, each in sliced]
+        made = self.body(jaxpr, consts, [*held[bodies.consts :], *carry, *turns], (*place.key, last), scans, within)
+        for join, value in zip(carry, made, strict=False):
+            join.reads.append((1, value, steps.before))
+        results = []
+        for n, (var, value) in enumerate(zip(eqn.outvars, made, strict=True)):
+            is_carry = n < bodies.carry
+            skipped = is_carry and (bodies.kind == "while" or not eqn.params["length"])
+            reads: list[Read] = [(0, operands[start + n], same_turn)] if skipped else []
+            reads.append((1, value, steps.at_end if is_carry else steps.in_all))
+            name = JOIN if is_carry else TURNS
+            results.append(self.add(Value(var.aval, name, place.key, None, n, outside, loops, reads=reads)))
+        return results

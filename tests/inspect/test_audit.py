@@ -19,7 +19,7 @@ import jaxmp
 from jaxmp.cli import main
 from jaxmp.inspect import AuditError, audit, findings, hlo
 from jaxmp.inspect.auditing import _ran, _Repeated
-from jaxmp.inspect.dataflow import values_of
+from jaxmp.inspect.values import values_of
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
