@@ -236,30 +236,30 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value).astype(np.float64)
 
 
-def _compared(half: _Measured, full: _Measured, info: Any) -> Comparison:
+def _compared(half: _Measured, full: _Measured, finfo: jnp.finfo) -> Comparison:
     pairs, unmatched = _pairs(half, full)
     ends = [(a, b, dtype) for (_, a, dtype), (_, b, _) in zip(half.results, full.results, strict=True)]
     grads = [(path, a, full.gradients[n][1], dtype) for n, (path, a, dtype) in half.gradients.items()]
-    rows = [_row(path, "forward", half.dtypes[a], half.forward[a], full.forward[b], info) for path, a, b in pairs]
-    rows += [_row("", "forward", dtype, a, b, info) for a, b, dtype in ends]
+    rows = [_row(path, "forward", half.dtypes[a], half.forward[a], full.forward[b], finfo) for path, a, b in pairs]
+    rows += [_row("", "forward", dtype, a, b, finfo) for a, b, dtype in ends]
     rows += [
-        _row(path, "backward", half.dtypes[a], half.backward[a], full.backward[b], info)
+        _row(path, "backward", half.dtypes[a], half.backward[a], full.backward[b], finfo)
         for path, a, b in reversed(pairs)
         if b in full.backward
     ]
-    gradients = [_row(path, "backward", dtype, a, b, info) for path, a, b, dtype in grads]
+    gradients = [_row(path, "backward", dtype, a, b, finfo) for path, a, b, dtype in grads]
     # What cancels out, such as the gradient of a bias before a batch norm, is rounding in any precision.
     sizes = [float(np.sqrt(np.mean(np.square(b)))) if b.size else 0.0 for _, _, b, _ in grads]
-    tells = [size > float(info.eps) * max(sizes) for size in sizes]
+    tells = [size > float(finfo.eps) * max(sizes) for size in sizes]
     counting = [*rows, *(row for row, is_told in zip(gradients, tells, strict=True) if is_told)]
     told = {n for n, is_told in zip(half.gradients, tells, strict=True) if is_told}
     both = [(a, b) for a, b, _ in ends] + [(a, b) for _, a, b, _ in grads]
     together = [np.concatenate([each.ravel() for each in side] or [np.zeros(0)]) for side in zip(*both, strict=True)]
     return Comparison(
         (*rows, *gradients),
-        _entered(half, full, pairs, told, float(info.eps) / 2),
+        _entered(half, full, pairs, told, float(finfo.eps) / 2),
         max(counting, key=lambda row: np.nan_to_num(row.relative_error, nan=np.inf)),
-        _row("", "backward" if grads else "forward", "", together[0], together[1], info),
+        _row("", "backward" if grads else "forward", "", together[0], together[1], finfo),
         unmatched,
     )
 
@@ -362,12 +362,12 @@ def _relative(half: np.ndarray, full: np.ndarray) -> float:
     return 0.0 if over == 0 else float(over / under) if under and np.isfinite(over) else np.inf
 
 
-def _row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, info: Any) -> Row:
+def _row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, finfo: jnp.finfo) -> Row:
     half, full, difference = _difference(half, full)
     norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
     cosine = float(np.vdot(half, full) / norms) if norms else float(not half.any() and not full.any())
-    exponents = np.maximum(np.frexp(full)[1] - 1, int(info.minexp))
+    exponents = np.maximum(np.frexp(full)[1] - 1, int(finfo.minexp))
     away = np.abs(difference)
-    ulps = away / 2.0 ** (exponents - int(info.nmant))
+    ulps = away / 2.0 ** (exponents - int(finfo.nmant))
     mean, median = (float(np.mean(away)), float(np.median(ulps))) if away.size else (0.0, 0.0)
     return Row(path, phase, dtype, _relative(half, full), mean, cosine, median)

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -176,26 +176,24 @@ def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..
 def of_call(jitted: Any, inputs: tuple[Any, ...], compiled: jax.stages.Compiled, device: str | None) -> Memory:
     """The memory of a call that is compiled already, as :func:`jaxmp.inspect.targets.call_of` has it."""
     leaves = list(_leaves(inputs, _parameters(jitted)))
-    batch = next((np.shape(leaf)[0] for leaf, kind, _ in leaves if kind == "batch" and np.shape(leaf)), None)
+    batch = next((np.shape(leaf.value)[0] for leaf in leaves if leaf.kind == "batch" and np.shape(leaf.value)), None)
 
     def with_batch(size: int) -> int:
-        flat, tree = jax.tree.flatten(inputs)
         scaled = [
-            _resized(leaf, size) if kind == "batch" and tuple(np.shape(leaf))[:1] == (batch,) else leaf
-            for leaf, (_, kind, _) in zip(flat, leaves, strict=True)
+            jax.ShapeDtypeStruct((size, *value.shape[1:]), value.dtype)
+            if kind == "batch" and tuple(np.shape(value))[:1] == (batch,)
+            else value
+            for value, kind, _ in leaves
         ]
+        resized = jax.tree.unflatten(jax.tree.structure(inputs), scaled)
         try:
-            return _peak(targets.compiled(jitted, jax.tree.unflatten(tree, scaled), device).memory_analysis())
+            return _peak(targets.compiled(jitted, resized, device).memory_analysis())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
                 raise
             return 2**62
 
     return _read(compiled, leaves, batch, device, functools.cache(with_batch))
-
-
-def _resized(leaf: Any, size: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
 
 
 def _parameters(fun: Callable[..., Any]) -> list[str]:
@@ -218,42 +216,16 @@ def _peak(stats: Any) -> int:
 
 def _read(
     compiled: jax.stages.Compiled,
-    leaves: Sequence[tuple[Any, str, str]],
+    leaves: Sequence[_Leaf],
     batch: int | None,
     device: str | None,
     peak_with: Callable[[int], int],
 ) -> Memory:
-    """What a compiled program says, whose flat arguments have these kinds and paths."""
+    """What a compiled program says of its flat arguments."""
     stats: Any = compiled.memory_analysis()
     peak, program = _peak(stats), Program(str(compiled.as_text()))
-    tree: Any = compiled.in_tree
-    shardings = tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
-    used = [leaf[1:] for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
-    entry = program.computations[program.entry]
-    parameters = sorted(
-        (each for each in entry.values() if each.opcode == "parameter"),
-        key=lambda each: int(re.findall(r"parameter\((\d+)\)", each.text)[0]),
-    )
-    given = [("other", "constant")] * (len(parameters) - len(used)) + used  # JAX may pass large constants first
-    held = [
-        _held(array, kind, path) for each, (kind, path) in zip(parameters, given, strict=True) for array in each.arrays
-    ]
-    results = list(entry.values())[-1].arrays
-    made = [leaf[1:] for leaf in _leaves((compiled.out_info,), [], unknown="other")]
-    if len(made) != len(results):  # JAX does not return what is an argument
-        made = [("other", "result")] * len(results)
-    held += [
-        _held(array, kind, path)
-        for number, (array, (kind, path)) in enumerate(zip(results, made, strict=True))
-        if number not in program.aliases
-    ]
-    rest = int(stats.temp_size_in_bytes)
-    for buffer in hlo_memory.peak(program):
-        if buffer.bytes <= rest:  # what follows is an estimate, and may be a little too much
-            rest -= int(buffer.bytes)
-            kind = "activations" if _is_kept(program, buffer) else "temporaries"
-            made_by = program.made_by(buffer.maker)
-            held.append(_held(buffer.array, kind, made_by.path, program.source(made_by)))
+    temporaries, rest = _temporaries(program, int(stats.temp_size_in_bytes))
+    held = [*_arguments(compiled, program, leaves), *_results(compiled, program), *temporaries]
     by_kind, by_dtype = Counter(dict.fromkeys(KINDS, 0)), Counter[str]()
     for each in held:
         by_kind[each.kind] += each.bytes
@@ -272,6 +244,39 @@ def _read(
     )
 
 
+def _arguments(compiled: Any, program: Program, leaves: Sequence[_Leaf]) -> Iterator[Held]:
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
+    used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
+    parameters = [each for each in program.computations[program.entry].values() if each.opcode == "parameter"]
+    parameters.sort(key=lambda each: int(re.findall(r"parameter\((\d+)\)", each.text)[0]))
+    given = [("other", "constant")] * (len(parameters) - len(used)) + used  # JAX may pass large constants first
+    for each, (kind, path) in zip(parameters, given, strict=True):
+        yield from (_held(array, kind, path) for array in each.arrays)
+
+
+def _results(compiled: Any, program: Program) -> Iterator[Held]:
+    """Those that are not written into arguments."""
+    arrays = list(program.computations[program.entry].values())[-1].arrays
+    made = [(leaf.kind, leaf.path) for leaf in _leaves((compiled.out_info,), [], unknown="other")]
+    if len(made) != len(arrays):  # JAX does not return what is an argument
+        made = [("other", "result")] * len(arrays)
+    for number, (array, (kind, path)) in enumerate(zip(arrays, made, strict=True)):
+        if number not in program.aliases:
+            yield _held(array, kind, path)
+
+
+def _temporaries(program: Program, size: int) -> tuple[list[Held], int]:
+    """The compiler's buffers at the peak, and how many of these ``size`` bytes none of them accounts for."""
+    held = []
+    for buffer in hlo_memory.peak(program):
+        if buffer.bytes <= size:  # they are an estimate, and may be a little too much
+            size -= int(buffer.bytes)
+            kind = "activations" if _is_kept(program, buffer) else "temporaries"
+            made_by = program.made_by(buffer.maker)
+            held.append(_held(buffer.array, kind, made_by.path, program.source(made_by)))
+    return held, size
+
+
 def _held(array: Array, kind: str, path: str, source: str = "") -> Held:
     return Held(int(array.bytes), dtype_name(array.dtype), array.shape, kind, path, source)
 
@@ -286,7 +291,13 @@ def _is_forward(op_name: str) -> bool:
     return "jvp(" in op_name and "transpose(" not in op_name and "rematted_computation" not in op_name
 
 
-def _leaves(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> Iterator[tuple[Any, str, str]]:
+class _Leaf(NamedTuple):
+    value: Any
+    kind: str
+    path: str
+
+
+def _leaves(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> Iterator[_Leaf]:
     """The leaves of arguments with their kinds and paths.
 
     What is not recognised has the kind ``unknown``, as in results, among which a collection of params may be one of
@@ -307,7 +318,7 @@ def _leaves(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> Ite
                     kind = "batch" if position and not is_known else "params"
                 if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
                     kind = "other"
-                yield leaf, kind, path_name((*([jax.tree_util.DictKey(name)] if name else []), *path, *inner))
+                yield _Leaf(leaf, kind, path_name((*([jax.tree_util.DictKey(name)] if name else []), *path, *inner)))
 
 
 def _kind_of(node: Any, path: Sequence[Any]) -> str | None:
