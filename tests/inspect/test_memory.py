@@ -113,6 +113,14 @@ def test_kinds_are_known_from_what_holds_them(fun, args, expected):
     assert sum(found.by_kind.values()) == found.peak
 
 
+def test_python_values_among_the_arguments_stay_what_they_are():
+    def fun(params, batch, train):
+        return batch @ params if train else batch
+
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    assert [memory(fun)(x, x, train).by_kind["params"] for train in (True, False)] == [64, 0]
+
+
 def test_of_nnx_model_and_optimizer_are_known():
     model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
