@@ -128,7 +128,9 @@ def watch(options: argparse.Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt):  # the reader has seen enough
             watching.live(console(), Path(options.run))
     else:
-        print_rich(console(), watching.picture(title, rows))
+        terminal = console()
+        terminal.width = max(terminal.width, 120)  # the bars of one step are under those of another
+        print_rich(terminal, watching.picture(title, rows))
     return 0
 
 
