@@ -25,6 +25,7 @@ from experiments.measure import memory, programs, timing
 from experiments.measure.environment import environment
 from experiments.models import by_hand
 from experiments.models.workloads import FULL, Sizes, Workload, workload
+from experiments.report.goals import Goal, share
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli
@@ -33,6 +34,12 @@ from jaxmp.inspect import hlo
 
 BY_HAND, AUTOCAST = "by hand", "autocast"
 VARIANTS = ("float32", BY_HAND, "by hand, again", AUTOCAST)
+ON_GPU = {
+    "gpt2": Sizes(16, 1024, vocabulary=50304), "bert": Sizes(64, 512, vocabulary=50304),
+    "lstm": Sizes(64, 256, vocabulary=50304), "resnet": dataclasses.replace(FULL["resnet50"], batch_size=64),
+}  # fmt: skip
+_SMALL = Sizes(2, 64, layers=2, width=64, vocabulary=512)
+ELSEWHERE = {"gpt2": _SMALL, "bert": _SMALL, "lstm": _SMALL, "resnet": Sizes(2, 32, 2, 16, 10)}
 TIME_GOAL, MEMORY_GOAL = 1.01, 1.02
 COLUMNS = ("step", "ms", "quartiles", "time ratio", "quartiles of the ratio", "compiled MiB", "memory ratio")
 PROGRAM_COLUMNS = ("program", "products by operand dtypes", "casts", "round trips")
@@ -43,39 +50,20 @@ INTRO = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(records.Timed):
-    """Flags of the benchmark. Sizes of 0 suit the device."""
+class Config(records.Sized):
+    """Flags of the benchmark."""
 
     models: tuple[Literal["gpt2", "bert", "resnet", "lstm"], ...] = ("gpt2", "bert", "resnet", "lstm")
-    """Models to time."""
+    """Models to time; of a ResNet only --batch-size and --layers, blocks a stage, count."""
     policy: Literal["mixed_bfloat16", "mixed_float16"] = "mixed_bfloat16"
     """The half precision, by hand and of autocast."""
-    batch_size: int = 0
-    """Examples a step; 0 for 16 (gpt2) and 64 (the others) on a GPU, 2 elsewhere."""
-    sequence: int = 0
-    """Tokens a sequence; 0 for 1024 (gpt2), 512 (bert) and 256 (lstm) on a GPU, 64 elsewhere."""
-    layers: int = 0
-    """Layers, of a small ResNet blocks a stage; 0 for 12 on a GPU, 2 elsewhere."""
-    width: int = 0
-    """Width of the transformers and the LSTM; 0 for 768 on a GPU, 64 elsewhere."""
-    vocabulary: int = 0
-    """Tokens there are; 0 for 50304 on a GPU, 512 elsewhere."""
-    image: int = 0
-    """Height and width of an image; from 128 on it is a ResNet-50; 0 for 224 on a GPU, 32 elsewhere."""
 
 
 def case_of(name: str, config: Config) -> Workload:
     """A model in the sizes of the flags."""
-    gpu = jax.default_backend() == "gpu"
-    batch_size = config.batch_size or ((16 if name == "gpt2" else 64) if gpu else 2)
-    layers = config.layers or (12 if gpu else 2)
     if name == "resnet":
-        image = config.image or (224 if gpu else 32)
-        large = dataclasses.replace(FULL["resnet50"], batch_size=batch_size, length=image)
-        return workload("resnet50", large if image >= 128 else Sizes(batch_size, image, layers, 16, 10))
-    sequence = config.sequence or ({"gpt2": 1024, "bert": 512, "lstm": 256}[name] if gpu else 64)
-    width, vocabulary = config.width or (768 if gpu else 64), config.vocabulary or (50304 if gpu else 512)
-    return workload(name, Sizes(batch_size, sequence, layers, width, vocabulary))
+        config = dataclasses.replace(config, sequence=0, width=0, vocabulary=0)
+    return workload("resnet50" if name == "resnet" else name, config.sizes(ON_GPU[name], ELSEWHERE[name]))
 
 
 def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
@@ -101,11 +89,8 @@ def differences(by_hand: dict[str, dict[str, Any]], autocast: dict[str, dict[str
     # A CPU's compiler puts casts of its own around what it cannot do in half precision.
     for stage in by_hand if jax.default_backend() != "cpu" else ("lowered",):
         hand, auto = by_hand[stage], autocast[stage]
-        found += [
-            f"{stage}: {auto['products'][name]} products {name}, by hand {hand['products'][name]}"
-            for name in sorted({*hand["products"], *auto["products"]})
-            if hand["products"][name] != auto["products"][name]
-        ]
+        if words := records.difference(auto["products"], hand["products"]):
+            found.append(f"{stage}: {words}")
         if auto["round_trips"] > hand["round_trips"]:
             found.append(f"{stage}: {auto['round_trips']} casts undo the cast before, by hand {hand['round_trips']}")
     return found
@@ -156,16 +141,13 @@ def table(result: dict[str, Any]) -> Table:
 def goals(result: dict[str, Any]) -> list[str]:
     """A sentence a goal: met or not."""
     hand, auto = result["variants"][BY_HAND], result["variants"][AUTOCAST]
-    ratios = {"time": (auto["ratio"][1], TIME_GOAL)}
-    if auto["bytes"] is not None:
-        ratios["memory of the compiled step"] = (auto["bytes"] / hand["bytes"], MEMORY_GOAL)
-    lines = [
-        f"{'met' if ratio <= goal else 'NOT MET'}: {name} is {ratio:.4f} of by hand, the goal at most {goal}"
-        for name, (ratio, goal) in ratios.items()
+    found = [
+        Goal("time", "time / by hand's", auto["ratio"][1], TIME_GOAL, form=".4f"),
+        Goal("memory", "memory of the compiled step / by hand's", share(auto["bytes"], hand["bytes"]), MEMORY_GOAL),
     ]
     behind = "; ".join(result["differences"])
     same = "met: the same products in the same dtypes as by hand, and no casts added that undo one another"
-    return [*lines, f"NOT MET: the programs differ: {behind}" if behind else same]
+    return [*(goal.sentence() for goal in found), f"NOT MET: the programs differ: {behind}" if behind else same]
 
 
 def program_table(result: dict[str, Any]) -> Table:

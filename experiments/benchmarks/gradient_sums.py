@@ -407,20 +407,18 @@ def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         records.check(config)
         folder = run_folder("gradient_sums", config.run_dir)
-    own = ("torch",) if importlib.util.find_spec("torch") else ()
-    where, results = environment(own), []
+    where, results = environment(("torch",)), []
     each_case = cases(config.smoke)
     with Progress("gradient_sums", len(each_case) * len(config.halves)) as progress:
         for half in config.halves:
             for case in each_case:
                 results.append(measure(case, half))
                 progress.advance(1, case.name, half)
-    caption = f"grey: what rounding alone explains. {where['device']}, {where['date'][:10]}"
-    plots.panels([[picture(results, half) for half in config.halves]], folder / "gradient_sums.png", caption)
-    title, tables = "Errors of the gradients of params", [table(results, half) for half in config.halves]
+    title, grey = "Errors of the gradients of params", "grey: what rounding alone explains. "
+    tables, panels = ([make(results, half) for half in config.halves] for make in (table, picture))
     data, missing = {"smoke": config.smoke, "results": results}, "PyTorch is not installed here: its rows are missing."
-    text, shows = () if own else [missing], "errors by case and way"
-    records.record(folder, "gradient_sums", title, where, tables, data, text, shows)
+    text, shows = () if "torch " in where["versions"] else [missing], "errors by case and way"
+    records.record(folder, "gradient_sums", title, where, tables, data, text, shows, [panels], grey)
     return results
 
 

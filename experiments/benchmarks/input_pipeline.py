@@ -22,7 +22,7 @@ from experiments.data import images
 from experiments.measure import timing
 from experiments.measure.environment import environment
 from experiments.report.progress import Progress
-from experiments.report.tables import Table
+from experiments.report.tables import Table, spread
 from experiments.training import cli
 from experiments.training.runs import run_folder
 
@@ -48,17 +48,6 @@ class Config(records.Timed):
     """Images a second that the model would take."""
 
 
-def check(config: Config) -> None:
-    """Checks the flags.
-
-    Raises:
-      ValueError: one is out of range.
-    """
-    records.check(config, rounds=2, batch_size=1, examples=1, consumer=1)
-    cli.require("--shift", config.shift, 0, STORED[0])
-    cli.require("--batch-size", config.batch_size, 1, config.examples + 1)
-
-
 def measure(config: Config, size: int, progress: Progress) -> dict[str, Any]:
     """Times every variant: milliseconds a batch in each round, and what follows from them."""
     rng = np.random.default_rng(0)
@@ -75,19 +64,19 @@ def measure(config: Config, size: int, progress: Progress) -> dict[str, Any]:
     times = timing.interleaved(
         turns, config.rounds, config.block_ms, lambda i: progress.advance(int(i >= 0), "timing, in turn")
     )
-    return {name: _row(own, config) for name, own in times.items()}
-
-
-def _row(milliseconds: list[float], config: Config) -> dict[str, Any]:
-    low, ms, high = timing.quartiles(milliseconds)
-    rates = [1000 * config.batch_size / each for each in (high, ms, low)]
-    consumers_ms = 1000 * config.batch_size / config.consumer
-    return {"milliseconds": milliseconds, "ms": ms, "images_per_s": rates, "share": ms / consumers_ms}
+    found = {}
+    for name, own in times.items():
+        low, ms, high = timing.quartiles(own)
+        rates = [1000 * config.batch_size / each for each in (high, ms, low)]
+        found[name] = {"milliseconds": own, "ms": ms, "images_per_s": rates, "share": config.consumer / rates[1]}
+    return found
 
 
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
-        check(config)
+        records.check(config, rounds=2, batch_size=1, examples=1, consumer=1)
+        cli.require("--shift", config.shift, 0, STORED[0])
+        cli.require("--batch-size", config.batch_size, 1, config.examples + 1)
         folder = run_folder("input_pipeline", config.run_dir)
     size = config.image_size or (224 if jax.default_backend() == "gpu" else 64)
     where = environment()
@@ -95,9 +84,8 @@ def main(config: Config) -> dict[str, Any]:
         variants = measure(config, size, progress)
     rows = []
     for name, row in variants.items():
-        low, rate, high = row["images_per_s"]
-        share = f"{100 * row['share']:.1f}"
-        rows.append((name, f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{row['ms']:.3g}", share))
+        rates, share = row["images_per_s"], f"{100 * row['share']:.1f}"
+        rows.append((name, f"{rates[1]:,.0f}", spread(rates, ",.0f"), f"{row['ms']:.3g}", share))
     title = f"{STORED[0]}×{STORED[1]} to {size}×{size}, batches of {config.batch_size}"
     intro = (
         f"Of {config.examples:,} images: shuffled, cropped (±{config.shift} pixels), mirrored, normalised, resized. "

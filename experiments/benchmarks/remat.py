@@ -22,7 +22,6 @@ import jax
 
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps
-from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, Goal
 from experiments.benchmarks.train_step.measure import OUT_OF_MEMORY, reason
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory
@@ -86,18 +85,17 @@ def step_bytes(case: Workload, row: Row, device: Any = None) -> int:
 
 def measure(case: Workload, row: Row, device: Any, limit: int | None) -> dict[str, Any]:
     """Memory of a step, and the largest batch within ``limit``; an ``error`` in place of what cannot be had."""
+    found: dict[str, Any] = {}
     try:
         needed = step_bytes(case, row, device)
-    except (RuntimeError, ValueError) as error:  # XLA's; the compiler does not tell
-        return {"error": reason(error)}
-    found: dict[str, Any] = {"error": OUT_OF_MEMORY} if needed == memory.NO_ROOM else {"step_bytes": needed}
-    if limit:
-        sized = functools.partial(workload, case.name, case.sizes)
-        try:
+        found = {"error": OUT_OF_MEMORY} if needed == memory.NO_ROOM else {"step_bytes": needed}
+        if limit:
+            sized = functools.partial(workload, case.name, case.sizes)
             largest = largest_batch(lambda batch: step_bytes(sized(batch_size=batch), row, device), limit)
             found["largest"] = {"batch": largest.batch, "bytes": largest.bytes, "limit": largest.limit}
-        except (RuntimeError, ValueError) as error:
-            found["largest"] = {"error": str(error) if isinstance(error, ValueError) else reason(error)}
+    except (RuntimeError, ValueError) as error:  # XLA's; the compiler does not tell, or nothing fits
+        why = str(error) if isinstance(error, ValueError) else reason(error)
+        found |= {"largest": {"error": why}} if found else {"error": why}
     return found
 
 
@@ -115,17 +113,6 @@ def limit_of(config: Config) -> int | None:
     return int(SHARE * cli.GPU_SHARE * targets.TARGETS["h200"].memory_bytes) if config.target else free_bytes()
 
 
-def goals(group: Group) -> list[Goal]:
-    """What remat is to reach, for the sizes of the field in bfloat16."""
-    need = group["rows"].get("attention", {}).get("step_bytes")
-    full = group["setting"]["sizes"] == dataclasses.asdict(FULL[group["model"]])
-    if not (need and full and group["policy"] == "mixed_bfloat16"):
-        return []
-    torch, limit = RECORDED[group["model"]].torch, LIMITS[group["model"]].remat_memory
-    name = f"peak memory with remat of all but attention, {need / MIB:,.0f} MiB, / the {torch:,} MiB that torch.compile"
-    return [Goal("remat_memory", f"{name} AMP took on one H200", need / MIB / torch, limit)]
-
-
 def table(group: Group) -> Table:
     """A row a kind of remat."""
     rows, notes, none = [], [NOTE], group["rows"].get("none", {}).get("step_bytes")
@@ -141,7 +128,7 @@ def table(group: Group) -> Table:
             )
     smoke = "SMOKE TEST, no result: " if group["setting"]["smoke"] else ""
     title = f"{smoke}{group['text']}, {group['policy']}"
-    return Table(title, COLUMNS, rows, 1, (*dict.fromkeys(notes), *group["goals"]))
+    return Table(title, COLUMNS, rows, 1, (*dict.fromkeys(notes),))
 
 
 def pictures(group: Group) -> list[plots.Panel]:
@@ -182,18 +169,15 @@ def main(config: Config) -> list[Group]:
                 row = Row(kind, "jaxmp", precision, scaled=precision == "fp16", remat=kind)
                 find = functools.partial(measure, case, row, device, limit)
                 if found := has.get(f"{case.name}-{policy}-{kind}", find, sizes=sizes):
-                    rows[kind] = {key: found[key] for key in ("step_bytes", "largest", "error") if key in found}
+                    rows[kind] = found
                 progress.advance(1, f"{policy}, {kind}", case.name)
             group = {**case.facts, "policy": policy, "setting": {"sizes": sizes, **has.setting}, "rows": rows}
-            groups += [{**group, "goals": [goal.sentence() for goal in goals(group)]}] if rows else []
+            groups += [group] if rows else []
     if groups:
         where = kept.joined(has.environments)
-        about = f"compiled for {where['target']}" if device else where["device"]
-        plots.panels([pictures(group) for group in groups], folder / "remat.png", f"{about}, {where['date'][:10]}")
-        tables, title = [table(group) for group in groups], "What rematerialisation saves"
-        records.record(
-            folder, "remat", title, where, tables, {"groups": groups}, picture="memory and the largest batch"
-        )
+        tables, panels = [*map(table, groups)], [*map(pictures, groups)]
+        title, shows = "What rematerialisation saves", "memory and the largest batch"
+        records.record(folder, "remat", title, where, tables, {"groups": groups}, (), shows, panels)
     has.end()
     return groups
 

@@ -18,10 +18,10 @@ _PACKAGES = ("jaxmp", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def environment(packages: tuple[str, ...] = ()) -> dict[str, str]:
-    """Device, versions of Python and of the packages that matter (and of ``packages``), date and command."""
+    """Device, versions of Python, of what matters and of what is installed of ``packages``, date and command."""
     device = jax.devices()[0]
     cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
-    versions = [f"{name} {version(name)}" for name in (*_PACKAGES, *packages)]
+    versions = [f"{name} {version(name)}" for name in (*_PACKAGES, *filter(_installed, packages))]
     return {
         "device": f"{jax.device_count()} × {device.device_kind} ({device.platform}{cores})",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
@@ -46,6 +46,13 @@ def require_gpu(smoke: bool) -> None:
 def version(package: str) -> str:
     """The installed version of a package; jaxmp's own needs no installation."""
     return jaxmp.__version__ if package == "jaxmp" else metadata.version(package)
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def command() -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from experiments.models import by_hand
 from experiments.models.resnet import KERNEL_INIT, MOMENTUM
 
 
@@ -81,6 +85,41 @@ class ResNet(nnx.Module):
 def resnet18(channels: int = 3, classes: int = 10, small_images: bool = False, *, rngs: nnx.Rngs) -> ResNet:
     """ResNet-18."""
     return ResNet((2, 2, 2, 2), channels, classes, small_images=small_images, rngs=rngs)
+
+
+class Layer(nnx.Module):
+    """A layer of :class:`GPT2`."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        linear = functools.partial(nnx.Linear, rngs=rngs)
+        self.norm1, self.norm2 = _layer_norm(width, rngs), _layer_norm(width, rngs)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = jnp.split(self.qkv(self.norm1(x))[:, :, None], 3, axis=-1)  # one head
+        x = x + self.out(by_hand.attend(q, k, v, causal=True).reshape(x.shape))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class GPT2(nnx.Module):
+    """:class:`experiments.models.by_hand.GPT2` of one head in NNX."""
+
+    def __init__(self, vocabulary: int, sequence: int, layers: int, width: int, *, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
+        self.positions = nnx.Embed(sequence, width, rngs=rngs)
+        self.blocks = nnx.List([Layer(width, rngs) for _ in range(layers)])
+        self.norm = _layer_norm(width, rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.norm(x))
+
+
+def _layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(width, epsilon=1e-5, rngs=rngs)
 
 
 def _conv(channels: int, features: int, kernel: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:

@@ -16,9 +16,10 @@ from typing import Any
 from experiments.benchmarks.accuracy import report as accuracy_report
 from experiments.benchmarks.compile_only import report as compile_only_report
 from experiments.benchmarks.train_step import goals as train_step_goals
-from experiments.benchmarks.train_step.goals import RECORDED, Goal
+from experiments.benchmarks.train_step.goals import RECORDED
 from experiments.benchmarks.train_step.results import Results
 from experiments.models.workloads import FULL, Name
+from experiments.report.goals import Goal
 from experiments.report.tables import Table
 
 MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", "gpt2": "GPT-2 124M, 16×1024"}

@@ -117,7 +117,7 @@ class Kept:
         write_json(self.folder / f"{name}.json", {**about, **found})
 
     def get(self, name: str, find: Callable[[], dict[str, Any] | None], **own: Any) -> dict[str, Any] | None:
-        """What was found before, or what ``find`` does now; None if there is, or it had, no time for it.
+        """What ``find`` found before, or finds now; None if there is, or it had, no time for it.
 
         What was found with an ``error`` is looked for again.
 
@@ -130,7 +130,7 @@ class Kept:
             self.save(name, found, **own)
             record = self.read(name)
         self.environments += [record["environment"]] if record else []
-        return record or None
+        return {key: record[key] for key in record if key not in ("setting", "environment")} or None
 
     def end(self) -> None:
         """Says that something was left to the next command, if it was."""

@@ -216,11 +216,13 @@ def test_a_flag_that_the_task_lacks_points_to_the_help_of_the_tasks_script(task,
         ({"dtypes": ()}, "the number of --dtypes must be at least 1, got 0"),
         ({"block_ms": math.nan}, "--block-ms must be at least 0.1, got nan"),
         ({"block_ms": -5.0}, "--block-ms must be at least 0.1, got -5"),
+        ({"batch_size": 9, "examples": 8}, "--batch-size must be at least 1 and below 9, got 9"),
     ],
 )
-def test_flags_of_the_input_pipeline_that_cannot_be_are_an_error(flags, message):
-    with pytest.raises(ValueError, match=message):
-        input_pipeline.check(input_pipeline.Config(**flags))
+def test_flags_of_the_input_pipeline_that_cannot_be_are_an_error(flags, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        input_pipeline.main(input_pipeline.Config(**flags))
+    assert message in capsys.readouterr().err
 
 
 def test_image_classification_trains_two_steps_in_nnx_on_a_folder_of_images(tmp_path, data_dir):

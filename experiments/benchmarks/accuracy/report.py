@@ -1,4 +1,4 @@
-"""What the runs of the accuracy benchmark say: differences to float32, goals, tables, curves."""
+"""What the runs of the accuracy benchmark say: differences to float32, goals, tables, a picture."""
 
 from __future__ import annotations
 
@@ -82,17 +82,13 @@ def label(policy: str, loss_scale: str) -> str:
     return policy if loss_scale == "none" else f"{policy}, {loss_scale}"
 
 
-def difference(task: str, own: dict[str, Any], other: dict[str, Any]) -> Any:
-    """Of a run's metrics to float32's: points of accuracy for images, percent of the loss for text."""
-    if METRICS[task] == "accuracy":
-        return 100 * (np.asarray(own["accuracy"]) - np.asarray(other["accuracy"]))
-    return 100 * (np.asarray(own["loss"]) / np.asarray(other["loss"]) - 1)
-
-
 def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[float]:
-    """Of the final metrics, to float32 with the same seed."""
+    """Of what was reached, to float32 with the same seed: points of accuracy for images, % of the loss for text."""
     reference = {run["seed"]: run["final"] for run in baseline}
-    return [float(difference(task, run["final"], reference[run["seed"]])) for run in runs if run["seed"] in reference]
+    pairs = [(run["final"], reference[run["seed"]]) for run in runs if run["seed"] in reference]
+    if METRICS[task] == "accuracy":
+        return [100 * (own["accuracy"] - other["accuracy"]) for own, other in pairs]
+    return [100 * (own["loss"] / other["loss"] - 1) for own, other in pairs]
 
 
 def goal(task: str, name: str, runs: list[Record], baseline: list[Record]) -> tuple[bool | None, str]:
@@ -122,7 +118,7 @@ def spread(values: list[float], form: str) -> str:
     if not values:
         return ""
     text = format(statistics.fmean(values), form)
-    return f"{text} ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else text
+    return f"{text} ± {np.std(values, ddof=1):{form.lstrip('+')}}" if len(values) > 1 else text
 
 
 def title(runs: list[Record]) -> str:
@@ -183,41 +179,26 @@ def write(found: list[Record], folder: Path) -> None:
         task: {name: {"met": met, "text": text} for name, (met, text) in goals(task, variants).items()}
         for task, variants in tasks.items()
     }
-    picture(tasks, folder / "accuracy.png", f"{where['device']}, {where['date'][:10]}")
-    tables = [table(task, variants) for task, variants in tasks.items()]
+    tables, panels = ([make(*task) for task in tasks.items()] for make in (table, pictures))
     data = {"goals": judged, "runs": found}
-    records.record(folder, "accuracy", "Accuracy under every policy", where, tables, data, picture="curves")
+    shows = "what was reached, and how far from float32"
+    records.record(folder, "accuracy", "Accuracy under every policy", where, tables, data, (), shows, panels)
 
 
-@plots.drawn
-def picture(tasks: dict[str, Variants], path: Path, caption: str) -> None:
-    """A row a task: the held-out metric against steps, and its difference to float32; mean over the seeds."""
-    figure = plots.figure(12, 0.6 + 3.2 * len(tasks))
-    for (task, variants), row in zip(tasks.items(), figure.subplots(len(tasks), 2, squeeze=False), strict=True):
-        baseline, metric = variants.get(BASELINE, []), METRICS[task]
-        reference = {run["seed"]: run["test"] for run in baseline}
-        plots.style(row[0], f"{title(next(iter(variants.values())))}: held-out {metric}", "step")
-        plots.style(row[1], f"{UNITS[metric]} from float32; grey: goal", "step")
-        most = POINTS_LOST if metric == "accuracy" else LOSS_PERCENT
-        row[1].axhspan(-most, most, color="#F0F0F0", zorder=0)
-        for i, (variant, runs) in enumerate(variants.items()):
-            look = {"color": plots.color(i), "linewidth": 5 if variant == BASELINE else 2, "alpha": 0.8}
-            _mean_line(row[0], [(run["test"].get("step", []), run["test"].get(metric, [])) for run in runs],
-                       label=label(*variant), **look)  # fmt: skip
-            pairs = [(run["test"], reference[run["seed"]]) for run in runs if run["seed"] in reference]
-            _mean_line(row[1], [difference_curve(task, *pair) for pair in pairs], **look)
-        row[0].legend(frameon=False, fontsize=7.5)
-    plots.save(figure, path, caption, dpi=100)
+def pictures(task: str, variants: Variants) -> tuple[plots.Panel, plots.Panel]:
+    """Each policy's held-out metric and its difference to float32: mean over the seeds, least and most."""
+    metric, baseline = METRICS[task], variants.get(BASELINE, [])
+    held_out = {label(*own): _range([run["final"][metric] for run in runs]) for own, runs in variants.items()}
+    far = {label(*own): _range(differences(task, runs, baseline)) for own, runs in variants.items()}
+    most = -POINTS_LOST if metric == "accuracy" else LOSS_PERCENT
+    left, right = ({"": {name: of for name, of in found.items() if of}} for found in (held_out, far))
+    name, rows = title(next(iter(variants.values()))), dict.fromkeys(held_out)
+    return (
+        plots.Panel(name, f"held-out {metric}", rows, left, form=".4g"),
+        plots.Panel("", f"{UNITS[metric]} from float32", rows, right, line=(most, "goal"), form="+.2f"),
+    )
 
 
-def difference_curve(task: str, own: dict[str, list[float]], other: dict[str, list[float]]) -> tuple[Any, Any]:
-    """Steps, and the differences between two held-out curves, as far as both go."""
-    both = min(len(own.get("step", [])), len(other.get("step", [])))
-    ends = ({name: values[:both] for name, values in curve.items()} for curve in (own, other))
-    return (own["step"][:both], difference(task, *ends)) if both else ([], [])
-
-
-def _mean_line(axes: Any, curves: list[tuple[Any, Any]], **look: Any) -> None:
-    """The mean of curves over the steps that all of them have."""
-    if length := min((len(values) for _, values in curves), default=0):
-        axes.plot(curves[0][0][:length], np.mean([values[:length] for _, values in curves], axis=0), **look)
+def _range(values: list[float]) -> tuple[float, float, float] | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return (min(finite), statistics.fmean(finite), max(finite)) if finite else None

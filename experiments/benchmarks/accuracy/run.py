@@ -32,6 +32,7 @@ import tyro
 from experiments import compare, image_classification, language_modeling, masked_lm
 from experiments.benchmarks.accuracy import report as accuracy_report
 from experiments.benchmarks.shared import records
+from experiments.benchmarks.train_step.measure import failed
 from experiments.comparison.outcomes import BASELINE, RESERVED, Task, init_params
 from experiments.measure import memory
 from experiments.measure.environment import environment, require_gpu
@@ -170,12 +171,11 @@ def finished(folder: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: a file is damaged.
     """
-    tasks, policies = list(TASKS), variants(POLICIES)
+    order = [(task, *variant) for task in TASKS for variant in variants(POLICIES)]
 
     def place(record: dict[str, Any]) -> Any:
-        variant = (record["policy"], record["loss_scale"])
-        known = policies.index(variant) if variant in policies else len(policies)
-        return tasks.index(record["task"]), known, variant, record["seed"]
+        own = (record["task"], record["policy"], record["loss_scale"])
+        return order.index(own) if own in order else len(order), own, record["seed"]
 
     return sorted((accuracy_report.numbers(kept.read(path)) for path in folder.glob("*-seed*.json")), key=place)
 
@@ -233,7 +233,12 @@ def main(config: Config) -> list[dict[str, Any]]:
         # First, so that data that cannot be had are an error before anything is trained.
         flags = {run.task: run.flags for run in missing}
         baselines = {task: TASKS[task].prepare(flags[task], *BASELINE) for task in flags}
-    variant, experiment, found = None, None, []
+
+    @functools.lru_cache(1)  # the seeds of a policy are compiled once
+    def prepared(task: str, policy: str, loss_scale: str) -> Experiment:
+        return TASKS[task].prepare(flags[task], policy, loss_scale)
+
+    broken = list[str]()
     try:
         for i, run in enumerate(missing, 1):
             if has.clock.late():
@@ -241,13 +246,16 @@ def main(config: Config) -> list[dict[str, Any]]:
             print(f"run {i} of {len(missing)}: {run.name}", file=sys.stderr, flush=True)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*no loss scale", category=UserWarning)  # what O3 is for
-                if variant != (run.task, run.policy, run.loss_scale):
-                    variant = (run.task, run.policy, run.loss_scale)
-                    experiment = TASKS[run.task].prepare(run.flags, run.policy, run.loss_scale)
+                experiment = prepared(run.task, run.policy, run.loss_scale)
                 find = functools.partial(train, run, experiment, baselines[run.task], folder / run.name, has.clock)
-                has.get(run.name, find, **run.setting)
+                try:
+                    has.get(run.name, find, **run.setting)
+                except Exception as error:  # whatever a policy breaks: the others go on
+                    broken.append(f"{run.name}: {failed(error)}")
     finally:  # what was finished before an interruption counts
         if found := finished(folder):
             accuracy_report.write(found, folder)
     has.end()
+    if broken:
+        cli.fail(f"{'; '.join(broken)}; see above", 1)
     return found

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.shared import records
-from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, TENSOR_FLOPS, Goal, saved, share
+from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, TENSOR_FLOPS, saved
 from experiments.report import plots
+from experiments.report.goals import Goal, share
 from experiments.report.tables import Table
 
 MIB = 2**20
@@ -74,7 +75,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     rows, lines = result["variants"], [goal.sentence() for goal in goals(result)]
     if (half := rows.get("jaxmp-bf16")) and (auto := rows.get("autocast-bf16")):
         same = auto["products"] == half["products"]
-        but = "" if same else f", but {difference(auto['products'], half['products'])}"
+        but = "" if same else f", but {records.difference(auto['products'], half['products'])}"
         lines.append(f"{'met' if same else 'NOT MET'}: autocast has the products of the policy{but}")
         lines.append(f"autocast: {auto['launches'] - half['launches']:+,} kernels, "
                      f"{(auto['traffic'] - half['traffic']) / 1e9:+.2f} GB")  # fmt: skip
@@ -83,15 +84,6 @@ def notes(result: dict[str, Any]) -> list[str]:
         more = (row["peak"] - plain["peak"]) / MIB
         lines.append(f"{row['label']}, against none: {kernels:+,} kernels, {moved:+.2f} GB, {more:+,.0f} MiB")
     return lines
-
-
-def difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
-    """Which products two programs have not in common, in words."""
-    return ", ".join(
-        f"{ours.get(name, 0)} {name} for {theirs.get(name, 0)}"
-        for name in sorted({*ours, *theirs})
-        if ours.get(name, 0) != theirs.get(name, 0)
-    )
 
 
 def picture(result: dict[str, Any]) -> plots.Panel:
@@ -110,7 +102,5 @@ def picture(result: dict[str, Any]) -> plots.Panel:
 
 def write(folder: Path, where: dict[str, str], results: list[dict[str, Any]]) -> None:
     """compile_only.md, .json and .png, and the tables on the terminal."""
-    caption = f"compiled for {where['target']}; {where['date'][:10]}"
-    plots.panels([[*map(picture, results)]], folder / "compile_only.png", caption)
-    title, tables = "Train steps compiled for a GPU", [*map(table, results)]
-    records.record(folder, "compile_only", title, where, tables, {"results": results}, [ABOUT], "Peak memory")
+    title, tables, panels = "Train steps compiled for a GPU", [*map(table, results)], [[*map(picture, results)]]
+    records.record(folder, "compile_only", title, where, tables, {"results": results}, [ABOUT], "Peak memory", panels)

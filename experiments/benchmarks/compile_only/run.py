@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,9 +50,8 @@ class Config(records.Small):
     """Rows to compile, among hand-fp32, hand-tf32, hand-fp16, hand-bf16, jaxmp-fp32, jaxmp-tf32, jaxmp-bf16,
     autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled and jaxmp-fp16.
     (default: all)"""
-    target_config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """File with the description of another GPU than the H200, the text form of XLA's GpuTargetConfigProto. What is not
-    for the H200 is not compared with torch."""
+    target: str = "h200"
+    """GPU to compile for, as in jaxmp/inspect/targets.py. What is not for the H200 is not compared with torch."""
     layers: int = 0
     """Blocks of a transformer; 0 for 12. With fewer nothing is compared with torch."""
     hlo: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -103,10 +101,9 @@ def main(config: Config) -> list[dict[str, Any]]:
         chosen = {name: rows_of(name, config.variants, VARIANTS, "--variants") for name in cases}
         if not any(chosen.values()):
             raise ValueError(f"--variants {' '.join(config.variants)} are not of --models {' '.join(config.models)}")
-        device = targets.device_of(config.target_config.read_text() if config.target_config else _H200.text())
+        device = targets.device_of(targets.target_of(config.target).text())
         folder = run_folder("compile_only", config.run_dir)
-        packages = [name for name in ("jax-cuda13-plugin", "nvidia-cuda-nvcc") if _installed(name)]
-        where = {"target": device.device_kind, **environment(tuple(packages))}
+        where = {"target": device.device_kind, **environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc"))}
         has = kept.Kept(folder, 0, where, smoke=config.smoke)
         for name, case in cases.items():
             has.require_alike(f"{name}-*.json", sizes=dataclasses.asdict(case.sizes))
@@ -119,17 +116,9 @@ def main(config: Config) -> list[dict[str, Any]]:
                 text = folder / f"{name}-{key}.hlo.txt" if config.hlo else None
                 find = functools.partial(measure, case, row, device, text)
                 rows[key] = has.get(f"{name}-{key}", find, sizes=dataclasses.asdict(case.sizes))
-                rows[key] = {what: found for what, found in rows[key].items() if what not in ("setting", "environment")}
                 progress.advance(1, f"{key}: {rows[key]['peak'] / 2**20:,.0f} MiB", name)
             full = case.sizes == FULL[name] and device.device_kind == _H200.name
             about = {"name": name, "model": case.text, "smoke": config.smoke, "full": full}
             results += [{**about, "variants": rows}] if rows else []
     report.write(folder, kept.joined(has.environments), results)
     return results
-
-
-def _installed(package: str) -> bool:
-    try:
-        return bool(metadata.version(package))
-    except metadata.PackageNotFoundError:
-        return False

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import tyro
 
+from experiments.models.workloads import Sizes
+from experiments.report import plots
 from experiments.report.tables import Table, terminal
 from experiments.training import cli
 from experiments.training.runs import write_json
@@ -30,6 +33,29 @@ class Timed(Config):
     """Rounds of timing."""
     block_ms: float = 200.0
     """How long a turn should take, in milliseconds."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sized(Timed):
+    """Flags of what takes turns in any size; 0 is what suits the model and the device."""
+
+    batch_size: int = 0
+    """Examples a step."""
+    sequence: int = 0
+    """Tokens a sequence."""
+    layers: int = 0
+    """Layers."""
+    width: int = 0
+    """Width of the layers."""
+    vocabulary: int = 0
+    """Tokens there are."""
+
+    def sizes(self, on_gpu: Sizes, elsewhere: Sizes) -> Sizes:
+        """Those of the device, but for what the flags give."""
+        own = on_gpu if jax.default_backend() == "gpu" else elsewhere
+        given = {"batch_size": self.batch_size, "length": self.sequence, "layers": self.layers, "width": self.width}
+        given["vocabulary"] = self.vocabulary
+        return dataclasses.replace(own, **{name: value for name, value in given.items() if value})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,19 +92,6 @@ def check(config: Config, **least: float) -> None:
             cli.require(f"the number of {flag}", len(value), 1)
 
 
-def facts(where: dict[str, str]) -> list[str]:
-    """Device, versions, date and command, a line each."""
-    return [f"- {name}: {value}" for name, value in where.items()]
-
-
-def show(folder: Path, where: dict[str, str], tables: Iterable[Table]) -> None:
-    """Prints tables, where they were measured, and where they are."""
-    console = terminal()
-    for table in tables:
-        table.show(console)
-    console.print(*facts(where), f"written to {folder}", sep="\n", markup=False, highlight=False, soft_wrap=True)
-
-
 def record(
     folder: Path,
     name: str,
@@ -88,19 +101,37 @@ def record(
     data: dict[str, Any],
     text: Iterable[str] = (),
     picture: str = "",
+    panels: Sequence[Sequence[plots.Panel]] = (),
+    caption: str = "",
 ) -> None:
-    """Writes a result, NAME.md and NAME.json, and shows it.
+    """Writes a result, NAME.md, NAME.json and perhaps NAME.png, and shows it.
 
     Args:
       folder, name, title: of the run, of the files, and of the page.
       where: device, versions, date and command.
       tables, data: of the page, and all figures, to which ``where`` is added.
       text: paragraphs before the tables.
-      picture: what NAME.png shows, if there is one.
+      picture, panels, caption: what NAME.png shows, if there is one, and what stands below it before device and date.
     """
     shown = [f"![{picture}]({name}.png)"] if picture else []
-    lines = [f"# {title}", "", *facts(where), ""]
+    facts = [f"- {what}: {value}" for what, value in where.items()]
+    lines = [f"# {title}", "", *facts, ""]
     lines += [line for paragraph in (*text, *shown) for line in (paragraph, "")]
     (folder / f"{name}.md").write_text("\n".join([*lines, *(table.markdown() for table in tables)]))
     write_json(folder / f"{name}.json", {"environment": where, **data})
-    show(folder, where, tables)
+    if panels:
+        device = f"compiled for {where['target']}" if "target" in where else where["device"]
+        plots.panels(panels, folder / f"{name}.png", f"{caption}{device}, {where['date'][:10]}")
+    console = terminal()
+    for table in tables:
+        table.show(console)
+    console.print(*facts, f"written to {folder}", sep="\n", markup=False, highlight=False, soft_wrap=True)
+
+
+def difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
+    """Which products two programs have not in common, in words."""
+    return ", ".join(
+        f"{ours.get(name, 0)} {name} for {theirs.get(name, 0)}"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name, 0) != theirs.get(name, 0)
+    )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from experiments.benchmarks.train_step.results import Results
 from experiments.benchmarks.train_step.rows import ROWS
 from experiments.models.workloads import FULL
+from experiments.report.goals import Goal, share
 
 
 class Limits(NamedTuple):
@@ -49,50 +50,6 @@ RECORDED = {
     "bert": Recorded(13_938, 51_175),
     "gpt2": Recorded(8_648, 37_793),
 }
-
-
-class Goal(NamedTuple):
-    """A figure and what it is to reach.
-
-    Attributes:
-      key: what is judged, whether it was run or only compiled.
-      name: the same in words.
-      value: the figure; None if it was not measured.
-      limit: None for a figure that only belongs to a goal.
-      least: whether it is to be at least the limit; otherwise at most.
-      form: the figure's format.
-    """
-
-    key: str
-    name: str
-    value: float | None
-    limit: float | None
-    least: bool = False
-    form: str = ".3f"
-
-    @property
-    def met(self) -> bool:
-        """Whether the figure reaches the limit; both must be there."""
-        return self.value >= self.limit if self.least else self.value <= self.limit
-
-    def sentence(self) -> str:
-        """Met, NOT MET or not measured, with the figure and the limit."""
-        figure = self.name if self.value is None else f"{self.name} is {self.value:{self.form}}"
-        if self.limit is None:
-            return figure
-        verdict = "not measured" if self.value is None else "met" if self.met else "NOT MET"
-        return f"{verdict}: {figure}, the goal at {'least' if self.least else 'most'} {self._limit(self.form)}"
-
-    def cell(self, form: str = "", mark: str = "") -> str:
-        """The same in a table; empty if it was not measured."""
-        if self.value is None:
-            return ""
-        form = form or self.form
-        bound = f"{'≥' if self.least else '≤'} {self._limit(form)}"
-        return f"{'✓' if self.met else '✗'} {self.value:{form}}{mark} ({bound})"
-
-    def _limit(self, form: str) -> str:
-        return f"{self.limit:{'.0%' if '%' in form else 'g'}}"
 
 
 def goals(results: Results) -> list[Goal]:
@@ -141,11 +98,6 @@ def sentences(results: Results) -> list[str]:
     if results.about["sizes"] != dataclasses.asdict(FULL[results.about["model"]]):
         return ["The goals are for the sizes of the field: not judged here."]
     return [goal.sentence() for goal in goals(results)]
-
-
-def share(part: float | None, whole: float | None) -> float | None:
-    """The one over the other, if both are known."""
-    return None if part is None or not whole else part / whole
 
 
 def saved(needed: float | None) -> float | None:

@@ -19,13 +19,15 @@ from typing import Any
 
 import jax
 
-from experiments.benchmarks.train_step import energy, jax_steps, profiling
+from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Pass, Prepared, Row
-from experiments.measure import flops, memory, timing
+from experiments.measure import energy, flops, memory, profiling, timing
 from experiments.models.workloads import Workload
 from experiments.training.runs import strict_json
 
 OUT_OF_MEMORY = "out of memory"
+PATIENCE = 300.0
+"""Seconds that a row alone may take: what hangs is not to take the time of all others."""
 
 
 def reason(error: BaseException) -> str:
@@ -134,7 +136,12 @@ def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Calla
 
 
 def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(f"{os.getpid()}\n")
+    try:
+        out, err = process.communicate(f"{os.getpid()}\n", PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"error": f"its process had not ended after {PATIENCE:g} s"}
     if process.returncode:
         last = next(iter(err.strip().splitlines()[::-1]), "no word on stderr")
         return {"error": f"its process ended with code {process.returncode}: {last[:160]}"}

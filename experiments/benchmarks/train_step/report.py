@@ -10,6 +10,7 @@ from experiments.benchmarks.train_step import goals as train_step_goals
 from experiments.benchmarks.train_step.results import Results, read
 from experiments.benchmarks.train_step.rows import ROWS, Pass, rows_of
 from experiments.report import plots
+from experiments.report.goals import share
 from experiments.report.tables import Table, spread
 from experiments.training import kept
 
@@ -60,7 +61,7 @@ def _cells(results: Results, which: Pass, key: str) -> list[str]:
         _cell(ratio and ratio[1], ".3f"),
         _cell(ms and 1000 * results.about["items"] / ms, ",.0f"),
         _cell(memory and memory / 2**20, ",.1f") + (" c" if memory and found.get("peak") is None else ""),
-        _cell(train_step_goals.share(memory, other), ".3f"),
+        _cell(share(memory, other), ".3f"),
         _cell(compiled and compiled / 2**20, ",.1f"),
         _cell(results.utilisation(which, key), ".1%"),
         _cell(found.get("tensor_flops"), ".1%"),
@@ -93,10 +94,9 @@ def write(folder: Path) -> dict[str, Results]:
         figures = {which: {key: each.figures(which, key) for key in rows_of(name)} for which in passes}
         models[name] = {**about, "goals": train_step_goals.sentences(each), **figures, "turns": each.turns}
     grid = list(zip(*map(pictures, results.values()), strict=True))
-    plots.panels(grid, folder / "train_step.png", f"{where['device']}, {where['date'][:10]}")
     text, data = [EXPLANATION, ceiling.sentence(ceilings)], {"ceiling": ceilings, "models": models}
     title, shows = "A train step in mixed precision", "milliseconds and peak memory of a train step"
-    records.record(folder, "train_step", title, where, tables, data, text, shows)
+    records.record(folder, "train_step", title, where, tables, data, text, shows, grid)
     return results
 
 

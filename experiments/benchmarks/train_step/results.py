@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
-from experiments.benchmarks.train_step.rows import FLOPS_DTYPES, ROWS, Pass, broken
+from experiments.benchmarks.train_step.rows import ROWS, Pass, broken
 from experiments.measure import timing
 from experiments.models.workloads import NAMES
 from experiments.training import kept
@@ -83,7 +83,7 @@ class Results:
 
     def utilisation(self, which: Pass, row: str) -> float | None:
         """The model's FLOPs a second, as a share of the fastest product of the row's dtype."""
-        best = self.ceiling.get("best", {}).get(FLOPS_DTYPES[ROWS[row].precision])
+        best = self.ceiling.get("best", {}).get(ROWS[row].precision)
         found = self.figures(which, row)
         if best is None or "ms" not in found:
             return None

@@ -11,8 +11,8 @@ from typing import Any, Literal
 Precision = Literal["bf16", "fp16", "tf32", "fp32"]
 Library = Literal["jaxmp", "autocast", "unprepared", "hand", "jmp", "flax", "torch", "compile"]
 Pass = Literal["train", "forward"]
-FLOPS_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tensorfloat32", "fp32": "float32"}
-"""The column of benchmarks.ceiling that bounds a precision."""
+PEERS = ("jmp", "torch")
+"""The packages that rows need beside JAX's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Row:
     @property
     def missing(self) -> str | None:
         """The package that it needs and that is not installed."""
-        package = {"torch": "torch", "compile": "torch", "jmp": "jmp"}.get(self.library)
+        package = "torch" if self.torch else "jmp" if self.library == "jmp" else None
         return package if package and importlib.util.find_spec(package) is None else None
 
 
@@ -80,11 +80,6 @@ ROWS: dict[str, Row] = {
     "compile-fp32": Row("torch.compile, fp32", "compile", "fp32"),
 }  # fmt: skip
 """Every row, by the name that ``--rows`` takes."""
-
-
-def peers() -> tuple[str, ...]:
-    """The packages that rows need beside JAX's own and that are installed."""
-    return tuple(name for name in ("jmp", "torch") if importlib.util.find_spec(name) is not None)
 
 
 def rows_of(

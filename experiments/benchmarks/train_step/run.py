@@ -27,9 +27,9 @@ from typing import Any
 import jax
 
 from experiments.benchmarks.shared import records
-from experiments.benchmarks.train_step import ceiling, jax_steps, measure, report, sweeps
+from experiments.benchmarks.train_step import ceiling, jax_steps, looks, measure, report
 from experiments.benchmarks.train_step.config import Config, case_of
-from experiments.benchmarks.train_step.rows import ROWS, Pass, Row, peers, rows_of
+from experiments.benchmarks.train_step.rows import PEERS, ROWS, Pass, Row, rows_of
 from experiments.measure.environment import environment, require_gpu
 from experiments.models.workloads import Workload
 from experiments.report.progress import Progress
@@ -53,10 +53,14 @@ class Measurement:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
-        where = environment(peers())
+        where = environment(PEERS)
         lengths = {name: getattr(config, name) for name in ("rounds", "block_ms", "energy_s")}
         self.has = kept.Kept(folder, config.minutes, where, smoke=config.smoke, **lengths)
         self.cases = [case_of(name, config) for name in config.models]
+        self.rows = {
+            case: {key: row for key, row in rows_of(case.name, config.rows).items() if row.missing is None}
+            for case in self.cases
+        }
         self.has.require_alike("ceiling.json")
         for case in self.cases:
             self.has.require_alike(f"*-{case.name}-*.json", sizes=dataclasses.asdict(case.sizes))
@@ -68,15 +72,15 @@ class Measurement:
         """
         progress.advance(0, "matrix products", "ceilings")
         self.has.get("ceiling", lambda: ceiling.ceilings(self.config.smoke))
-        rows = {case: _installed(rows_of(case.name, self.config.rows)) for case in self.cases}
         for case in self.cases:
-            self._alone(case, rows[case], progress)
+            self._alone(case, progress)
         turns = list(itertools.product(self.cases, self.config.passes))
-        turns.sort(key=lambda turn: bool(self.has.read(self._turns(*turn, rows[turn[0]])[1])))  # second tries last
+        turns.sort(key=lambda turn: bool(self.has.read(self._turns(*turn)[1])))  # second tries last
         for case, which in turns:
-            self._together(case, which, rows[case], progress)
+            self._together(case, which, progress)
 
-    def _alone(self, case: Workload, rows: dict[str, Row], progress: Progress) -> None:
+    def _alone(self, case: Workload, progress: Progress) -> None:
+        rows = self.rows[case]
         lacking = {key: self._not_yet(case, key, row) for key, row in rows.items()}
         todo = sorted((key for key in rows if lacking[key]), key=lambda key: bool(self._known(case, key)))  # new first
         progress.advance(len(rows) - len(todo), "measured before", case.name)
@@ -94,14 +98,17 @@ class Measurement:
             self._save(f"alone-{case.name}-{key}", case, {"row": key, **known, **find()})
             progress.advance(1, f"{rows[key].label}, alone", case.name)
 
-    def _turns(self, case: Workload, which: Pass, rows: dict[str, Row]) -> tuple[dict[str, Row], str]:
+    def _turns(self, case: Workload, which: Pass) -> tuple[dict[str, Row], str]:
         """The rows that can take turns, and the name of their times."""
-        able = {key: row for key, row in rows.items() if "error" not in self._known(case, key).get(which, {"error": 1})}
+        able = {
+            key: row for key, row in self.rows[case].items()
+            if "error" not in self._known(case, key).get(which, {"error": ""})
+        }  # fmt: skip
         digest = hashlib.sha1(" ".join(able).encode()).hexdigest()[:8]  # the same rows are not timed again
         return able, f"together-{case.name}-{which}-{digest}"
 
-    def _together(self, case: Workload, which: Pass, rows: dict[str, Row], progress: Progress) -> None:
-        able, name = self._turns(case, which, rows)
+    def _together(self, case: Workload, which: Pass, progress: Progress) -> None:
+        able, name = self._turns(case, which)
         again = f"{name}-again"  # each try may have times that the other has not
         tries = [found["rows"] for found in (self.has.read(name), self.has.read(again)) if found]
         rounds, block_ms = self.config.length
@@ -140,10 +147,6 @@ class Measurement:
         return [which for which in asked if "error" in known.get(which, {"error": ""})]
 
 
-def _installed(rows: dict[str, Row]) -> dict[str, Row]:
-    return {key: row for key, row in rows.items() if row.missing is None}
-
-
 def _to_try_again(tries: list[dict[str, Any]]) -> bool:
     """Whether rows failed in turn, but for want of memory beside the others: nothing has changed about that."""
     timed = {key for rows in tries for key, row in rows.items() if "milliseconds" in row}
@@ -163,8 +166,8 @@ def check(config: Config) -> None:
         if len(config.models) != 1:
             raise ValueError(f"--alone is of one model, got --models {' '.join(config.models)}; name one of them")
         return
-    if config.sweep or config.busy:
-        sweeps.check(config)
+    if config.look:
+        looks.check(config)
     if not config.report_only:
         require_gpu(config.smoke)
     elif config.run_dir is None or not config.run_dir.is_dir():
@@ -192,12 +195,11 @@ def main(config: Config) -> Any:
             measure_alone(config)
             return {}
         folder = run_folder("train_step", config.run_dir).absolute()
-        looks = config.sweep or config.busy
-        measurement = None if config.report_only or looks else Measurement(config, folder)
-    if looks:
-        return sweeps.run(config, folder)
+        measurement = None if config.report_only or config.look else Measurement(config, folder)
+    if config.look:
+        return looks.run(config, folder)
     if measurement:
-        total = sum(len(_installed(rows_of(name, config.rows))) for name in config.models)
+        total = sum(map(len, measurement.rows.values()))
         with measure.caches_in(folder / "cache"), Progress("train step", total) as progress:
             measurement.run(progress)
     with cli.bad_values_end_it():

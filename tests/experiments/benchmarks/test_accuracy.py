@@ -85,7 +85,7 @@ def line(monkeypatch):
     """The benchmark with this task in place of the images, and the runs that it has prepared; nothing is drawn."""
     prepared = []
     monkeypatch.setattr(plots, "curves", lambda *_: None)
-    monkeypatch.setattr(accuracy_report, "picture", lambda *_: None)
+    monkeypatch.setattr(plots, "panels", lambda *_: None)
 
     def prepare(config):
         prepared.append((config.policy, config.loss_scale))
@@ -214,10 +214,15 @@ def test_the_report_says_what_was_trained_where_and_how(line, tmp_path, capsys):
     assert "- data: drawn at random" in text
 
 
-def test_the_picture_has_the_curves_of_every_task_and_is_small(tmp_path):
-    accuracy_report.write(images("float32", [0.8, 0.9]) + images("mixed_bfloat16", [0.7, 0.8]) + texts([2.0]), tmp_path)
+def test_the_picture_has_what_every_policy_reached_and_how_far_that_is_from_float32(tmp_path):
+    runs = images("float32", [0.8, 0.9]) + images("mixed_bfloat16", [0.7, 0.82]) + images("O3", [float("nan")] * 2)
+    reached, far = accuracy_report.pictures("images", accuracy_report.by_variant(runs)["images"])
+    assert list(reached.bars) == list(far.bars) == ["float32", "mixed_bfloat16", "O3"]
+    assert reached.dots[""] == {"float32": (0.8, pytest.approx(0.85), 0.9), "mixed_bfloat16": (0.7, 0.76, 0.82)}
+    assert far.dots[""] == {"float32": (0, 0, 0), "mixed_bfloat16": pytest.approx((-10, -9, -8))}
+    accuracy_report.write(runs + texts([2.0]), tmp_path)
     with Image.open(tmp_path / "accuracy.png") as image:
-        assert image.width > 1000 and len(image.convert("L").getcolors()) > 20
+        assert image.width > 900 and len(image.convert("L").getcolors()) > 20
     assert (tmp_path / "accuracy.png").stat().st_size < 300_000
 
 
@@ -373,10 +378,3 @@ def test_the_table_has_ratios_to_float32():
     console = rich.console.Console(file=io.StringIO(), width=180)
     table.show(console)
     assert "40 MiB" in table.markdown() and "40 MiB" in console.file.getvalue()
-
-
-def test_a_difference_between_curves_ends_where_the_shorter_one_does():
-    long = record("gpt2", "any", 0, {}, test={"step": [1.0, 2.0], "loss": [2.0, 2.2], "accuracy": [0.1, 0.2]})
-    short = record("gpt2", "any", 0, {}, test={"step": [1.0], "loss": [2.1], "accuracy": [0.1]})
-    steps, differences = accuracy_report.difference_curve("gpt2", short["test"], long["test"])
-    assert steps == [1.0] and differences == pytest.approx([5.0])

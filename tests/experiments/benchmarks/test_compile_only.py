@@ -118,6 +118,7 @@ def test_without_the_assembler_the_error_says_so(monkeypatch):
     ("flags", "text"),
     [
         ({"variants": ("jaxmp-bf17",)}, "--variants must be among hand-fp32, hand-tf32"),
+        ({"target": "h20"}, "one of h200, h100, a100"),
         ({"layers": -1}, "--layers must be at least 0, got -1"),
         ({"models": ()}, "the number of --models must be at least 1, got 0"),
         (
@@ -133,13 +134,6 @@ def test_bad_flags_end_it_with_one_line(flags, text, capsys):
     assert text in error and error.count("\n") == 1
 
 
-def test_a_file_that_describes_no_gpu_is_an_error(compiler, tmp_path, capsys):
-    (tmp_path / "gpu.txtpb").write_text("cores { 132 }")
-    with pytest.raises(SystemExit, match="2"):
-        compile_only.main(compile_only.Config(target_config=tmp_path / "gpu.txtpb"))
-    assert "must be the text form of XLA's GpuTargetConfigProto" in capsys.readouterr().err
-
-
 # Compiling.
 
 
@@ -148,6 +142,11 @@ def compiler():
     """What compiles for a GPU that is not there; `.ci/setup.sh` installs it beside the newest Python."""
     if reason := targets.missing():
         pytest.skip(reason)
+
+
+def test_what_describes_no_gpu_is_an_error(compiler):
+    with pytest.raises(ValueError, match="must be the text form of XLA's GpuTargetConfigProto"):
+        targets.device_of("cores { 132 }")
 
 
 def test_half_attention_is_compiled_for_cudnn_without_having_it(compiler):

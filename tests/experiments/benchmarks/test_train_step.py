@@ -231,13 +231,9 @@ def test_every_row_of_torch_knows_what_it_needs(monkeypatch):
         (train_step.Config(smoke=True, block_ms=float("nan")), "--block-ms must be at least 0.1, got nan"),
         (train_step.Config(smoke=True, models=()), "the number of --models must be at least 1, got 0"),
         (train_step.Config(alone="hand-bf16"), "--alone is of one model, got --models resnet50 bert gpt2"),
-        (
-            train_step.Config(smoke=True, sweep="depth", busy=True),
-            "--sweep and --busy are measured one after the other",
-        ),
-        (train_step.Config(sweep="width", report_only=True), "write their report when they measure, got --report-only"),
-        (train_step.Config(smoke=True, sweep="width", models=("resnet50",)), "--sweep is of transformers, which have"),
-        (train_step.Config(smoke=True, busy=True, passes=("forward",)), "are of the train step, got --passes forward"),
+        (train_step.Config(look="width", report_only=True), "writes its report when it measures, got --report-only"),
+        (train_step.Config(smoke=True, look="width", models=("resnet50",)), "is at transformers, which have one, got"),
+        (train_step.Config(smoke=True, look="busy", passes=("forward",)), "is at the train step, got --passes forward"),
     ],
 )
 def test_a_bad_flag_ends_the_benchmark_with_one_line(config, text, capsys):

@@ -30,7 +30,7 @@ def results_of(**rows):
     turns = {name: {"milliseconds": [ms, ms, ms]} for name, (ms, _) in rows.items()}
     found = {"tensor_flops": 0.995, "flops": {"float16": 985, "tensorfloat32": 10, "float32": 5}}
     alone = {name: {"train": {"peak": mib * 2**20, **found}} for name, (_, mib) in rows.items()}
-    return report.Results({**about, "model_flops": 2e12}, alone, {"train": [turns]}, {"best": {"bfloat16": 400.0}})
+    return report.Results({**about, "model_flops": 2e12}, alone, {"train": [turns]}, {"best": {"bf16": 400.0}})
 
 
 def test_goals_are_met_or_not_with_their_figures_against_the_faster_dtype_of_the_peer():

@@ -12,9 +12,8 @@ import pytest
 from benchmark_tools import SMALL
 
 from experiments.benchmarks.train_step import config as train_step_config
-from experiments.benchmarks.train_step import measure, report
+from experiments.benchmarks.train_step import looks, measure, report
 from experiments.benchmarks.train_step import run as train_step
-from experiments.benchmarks.train_step import sweeps as train_step_sweeps
 from experiments.benchmarks.train_step.rows import Prepared
 from experiments.training import kept
 
@@ -50,7 +49,7 @@ def test_a_run_writes_tables_a_picture_and_all_figures(quick, tmp_path, capsys):
     assert model["train"]["flax-fp16"]["error"] == "RuntimeError: no such kernel"
     assert "loss" not in model["forward"]["jaxmp-bf16"]
     assert model["goals"] == ["The goals are for the sizes of the field: not judged here."]
-    assert set(written["ceiling"]["best"]) == {"float32", "bfloat16", "float16"}
+    assert set(written["ceiling"]["best"]) == {"fp32", "bf16", "fp16"}
     markdown, (printed, said) = (tmp_path / "train_step.md").read_text(), capsys.readouterr()
     assert "RuntimeError: no such kernel\n" in said and "in prepare" in said  # where it was raised
     assert said.endswith("error: a smoke test is to see that everything runs, but flax-fp16 did not; see above\n")
@@ -297,7 +296,7 @@ def test_the_sweeps_say_where_half_precision_pays(quick, tmp_path, capsys, monke
     rows = ("jaxmp-bf16", "jaxmp-tf32")
     for axis, values in (("width", "128, 64"), ("depth", "2, 1")):
         train_step.main(
-            train_step.Config(smoke=True, models=("gpt2", "resnet50"), rows=rows, sweep=axis, run_dir=tmp_path)
+            train_step.Config(smoke=True, models=("gpt2", "resnet50"), rows=rows, look=axis, run_dir=tmp_path)
         )
         first, second = values.split(", ")
         gains = f"by {axis}: 1.50× at {first}, 0.75× at {second} (does not pay)\n"
@@ -320,10 +319,10 @@ def test_a_sweep_that_is_cut_goes_on_with_the_widths_that_are_missing(quick, tmp
 
     monkeypatch.setattr(measure, "together", one_each)
     config = train_step.Config(
-        smoke=True, models=("gpt2",), rows=("jaxmp-bf16",), sweep="width", run_dir=tmp_path, minutes=5
+        smoke=True, models=("gpt2",), rows=("jaxmp-bf16",), look="width", run_dir=tmp_path, minutes=5
     )
     with monkeypatch.context() as patched:
-        patched.setattr(train_step_sweeps.kept, "Clock", Late)
+        patched.setattr(looks.kept, "Clock", Late)
         found = train_step.main(config)
         assert len(found["gpt2"]["points"]) == len(timed) == 1
     assert capsys.readouterr().out.endswith(f"{kept.UNFINISHED}\n")
@@ -340,12 +339,12 @@ def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
         return {"value": value, "milliseconds": {key: [5.0 if "tf32" in key else 4.0] for key in keys}, "errors": {}}
 
     def notes(*points):
-        return train_step_sweeps.table({"axis": "width", "text": "GPT-2, small", "points": points}).notes
+        return looks.table({"axis": "width", "text": "GPT-2, small", "points": points}).notes
 
     alone, beside = point("64", "jaxmp-bf16", "torch-fp32"), point("128", "jaxmp-bf16", "jaxmp-tf32")
-    missing = "not compared at width 64: not measured there beside jaxmp, TF32"
-    assert notes(alone) == (f"jaxmp, bf16: {missing}",)  # and torch's float32 is not half
-    assert notes(beside, alone) == (f"jaxmp, bf16: faster than jaxmp, TF32 by width: 1.25× at 128; {missing}",)
+    start, missing = "jaxmp, bf16: faster than jaxmp, TF32 by width:", "not measured at 64"
+    assert notes(alone) == (f"{start} {missing}",)  # and torch's float32 is not half
+    assert notes(beside, alone) == (f"{start} 1.25× at 128, {missing}",)
 
 
 @pytest.mark.parametrize(
@@ -364,10 +363,10 @@ def test_what_is_broken_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(
         return {key: broken if key == "jaxmp-fp16" else each for key, each in together(prepared, *args).items()}
 
     monkeypatch.setattr(measure, "together", breaks)
-    monkeypatch.setattr(train_step_sweeps, "busy_cores", contextlib.nullcontext)
+    monkeypatch.setattr(looks, "busy_cores", contextlib.nullcontext)
     config = train_step.Config(smoke=True, models=("gpt2",), rows=("jaxmp-fp16", "jaxmp-tf32"), run_dir=tmp_path)
-    train_step.main(dataclasses.replace(config, sweep="width"))
-    train_step.main(dataclasses.replace(config, busy=True))
+    train_step.main(dataclasses.replace(config, look="width"))
+    train_step.main(dataclasses.replace(config, look="busy"))
     for name in ("width", "busy"):
         found = json.loads((tmp_path / f"train_step_{name}.json").read_text())["models"]["gpt2"]
         for point in found["points"]:
@@ -378,7 +377,7 @@ def test_what_is_broken_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(
 
 def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp_path, monkeypatch):
     seen, working = [], []
-    together, busy_cores = measure.together, train_step_sweeps.busy_cores
+    together, busy_cores = measure.together, looks.busy_cores
 
     @contextlib.contextmanager
     def watched():
@@ -386,13 +385,15 @@ def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp
             working.extend(processes)
             yield
 
-    monkeypatch.setattr(train_step_sweeps, "busy_cores", watched)
+    monkeypatch.setattr(looks, "busy_cores", watched)
     monkeypatch.setattr(
         measure,
         "together",
         lambda *args: seen.append(sum(each.poll() is None for each in working)) or together(*args),
     )
-    train_step.main(train_step.Config(smoke=True, models=("bert",), rows=("jaxmp-bf16",), busy=True, run_dir=tmp_path))
+    train_step.main(
+        train_step.Config(smoke=True, models=("bert",), rows=("jaxmp-bf16",), look="busy", run_dir=tmp_path)
+    )
     assert seen == [0, 1, 0, 1] and all(each.poll() is not None for each in working)
     found = json.loads((tmp_path / "train_step_busy.json").read_text())["models"]["bert"]
     assert [point["value"] for point in found["points"]] == ["idle", "busy"]

@@ -15,7 +15,7 @@ from typing import Any
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps, measure
 from experiments.benchmarks.train_step.config import Config, case_of
-from experiments.benchmarks.train_step.rows import ROWS, broken, peers, rows_of
+from experiments.benchmarks.train_step.rows import PEERS, ROWS, broken, rows_of
 from experiments.measure import timing
 from experiments.measure.environment import environment
 from experiments.models.workloads import Name, Workload
@@ -23,9 +23,9 @@ from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli, kept
 
-SWEEPS = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1)}
-SMOKE_SWEEPS = {"width": (128, 64), "depth": (2, 1)}
-FIELDS = {"width": "width", "depth": "layers"}
+VALUES = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1), "busy": (0,)}
+SMOKE_VALUES = {"width": (128, 64), "depth": (2, 1), "busy": (0,)}
+"""Widths and depths; 0 is that of the model."""
 BASE = "jaxmp-tf32"
 SWEEP_ROWS = ("jaxmp-bf16", "jaxmp-fp16", BASE)
 """Half precision against what JAX does by itself."""
@@ -37,58 +37,51 @@ Point = dict[str, Any]
 
 
 def check(config: Config) -> None:
-    """Checks the flags that sweeps and a busy host have to do with.
+    """Checks the flags that ``--look`` has to do with.
 
     Raises:
       ValueError: there is nothing to measure, or a flag that would be ignored.
     """
-    if config.sweep and config.busy:
-        raise ValueError("--sweep and --busy are measured one after the other; give one of them")
     if config.report_only:
-        raise ValueError("--sweep and --busy write their report when they measure, got --report-only; leave it out")
+        raise ValueError("--look writes its report when it measures, got --report-only; leave it out")
     if "train" not in config.passes:
-        raise ValueError("--sweep and --busy are of the train step, got --passes forward")
+        raise ValueError("--look is at the train step, got --passes forward")
     if not _models(config):
-        raise ValueError("--sweep is of transformers, which have a width and a depth, got --models resnet50")
+        raise ValueError("--look at a width or a depth is at transformers, which have one, got --models resnet50")
 
 
 def run(config: Config, folder: Path) -> dict[str, Any]:
     """Measures what the flags ask for, and writes and shows its tables."""
-    name, points = config.sweep or "busy", dict[Name, list[Point]]()
+    look, results = config.look, dict[Name, Any]()
     setting = {field: getattr(config, field) for field in ("rows", "rounds", "block_ms", "smoke")}
-    has = kept.Kept(folder, config.minutes, environment(peers()), **setting)
-    values = (SMOKE_SWEEPS if config.smoke else SWEEPS)[config.sweep] if config.sweep else (0,)
+    has = kept.Kept(folder, config.minutes, environment(PEERS), **setting)
+    size = "layers" if look == "depth" else "width"
     cases = [
-        (
-            f"{name}-{model}-{value}",
-            str(value),
-            case_of(model, config, **({FIELDS[name]: value} if config.sweep else {})),
-        )
+        (f"{look}-{model}-{value}", str(value), case_of(model, config, **{size: value}))
         for model in _models(config)
-        for value in values
+        for value in (SMOKE_VALUES if config.smoke else VALUES)[look]
     ]
     with cli.bad_values_end_it():
         for record, _, case in cases:
             has.require_alike(f"{record}.json", sizes=dataclasses.asdict(case.sizes))
-    with measure.caches_in(folder / "cache"), Progress(name, len(cases)) as progress:
+    with measure.caches_in(folder / "cache"), Progress(look, len(cases)) as progress:
         for record, value, case in cases:
             find = functools.partial(_points, case, config, value, progress)
             if found := has.get(record, find, sizes=dataclasses.asdict(case.sizes)):
-                points.setdefault(case.name, []).extend(found["points"])
-            progress.advance(1, f"{name} {value}", case.name)
-    text = {model: case_of(model, config).text for model in points}
-    results = {model: {"axis": name, "text": text[model], "points": own} for model, own in points.items()}
+                about = {"axis": look, "text": case_of(case.name, config).text, "points": []}
+                results.setdefault(case.name, about)["points"] += found["points"]
+            progress.advance(1, f"{look} {value}", case.name)
     where = kept.joined(has.environments) if results else has.where
-    title = f"Half precision by {name}" if config.sweep else f"A train step while {os.cpu_count()} cores are busy"
+    title = f"A train step while {os.cpu_count()} cores are busy" if look == "busy" else f"Half precision by {look}"
     tables = [table(result) for result in results.values()]
-    records.record(folder, f"train_step_{name}", title, where, tables, {"models": results})
+    records.record(folder, f"train_step_{look}", title, where, tables, {"models": results})
     has.end()
     return results
 
 
 def _points(case: Workload, config: Config, value: str, progress: Progress) -> dict[str, Any]:
     """The train step at one width or depth; or with idle cores and with busy ones, block by block in turn."""
-    chosen = rows_of(case.name, config.rows or (SWEEP_ROWS if config.sweep else BUSY_ROWS))
+    chosen = rows_of(case.name, config.rows or (BUSY_ROWS if config.look == "busy" else SWEEP_ROWS))
     errors = {key: f"not installed: {row.missing}" for key, row in chosen.items() if row.missing}
     there = {key: row for key, row in chosen.items() if not row.missing}
     prepared, failed = measure.prepare_all(
@@ -96,8 +89,8 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
     )
     errors |= failed
     rounds, block_ms = config.length
-    blocks = 1 if config.sweep else min(BUSY_BLOCKS, rounds)
-    found: dict[str, dict[str, list[float]]] = {each: {} for each in ([value] if config.sweep else ["idle", "busy"])}
+    labels, blocks = (("idle", "busy"), min(BUSY_BLOCKS, rounds)) if config.look == "busy" else ((value,), 1)
+    found: dict[str, dict[str, list[float]]] = {label: {} for label in labels}
     for _ in range(blocks):
         for label, times in found.items():
             progress.advance(0, f"timing, {label}", case.name)
@@ -136,7 +129,8 @@ def table(result: dict[str, Any]) -> Table:
         times = {key: timing.quartiles(own)[1] for key, own in point["milliseconds"].items()}
         cells = (f"{times[key]:.4g}" if key in times else point["errors"].get(key, "") for key in keys)
         rows.append((point["value"], *cells))
-    notes = busy_notes(points) if axis == "busy" else [gain_note(points, key, axis) for key in keys if _half(key)]
+    half = [key for key in keys if ROWS[key].precision in jax_steps.HALF]
+    notes = busy_notes(points) if axis == "busy" else [gain_note(points, key, axis) for key in half]
     columns = ("cores" if axis == "busy" else axis, *(f"{ROWS[key].label}, ms" for key in keys))
     return Table(f"{result['text']}: the train step, {axis}", columns, rows, notes=tuple(notes))
 
@@ -149,22 +143,16 @@ def busy_notes(points: list[Point]) -> list[str]:
 
 def gain_note(points: list[Point], key: str, axis: str) -> str:
     """What a row in half gains over TF32 at each width or depth."""
-    gains, unknown = [], []
+    gains = []
     for point in points:
         own, base = (point["milliseconds"].get(each) for each in (key, BASE))
         if own and base:
             gain = timing.ratio(base, own)[1]
             gains.append(f"{gain:.2f}× at {point['value']}{' (does not pay)' if gain <= 1 else ''}")
         else:
-            unknown.append(point["value"])
-    lacking = [f"not compared at {axis} {', '.join(unknown)}: not measured there beside {ROWS[BASE].label}"]
-    gained = [f"faster than {ROWS[BASE].label} by {axis}: {', '.join(gains)}"] if gains else []
-    return f"{ROWS[key].label}: {'; '.join([*gained, *(lacking if unknown else [])])}"
+            gains.append(f"not measured at {point['value']}")
+    return f"{ROWS[key].label}: faster than {ROWS[BASE].label} by {axis}: {', '.join(gains)}"
 
 
 def _models(config: Config) -> list[Name]:
-    return [model for model in config.models if model != "resnet50" or not config.sweep]
-
-
-def _half(key: str) -> bool:
-    return ROWS[key].precision in jax_steps.HALF
+    return [model for model in config.models if model != "resnet50" or config.look == "busy"]
