@@ -148,7 +148,9 @@ def place() -> dict[str, Any]:
     )
     done = _captured([sys.executable, "-c", code])
     if done.returncode:
-        raise ValueError(f"JAX must find its device, but the process that asked for it ended with: {_last(done)}")
+        raise ValueError(
+            f"JAX must find its device, but the process that asked for it ended with: {_last_word(done.stderr)}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -159,10 +161,6 @@ def _environment() -> dict[str, str]:
 
 def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
-
-
-def _last(done: subprocess.CompletedProcess[str]) -> str:
-    return (done.stderr.strip().splitlines() or ["no word on stderr"])[-1]
 
 
 def foreseen(pieces: tuple[Piece, ...], here: dict[str, Any], small: bool) -> list[str]:
@@ -222,17 +220,17 @@ class Run:
         print(f"\n== {piece.name}: {piece.title} ({most})\n$ {shlex.join(['python', *command[1:]])}", flush=True)
         log, started = self.folder / f"{piece.name}.log", time.monotonic()
         self._keep(piece, "begun", 0.0)
-        code, cut, unfinished = _follow(command, log, 60 * minutes)
-        if cut and piece.benchmark == "train_step" and piece.result == "train_step":  # the others report at their end
+        code, unfinished = _follow(command, log, 60 * minutes)
+        if code and piece.benchmark == "train_step" and piece.result == "train_step":  # the others report at their end
             _captured([*command[:3], "--report-only", *command[-2:]])
         state, reason = "done", ""
-        if cut or unfinished:
+        if unfinished or (code and 0 < 60 * minutes <= time.monotonic() - started):
             state, reason = "begun", "cut: the minutes were up"
         elif code:
-            state, reason = "failed", f"{_last_word(log)} (exit code {code}; {log})"
+            state, reason = "failed", f"{_last_word(log.read_text(errors='replace'))} (exit code {code}; {log})"
         self._keep(piece, state, time.monotonic() - started, reason)
         print(f"== {piece.name}: {state}{f', {reason}' if reason else ''}", flush=True)
-        if state == "done" and piece.result and not self.config.smoke:
+        if piece.result and not self.config.smoke:
             self._publish(piece)
 
     def _keep(self, piece: Piece, state: str, seconds: float, reason: str = "") -> None:
@@ -241,7 +239,7 @@ class Run:
         self.has.save("gpu", {name: self._about[name] for name in ("pieces", "results")})
 
     def _publish(self, piece: Piece) -> None:
-        """Copies a result, and writes the README's tables from what there is."""
+        """Copies a result, whole or not, and writes the README's tables from what there is."""
         files = list((self.folder / (piece.folder or piece.name)).glob(f"{piece.result}.*"))
         if not files:
             return
@@ -251,9 +249,9 @@ class Run:
             shutil.copyfile(file, target / file.name)
         print(f"== its result is in {target}", flush=True)
         done = _captured([sys.executable, "-m", "experiments.report.readme"])
-        state, why = "done", ""
+        state, why = (self.of(piece)[name] for name in ("state", "reason"))
         if done.returncode:
-            state, why = "failed", f"it was measured, but the README's tables were not written: {_last(done)}"
+            state, why = "failed", f"the README's tables were not written: {_last_word(done.stderr)}"
         self._keep(piece, state, 0.0, why)
 
     def table(self, pieces: tuple[Piece, ...]) -> Table:
@@ -269,7 +267,7 @@ def _new_folder(result: str) -> str:
     return next(each for each in (name, *(f"{name}-{i}" for i in range(2, 100))) if not (RESULTS / each).exists())
 
 
-def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool, bool]:
+def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool]:
     """Runs a command, shows what it prints and keeps all it says in ``log``.
 
     Args:
@@ -278,7 +276,7 @@ def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool, b
       seconds: after which it is interrupted, and killed if that does not end it; 0 for no limit.
 
     Returns:
-      Its exit code, whether it was interrupted, and whether it said that not all is measured.
+      Its exit code, and whether it said that not all is measured.
     """
     limit = ["timeout", "--signal=INT", "--kill-after=15", f"{seconds:.1f}"] if seconds else []
     unfinished = False
@@ -296,12 +294,12 @@ def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool, b
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # of this process's own end, too: nothing goes on behind it
-    return code, bool(limit) and code in (124, 128 + signal.SIGKILL), unfinished
+    return code, unfinished
 
 
-def _last_word(log: Path) -> str:
-    """The line of a log that says why its command failed."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+def _last_word(said: str) -> str:
+    """The line that says why a command failed, of what it said."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it said nothing"])[-1][:300]
 

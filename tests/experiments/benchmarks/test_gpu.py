@@ -92,19 +92,28 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes
     assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
 
 
-def test_what_is_whole_is_copied_to_a_dated_folder_and_the_readme_is_written_again(on, tmp_path, monkeypatch):
+def test_what_is_there_is_copied_to_a_dated_folder_and_the_readme_is_written_after_each_piece(
+    on, tmp_path, monkeypatch, capsys
+):
     on(backend="gpu")
-    made = pieces(
-        monkeypatch, one="[(folder / name).write_text('x') for name in ('one.md', 'one.json', 'alone-one.json')]"
+    writes = (
+        "[(folder / f'one.{kind}').write_text('x') for kind in ('md', 'json')]; (folder / 'alone-one.json').touch()"
     )
-    monkeypatch.setattr(gpu, "PIECES", (dataclasses.replace(made[0], result="one"),))
+    part = "(folder / 'two.md').write_text('a part'); sys.exit('no such kernel')"
+    made = pieces(monkeypatch, one=writes, two=part, three="sys.exit(1)")
+    monkeypatch.setattr(gpu, "PIECES", tuple(dataclasses.replace(piece, result=piece.name) for piece in made))
     ran, run = [], subprocess.run
     monkeypatch.setattr(gpu.subprocess, "run", lambda command, **flags: ran.append(command) or run(["true"]))
     (tmp_path / "results" / f"one-{gpu.datetime.date.today():%Y%m%d}").mkdir(parents=True)  # of another run
-    gpu.main(gpu.Config(minutes=0, run_dir=tmp_path / "run"))
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main(gpu.Config(minutes=0, run_dir=tmp_path / "run"))
     (folder,) = (tmp_path / "results").glob("one-*-2")
     assert sorted(file.name for file in folder.iterdir()) == ["one.json", "one.md"]
-    assert ran == [[sys.executable, "-m", "experiments.report.readme"]]
+    (folder,) = (tmp_path / "results").glob("two-*")
+    assert [file.name for file in folder.iterdir()] == ["two.md"]
+    assert ran == [[sys.executable, "-m", "experiments.report.readme"]] * 2
+    assert states(tmp_path / "run") == {"one": "done", "two": "failed", "three": "failed"}
+    assert "no such kernel (exit code 1; " in capsys.readouterr().out
 
 
 def test_a_folder_has_pieces_of_one_device_and_one_size(on, tmp_path, capsys, monkeypatch):
