@@ -102,6 +102,28 @@ CASES = [
 ]
 
 
+def of_linen(model, variables):
+    """What a Linen model makes of X, and the gradients of its params."""
+
+    def loss(params):
+        out = model.apply({**variables, "params": params}, X)
+        return jnp.sum(out.astype("float32") ** 2), out
+
+    (_, out), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    return out, grads
+
+
+def of_nnx(model):
+    """The same of a model in NNX."""
+
+    def loss(model):
+        out = model(X)
+        return jnp.sum(out.astype("float32") ** 2), out
+
+    (_, out), grads = nnx.value_and_grad(loss, has_aux=True)(model)
+    return out, nnx.to_pure_dict(nnx.as_pure(grads))
+
+
 @pytest.mark.parametrize(("adapter", "policy", "overrides"), CASES, ids=str)
 def test_a_wrapped_linen_module_computes_as_under_linens_own_adapter(adapter, policy, overrides):
     model = getattr(jaxmp.nnx, adapter)(to_nnx(), policy, overrides)
@@ -110,19 +132,10 @@ def test_a_wrapped_linen_module_computes_as_under_linens_own_adapter(adapter, po
     stored = jax.eval_shape(linen.init, jax.random.key(0), X)
     assert dtypes(variables) == dtypes(stored)
 
-    def loss(params):
-        out = linen.apply({**variables, "params": params}, X)
-        return jnp.sum(out.astype("float32") ** 2), out
-
-    (_, want), want_grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
-
-    def nnx_loss(model):
-        out = model(X)
-        return jnp.sum(out.astype("float32") ** 2), out
-
-    (_, out), grads = nnx.value_and_grad(nnx_loss, has_aux=True)(model)
+    want, want_grads = of_linen(linen, variables)
+    out, grads = of_nnx(model)
     same_bits(out, want)
-    same_bits(nnx.to_pure_dict(nnx.as_pure(grads)), want_grads)
+    same_bits(grads, want_grads)
     assert model_products(model, X) == products(linen.apply, variables, X)
 
 
@@ -243,19 +256,10 @@ def test_a_wrapped_nnx_module_computes_as_under_nnxs_own_adapter(adapter, policy
     for collection in variables.values():
         nnx.update(model, collection)
 
-    def loss(params):
-        out = linen.apply({**variables, "params": params}, X)
-        return jnp.sum(out.astype("float32") ** 2), out
-
-    (_, got), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
-
-    def nnx_loss(model):
-        out = model(X)
-        return jnp.sum(out.astype("float32") ** 2), out
-
-    (_, want), want_grads = nnx.value_and_grad(nnx_loss, has_aux=True)(model)
+    got, grads = of_linen(linen, variables)
+    want, want_grads = of_nnx(model)
     same_bits(got, want)
-    same_bits(grads, nnx.to_pure_dict(nnx.as_pure(want_grads)))
+    same_bits(grads, want_grads)
     assert products(linen.apply, variables, X) == model_products(model, X)
 
 
