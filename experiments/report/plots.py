@@ -116,8 +116,9 @@ def panels(grid: Sequence[Sequence[Panel]], path: Path, caption: str = "") -> No
     for i, (row, places) in enumerate(
         zip(grid, page.subplots(len(grid), len(grid[0]), squeeze=False, height_ratios=ratios), strict=True)
     ):
+        above = 1.2 if any(panel.line for panel in row) else 0.6  # of all alike: rows of the same name stand level
         for j, (panel, axes) in enumerate(zip(row, places, strict=True)):
-            _panel(axes, panel, names[i][j], named=not (shared[i] and j))
+            _panel(axes, panel, names[i][j], named=not (shared[i] and j), above=above)
     handles = dict(zip(*reversed(places[-1].get_legend_handles_labels()), strict=True))
     if handles:
         page.legend(
@@ -126,7 +127,7 @@ def panels(grid: Sequence[Sequence[Panel]], path: Path, caption: str = "") -> No
     save(page, path, caption)
 
 
-def _panel(axes: Any, panel: Panel, names: list[str], named: bool) -> None:
+def _panel(axes: Any, panel: Panel, names: list[str], named: bool, above: float) -> None:
     style(axes, panel.title, panel.x)
     if panel.log:
         axes.set_xscale("log")
@@ -155,7 +156,7 @@ def _panel(axes: Any, panel: Panel, names: list[str], named: bool) -> None:
     if panel.line:
         axes.axvline(panel.line[0], color=COLORS[1], linewidth=1.2, linestyle=(0, (4, 3)))
         note(panel.line[1], panel.line[0], -0.8, color=COLORS[1])
-    row_axis(axes, names, named, above=1.2 if panel.line else 0.6)
+    row_axis(axes, names, named, above)
     axes.margins(x=0.16)
 
 

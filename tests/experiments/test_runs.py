@@ -194,6 +194,23 @@ def test_the_benchmark_times_every_variant_and_writes_what_it_found(tmp_path):
         assert label in (folder / "loss_scaling.md").read_text()
 
 
+def test_a_variant_that_breaks_is_told_in_its_row_and_the_others_are_timed(tmp_path, monkeypatch):
+    def breaks(*_):
+        raise RuntimeError("no such kernel")
+
+    config = loss_scaling.Config(models=("mlp",), rounds=2, block_ms=1, batch_size=2, layers=1, width=8)
+    variants = {"no scaling": loss_scaling.VARIANTS["no scaling"], "jmp": breaks}
+    monkeypatch.setattr(loss_scaling, "VARIANTS", variants)
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        (result,) = loss_scaling.main(dataclasses.replace(config, run_dir=tmp_path / "one"))
+        variants["no scaling"] = breaks
+        with pytest.raises(FloatingPointError, match="no scaling, which all are held against: RuntimeError: no such"):
+            loss_scaling.main(dataclasses.replace(config, run_dir=tmp_path / "none"))
+    assert result["variants"]["jmp"] == {"error": "RuntimeError: no such kernel"}
+    assert len(result["variants"]["no scaling"]["milliseconds"]) == 2 and list(result["losses"]) == ["no scaling"]
+    assert "| jmp | RuntimeError: no such kernel |" in (tmp_path / "one" / "loss_scaling.md").read_text()
+
+
 def test_the_cost_of_loss_scaling_of_a_model_that_was_measured_is_kept(tmp_path, monkeypatch, capsys):
     def measured(name, *_):
         asked.append(name)

@@ -171,6 +171,22 @@ def test_when_the_minutes_are_up_a_run_leaves_a_checkpoint_and_the_next_command_
     assert [run["final"] for run in resumed] == [run["final"] for run in whole]
 
 
+def test_a_run_that_breaks_is_told_and_the_others_go_on(line, tmp_path, monkeypatch, capsys):
+    train = accuracy.train
+
+    def breaks(run, *args):
+        if (run.policy, run.seed) == ("bfloat16", 0):
+            raise RuntimeError("no such kernel")
+        return train(run, *args)
+
+    monkeypatch.setattr(accuracy, "train", breaks)
+    with pytest.raises(SystemExit, match="1"):
+        accuracy.main(smoke(tmp_path))
+    assert capsys.readouterr().err.endswith("error: images-bfloat16-seed0: RuntimeError: no such kernel; see above\n")
+    written = json.loads((tmp_path / "accuracy.json").read_text())
+    assert names(written["runs"]) == [("float32", 0), ("float32", 1), ("bfloat16", 1)]
+
+
 def test_a_report_alone_needs_no_device(line, tmp_path):
     config = smoke(tmp_path, policies=("float32",), seeds=(0,))
     accuracy.main(config)
