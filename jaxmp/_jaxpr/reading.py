@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
+import numpy as np
 from jax._src import config, core, source_info_util
 from jax._src.interpreters.batching import BatchTracer
 from jax.extend.core import Literal
 
 Names = tuple[str, ...]
+Opened = tuple[Any, list[Any]]
+"""An open jaxpr and its constants."""
 
 
 class Bodies(NamedTuple):
@@ -71,7 +74,7 @@ def bodies_of(eqn: Any) -> Bodies | None:
     return None
 
 
-def opened(jaxpr: Any) -> tuple[Any, list[Any]]:
+def opened(jaxpr: Any) -> Opened:
     """A jaxpr, open or closed, as the open one and its constants; the two are one class from JAX 0.11 on."""
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
@@ -79,6 +82,19 @@ def opened(jaxpr: Any) -> tuple[Any, list[Any]]:
 def is_literal(atom: Any) -> bool:
     """Whether an operand is written into the equation. Its ``val`` is no ``np.ndarray`` from JAX 0.7.2 on."""
     return isinstance(atom, Literal)
+
+
+_ELEMENTS = 2**16
+"""Constants of more elements are taken for weights, and not looked at: it would wait for the device."""
+
+
+def elements_of(constant: Any) -> np.ndarray | None:
+    """The elements of a constant; None if they are many, are not at hand, or are no numbers."""
+    if isinstance(constant, jax.Array) and (isinstance(constant, core.Tracer) or not constant.is_fully_addressable):
+        return None
+    if np.size(constant) > _ELEMENTS or jax.dtypes.issubdtype(getattr(constant, "dtype", float), jax.dtypes.extended):
+        return None
+    return np.asarray(constant)
 
 
 def names_of(eqn: Any) -> Names:

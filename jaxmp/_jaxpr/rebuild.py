@@ -18,7 +18,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
-from jaxmp._jaxpr.reading import Bodies, asks_for_highest, in_dtype_of_scatter, opened
+from jaxmp._jaxpr.reading import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened
 from jaxmp._jaxpr.walk import PRODUCTS
 
 Values = Sequence[Any]
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
     """How derivative rules are evaluated."""
 
     # Takes an open jaxpr with its constants, its operands, and the dtypes of its results (None: as they come).
-    evaluate: Callable[[tuple[Any, list[Any]], Values, Sequence[Any]], list[Any]]
+    evaluate: Callable[[Opened, Values, Sequence[Any]], list[Any]]
     tracing: Callable[[], contextlib.AbstractContextManager[None]]  # a context in which the author's rule is traced
 
 
@@ -214,7 +214,7 @@ def _remat(eqn: Any, function: Body, *operands: Any) -> list[Any]:
     return list(eqn.primitive.bind(*consts, *operands, **params))
 
 
-def _evaluate(rule: Rule, traced: tuple[Any, list[Any]], args: Values, dtypes: Sequence[Any]) -> list[Any]:
+def _evaluate(rule: Rule, traced: Opened, args: Values, dtypes: Sequence[Any]) -> list[Any]:
     """Evaluates a traced rule; the constants of one are its first arguments from JAX 0.11 on."""
     jaxpr, consts = traced
     if jaxpr.constvars:

@@ -41,7 +41,8 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp.engine.classes import CASTABLE
-from jaxmp.engine.emit import coloured
+from jaxmp.engine.emit import evaluated
+from jaxmp.engine.graph import build
 from jaxmp.engine.marks import DECIDED, precision
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import traced
@@ -124,8 +125,8 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
                 "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
             )
     with jax.named_scope(DECIDED):
-        dtypes = program.result_dtypes(policy)
-        results = coloured(program.jaxpr, rules, (), operands, dtypes, force=policy is None)
+        graph, dtypes = build(*program.jaxpr, rules), program.result_dtypes(policy)
+        results = evaluated(graph, rules, operands, dtypes, force=policy is None)
     rules.check()
     return program.unflatten(results)
 

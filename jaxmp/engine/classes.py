@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import fnmatch
 import re
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,28 +34,20 @@ class Class(enum.StrEnum):
 
     HALF = "half"
     """Matrix products and convolutions: half operands, float32 accumulation, half result. The reason for all this."""
-
     POINTWISE = "pointwise"
     """Float32: overflows half's range, amplifies its argument's rounding, or is a series with many roundings."""
-
     ACCUMULATION = "accumulation"
     """Float32: the error grows with the number of terms, and half sums of ones stop at 256 or 2048."""
-
     LINALG = "linalg"
     """Float32: factorisations, solvers and transforms, whose kernels have no half precision either."""
-
     WIDEST = "widest"
     """Several operands that share a dtype, the widest they come in; their common colour is inferred."""
-
     INFER = "infer"
     """Half between two halves, else float32: one rounding, well conditioned and no wider in range than its use."""
-
     CLEAR = "clear"
     """Moves, selects or orders data without a rounding: takes the colour of its neighbours, on either side."""
-
     RECURSE = "recurse"
     """Has a body: what is in it is decided equation by equation, where it can be built again; else it is kept."""
-
     OPAQUE = "opaque"
     """Keeps the dtypes it was written with, and the plan says so: its meaning or its code depends on them."""
 
@@ -188,8 +179,8 @@ _TABLE: dict[Class, tuple[str, ...]] = {
     ),
 }
 
-_NAMES = MappingProxyType({cls: tuple(" ".join(lines).split()) for cls, lines in _TABLE.items()})
-_CLASSES = MappingProxyType({name: cls for cls, names in _NAMES.items() for name in names if "*" not in name})
+_NAMES = {cls: tuple(" ".join(lines).split()) for cls, lines in _TABLE.items()}
+_CLASSES = {name: cls for cls, names in _NAMES.items() for name in names if "*" not in name}
 _OPAQUE = re.compile("|".join(fnmatch.translate(name) for name in _NAMES[Class.OPAQUE] if "*" in name))
 
 

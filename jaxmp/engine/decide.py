@@ -29,17 +29,14 @@ from jaxmp.engine.rules import BROADCAST, COMBINES, MONOTONE, PICKS
 _FLOAT32 = np.dtype(np.float32)
 
 
-def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> bool:
-    """Gives every node the dtype that it will have, and the one that its operation computes in.
+def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
+    """Gives every node the dtype that it will have, and the one that its operation computes in, if anything changes.
 
     Args:
       graph: its sources may have another ``dtype`` than they were written with.
       dtypes: those in which its results are wanted, None for as they come; what is wanted in half counts as read by a
         product.
       force: decide although there is no product: the body of a rule belongs to a larger program.
-
-    Returns:
-      Whether anything changes.
     """
     nodes = graph.nodes
     wanted = {node: dtype.itemsize for node, dtype in zip(graph.body.results, dtypes, strict=True) if node and dtype}
@@ -47,8 +44,10 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> bool:
     _mark("is_seen", wanted.keys() - results)
     graph.groups = groups.find(graph)
     products = [node for node in nodes if node.kind is Kind.HALF]
-    if not force and not products and not any(node.kind is Kind.FULL and node.name in PRODUCTS for node in nodes):
-        return False
+    is_asked = any(node.kind is Kind.FULL and node.name in PRODUCTS for node in nodes)
+    graph.changes = force or bool(products) or is_asked
+    if not graph.changes:
+        return
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
     written = [node for node in nodes if node.kind is Kind.KEPT and node.name in PRODUCTS and _takes_half(node)]
     _mark("after_product", walk([*products, *written, *halves], lambda node: node.users))
@@ -71,7 +70,6 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> bool:
     for node in nodes:
         node.compute, node.dtype = _dtypes(node, rounded)
     _move_casts(nodes)
-    return True
 
 
 def read_in(user: Node, operand: Node) -> np.dtype | None:

@@ -30,45 +30,30 @@ _CAST = "convert_element_type"
 _MAX_PROGRAMS = 256
 
 
-def coloured(
-    jaxpr: tuple[Any, list[Any]],
-    rules: Rules,
-    names: reading.Names,
-    args: Sequence[Any],
-    dtypes: Sequence[Any],
-    force: bool = False,
-    in_rule: bool = False,
-) -> list[Any]:
-    """Evaluates an open jaxpr with its constants as the engine decides.
-
-    Args:
-      jaxpr: the program as its author wrote it.
-      rules: what is asked of its operations.
-      names: the scopes around it.
-      args: its arguments, which may have other dtypes than those it was traced with.
-      dtypes: those that its results shall have; None for as they come.
-      force: decide although it has no product.
-      in_rule: it is a rule of custom_vjp.
-    """
-    graph = build(*jaxpr, rules, names, in_rule)
-    for node, value in zip(graph.sources, args, strict=True):
-        if node is not None:
-            node.dtype = np.dtype(jax.typeof(value).dtype)
-    changed = decide(graph, dtypes, force)
-    return emitted(graph, rules, args, dtypes, changed)
-
-
-def emitted(
+def evaluated(
     graph: Graph,
     rules: Rules,
     args: Sequence[Any],
     dtypes: Sequence[Any],
-    changed: bool,
+    force: bool = False,
     notes: dict[Step | Body, Note] | None = None,
 ) -> list[Any]:
-    """The results of a decided graph; ``notes`` gets what is emitted for each step, and for the results of bodies."""
+    """The results of a program as the engine decides.
+
+    Args:
+      graph: the program as its author wrote it.
+      rules: what is asked of its operations.
+      args: its arguments, which may have other dtypes than those it was traced with.
+      dtypes: those that its results shall have; None for as they come.
+      force: decide although it has no product.
+      notes: gets what is emitted for each step, and for the results of bodies.
+    """
+    for node, value in zip(graph.sources, args, strict=True):
+        if node is not None:
+            node.dtype = np.dtype(jax.typeof(value).dtype)
+    decide(graph, dtypes, force)
     emission, body = _Emission(rules, notes), graph.body
-    results = emission.evaluate(body, args) if changed else reading.evaluate(body.jaxpr, body.consts, args)
+    results = emission.evaluate(body, args) if graph.changes else reading.evaluate(body.jaxpr, body.consts, args)
     note = emission.note(body)
     return [
         value if dtype is None or not is_castable(jax.typeof(value)) else note.cast(note.rounded(value, node), dtype)
@@ -78,15 +63,10 @@ def emitted(
 
 @dataclasses.dataclass(slots=True)
 class Note:
-    """What is emitted for a step, or for the results of a body, besides what its author wrote.
+    """What is emitted for a step, or for the results of a body, besides what its author wrote."""
 
-    Attributes:
-      operands: what the equation of a step is bound with; afterwards the types of that.
-      casts: of each cast the bytes that it writes.
-    """
-
-    operands: list[Any] = dataclasses.field(default_factory=list)
-    casts: list[int] = dataclasses.field(default_factory=list)
+    operands: list[Any] = dataclasses.field(default_factory=list)  # what an equation is bound with; later their types
+    casts: list[int] = dataclasses.field(default_factory=list)  # of each cast the bytes that it writes
 
     def cast(self, value: Any, dtype: np.dtype) -> Any:
         """``value`` in ``dtype``; itself if it has it."""
@@ -235,10 +215,10 @@ class _Emission:
             return self.shared(step, lambda: jax.jit(program()))(*operands)
         return program()(*operands)
 
-    def derived(self, step: Step, jaxpr: Any, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    def derived(self, step: Step, jaxpr: reading.Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
         """A derivative rule, or a part of a solver; its operands come, and its results go, in those dtypes."""
-        in_rule = step.eqn.primitive.name == "custom_vjp_call"
-        return coloured(jaxpr, self.rules, step.names, args, dtypes, True, in_rule)
+        graph = build(*jaxpr, self.rules, step.names, in_rule=step.eqn.primitive.name == "custom_vjp_call")
+        return evaluated(graph, self.rules, args, dtypes, force=True)
 
     def shared(self, step: Step, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """What was made of an equal step before, else what ``make`` makes."""

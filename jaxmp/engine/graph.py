@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
@@ -24,59 +23,35 @@ from jaxmp.engine.rules import Rules, range_of
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """A floating value and the operation that makes it.
+    """A floating value and the operation that makes it."""
 
-    Attributes:
-      kind: what it is by itself; the ``reason`` is a text for the plan, no more.
-      name: the primitive, or ``"source"``, ``"carry"``, ``"branches"``.
-      written: the dtype that the author wrote.
-      asked: the level that a region or an override asks for, empty if none does.
-      half: the half dtype of the code that it stands in.
-      loop: a number for the innermost loop body that it is computed in, 0 outside of any.
-      in_rule: it is computed in a custom_vjp, whose rule is no derivative of it.
-      same: the first node of this value, which is written again where an equal operation has equal operands.
-      inputs, users: the nodes it reads and those that read it.
-      const: of a constant the smallest magnitude but 0, and the largest.
-      has_epsilon: an operand is a constant below the half dtype's smallest normal number, which would vanish.
-      is_looked_up: it is read from a table, or computed from what is, and so belongs to an example: no weight.
-
-    What :mod:`jaxmp.engine.decide` finds out:
-
-    Attributes:
-      after_product, before_product: a product (or a half argument, a half result) lies upstream, downstream.
-      is_activation: it has an element for each element of a product, and so is no statistic of many.
-      has_half_copy: it may be computed in float32, but a product or an activation reads it in half.
-      is_seen: it is a result in float32, or what makes integers and bools of it tells small differences apart.
-      state: what it brings along to those who read it: SOURCE, HALF, FULL or STRICT.
-      compute: the dtype that it is computed in; None for the one that it was written with, or was moved in.
-      dtype: that of the result.
-      late: the half dtype that the author cast it to, where each reader makes that cast and the value is float32.
-    """
-
-    kind: Kind
-    name: str
-    written: np.dtype
+    kind: Kind  # what it is by itself
+    name: str  # the primitive, or "source", "carry", "branches"
+    written: np.dtype  # the dtype that the author wrote
     shape: tuple[int, ...]
-    reason: str = ""
-    asked: str = ""
-    half: np.dtype | None = None
-    loop: int = 0
-    in_rule: bool = False
+    reason: str = ""  # why it is of this kind: a text for the plan, no more
+    asked: str = ""  # the level that a region or an override asks for
+    half: np.dtype | None = None  # the half dtype of the code that it stands in
+    loop: int = 0  # a number for the innermost loop body that it is computed in, 0 outside of any
+    in_rule: bool = False  # it is computed in a custom_vjp, whose rule is no derivative of it
+    # The first node of this value, which is written again where an equal operation has equal operands.
+    same: Node = dataclasses.field(init=False)
     inputs: list[Node] = dataclasses.field(default_factory=list)
     users: list[Node] = dataclasses.field(default_factory=list)
-    const: tuple[float, float] | None = None
-    has_epsilon: bool = False
-    is_looked_up: bool = False
-    after_product: bool = False
-    before_product: bool = False
-    is_activation: bool = False
-    has_half_copy: bool = False
-    is_seen: bool = False
-    state: Kind = Kind.SOURCE
-    compute: np.dtype | None = None
-    dtype: np.dtype = dataclasses.field(init=False)
-    late: np.dtype | None = None
-    same: Node = dataclasses.field(init=False)
+    const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
+    has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
+    is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
+
+    # What jaxmp.engine.decide finds out.
+    after_product: bool = False  # a product, or a half argument, lies upstream
+    before_product: bool = False  # a product, or a half result, lies downstream
+    is_activation: bool = False  # it has an element for each element of a product, and so is no statistic of many
+    has_half_copy: bool = False  # it may be computed in float32, but a product or an activation reads it in half
+    is_seen: bool = False  # a float32 result, or integers and bools are made of it that tell small differences apart
+    state: Kind = Kind.SOURCE  # what it brings along to those who read it: SOURCE, HALF, FULL or STRICT
+    compute: np.dtype | None = None  # what it is computed in; None: as it was written, or was moved in
+    dtype: np.dtype = dataclasses.field(init=False)  # that of the result
+    late: np.dtype | None = None  # the half dtype of a cast by its author that each reader makes; the value is float32
 
     def __post_init__(self) -> None:
         self.dtype, self.same = self.written, self
@@ -113,8 +88,8 @@ class Step:
     region: Region = _UNMARKED
     bodies: reading.Bodies | None = None
     inner: list[Body] = dataclasses.field(default_factory=list)
+    # Whether each operand is made of constants only: the positions of a sequence, the same for every example.
     fixed: list[bool] = dataclasses.field(default_factory=list)
-    """Whether each operand is made of constants only: the positions of a sequence, the same for every example."""
     wants: list[np.dtype | None] | None = None
     stands: bool | None = None
 
@@ -148,10 +123,9 @@ class Graph:
     nodes: list[Node]
     body: Body
     sources: list[Node | None]
-    groups: list[Any] = dataclasses.field(default_factory=list)
-    """What :func:`jaxmp.engine.groups.find` recognised."""
-    wanted: Collection[Node] = ()
-    """The results that are wanted in half."""
+    groups: list[Any] = dataclasses.field(default_factory=list)  # what jaxmp.engine.groups.find recognised
+    wanted: Collection[Node] = ()  # the results that are wanted in half
+    changes: bool = False  # whether anything is computed in another dtype than it was written in
 
 
 def walk(start: Iterable[Node], follow: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
@@ -175,20 +149,10 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
     return Graph(builder.nodes, body, [value.node for value in sources])
 
 
-_READ = 2**16
-"""Constants of more elements are taken for weights, and not looked at: it would wait for the device."""
-
-
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
     """Whether what an operation makes of floating values depends on their last digits, and is no comparison with 0."""
     is_largest = any(one.name in ("max", "min") and other in one.inputs for one in operands for other in operands)
     return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
-
-
-def _is_at_hand(value: Any) -> bool:
-    if isinstance(value, jax.Array) and (isinstance(value, jax.core.Tracer) or not value.is_fully_addressable):
-        return False
-    return np.size(value) <= _READ
 
 
 class _Value(NamedTuple):
@@ -232,8 +196,8 @@ class _Builder:
 
     def source(self, aval: Any, value: Any = None) -> Node | None:
         node = self.node(Kind.SOURCE, "source", aval, ())
-        if node is not None and value is not None and _is_at_hand(value):
-            magnitudes = np.abs(np.asarray(value, np.float32))
+        if node is not None and value is not None and (elements := reading.elements_of(value)) is not None:
+            magnitudes = np.abs(elements.astype(np.float32))
             finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
             node.const = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
         return node

@@ -35,19 +35,12 @@ _AFFINE = _SUMS | _SCALES | _LIMITS | {"select_n"}
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Operations that belong together.
+    """Operations that belong together."""
 
-    Attributes:
-      name: what the plan calls it.
-      nodes: its operations; the first tells it from others of its name.
-      reason: why its products are float32, and the rest although others read it; empty where :func:`extend` will do.
-      rounded: whether products read the first node rounded, so that no float32 copy is saved for the derivative.
-    """
-
-    name: str
-    nodes: tuple[Node, ...]
-    reason: str = ""
-    rounded: bool = False
+    name: str  # what the plan calls it
+    nodes: tuple[Node, ...]  # its operations; the first tells it from others of its name
+    reason: str = ""  # why its products are float32, and the rest although others read it; empty where extend will do
+    rounded: bool = False  # whether products read the first node rounded: no float32 copy is saved for the derivative
 
 
 def find(graph: Graph) -> list[Group]:

@@ -24,19 +24,12 @@ _MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)\)")
 
 
 class Region(NamedTuple):
-    """What the marks around an operation ask of it.
+    """What the marks around an operation ask of it."""
 
-    Attributes:
-      level: one of ``LEVELS``; ``"written"`` to leave it as it is; None leaves it to the engine.
-      half: the half dtype of the module around it; None for that of the whole program.
-      asked_by: who asked for the level, in words.
-      products: the ``matmul_precision`` of the module's policy, for derivative rules that are traced later.
-    """
-
-    level: str | None = None
-    half: np.dtype | None = None
-    asked_by: str = ""
-    products: str = ""
+    level: str | None = None  # one of LEVELS; "written" to leave it as it is; None leaves it to the engine
+    half: np.dtype | None = None  # the half dtype of the module around it; None for that of the whole program
+    asked_by: str = ""  # who asked for the level, in words
+    products: str = ""  # the matmul_precision of the module's policy, for derivative rules that are traced later
 
 
 def precision(level: str) -> contextlib.AbstractContextManager[None]:

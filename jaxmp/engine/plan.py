@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp import tables
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.engine.autocast import check_backend, policy_and_exceptions, require_function
 from jaxmp.engine.classes import Class, Kind, classify
-from jaxmp.engine.decide import decide
-from jaxmp.engine.emit import Note, emitted
+from jaxmp.engine.emit import Note, evaluated
 from jaxmp.engine.graph import Body, Step, build
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.reasons import Reasons
@@ -67,7 +66,7 @@ class Row:
     def _cells(self) -> tuple[str, ...]:
         """What a table shows of it, under ``_HEADER``."""
         dtypes = f"{_runs(self.operands)} -> {_runs(self.result.split(', '))}".strip()
-        sizes = (_short(self.flops), f"{_short(self.cast_bytes)}B" if self.casts else "-")
+        sizes = (tables.short(self.flops), f"{tables.short(self.cast_bytes)}B" if self.casts else "-")
         return ("  " * self.depth + self.primitive, dtypes, *sizes, self.cls, self.path, self.why, self.source)
 
 
@@ -92,6 +91,7 @@ class Summary:
       unknown: the names of primitives that autocast does not know; they keep their dtypes.
       uncounted: the names of primitives whose FLOPs are not known and not counted, such as kernels and solvers.
       unknown_trips: the number of loops whose trips are known only when they run.
+      half_share: the share of the FLOPs in half precision, from 0 to 1.
     """
 
     changes: bool
@@ -107,11 +107,7 @@ class Summary:
     unknown: tuple[str, ...]
     uncounted: tuple[str, ...]
     unknown_trips: int
-
-    @property
-    def half_share(self) -> float:
-        """The share of the FLOPs in half precision, from 0 to 1."""
-        return self.half_flops / self.flops if self.flops else 0.0
+    half_share: float
 
     def _lines(self) -> Iterator[str]:
         """The totals as text."""
@@ -178,23 +174,15 @@ class CastPlan:
         """The plan as JSON.
 
         The keys are ``policy`` (text), ``overrides`` (an object), ``rows`` (a list of objects with the attributes of
-        :class:`Row`) and ``summary`` (an object with the attributes of :class:`Summary` and ``half_share``).
+        :class:`Row`) and ``summary`` (an object with those of :class:`Summary`).
         """
-        value = dataclasses.asdict(self)
-        value["summary"]["half_share"] = self.summary.half_share
-        return json.dumps(value, indent=2, allow_nan=False)
+        return tables.as_json(self)
 
 
 def _runs(names: Sequence[str]) -> str:
     """Names with their repetitions told by a number."""
     groups = ((name, len(list(group))) for name, group in itertools.groupby(names))
     return ", ".join(name if count == 1 else f"{count}×{name}" for name, count in groups)
-
-
-def _short(number: int) -> str:
-    """A number with three digits and a prefix: 1.05M."""
-    power = next((n for n in range(5, 0, -1) if number >= 0.9995 * 1000**n), 0)
-    return f"{number / 1000**power:.3g}{' kMGTP'[power]}".strip()
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -245,11 +233,10 @@ def cast_plan(
         rules = Rules(one_policy.compute_dtype, exceptions)
         program, operands = traced(fun, args, kwargs, rules)
         graph, dtypes = build(*program.jaxpr, rules), program.result_dtypes(one_policy)
-        changed = decide(graph, dtypes)
         rules.check()
         notes: dict[Step | Body, Note] = {}
-        jax.eval_shape(lambda *args: emitted(graph, rules, args, dtypes, changed, notes), *operands)
-        reasons = Reasons(graph, changed)
+        jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes, notes=notes), *operands)
+        reasons = Reasons(graph)
         uncounted = set[str]()
         rows = tuple(_rows(graph.body.steps, notes, reasons, uncounted))
         summary = _summary(rows, uncounted, reasons, notes[graph.body].casts)
@@ -259,21 +246,14 @@ def cast_plan(
 
 
 def _rows(
-    steps: Iterable[Step],
-    notes: Mapping[Step | Body, Note],
-    reasons: Reasons,
-    uncounted: set[str],
-    depth: int = 0,
-    trips: int = 1,
-    outer: str = "",
+    steps: Iterable[Step], notes: Mapping[Step | Body, Note], reasons: Reasons, uncounted: set[str]
 ) -> Iterator[Row]:
-    """Those of equations that run ``trips`` times, in one whose source is ``outer``; ``uncounted`` gets names."""
+    """Those of equations, each before those inside of it; ``uncounted`` gets names."""
     for step in steps:
-        eqn, name, inside = step.eqn, step.eqn.primitive.name, _inside(step)
+        eqn, name = step.eqn, step.eqn.primitive.name
         note = notes.get(step) or Note([atom.aval for atom in eqn.invars])
-        turns = trips * (eqn.params["length"] if name == "scan" else 1)
-        casts = [size * trips for size in note.casts]
-        casts += [size * turns for body in step.inner if body in notes for size in notes[body].casts]
+        turns = eqn.params["length"] if name == "scan" else 1
+        casts = [*note.casts, *(turns * size for body in step.inner if body in notes for size in notes[body].casts)]
         flops = 0 if reading.bodies_of(eqn) is not None else flops_of(eqn)
         uncounted |= {name} if flops is None else set()
         row = Row(
@@ -283,37 +263,41 @@ def _rows(
             operands=tuple(map(_name, note.operands)),
             result=", ".join(_name(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
             why=reasons.of(step),
-            source=reading.source_of(eqn) or outer,  # a function of JAX's that was traced before knows no caller
-            flops=(flops or 0) * trips,
+            source=reading.source_of(eqn),
+            flops=flops or 0,
             casts=len(casts),
             cast_bytes=sum(casts),
-            depth=depth,
+            depth=0,
         )
         yield row
-        for inner in inside:
-            yield from _rows(inner, notes, reasons, uncounted, depth + 1, turns, row.source)
+        for inner in _rows(_inside(step), notes, reasons, uncounted):
+            yield dataclasses.replace(
+                inner,
+                source=inner.source or row.source,  # a function of JAX's that was traced before knows no caller
+                flops=turns * inner.flops,
+                cast_bytes=turns * inner.cast_bytes,
+                depth=inner.depth + 1,
+            )
 
 
-def _inside(step: Step) -> Iterable[Sequence[Step]]:
+def _inside(step: Step) -> Iterator[Step]:
     """The equations of bodies; what autocast does not look into, or one inside has decided, keeps its dtypes."""
     if step.bodies is not None:
-        return [body.steps for body in step.inner]
-    looks = classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG)
-    jaxprs = [reading.opened(jaxpr)[0] for jaxpr in jaxprs_in(step.eqn)] if looks else []
-    return [
-        [Step(eqn, (*step.names, *reading.names_of(eqn)), [], [], Kind.KEPT, step.reason) for eqn in jaxpr.eqns]
-        for jaxpr in jaxprs
-    ]
+        yield from (inner for body in step.inner for inner in body.steps)
+    elif classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):
+        for eqn in (eqn for jaxpr in jaxprs_in(step.eqn) for eqn in reading.opened(jaxpr)[0].eqns):
+            yield Step(eqn, (*step.names, *reading.names_of(eqn)), [], [], Kind.KEPT, step.reason)
 
 
 def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
     """The totals; ``of_results`` are the bytes of the casts of the function's results."""
     half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
+    flops, half_flops = (sum(row.flops for row in some) for some in (rows, half))
     return Summary(
         changes=reasons.changed,
-        flops=sum(row.flops for row in rows),
-        half_flops=sum(row.flops for row in half),
+        flops=flops,
+        half_flops=half_flops,
         product_flops=sum(row.flops for row in rows if row.cls == Class.HALF),
         half_product_flops=sum(row.flops for row in half if row.cls == Class.HALF),
         casts=sum(row.casts for row in rows) + len(of_results),
@@ -324,6 +308,7 @@ def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_resu
         unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),
         uncounted=tuple(sorted(uncounted)),
         unknown_trips=sum(row.primitive == "while" for row in rows),
+        half_share=half_flops / flops if flops else 0.0,
     )
 
 

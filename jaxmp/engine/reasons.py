@@ -16,18 +16,14 @@ _FULL = (Kind.FULL, Kind.STRICT)
 class Reasons:
     """Answers for one decided graph.
 
-    Args:
-      graph: the graph.
-      changed: what :func:`jaxmp.engine.decide.decide` returned.
-
     Attributes:
       groups: the names of the groups in float32.
     """
 
-    def __init__(self, graph: Graph, changed: bool) -> None:
-        self.changed = changed
+    def __init__(self, graph: Graph) -> None:
+        self.changed = graph.changes
         self.scopes = {node: step.names for step in steps_of(graph.body) for node in step.nodes if node is not None}
-        groups = [group for group in graph.groups if changed and group.nodes[0].compute == np.float32]
+        groups = [group for group in graph.groups if graph.changes and group.nodes[0].compute == np.float32]
         self.groups = [group.name for group in groups]
         self.group_of = {node.same: group.name for group in groups for node in group.nodes}
         nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # None: the result of the function

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmp import tables
 from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp.inspect import tables
 from jaxmp.inspect.calls import AS_WRITTEN, Step, argument_paths, differentiated, is_inexact, loss_and_rest
 from jaxmp.inspect.evaluate import Records, evaluate, is_whole
 from jaxmp.inspect.program import Key, program_of

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp import tables
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
-from jaxmp.inspect import tables
 from jaxmp.inspect.calls import AS_WRITTEN, argument_paths, differentiated, loss_and_rest
 from jaxmp.inspect.evaluate import evaluate, is_whole
 from jaxmp.inspect.program import Key, program_of

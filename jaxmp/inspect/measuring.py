@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmp import dtypes, formats
+from jaxmp import dtypes, formats, tables
 from jaxmp import tree as _tree
 from jaxmp.engine.autocast import autocast
-from jaxmp.inspect import statistics, tables
+from jaxmp.inspect import statistics
 from jaxmp.inspect.evaluate import evaluate
 from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.statistics import Record, Statistics

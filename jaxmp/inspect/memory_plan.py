@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp.inspect import hlo_memory, tables, targets
+from jaxmp import tables
+from jaxmp.inspect import hlo_memory, targets
 from jaxmp.inspect.hlo import Array, Program, dtype_name
 from jaxmp.tree import path_name
 

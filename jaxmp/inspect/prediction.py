@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxmp import hardware
-from jaxmp.inspect import tables, targets
+from jaxmp import hardware, tables
+from jaxmp.inspect import targets
 from jaxmp.inspect.hlo import CONTROL, NO_KERNEL, TRIPS, Instruction, Program, is_end, path_of
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}

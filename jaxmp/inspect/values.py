@@ -22,8 +22,6 @@ Turns = tuple[int, ...]
 """Of each scan around a place, outermost first, the index into what it runs over; those of while loops are one."""
 Step = Callable[[Turns], list[Turns]]
 Read = tuple[int, "Value", Step]
-_READ = 2**16
-"""Constants of more elements are weights, and not looked at: it would wait for the device."""
 TURN, TURNS, JOIN, _HELD = "turn", "turns", "join", "held"
 MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
 MOVES |= {"reduce_window_max", "reduce_window_min"}
@@ -238,12 +236,7 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[Returned]:
 
 
 def _constant(aval: Any, value: Any) -> Value:
-    is_here = not isinstance(value, jax.Array) or (
-        not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
-    )
-    is_number = not jax.dtypes.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended)
-    is_read = is_here and is_number and np.size(value) <= _READ
-    return Value(aval, "constant", constant=value, const=np.asarray(value) if is_read else None)
+    return Value(aval, "constant", constant=value, const=reading.elements_of(value))
 
 
 def same_turn(turns: Turns) -> list[Turns]:

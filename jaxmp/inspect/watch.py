@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmp.inspect import tables
+from jaxmp import tables
 from jaxmp.inspect.measuring import Numerics, numerics
 
 FILE = "watch.jsonl"

@@ -61,7 +61,6 @@ def test_json_holds_all_that_the_plan_holds():
     assert set(read) == {"policy", "overrides", "rows", "summary"}
     restored = [Row(**{**row, "operands": tuple(row["operands"])}) for row in read["rows"]]
     assert tuple(restored) == found.rows
-    assert read["summary"].pop("half_share") == found.summary.half_share
     assert read["summary"] == json.loads(json.dumps(vars(found.summary)))
     assert read["policy"] == str(jaxmp.get_policy("mixed_bfloat16"))
 
