@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -30,15 +29,8 @@ _CAST = "convert_element_type"
 _MAX_PROGRAMS = 256
 
 
-def evaluated(
-    graph: Graph,
-    rules: Rules,
-    args: Sequence[Any],
-    dtypes: Sequence[Any],
-    force: bool = False,
-    notes: dict[Step | Body, Note] | None = None,
-) -> list[Any]:
-    """The results of a program as the engine decides.
+def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
+    """The results of a program as the engine decides; its steps and bodies note what is emitted for them.
 
     Args:
       graph: the program as its author wrote it.
@@ -46,68 +38,49 @@ def evaluated(
       args: its arguments, which may have other dtypes than those it was traced with.
       dtypes: those that its results shall have; None for as they come.
       force: decide although it has no product.
-      notes: gets what is emitted for each step, and for the results of bodies.
     """
     for node, value in zip(graph.sources, args, strict=True):
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
     decide(graph, dtypes, force)
-    emission, body = _Emission(rules, notes), graph.body
-    results = emission.evaluate(body, args) if graph.changes else reading.evaluate(body.jaxpr, body.consts, args)
-    note = emission.note(body)
+    body = graph.body
+    evaluation = _Evaluation(rules, body, args)
+    results = evaluation.results() if graph.changes else reading.evaluate(body.jaxpr, body.consts, args)
     return [
-        value if dtype is None or not is_castable(jax.typeof(value)) else note.cast(note.rounded(value, node), dtype)
+        value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
         for value, node, dtype in zip(results, body.results, dtypes, strict=True)
     ]
 
 
-@dataclasses.dataclass(slots=True)
-class Note:
-    """What is emitted for a step, or for the results of a body, besides what its author wrote."""
-
-    operands: list[Any] = dataclasses.field(default_factory=list)  # what an equation is bound with; later their types
-    casts: list[int] = dataclasses.field(default_factory=list)  # of each cast the bytes that it writes
-
-    def cast(self, value: Any, dtype: np.dtype) -> Any:
-        """``value`` in ``dtype``; itself if it has it."""
-        if not isinstance(value, jax.Array):
-            return np.asarray(value).astype(dtype)
-        if value.dtype == dtype:
-            return value
-        self.casts.append(value.size * dtype.itemsize)
-        return jax.lax.convert_element_type(value, dtype)
-
-    def rounded(self, value: Any, node: Node | None) -> Any:
-        """``value`` with the cast of its author that was put off."""
-        return value if node is None or node.late is None else self.cast(value, node.late)
-
-    def repeat(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
-        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of what it meets."""
-        shape = step.eqn.outvars[0].aval.shape
-        if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
-            return self.cast(value, dtype)
-        self.casts.append(value.size * dtype.itemsize)
-        return cast_repeated(value, dtype, shape, like, step.node is not None and _is_normalised(step.node))
+def _derived(rules: Rules, step: Step, jaxpr: reading.Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """A derivative rule, or a part of a solver; its operands come, and its results go, in those dtypes."""
+    graph = build(*jaxpr, rules, step.names, in_rule=step.eqn.primitive.name == "custom_vjp_call")
+    return evaluated(graph, rules, args, dtypes, force=True)
 
 
-def _met(step: Step, operands: Sequence[Any]) -> Any:
-    """What a weight among ``operands`` meets of which there is, or may come to be, one for each example."""
-    if (batched := next(filter(reading.is_batched, operands), None)) is not None:
-        return batched
-    nodes = zip(operands, step.operands, strict=True)
-    return next((value for value, node in nodes if node and node.is_cast_once and reading.is_staged(value)), None)
+class _Evaluation:
+    """An evaluation of a body: its values, and the casts of them that there are. JAX may trace a body again."""
 
-
-class _Values:
-    """The values of one body while it is evaluated, and the casts of them that there are."""
-
-    def __init__(self, body: Body, args: Sequence[Any]) -> None:
+    def __init__(self, rules: Rules, body: Body, args: Sequence[Any]) -> None:
+        self.rules, self.body = rules, body
         self.env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
         self.env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
-        self.note = Note()  # of the step at hand
+        self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
         self.shared: dict[Any, Any] = {}
         # Of what the author widened what was half, and its node: who wants half reads that.
         self.narrow: dict[Any, tuple[Any, Any]] = {}
+
+    def results(self) -> list[Any]:
+        """The results of the body, each in the dtype of its node."""
+        for step in self.body.steps:
+            self.casts = step.casts = []
+            with reading.in_place_of(step.eqn):
+                results = self.results_of(step)
+            self.env.update(zip(step.eqn.outvars, results, strict=True))
+            if _is_widening(step):
+                self.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], step.operands[0]
+        self.casts = self.body.casts
+        return [self.read(atom) for atom in self.body.jaxpr.outvars]
 
     def read(self, atom: Any) -> Any:
         """The value as it is."""
@@ -124,7 +97,7 @@ class _Values:
         """
         value = self.read(atom)
         if reading.is_literal(atom):
-            return self.note.cast(value, dtype)
+            return self.cast(value, dtype)
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
             return self.read_as(*self.narrow[atom], dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
@@ -132,118 +105,114 @@ class _Values:
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
         if is_shared or isinstance(value, np.ndarray):
             if (atom, dtype) not in self.shared:
-                self.shared[atom, dtype] = self.note.cast(self.note.rounded(value, node), dtype)
+                self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
         if repeat is not None and dtype.itemsize < value.dtype.itemsize and node.late in (None, dtype):
-            return self.note.repeat(value, dtype, *repeat)
-        return self.note.cast(self.note.rounded(value, node), dtype)
+            return self.repeated(value, dtype, *repeat)
+        return self.cast(value, dtype, node)
 
+    def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
+        """The ``value`` of ``node`` in ``dtype``, after the cast of its author if that was put off."""
+        if node is not None and node.late is not None:
+            value = self.cast(value, node.late)
+        if not isinstance(value, jax.Array):
+            return np.asarray(value).astype(dtype)
+        if value.dtype == dtype:
+            return value
+        self.casts.append(value.size * dtype.itemsize)
+        return jax.lax.convert_element_type(value, dtype)
 
-class _Emission:
-    """The writing of one program."""
+    def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
+        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of what it meets."""
+        shape = step.eqn.outvars[0].aval.shape
+        if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
+            return self.cast(value, dtype)
+        self.casts.append(value.size * dtype.itemsize)
+        return cast_repeated(value, dtype, shape, like, step.node is not None and _is_normalised(step.node))
 
-    def __init__(self, rules: Rules, notes: dict[Step | Body, Note] | None = None) -> None:
-        self.rules, self.notes = rules, notes
-
-    def note(self, place: Step | Body) -> Note:
-        """A new note. JAX may trace a body again: the last time counts."""
-        note = Note()
-        if self.notes is not None:
-            self.notes[place] = note
-        return note
-
-    def evaluate(self, body: Body, args: Sequence[Any]) -> list[Any]:
-        """The results of a body, each in the dtype of its node."""
-        values = _Values(body, args)
-        for step in body.steps:
-            values.note = self.note(step)
-            with reading.in_place_of(step.eqn):
-                results = self.results(step, values)
-            values.env.update(zip(step.eqn.outvars, results, strict=True))
-            if _is_widening(step):
-                values.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], step.operands[0]
-            if self.notes is not None:  # values die with their trace
-                values.note.operands = [jax.typeof(value) for value in values.note.operands]
-        return [values.read(atom) for atom in body.jaxpr.outvars]
-
-    def results(self, step: Step, values: _Values) -> Sequence[Any]:
-        eqn, node, note = step.eqn, step.node, values.note
-        note.operands = [values.read(atom) for atom in eqn.invars]
+    def results_of(self, step: Step) -> Sequence[Any]:
+        """Those of an equation."""
+        eqn, node, given = step.eqn, step.node, [self.read(atom) for atom in step.eqn.invars]
         if _stands(step):
-            return bound(eqn, note.operands, eqn.params)
-        repeat = None
-        if eqn.primitive.name in BROADCAST:
-            repeat = step, _met(step, note.operands)
-        wanted = zip(note.operands, eqn.invars, step.operands, _wants(step), strict=True)
+            return bound(eqn, given, eqn.params)
+        repeat = (step, _met(step, given)) if eqn.primitive.name in BROADCAST else None
+        wanted = zip(given, eqn.invars, step.operands, _wants(step), strict=True)
         operands = [
-            value if dtype is None or operand is None else values.read_as(atom, operand, dtype, repeat)
+            value if dtype is None or operand is None else self.read_as(atom, operand, dtype, repeat)
             for value, atom, operand, dtype in wanted
         ]
-        if _is_widening(step) and node is not None:
-            note.operands, operands = operands, [note.cast(operands[0], node.dtype)]
+        step.bound = [jax.typeof(value) for value in operands]
         if eqn.primitive.name == _CAST and node is not None and node.kind is not Kind.KEPT:
+            if not _is_widening(step):
+                step.bound = [jax.typeof(given[0])]
+            results = [self.cast(operands[0], node.dtype)]
             if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
-                del note.casts[-1:]  # which is the author's
-            return operands
-        note.operands = operands
+                del self.casts[-1:]  # which is the author's
+            return results
         if step.bodies is not None:
-            return self.with_bodies(step, step.bodies, operands)
+            return self.results_of_bodies(step, step.bodies, operands)
         params = eqn.params
         if node is not None and node.compute is not None:
             if eqn.primitive.name == "custom_linear_solve" and node.compute != node.written:
-                return linear_solve(eqn, functools.partial(self.derived, step), operands)
+                return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
             is_exact = node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
             params = params_in_dtype(eqn, node.compute, is_exact)
         if reading.asks_for_what_is_missing(params):
             params = {**params, "precision": None}
         results = bound(eqn, operands, params)
-        return results if node is None or node.compute in (None, node.dtype) else [note.cast(results[0], node.dtype)]
+        return results if node is None or node.compute in (None, node.dtype) else [self.cast(results[0], node.dtype)]
 
-    def with_bodies(self, step: Step, bodies: reading.Bodies, operands: Sequence[Any]) -> Sequence[Any]:
-        eqn, name = step.eqn, step.eqn.primitive.name
-        functions = [functools.partial(self.run, body, step, position) for position, body in enumerate(step.inner)]
+    def results_of_bodies(self, step: Step, bodies: reading.Bodies, operands: Sequence[Any]) -> Sequence[Any]:
+        """Those of an equation that has bodies."""
+        rules, name, products = self.rules, step.eqn.primitive.name, step.region.products
 
         def program() -> Callable[..., list[Any]]:
-            rule = Rule(
-                functools.partial(self.derived, step), functools.partial(tracing, self.rules, step.region.products)
-            )
-            return rebuilt(eqn, bodies, functions, rule)
+            functions = [functools.partial(_run, rules, step, position) for position in range(len(step.inner))]
+            rule = Rule(functools.partial(_derived, rules, step), functools.partial(tracing, rules, products))
+            return rebuilt(step.eqn, bodies, functions, rule)
 
         if name == "jit":  # layers that share a jitted body share its program
-            return self.shared(step, program)(*operands)
+            return _shared(rules, step, program)(*operands)
         if name in _LOOPS and not reading.is_tracing():
-            return self.shared(step, lambda: jax.jit(program()))(*operands)
+            return _shared(rules, step, lambda: jax.jit(program()))(*operands)
         return program()(*operands)
 
-    def derived(self, step: Step, jaxpr: reading.Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-        """A derivative rule, or a part of a solver; its operands come, and its results go, in those dtypes."""
-        graph = build(*jaxpr, self.rules, step.names, in_rule=step.eqn.primitive.name == "custom_vjp_call")
-        return evaluated(graph, self.rules, args, dtypes, force=True)
 
-    def shared(self, step: Step, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """What was made of an equal step before, else what ``make`` makes."""
-        if self.notes is not None:  # each step gets its own
-            return make()
-        programs, key = self.rules.programs, _signature(step, self.rules)
-        made = programs.get(key) or make()
-        if len(programs) >= _MAX_PROGRAMS:  # each holds the constants of its program
-            programs.clear()
-        programs[key] = made
-        return made
+def _met(step: Step, operands: Sequence[Any]) -> Any:
+    """What a weight among ``operands`` meets of which there is, or may come to be, one for each example."""
+    if (batched := next(filter(reading.is_batched, operands), None)) is not None:
+        return batched
+    nodes = zip(operands, step.operands, strict=True)
+    return next((value for value, node in nodes if node and node.is_cast_once and reading.is_staged(value)), None)
 
-    def run(self, body: Body, step: Step, position: int, *args: Any) -> list[Any]:
-        """The results of a body of ``step``; those that go into joins in the dtypes of these."""
-        results = self.evaluate(body, args)
-        assert step.bodies is not None
-        kind, note = step.bodies.kind, self.note(body)
-        if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
-            results = [note.rounded(value, node) for value, node in zip(results, body.results, strict=True)]
-        if kind == "while" and position == 0:  # the condition
-            return results
-        for number, join in enumerate(step.joins):
-            if join is not None:
-                results[number] = note.cast(results[number], join.dtype)
+
+def _run(rules: Rules, step: Step, position: int, *args: Any) -> list[Any]:
+    """The results of a body of ``step``; those that go into joins in the dtypes of these."""
+    assert step.bodies is not None
+    kind, body = step.bodies.kind, step.inner[position]
+    evaluation = _Evaluation(rules, body, args)
+    results = evaluation.results()
+    if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
+        pairs = zip(results, body.results, strict=True)
+        results = [evaluation.cast(value, node.late) if node and node.late else value for value, node in pairs]
+    if kind == "while" and position == 0:  # the condition
         return results
+    for number, join in enumerate(step.joins):
+        if join is not None:
+            results[number] = evaluation.cast(results[number], join.dtype)
+    return results
+
+
+def _shared(rules: Rules, step: Step, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What was made of an equal step before, else what ``make`` makes."""
+    if rules.programs is None:
+        return make()
+    key = _signature(step, rules)
+    made = rules.programs.get(key) or make()
+    if len(rules.programs) >= _MAX_PROGRAMS:  # each holds the constants of its program
+        rules.programs.clear()
+    rules.programs[key] = made
+    return made
 
 
 def _is_normalised(node: Node) -> bool:

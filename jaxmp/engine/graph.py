@@ -92,6 +92,8 @@ class Step:
     fixed: list[bool] = dataclasses.field(default_factory=list)
     wants: list[np.dtype | None] | None = None
     stands: bool | None = None
+    bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
+    casts: list[int] = dataclasses.field(default_factory=list)  # the bytes of each cast that is added for it
 
     @property
     def node(self) -> Node | None:
@@ -114,6 +116,7 @@ class Body:
     results: list[Node | None]
     has_floats: bool
     wanted: dict[Any, set[np.dtype | None]] | None = None
+    casts: list[int] = dataclasses.field(default_factory=list)  # the bytes of each cast that is added for its results
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,8 +17,8 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.engine.autocast import check_backend, policy_and_exceptions, require_function
 from jaxmp.engine.classes import Class, Kind, classify
-from jaxmp.engine.emit import Note, evaluated
-from jaxmp.engine.graph import Body, Step, build
+from jaxmp.engine.emit import evaluated
+from jaxmp.engine.graph import Step, build
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
@@ -230,37 +230,33 @@ def cast_plan(
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
-        rules = Rules(one_policy.compute_dtype, exceptions)
+        rules = Rules(one_policy.compute_dtype, exceptions, programs=None)  # each equation is emitted, and notes it
         program, operands = traced(fun, args, kwargs, rules)
         graph, dtypes = build(*program.jaxpr, rules), program.result_dtypes(one_policy)
         rules.check()
-        notes: dict[Step | Body, Note] = {}
-        jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes, notes=notes), *operands)
+        jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
         reasons = Reasons(graph)
         uncounted = set[str]()
-        rows = tuple(_rows(graph.body.steps, notes, reasons, uncounted))
-        summary = _summary(rows, uncounted, reasons, notes[graph.body].casts)
+        rows = tuple(_rows(graph.body.steps, reasons, uncounted))
+        summary = _summary(rows, uncounted, reasons, graph.body.casts)
         return CastPlan(str(one_policy), rules.overrides, rows, summary)
 
     return planned
 
 
-def _rows(
-    steps: Iterable[Step], notes: Mapping[Step | Body, Note], reasons: Reasons, uncounted: set[str]
-) -> Iterator[Row]:
+def _rows(steps: Iterable[Step], reasons: Reasons, uncounted: set[str]) -> Iterator[Row]:
     """Those of equations, each before those inside of it; ``uncounted`` gets names."""
     for step in steps:
         eqn, name = step.eqn, step.eqn.primitive.name
-        note = notes.get(step) or Note([atom.aval for atom in eqn.invars])
         turns = eqn.params["length"] if name == "scan" else 1
-        casts = [*note.casts, *(turns * size for body in step.inner if body in notes for size in notes[body].casts)]
+        casts = [*step.casts, *(turns * size for body in step.inner for size in body.casts)]
         flops = 0 if reading.bodies_of(eqn) is not None else flops_of(eqn)
         uncounted |= {name} if flops is None else set()
         row = Row(
             path="/".join(path_of(step.names)),
             primitive=name,
             cls=str(classify(name) or "unknown"),
-            operands=tuple(map(_name, note.operands)),
+            operands=tuple(map(_name, step.bound or (atom.aval for atom in eqn.invars))),
             result=", ".join(_name(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
             why=reasons.of(step),
             source=reading.source_of(eqn),
@@ -270,7 +266,7 @@ def _rows(
             depth=0,
         )
         yield row
-        for inner in _rows(_inside(step), notes, reasons, uncounted):
+        for inner in _rows(_inside(step), reasons, uncounted):
             yield dataclasses.replace(
                 inner,
                 source=inner.source or row.source,  # a function of JAX's that was traced before knows no caller

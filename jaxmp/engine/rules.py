@@ -63,12 +63,12 @@ class Rules:
       half: the compute dtype of code in no marked module; None if all of it is marked.
       overrides: the levels of paths, primitives and classes, by :func:`jaxmp.overrides.levels_of`; of several paths the
         first that matches wins, as in a PolicyMap.
-      programs: what was made of parts of the program before, to be used again.
+      programs: what was made of parts of the program before, to be used again; None to make each part anew.
     """
 
     half: np.dtype | None
     overrides: dict[str, str] = dataclasses.field(default_factory=dict)
-    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    programs: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.paths = [key for key in self.overrides if not key.startswith(OPERATIONS)]
