@@ -1,15 +1,4 @@
-"""Colouring: which values are half, decided on the whole graph, in passes as TensorFlow's ``auto_mixed_precision`` has.
-
-1. Products are half, but for those of groups that are float32 (:mod:`jaxmp.engine.groups`).
-2. The author's casts of weights to half are put off to each reader.
-3. Backwards, what feeds only float32 operations is float32, and groups from their first operation on.
-4. A loop's carry is half if a product lies on its way round, float32 if it only adds up.
-5. Forwards, float32 drags along what reads it (the scale and bias after a normalisation), until a product or an
-   activation on the way to one reads it. Unlike TensorFlow's pass, this one does not let it drag along the residual
-   stream: one normalisation would make everything after it float32. What feeds only that is float32 as well, as in 3.
-6. What stands between two products, by any path, and is not float32 by now, is half.
-7. Data that is only moved keeps its dtype, or is cast before it moves if all who read it want half.
-"""
+"""Colouring: which values are half, decided on the whole graph, in the passes that README.md lists."""
 
 from __future__ import annotations
 
@@ -49,7 +38,8 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     if not graph.changes:
         return
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
-    written = [node for node in nodes if node.kind is Kind.KEPT and node.name in PRODUCTS and _takes_half(node)]
+    written = [node for node in nodes if node.kind is Kind.KEPT and node.name in PRODUCTS]
+    written = [node for node in written if all(operand.written.itemsize == 2 for operand in node.inputs)]
     _mark("after_product", walk([*products, *written, *halves], lambda node: node.users))
     products += groups.take_outer_products(nodes)
     _mark("is_looked_up", walk([node for node in nodes if node.is_looked_up], lambda node: node.users))
@@ -121,15 +111,12 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     starts = [
         operand
         for node in nodes
-        if node in heading and node.name not in _AFFINE
+        if node in heading and node.name not in ("add", "sub", "mul", "div")
         for operand in node.inputs
         # An epsilon would be lost again.
         if operand.is_activation and not operand.has_epsilon and _is_elementwise(node, operand)
     ]
     _mark("has_half_copy", walk(starts, _moved_from))
-
-
-_AFFINE = frozenset({"add", "sub", "mul", "div"})
 
 
 def _moved_from(node: Node) -> Sequence[Node]:
@@ -145,7 +132,7 @@ def _is_elementwise(user: Node, operand: Node) -> bool:
 def _settle(nodes: Sequence[Node]) -> None:
     """The state of every node: forwards once, and then round the loops until nothing changes any more."""
     waiting = collections.OrderedDict.fromkeys(nodes)
-    for _ in range(_ROUNDS * len(nodes)):
+    for _ in range(64 * len(nodes)):
         if not waiting:
             return
         node, _nothing = waiting.popitem(last=False)
@@ -157,9 +144,6 @@ def _settle(nodes: Sequence[Node]) -> None:
         if node.kind is Kind.JOIN and node in waiting:
             node.kind = Kind.FULL
             return _settle(nodes)
-
-
-_ROUNDS = 64
 
 
 def _state(node: Node) -> Kind:
@@ -204,10 +188,6 @@ def _dtypes(node: Node, rounded: Collection[Node]) -> tuple[np.dtype | None, np.
     return None, node.written
 
 
-def _takes_half(product: Node) -> bool:
-    return all(operand.written.itemsize == 2 for operand in product.inputs)
-
-
 _JOINED = frozenset({"concatenate", "stack"})
 
 
@@ -248,7 +228,9 @@ def _move_casts(nodes: Sequence[Node]) -> None:
             continue
         wanted = {read_in(user, node) for user in node.users}
         dtype = wanted.pop() if len(wanted) == 1 else None
-        repeated = not node.is_cast_once and (len(node.users) > 1 or any(_repeats(user, node) for user in node.users))
+        # Arithmetic repeats it too, if only by a vmap from outside.
+        repeats = (user.loop != node.loop or user.name in BROADCAST for user in node.users)
+        repeated = not node.is_cast_once and (len(node.users) > 1 or any(repeats))
         if dtype is not None and dtype.itemsize == 2 and node.late in (None, dtype) and not repeated:
             node.compute, node.dtype, node.late = dtype, dtype, None
 
@@ -258,7 +240,3 @@ def _grows(user: Node, operand: Node) -> bool:
     if user.kind is Kind.CLEAR and not user.is_looked_up:
         return True
     return user.name in (BROADCAST | {"broadcast_in_dim"}) and math.prod(user.shape) > math.prod(operand.shape)
-
-
-def _repeats(user: Node, operand: Node) -> bool:
-    return user.loop != operand.loop or user.name in BROADCAST  # if only by a vmap from outside

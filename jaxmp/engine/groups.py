@@ -372,13 +372,10 @@ def _is_product(node: Node) -> bool:
     return node.kind is Kind.HALF and not node.asked
 
 
-_FAR = 64
-"""No chain that people write is longer; of a chain of thousands each would be followed to its start again and again."""
-
-
 def _origin(node: Node, through: Collection[str] = (), way: list[Node] | None = None, constant: bool = True) -> Node:
     """What a value was before it was moved and went ``through`` operations with constants, which ``way`` gathers."""
-    for _ in range(_FAR):
+    # No chain that people write is longer; of a chain of thousands each would be followed to its start again and again.
+    for _ in range(64):
         if (below := _passed(node, through, constant)) is None:
             break
         if way is not None and node.kind is not Kind.CLEAR:

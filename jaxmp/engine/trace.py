@@ -128,8 +128,5 @@ def arrays_in(leaves: Sequence[Any]) -> list[Any]:
 def is_array(leaf: Any) -> bool:
     """Whether an argument or a result is traced; what is not stays the Python value that it is."""
     if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind not in _NOT_NUMBERS
+        return leaf.dtype.kind not in "OSUTMm"  # objects, texts, times
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-
-
-_NOT_NUMBERS = "OSUTMm"  # objects, texts, times
