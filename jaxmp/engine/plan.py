@@ -18,7 +18,7 @@ from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.engine.autocast import check_backend, policy_and_exceptions, require_function
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
-from jaxmp.engine.graph import Step, build
+from jaxmp.engine.graph import Node, Step, build, walk
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
@@ -49,6 +49,9 @@ class Row:
         wrote and autocast puts off at each of those that read it.
       cast_bytes: what these casts write, in bytes, over all trips of the loops around it.
       depth: the number of equations that it is a part of.
+      reads: the numbers of the rows whose floating results it reads, through the borders of bodies, all before it; what
+        a loop carries is what it begins with, and after the loop what its last turn gives. What autocast does not look
+        into reads, equation by equation, what the whole reads, and its last one makes the results.
     """
 
     path: str
@@ -62,6 +65,7 @@ class Row:
     casts: int
     cast_bytes: int
     depth: int
+    reads: tuple[int, ...]
 
     def _cells(self) -> tuple[str, ...]:
         """What a table shows of it, under ``_HEADER``."""
@@ -237,16 +241,20 @@ def cast_plan(
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
         reasons = Reasons(graph)
         uncounted = set[str]()
-        rows = tuple(_rows(graph.body.steps, reasons, uncounted))
+        rows = tuple(_rows(graph.body.steps, reasons, uncounted, {}, itertools.count()))
         summary = _summary(rows, uncounted, reasons, graph.body.casts)
         return CastPlan(str(one_policy), rules.overrides, rows, summary)
 
     return planned
 
 
-def _rows(steps: Iterable[Step], reasons: Reasons, uncounted: set[str]) -> Iterator[Row]:
-    """Those of equations, each before those inside of it; ``uncounted`` gets names."""
+def _rows(
+    steps: Iterable[Step], reasons: Reasons, uncounted: set[str], made: dict[Node, int], numbers: Iterator[int]
+) -> Iterator[Row]:
+    """Those of equations, each before those inside of it; ``uncounted`` gets names, ``made`` the row of each node."""
     for step in steps:
+        number = last = next(numbers)
+        read = walk((node for node in step.operands if node is not None), _joined)
         eqn, name = step.eqn, step.eqn.primitive.name
         turns = eqn.params["length"] if name == "scan" else 1
         casts = [*step.casts, *(turns * size for body in step.inner for size in body.casts)]
@@ -264,9 +272,10 @@ def _rows(steps: Iterable[Step], reasons: Reasons, uncounted: set[str]) -> Itera
             casts=len(casts),
             cast_bytes=sum(casts),
             depth=0,
+            reads=tuple(sorted({made[node] for node in read if node in made})),
         )
         yield row
-        for inner in _rows(_inside(step), reasons, uncounted):
+        for last, inner in enumerate(_rows(_inside(step), reasons, uncounted, made, numbers), number + 1):  # noqa: B007
             yield dataclasses.replace(
                 inner,
                 source=inner.source or row.source,  # a function of JAX's that was traced before knows no caller
@@ -274,6 +283,13 @@ def _rows(steps: Iterable[Step], reasons: Reasons, uncounted: set[str]) -> Itera
                 cast_bytes=turns * inner.cast_bytes,
                 depth=inner.depth + 1,
             )
+        if step.bodies is None:
+            made |= dict.fromkeys((node for node in step.nodes if node is not None), last)
+
+
+def _joined(node: Node) -> list[Node]:
+    """What a join may be."""
+    return node.inputs if node.name in ("carry", "branches") else []
 
 
 def _inside(step: Step) -> Iterator[Step]:
@@ -282,7 +298,7 @@ def _inside(step: Step) -> Iterator[Step]:
         yield from (inner for body in step.inner for inner in body.steps)
     elif classify(step.eqn.primitive.name) in (Class.RECURSE, Class.LINALG):
         for eqn in (eqn for jaxpr in jaxprs_in(step.eqn) for eqn in reading.opened(jaxpr)[0].eqns):
-            yield Step(eqn, (*step.names, *reading.names_of(eqn)), [], [], Kind.KEPT, step.reason)
+            yield Step(eqn, (*step.names, *reading.names_of(eqn)), step.operands, [], Kind.KEPT, step.reason)
 
 
 def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_results: Sequence[int]) -> Summary:
