@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart; float32 is the black line.
-COLORS = ("#222222", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
-GREY, LIGHT = "#6B6B6B", "#E6E6E6"
+from jaxmp.inspect.plots import COLORS as COLORS
+from jaxmp.inspect.plots import GREY, LIGHT
+from jaxmp.inspect.plots import figure as figure
+from jaxmp.inspect.plots import style as style
 
 
 def drawn(draw: Callable[..., None]) -> Callable[..., None]:
@@ -29,13 +30,6 @@ def drawn(draw: Callable[..., None]) -> Callable[..., None]:
     return draws
 
 
-def figure(width: float, height: float) -> Any:
-    """An empty picture, its sides in inches."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def save(figure: Any, path: Path, caption: str = "", dpi: int = 110) -> None:
     """Writes a picture, with a small caption below it to the right."""
     figure.supxlabel(caption, fontsize=7.5, color=GREY, x=0.995, ha="right")
@@ -45,18 +39,6 @@ def save(figure: Any, path: Path, caption: str = "", dpi: int = 110) -> None:
 def color(i: int) -> str:
     """The colour of line ``i``, whatever their number."""
     return COLORS[i % len(COLORS)]
-
-
-def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
-    """A plain frame: no box, a light grid, the title to the left."""
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.set_xlabel(x, fontsize=9, color=GREY)
-    axes.set_ylabel(y, fontsize=9, color=GREY)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#BBBBBB")
-    axes.tick_params(labelsize=8, colors=GREY)
-    axes.grid(axis="y", color=LIGHT, linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def row_axis(axes: Any, labels: list[str], named: bool = True, above: float = 0.6, below: float = 0.6) -> None:

@@ -120,7 +120,7 @@ def formats(options: argparse.Namespace) -> int:
     return 0
 
 
-@_command(arguments.SHAPES | arguments.AUTOCAST)
+@_command(arguments.SHAPES | arguments.AUTOCAST | arguments.PLOT)
 def plan(options: argparse.Namespace) -> int:
     """Show what autocast decides for each operation of a function, and why; nothing is run but imports.
 
@@ -132,7 +132,8 @@ def plan(options: argparse.Namespace) -> int:
     """
     from jaxmp.cli import planning
 
-    show(options, planning.plan(options.function, options.policy, options.arg, options.args, options.override))
+    result = planning.plan(options.function, options.policy, options.arg, options.args, options.override)
+    show(options, result, lambda plots: plots.casts(result))
     return 0
 
 

@@ -38,4 +38,5 @@ AUTOCAST = (
 REFERENCE = _named("--reference", default="float32", help="float32, as written, or float64; default: float32")
 LOSS_SCALE = _named("--loss-scale", type=float, default=1.0, help="default: 1")
 NO_GRAD = _named("--no-grad", action="store_true", help="look at the results, not at gradients")
+PLOT = _named("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg; needs matplotlib")
 JSON = _named("--json", action="store_true", help="print JSON, for programs")

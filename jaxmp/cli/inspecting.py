@@ -9,8 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxmp.cli.arguments import ARRAYS, AUTOCAST, DEVICE, LOSS_SCALE, NO_GRAD, POLICY, REFERENCE, RUN, SHAPES, Arguments
-from jaxmp.cli.printing import console, print_json, print_rich, show
+from jaxmp.cli.arguments import (
+    ARRAYS,
+    AUTOCAST,
+    DEVICE,
+    LOSS_SCALE,
+    NO_GRAD,
+    PLOT,
+    POLICY,
+    REFERENCE,
+    RUN,
+    SHAPES,
+    Arguments,
+)
+from jaxmp.cli.printing import console, plot, print_json, print_rich, show
 
 
 def audit(options: argparse.Namespace) -> int:
@@ -40,7 +52,8 @@ def memory(options: argparse.Namespace) -> int:
     """
     from jaxmp.inspect import memory
 
-    show(options, _of_shapes(options, lambda fun: memory(fun, device=options.device)))
+    result = _of_shapes(options, lambda fun: memory(fun, device=options.device))
+    show(options, result, lambda plots: plots.memory({options.function: result}))
     return 0
 
 
@@ -69,7 +82,9 @@ def numerics(options: argparse.Namespace) -> int:
     """
     from jaxmp.inspect import numerics
 
-    show(options, _of_arrays(options, lambda fun: numerics(fun, policy=options.policy, loss_scale=options.loss_scale)))
+    scale = options.loss_scale
+    result = _of_arrays(options, lambda fun: numerics(fun, policy=options.policy, loss_scale=scale))
+    show(options, result, lambda plots: plots.exponents(result, loss_scale=scale))
     return 0
 
 
@@ -109,22 +124,24 @@ def compare(options: argparse.Namespace) -> int:
     from jaxmp.inspect import compare
 
     settings = {"reference": options.reference, "overrides": levels(options.override), "grad": not options.no_grad}
-    show(options, _of_arrays(options, lambda fun: compare(fun, options.policy, **settings)))
+    result = _of_arrays(options, lambda fun: compare(fun, options.policy, **settings))
+    show(options, result, lambda plots: plots.errors(result))
     return 0
 
 
 def watch(options: argparse.Namespace) -> int:
     """Show a run of the experiments as it trains: loss, scale, skips, and how much of each gradient vanishes.
 
-    The run needs --watch N. On a terminal it is drawn again until the run ends; else once. Exit code 2 if the folder is
-    not that of such a run.
+    The run needs --watch N. On a terminal it is drawn again until the run ends; else once, as with --plot. Exit code 2
+    if the folder is not that of such a run.
     """
     from jaxmp.cli import watching
 
     title, rows = watching.watched(Path(options.run))
+    plot(options, lambda plots: plots.training(options.run))
     if options.json:
         print_json(rows)
-    elif sys.stdout.isatty():
+    elif sys.stdout.isatty() and options.plot is None:
         with contextlib.suppress(KeyboardInterrupt):  # the reader has seen enough
             watching.live(console(), Path(options.run))
     else:
@@ -136,12 +153,12 @@ def watch(options: argparse.Namespace) -> int:
 
 COMMANDS: dict[Callable[[argparse.Namespace], int], Arguments] = {
     audit: SHAPES | DEVICE | POLICY,
-    memory: SHAPES | DEVICE,
+    memory: SHAPES | DEVICE | PLOT,
     roofline: SHAPES | DEVICE,
-    numerics: ARRAYS | POLICY | LOSS_SCALE,
+    numerics: ARRAYS | POLICY | LOSS_SCALE | PLOT,
     blame: ARRAYS | POLICY | LOSS_SCALE | NO_GRAD,
-    compare: ARRAYS | AUTOCAST | REFERENCE | NO_GRAD,
-    watch: RUN,
+    compare: ARRAYS | AUTOCAST | REFERENCE | NO_GRAD | PLOT,
+    watch: RUN | PLOT,
 }
 """What each command takes."""
 

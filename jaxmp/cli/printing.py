@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -15,14 +15,30 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def show(options: argparse.Namespace, result: Any) -> None:
-    """A result: JSON if asked for, a table on a terminal, else its text."""
+def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | None = None) -> None:
+    """A result: JSON if asked for, a table on a terminal, else its text; and the picture that is drawn of it."""
     if options.json:
         print(result.to_json())
     elif sys.stdout.isatty():
         print_rich(console(), result.table() if hasattr(result, "table") else result)
     else:
         print(result)
+    if draw is not None:
+        plot(options, draw)
+
+
+def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:
+    """Writes the picture that ``draw`` makes with :mod:`jaxmp.inspect.plots`, if it is asked for.
+
+    Raises:
+      UsageError: matplotlib is not installed, or the file cannot be written.
+    """
+    if options.plot is not None:
+        from jaxmp.cli.loading import told
+        from jaxmp.inspect import plots
+
+        with told(ValueError, OSError, ModuleNotFoundError):
+            draw(plots).savefig(options.plot, dpi=110)
 
 
 def console() -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from pathlib import Path
 from typing import Any
 
-from jaxmp.cli.errors import UsageError
+from jaxmp.cli.loading import told
 from jaxmp.inspect import watch
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -19,17 +18,13 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     Raises:
       UsageError: it is no folder of a run, or not watched.
     """
-    if not (folder / "metrics.csv").is_file():
-        raise UsageError(f"a run's folder has metrics.csv, but {folder} has none; give the folder of --run-dir")
-    if not (folder / watch.FILE).is_file():
-        raise UsageError(f"{folder} has no {watch.FILE}: train with --watch 100, say, or wait for the first such step")
-    with (folder / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["split"] == "train" and row["skipped"]]
+    with told(FileNotFoundError):
+        rows, seen = watch.metrics(folder), watch.read(folder)
     if not rows:
-        return "no step yet", watch.read(folder)
+        return "no step yet", seen
     last, skipped = rows[-1], sum(int(row["skipped"]) for row in rows)
     names = ("step", "loss", "grad_norm", "loss_scale")
-    return "  ".join(f"{name} {last[name]}" for name in names) + f"  skipped {skipped}", watch.read(folder)
+    return "  ".join(f"{name} {last[name]}" for name in names) + f"  skipped {skipped}", seen
 
 
 def picture(title: str, rows: list[dict[str, Any]], width: int = 40) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,12 +88,27 @@ def line(step: int, found: Numerics, metrics: Mapping[str, float], dtype: Any = 
     return json.dumps(tables.plain(row), allow_nan=False)
 
 
+def metrics(folder: Path) -> list[dict[str, str]]:
+    """The rows of a run's ``metrics.csv`` that are steps of training.
+
+    Raises:
+      FileNotFoundError: it is no folder of a run.
+    """
+    file = folder / "metrics.csv"
+    if not file.is_file():
+        raise FileNotFoundError(f"a run's folder has metrics.csv, but {folder} has none; give the folder of --run-dir")
+    with file.open() as opened:
+        return [row for row in csv.DictReader(opened) if row["split"] == "train" and row["skipped"]]
+
+
 def read(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's folder; one that is being written is left out.
 
     Raises:
       FileNotFoundError: the run is not watched, or has not had its first step that is.
     """
+    if not (folder / FILE).is_file():
+        raise FileNotFoundError(f"{folder} has no {FILE}: train with --watch 100, say, or wait for the first such step")
     rows = []
     for text in (folder / FILE).read_text().splitlines():
         try:

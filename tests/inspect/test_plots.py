@@ -1,0 +1,286 @@
+"""Pictures: what is drawn is what was found, and the titles say what is to be seen."""
+
+import builtins
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plan_block
+import pytest
+
+import jaxmp
+from jaxmp import cli
+from jaxmp.inspect import Memory, Watch, compare, memory, numerics, plots
+from jaxmp.inspect.statistics import statistics_of
+from jaxmp.inspect.watch import FILE, line
+
+
+def bars(axes):
+    """Left edge to width times height of its rectangles that have a size."""
+    return [patch for patch in axes.patches if patch.get_width() * patch.get_height()]
+
+
+def texts(page):
+    return [text.get_text() for axes in page.axes for text in axes.texts]
+
+
+X = np.float32([2.0**-30, 2.0**-25, 1.5 * 2.0**-25, 2.0**-20, 2.0**-3, 3.0, 2.0**17, 0.0])
+
+
+def test_a_histogram_has_a_bar_of_the_right_height_and_colour_for_each_exponent():
+    found = statistics_of(X)
+    page = plots.exponents(found)
+    drawn = {bar.get_x(): (bar.get_height(), bar.get_facecolor()) for bar in bars(page.axes[0])}
+    assert {e: height for e, (height, _) in drawn.items()} == {e: 12.5 * n for e, n in found.histogram.items()}
+    assert drawn[-25][0] == 25.0
+    colors = [drawn[e][1] for e in (-30, -20, -3, 17)]
+    assert len({*colors}) == 4 and drawn[1][1] == drawn[-3][1]
+    assert page.get_suptitle() == "25.0% of the values become 0 in float16; 12.5% of the values overflow"
+    assert "25.0% become 0\n25.0% subnormal\n12.5% overflow\n12.5% were 0" in texts(page)
+
+
+def test_a_loss_scale_moves_the_bars_and_leaves_the_line_of_what_was():
+    found = statistics_of(X[:5])
+    page = plots.exponents({"a": found}, "bfloat16", loss_scale=8)
+    assert sorted(bar.get_x() for bar in bars(page.axes[0])) == [e + 3 for e in sorted(found.histogram)]
+    (line,) = [line for line in page.axes[0].lines if len(line.get_xdata()) > 2]
+    before = {x: y for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True) if y}
+    assert before == {e: 100 * count / 5 for e, count in found.histogram.items()}
+    assert page.get_suptitle() == "Nothing becomes 0 in bfloat16"
+
+
+def test_the_ranges_of_the_formats_are_drawn_where_they_are():
+    strips = plots.exponents(statistics_of(X)).axes[-1]
+    rows = {label.get_text(): y for y, label in enumerate(strips.get_yticklabels())}
+    assert [*rows] == ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"]
+    for name in ("float16", "float8_e5m2", "float8_e4m3fn"):
+        info = jnp.finfo(name)
+        edges = sorted({bar.get_x() for bar in bars(strips) if round(bar.get_y() + bar.get_height() / 2) == rows[name]})
+        assert edges[1:] == [
+            np.log2(float(info.smallest_subnormal)),
+            info.minexp,
+            np.floor(np.log2(float(info.max))) + 1,
+        ]
+
+
+def test_a_step_is_drawn_by_kind_and_only_its_gradients_are_scaled():
+    found = numerics(lambda w, x: 1e-9 * jnp.sum(x @ w))(jnp.ones((4, 2)), jnp.ones((3, 4)))
+    page = plots.exponents(found, loss_scale=4)
+    names = [axes.get_ylabel() for axes in page.axes[:-1]]
+    assert names == ["weights", "gradients"]
+    weights, gradients = ([bar.get_x() for bar in bars(axes)] for axes in page.axes[:2])
+    assert weights == [0] and gradients == [np.floor(np.log2(3e-9 * 4))]
+    assert page.get_suptitle().startswith("100% of the gradients become 0 in float16, 100% under a loss scale of 4")
+
+
+def test_a_histogram_says_what_it_needs():
+    with pytest.raises(ValueError, match="a histogram needs a tensor, but there is none; pass Statistics, a mapping"):
+        plots.exponents({})
+    with pytest.raises(ValueError, match="a loss scale is a power of two here"):
+        plots.exponents(statistics_of(X), loss_scale=3)
+    with pytest.raises(ValueError, match="values are counted for"):
+        plots.exponents(statistics_of(X), "float64")
+
+
+@pytest.fixture(scope="module")
+def watched():
+    watch = Watch(lambda w, x: 1e-9 * jnp.sum(jnp.sin(x @ w["a"]) @ w["b"]), every=2)
+    params = {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 2))}
+    for step in range(1, 7):
+        watch(step, params, jnp.ones((5, 3)), loss_scale=4.0**step)
+    return watch
+
+
+def heat(axes):
+    (mesh,) = axes.collections
+    return np.asarray(mesh.get_array())
+
+
+def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
+    page = plots.underflow(watched, "gradients")
+    shares = watched.shares("gradients")
+    assert shares["a"][0] < shares["b"][0] == 1
+    np.testing.assert_array_equal(heat(page.axes[0]), 100 * np.array([*shares.values()]))
+    assert [text.get_text() for text in page.axes[0].get_yticklabels()] == ["a", "b"]
+    assert [text.get_text() for text in page.axes[0].get_xticklabels()] == ["2", "4", "6"]
+    assert page.get_suptitle() == "The gradients of b vanish most in float16: 100% at step 2"
+    rows = [line(step, found, {}) for step, found in watched.steps.items()]
+    (tmp_path / FILE).write_text("\n".join(rows))
+    np.testing.assert_array_equal(heat(plots.underflow(tmp_path, "gradients").axes[0]), heat(page.axes[0]))
+    zeros = [[row["zeros"]["gradients"][path] for row in map(json.loads, rows)] for path in shares]
+    np.testing.assert_array_equal(heat(page.axes[1]), 100 * np.array(zeros))
+
+
+def test_a_heat_map_says_what_it_needs(watched, tmp_path):
+    with pytest.raises(ValueError, match="a heat map shows activations, activation_gradients, gradients, updates, got"):
+        plots.underflow(watched, "weights")
+    with pytest.raises(ValueError, match="a heat map needs tensors, but no updates were counted"):
+        plots.underflow(watched, "updates")
+    with pytest.raises(ValueError, match="a heat map needs a step that was watched, but there is none yet"):
+        plots.underflow(Watch(lambda w: w, every=2))
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no {FILE}: train with --watch 100"):
+        plots.underflow(tmp_path)
+    (tmp_path / FILE).write_text(line(2, watched.steps[2], {}))
+    with pytest.raises(ValueError, match="counts what vanishes in float16, got dtype='bfloat16'; take that one, or a"):
+        plots.underflow(tmp_path, dtype="bfloat16")
+
+
+@pytest.fixture
+def run(watched, tmp_path):
+    """A run's folder."""
+    rows = [f"{row['step']},train,1,2,{row['loss_scale']},{int(row['skipped'])}" for row in STEPS]
+    (tmp_path / "metrics.csv").write_text(
+        "\n".join(["step,split,loss,grad_norm,loss_scale,skipped", *rows, "9,test,,,,"])
+    )
+    (tmp_path / FILE).write_text("\n".join(line(step, found, {}) for step, found in watched.steps.items()))
+    return tmp_path
+
+
+def test_a_run_is_drawn_in_one_picture_and_by_its_command(run, capsys):
+    page = plots.training(run, "gradients")
+    titles = [part.get_suptitle() for part in page.subfigs]
+    assert titles == [plots.underflow(run, "gradients").get_suptitle(), plots.loss_scale(run).get_suptitle()]
+    (run / FILE).write_text(
+        (run / FILE).read_text().replace('"activation_gradients": {}', '"activation_gradients": {"a": 0.5}')
+    )
+    assert cli.main(["watch", str(run), "--plot", str(run / "watch.svg")]) == 0
+    assert "vanish most" in (run / "watch.svg").read_text() and "step 8" in capsys.readouterr().out
+
+
+STEPS = [{"step": n, "loss_scale": 2.0 ** (15 - (n > 4)), "skipped": n == 4} for n in range(9)]
+
+
+def test_a_timeline_has_the_scale_of_each_step_and_marks_those_that_were_skipped(run):
+    page = plots.loss_scale(STEPS)
+    scale, skipped = page.axes[0].lines
+    assert [*zip(scale.get_xdata(), scale.get_ydata(), strict=True)] == [(r["step"], r["loss_scale"]) for r in STEPS]
+    assert (skipped.get_xdata(), skipped.get_ydata()) == ((4.0,), (2.0**15,))
+    assert page.get_suptitle() == "1 of 9 steps was skipped; the loss scale went from 2^15 to 2^14"
+    assert plots.loss_scale(STEPS[:4]).get_suptitle() == "0 of 4 steps were skipped; the loss scale stayed at 2^15"
+    assert plots.loss_scale(run).get_suptitle() == page.get_suptitle()
+
+
+def test_a_timeline_says_what_it_needs(tmp_path):
+    with pytest.raises(ValueError, match="a timeline needs a step, but there is none yet; wait for the first one"):
+        plots.loss_scale([])
+    with pytest.raises(FileNotFoundError, match=r"a run's folder has metrics.csv, but .* has none; give the folder of"):
+        plots.loss_scale(tmp_path)
+
+
+def mlp(params, x):
+    for name in ("one", "two"):
+        with jax.named_scope(name):
+            x = jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
+PARAMS = {"one": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), "two": np.eye(8, dtype=np.float32)}
+
+
+def test_errors_are_drawn_where_their_scopes_stand():
+    found = compare(mlp, "mixed_bfloat16")(PARAMS, jnp.linspace(0, 1, 32).reshape(4, 8))
+    page = plots.errors(found)
+    scopes, arguments = page.axes
+    labels = [text.get_text() for text in scopes.get_yticklabels()]
+    assert labels == ["one", "two", "the result"]
+    drawn = {(row.get_label(), labels[int(y)]): x
+             for row in scopes.lines[1:] for x, y in zip(row.get_xdata(), row.get_ydata(), strict=True)}  # fmt: skip
+    phases = {"forward": "forward", "backward": "gradient"}
+    rows = [row for row in found.rows if row.path in ("one", "two", "")]
+    assert drawn == {(phases[row.phase], row.path or "the result"): row.relative_error for row in rows}
+    assert sorted(arguments.lines[1].get_xdata()) == sorted(r.relative_error for r in found.rows[-2:])
+    assert scopes.lines[0].get_xdata()[0] == 2.0**-8  # of bfloat16
+    assert page.get_suptitle().startswith("The error enters nowhere at once; largest: ")
+
+
+def plan_of(peak, **kinds):
+    return Memory("a GPU", peak, {**kinds, "temporaries": peak - sum(kinds.values())}, {"float32": peak}, (), 2, int)
+
+
+def test_memory_is_drawn_by_kind_and_dtype():
+    mib = 2**20
+    plans = {"float32": plan_of(100 * mib, params=30 * mib), "half": plan_of(61 * mib, params=30 * mib)}
+    page = plots.memory(plans)
+    by_kind = sorted((bar.get_y() > 0.5, bar.get_x(), bar.get_width()) for bar in bars(page.axes[0]))
+    assert by_kind == [(False, 0, 30), (False, 30, 70), (True, 0, 30), (True, 30, 31)]
+    assert sorted(bar.get_width() for bar in bars(page.axes[1])) == [61, 100]
+    assert " 61 (-39%)" in texts(page) and page.axes[1].get_xlabel() == "MiB at the peak"
+    assert page.get_suptitle() == "half needs 39% less memory than float32 on a GPU"
+    small = memory(lambda params, batch: (batch @ params).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
+    assert plots.memory({"it": small}).get_suptitle() == f"it needs {small.peak / 1024:,.0f} KiB on {small.device}"
+    assert plots.memory({"a": plans["half"], "b": plans["float32"]}).get_suptitle().startswith("Nothing needs less")
+    with pytest.raises(ValueError, match=r"a picture of memory needs a plan, but there is none; pass \{name: memory"):
+        plots.memory({})
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return jaxmp.cast_plan(plan_block.loss, "mixed_bfloat16")(*plan_block.example())
+
+
+def test_a_plan_names_the_rows_that_each_row_reads(plan):
+    at = {n: row for n, row in enumerate(plan.rows)}
+    named = {n: [at[m].primitive for m in row.reads] for n, row in at.items()}
+    (scores,) = [n for n, row in at.items() if row.source.endswith(":37") and row.primitive == "dot_general"]
+    assert named[scores] == ["dot_general", "dot_general"]  # queries and keys
+    (head,) = [n for n, row in at.items() if row.path == "head"]
+    assert [at[m].path for m in at[head].reads] == ["mlp"] and named[head] == ["add"]  # out of the loop
+    assert all(m < n for n, row in at.items() for m in row.reads)
+
+
+def test_a_plan_is_drawn_by_scope_and_dtype(plan):
+    page = plots.casts(plan)
+    shown = texts(page)
+    assert [text for text in shown if text[:1].isdigit() and "  " in text] == [
+        "1  attention", "2  attention", "3  attention", "4  attention", "5  mlp", "6  mlp", "7  head", "8  loss",
+        "9  loss",
+    ]  # fmt: skip
+    assert "softmax" in shown and "cross-entropy" in shown and shown.count("normalisation") == 2
+    fills = [bar.get_facecolor() for bar in bars(page.axes[0])]
+    assert len({fill for fill in fills if fill[3]}) == 2
+    drawn = sum(int(text.partition(":")[0]) for text in shown if text.endswith("B"))
+    assert drawn == sum(row.casts for row in plan.rows if row.cls != "recurse")
+    assert page.get_suptitle() == f"100% of the FLOPs of products are half; autocast adds {plan.summary.casts} casts"
+
+
+def test_a_large_plan_is_drawn_by_scope_alone_and_one_that_changes_nothing_says_so():
+    def deep(w, x):
+        for n in range(50):
+            with jax.named_scope(f"layer_{n % 2}"), jax.named_scope("inner"):
+                x = jnp.exp(-x @ w)
+        return x
+
+    page = plots.casts(jaxmp.cast_plan(deep, "mixed_bfloat16")(jnp.ones((4, 4)), jnp.ones((2, 4))))
+    boxes = [text for text in texts(page) if "layer" in text]
+    assert len(boxes) == 50 and boxes[0] == "1  layer_0"
+    plan = jaxmp.cast_plan(lambda x: x + 1, "mixed_bfloat16")(jnp.ones(3))
+    assert plots.casts(plan).get_suptitle() == "Nothing changes: no product is half"
+    with pytest.raises(ValueError, match="a graph needs operations on floating values, but the plan has none; plan"):
+        plots.casts(jaxmp.cast_plan(lambda n: n + 1, "mixed_bfloat16")(jnp.ones(3, int)))
+
+
+def test_who_has_no_matplotlib_is_told_what_to_install(monkeypatch):
+    def without(name, *args, load=builtins.__import__):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(name)
+        return load(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ModuleNotFoundError, match=r"pictures are drawn by matplotlib, .*; pip install matplotlib"):
+        plots.loss_scale(STEPS)
+
+
+def test_the_commands_write_a_picture(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plotted.py").write_text(
+        "import jax, numpy as np\n"
+        "def loss_fn(w, x):\n    with jax.named_scope('layer'):\n        y = x @ w\n    return 1e-9 * y.sum()\n"
+        "def args():\n    return np.ones((3, 2), np.float32), np.ones((4, 3), np.float32)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for command in ("numerics", "compare", "memory", "plan"):
+        assert cli.main([command, "plotted:loss_fn", "--args", "plotted:args", "--plot", f"{command}.png"]) == 0
+        assert (tmp_path / f"{command}.png").read_bytes()[:4] == b"\x89PNG"
+    capsys.readouterr()
+    assert cli.main(["plan", "plotted:loss_fn", "--args", "plotted:args", "--plot", "plan.abc"]) == 2
+    assert "jaxmp plan: error: Format 'abc' is not supported" in capsys.readouterr().err
