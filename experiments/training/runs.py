@@ -132,7 +132,7 @@ class Run:
         if not checkpoint:
             self._writer.writeheader()
         self._watch = Watching(experiment, config, state.tx, folder, self._start) if config.watch else None
-        self._board = tensorboard(folder) if config.tensorboard else None
+        self._board = tensorboard(folder, self._start) if config.tensorboard else None
         self._late = Late()
         self._progress = Progress(name, experiment.steps, self._start)
         self._skipped = int(sum(row.get("skipped", 0) for row in self._rows))
@@ -195,6 +195,8 @@ class Run:
         with self._pause():
             self._test = self.experiment.evaluate(state)
             self._write({"step": self._step, "split": "test", **self._test})
+            for tag, value in self._test.items() if self._board else ():
+                self._board.add_scalar(f"test/{tag}", value, self._step)
 
     def save(self, state: jaxmp.TrainState) -> None:
         """Begins to write a checkpoint; the time that training waits for it does not count as training."""

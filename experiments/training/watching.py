@@ -41,21 +41,25 @@ class Watching:
         text = line(step, self.found, {name: float(metrics[name]) for name in names})
         with self._path.open("a") as file:
             file.write(text + "\n")
-        for kind, shares in json.loads(text)["vanished"].items() if board else ():
-            for path, share in shares.items():
-                board.add_scalar(f"{kind}/vanished/{path}", share, step)
+        row = json.loads(text)
+        for what in ("vanished", "zeros") if board else ():
+            for kind, shares in row[what].items():
+                for path, share in shares.items():
+                    board.add_scalar(f"{kind}/{what}/{path}", share, step)
         self.found = None
 
 
-def tensorboard(folder: Path) -> Any:
-    """A writer for TensorBoard.
+def tensorboard(folder: Path, start: int = 0) -> Any:
+    """A writer for TensorBoard, which forgets what a resumed run had written after the step ``start``.
 
     Raises:
       ValueError: no package that has one is installed.
     """
     for module in ("torch.utils.tensorboard", "tensorboardX"):
         try:
-            return importlib.import_module(module).SummaryWriter(str(folder / "tensorboard"))
+            return importlib.import_module(module).SummaryWriter(
+                str(folder / "tensorboard"), purge_step=start + 1 if start else None
+            )
         except ImportError:
             continue
     raise ValueError(

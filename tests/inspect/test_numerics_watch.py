@@ -1,7 +1,9 @@
 """Watching a run, the command line, and the picture that float16 needs its scale for."""
 
+import csv
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,16 +19,44 @@ from jaxmp.inspect.watch import FILE, read
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
+BOARDS = []
+
+
+class Board:
+    """A SummaryWriter that keeps what it is given."""
+
+    def __init__(self, folder, purge_step=None):
+        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, {}, False
+        BOARDS.append(self)
+
+    def add_scalar(self, tag, value, step):
+        self.scalars[tag, step] = value
+
+    def close(self):
+        self.closed = True
+
+
+def only_tensorboardx(name):
+    if name != "tensorboardX":
+        raise ImportError(name)
+    return SimpleNamespace(SummaryWriter=Board)
+
+
+IMPORTLIB = SimpleNamespace(import_module=only_tensorboardx)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of the script that shows why float16 needs a loss scale, in float32, on the standard library's sources."""
     folder = tmp_path_factory.mktemp("watched")
     config = language_modeling.Config(
         policy="float32", loss_scale="none", steps=4, batch_size=2048, vocabulary=512, test_batches=1, watch=2,
-        data_dir=folder / "data", run_dir=folder / "run", checkpoint_every=0,
+        tensorboard=True, data_dir=folder / "data", run_dir=folder / "run", checkpoint_every=0,
     )  # fmt: skip
     config = language_modeling.text_training.settled(config, "next_token")
-    return loop.train("language_modeling", config, language_modeling.prepare), folder / "run", config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watching, "importlib", IMPORTLIB)
+        return loop.train("language_modeling", config, language_modeling.prepare), folder / "run", config
 
 
 def test_a_share_of_the_gradients_of_a_real_model_vanishes_in_float16_and_a_scale_keeps_it(run):
@@ -110,6 +140,41 @@ def test_the_command_counts_a_function(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["gradients"][""]["amax"] == float(np.float32(4 * np.float32(1e-9)))
     assert cli.main([*command, "3"]) == 2
     assert "jaxmp numerics: error: a loss scale is a power of two here" in capsys.readouterr().err
+
+
+def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run, monkeypatch):
+    _, folder, _ = run
+    (board,) = BOARDS
+    assert board.closed and board.folder == str(folder / "tensorboard") and board.purge_step is None
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        names = ("loss", "accuracy") if row["split"] == "test" else ("loss", "accuracy", "grad_norm", "loss_scale")
+        for name in names:
+            assert board.scalars[f"{row['split']}/{name}", int(row["step"])] == pytest.approx(float(row[name]), 1e-6)
+    lines = read(folder)
+    expected = {(f"{kind}/{what}/{path}", line["step"]): share for line in lines for what in ("vanished", "zeros")
+                for kind, shares in line[what].items() for path, share in shares.items()}  # fmt: skip
+    written = {key: value for key, value in board.scalars.items() if not key[0].startswith(("train/", "test/"))}
+    assert written == expected and len({step for _, step in expected}) == 2
+    monkeypatch.setattr(watching, "importlib", IMPORTLIB)
+    assert watching.tensorboard(folder, 3).purge_step == 4  # of a resumed run
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    pytest.importorskip("tensorboardX")
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    board = watching.tensorboard(tmp_path)
+    board.add_scalar("gradients/zeros/Dense_0/kernel", 0.25, 7)
+    board.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data, found = file.read_bytes(), []
+    while data:  # records of TensorFlow: length, its checksum, an event, its checksum
+        size = int.from_bytes(data[:8], "little")
+        event = event_pb2.Event.FromString(data[12 : 12 + size])
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        data = data[16 + size :]
+    assert found == [(7, "gradients/zeros/Dense_0/kernel", 0.25)]
 
 
 def test_tensorboard_is_used_if_it_is_asked_for_and_installed(monkeypatch, tmp_path):
