@@ -136,14 +136,15 @@ class Made:
     """The step of ``jaxmp.make_train_step``, its loss in place of its metrics.
 
     Attributes:
+      train: that step.
       jitted: what it compiles.
     """
 
     def __init__(self, train: Any) -> None:
-        self._train, self.jitted = train, train.jitted
+        self.train, self.jitted = train, train.jitted
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        state, metrics = self._train(state, batch)
+        state, metrics = self.train(state, batch)
         return state, metrics["loss"]
 
 

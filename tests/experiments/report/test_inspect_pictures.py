@@ -1,0 +1,61 @@
+"""The pictures of docs/inspect.md: the script runs in small, and writes between the markers of the page alone."""
+
+import pytest
+
+from experiments.models.workloads import workload
+from experiments.report import inspect_pictures
+from jaxmp.inspect import Memory
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
+
+
+@pytest.mark.parametrize(
+    ("name", "pictures"),
+    [("training", {"underflow", "exponents"}), ("compare", {"errors"}), ("scale", {"loss_scale"}), ("plan", {"casts"}),
+     ("memory", {"memory"})],
+)  # fmt: skip
+def test_the_script_draws_in_small(name, pictures, tmp_path, capsys):
+    inspect_pictures.main(inspect_pictures.Config(pictures=(name,), smoke=True, run_dir=tmp_path))
+    assert {file.stem for file in tmp_path.glob("*.png")} == {f"inspect_{picture}" for picture in pictures}
+    shown = capsys.readouterr().out
+    assert all(f"](inspect_{picture}.png)" in shown for picture in pictures) and "jax 0." in shown
+
+
+def test_a_picture_is_written_between_its_markers(tmp_path):
+    page = tmp_path / "inspect.md"
+    marker = "<!-- casts: written by `python -m experiments.report.inspect_pictures` -->\n"
+    page.write_text(f"before\n{marker}old\n<!-- /casts -->\nafter\n")
+    for _ in range(2):
+        inspect_pictures.write(page, "casts", "new")
+    assert page.read_text() == f"before\n{marker}\nnew\n\n<!-- /casts -->\nafter\n"
+    with pytest.raises(SystemExit, match="must have the lines '<!-- errors: written by"):
+        inspect_pictures.write(page, "errors", "new")
+
+
+def test_the_page_has_a_place_for_each_picture():
+    text = (inspect_pictures.DOCS / "inspect.md").read_text()
+    for name in ("underflow", "exponents", "errors", "loss_scale", "casts", "memory"):
+        assert f"<!-- {name}: written by" in text and f"](inspect_{name}.png)" in text
+        assert (inspect_pictures.DOCS / f"inspect_{name}.png").stat().st_size < 300_000
+
+
+def test_the_table_of_memory_adds_up_and_the_breakdown_beside_it_is_its_own_sum():
+    def plan(activations):
+        kinds = {
+            "params": 10**9,
+            "optimizer": 2 * 10**9,
+            "activations": activations,
+            "temporaries": 10**8,
+            "batch": 10**7,
+        }
+        return Memory("a GPU", sum(kinds.values()), kinds, {}, (), 2, int)
+
+    plans = {"float32": plan(4 * 10**9), "mixed_bfloat16": plan(2 * 10**9)}
+    text = "\n".join(inspect_pictures.memory_text(workload("bert", layers=24, width=1024), plans))
+    assert "| float32 | 1.00 | 2.00 | 4.00 | 0.10 | 0.01 | 7.11 | 100% |" in text
+    assert "| mixed_bfloat16 | 1.00 | 2.00 | 2.00 | 0.10 | 0.01 | 5.11 | 72% |" in text
+    assert (
+        "are 9.36 GB, at 2 + 2 + 8 bytes and with half the activations 6.04 GB" in text
+        and "saves 28% here" in text
+        and "and 50% of the activations" in text
+    )
