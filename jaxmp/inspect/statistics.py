@@ -19,6 +19,7 @@ _LOWEST = -149
 """The binary exponent of the smallest float32."""
 _EXPONENTS = 277
 _MANTISSA = 23
+_INFINITE = 0x7F800000
 # Where a mantissa's fraction passes a border at which some format rounds to another binade: to a power of two from
 # 1 - 2^-k on, k its mantissa bits where it is subnormal below, one more at its largest number. float8_e4m3fn, whose
 # last mantissa is NaN, overflows above 0.8125. A tie goes to the even neighbour: all borders but that are inclusive.
@@ -56,22 +57,57 @@ class Record(NamedTuple):
 
 def record(x: jax.Array) -> Record:
     """The record of a floating array; float64 is rounded to float32 before, all narrower formats are exact."""
-    magnitude = _magnitude(lax.stop_gradient(x)).reshape(-1)
+    return _record(lax.stop_gradient(x))
+
+
+@jax.jit  # tensors of one shape are traced once
+def _record(x: jax.Array) -> Record:
+    """Two passes, one that counts and one that reduces: of each kernel the compiler makes machine code of its own."""
+    magnitude = _magnitude(x).reshape(-1)
     exponent, fraction = _parts(magnitude)
-    finite, zero = magnitude < 0x7F800000, magnitude == 0
+    finite, zero = magnitude < _INFINITE, magnitude == 0
     index = (exponent - _LOWEST) * _CLASSES + sum((fraction >= start).astype(jnp.int32) for start in _STARTS[1:])
     index = jnp.where(finite, jnp.where(zero, _ZERO, index), _NOT_FINITE)
-    copies = 1 if jax.default_backend() == "cpu" else _COPIES
-    if copies > 1:
-        index += _COUNTERS * (jnp.arange(index.size) % copies)
-    counters = jnp.zeros(copies * _COUNTERS, jnp.uint32).at[index].add(jnp.uint32(1), mode="promise_in_bounds")
-    shown, inverted = jnp.where(finite, magnitude, 0), jnp.where(finite & ~zero, ~magnitude, 0)
-    largest, smallest = (jnp.max(each, initial=jnp.uint32(0)) for each in (shown, inverted))
-    values, top = (lax.bitcast_convert_type(each, jnp.float32) for each in (shown, largest))
-    # The sum neither overflows nor loses what is small.
-    factor = jnp.where(top > 2.0**64, jnp.float32(2.0**-64), jnp.where(top < 2.0**-64, jnp.float32(2.0**64), 1))
-    mean = _sum(values * factor) / max(x.size, 1) / factor
-    return Record(counters.reshape(copies, -1).sum(0, dtype=jnp.uint32), jnp.stack([largest, smallest]), mean)
+    counters = lax.platform_dependent(
+        index, cpu=functools.partial(_counted, 1), default=functools.partial(_counted, _COPIES)
+    )
+    largest, smallest, small, large = _reduced(magnitude)
+    size = max(x.size, 1)
+    mean = small / size * jnp.float32(2.0**-64) + large / size * jnp.float32(2.0**64)
+    return Record(counters, jnp.stack([largest, smallest]), mean)
+
+
+def _counted(copies: int, index: jax.Array) -> jax.Array:
+    """How often each of ``_COUNTERS`` numbers is there. Copies of one counter lie side by side, in one transaction."""
+    spread = index if copies == 1 else index * copies + jnp.arange(index.size) % copies
+    counters = jnp.zeros(copies * _COUNTERS, jnp.uint32).at[spread].add(jnp.uint32(1), mode="promise_in_bounds")
+    return counters.reshape(_COUNTERS, copies).sum(1, dtype=jnp.uint32)
+
+
+def _reduced(magnitude: jax.Array) -> tuple[jax.Array, ...]:
+    """The largest magnitude, and the smallest inverted; the sums of those below 1, times 2^64, and of others, over it.
+
+    A sum neither overflows nor loses what is small: what each addition rounds away is summed, too (Knuth's TwoSum).
+    """
+    finite = magnitude < _INFINITE
+    shown = jnp.where(finite, magnitude, 0)
+    inverted = jnp.where(finite & (magnitude > 0), ~magnitude, 0)
+    value = lax.bitcast_convert_type(shown, jnp.float32)
+    small, large = jnp.where(value < 1, value * 2.0**64, 0), jnp.where(value < 1, 0, value * 2.0**-64)
+
+    def added(one: Any, other: Any) -> list[Any]:
+        total = one[0] + other[0]
+        part = total - one[0]
+        return [total, one[1] + other[1] + ((one[0] - (total - part)) + (other[0] - part))]
+
+    def combined(one: Any, other: Any) -> tuple[Any, ...]:
+        limits = (jnp.maximum(*pair) for pair in zip(one[:2], other[:2], strict=True))
+        return *limits, *added(one[2:4], other[2:4]), *added(one[4:], other[4:])
+
+    operands = (shown, inverted, small, jnp.zeros_like(small), large, jnp.zeros_like(large))
+    zeros = tuple(jnp.zeros((), each.dtype) for each in operands)
+    largest, smallest, *sums = lax.reduce(operands, zeros, combined, (0,))
+    return largest, smallest, sums[0] + sums[1], sums[2] + sums[3]
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
@@ -97,13 +133,6 @@ def _parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     fraction = jnp.where(below, magnitude << (leading - 8), magnitude) & ((1 << _MANTISSA) - 1)
     exponent = jnp.where(below, -118 - leading.astype(jnp.int32), (magnitude >> _MANTISSA).astype(jnp.int32) - 127)
     return exponent, fraction
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    """In pieces: one float32 that a million numbers are added to loses the last of them."""
-    while x.size > 1:
-        x = jnp.pad(x, (0, -x.size % 1024)).reshape(-1, 1024).sum(1)
-    return x.sum()
 
 
 def packed(it: Record) -> jax.Array:
@@ -286,10 +315,7 @@ def exponent_of(loss_scale: Any) -> int:
 def statistics_of(x: Any) -> Statistics:
     """The statistics of one floating array."""
     x = jnp.asarray(x)
-    return from_record(jax.device_get(_record(x)), x.dtype, x.size, 0)
-
-
-_record = jax.jit(record)
+    return from_record(jax.device_get(record(x)), x.dtype, x.size, 0)
 
 
 def from_record(it: Record, dtype: Any, size: int, scale_exponent: int, turns: Sequence[int] = ()) -> Statistics:
