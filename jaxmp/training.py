@@ -343,34 +343,38 @@ class TrainStep:
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
 
-        def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics, Metrics]:
             self._warn_if_unscaled(state, model_state, batch, rng)
 
             def loss_fn(params: Any) -> Any:
                 return self._loss_fn(params, model_state, batch, rng)
 
-            fun = scaled_value_and_grad(loss_fn, state.opt_state, has_aux=True)
-            (loss, (new_model_state, metrics)), grads = fun(state.params)
-            return loss, grads, _require_same_structure(new_model_state, model_state), metrics
+            (loss, (new_model_state, metrics)), grads, seen = self._differentiated(loss_fn, state)
+            return loss, grads, _require_same_structure(new_model_state, model_state), metrics, seen
 
         n = self._accumulate_steps
         if n == 1:
-            return gradients(state.model_state, batch, rng)
+            loss, grads, model_state, metrics, seen = gradients(state.model_state, batch, rng)
+            return loss, grads, model_state, {**metrics, **seen}
 
         def accumulate(carry: Any, microbatch: Any) -> Any:
             total, model_state = carry
-            loss, grads, new_state, metrics = gradients(model_state, *microbatch)
+            loss, grads, new_state, metrics, seen = gradients(model_state, *microbatch)
             total = jax.tree.map(jnp.add, total, _tree.widen(grads))
-            return (total, _tree.select_tree(True, new_state, model_state)), (loss, metrics)
+            return (total, _tree.select_tree(True, new_state, model_state)), (loss, metrics, seen)
 
         rngs = None if rng is None else jax.random.split(rng, n)
         zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params))
         microbatches = jax.tree.map_with_path(lambda path, leaf: _split(path, leaf, n), batch)
-        (total, model_state), (loss, metrics) = jax.lax.scan(
+        (total, model_state), (loss, metrics, seen) = jax.lax.scan(
             accumulate, (zeros, state.model_state), (microbatches, rngs)
         )
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
-        return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, mean[1]
+        return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, {**mean[1], **seen}
+
+    def _differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+        """What ``loss_fn`` returns for the params, their gradients, and what was seen meanwhile: here nothing."""
+        return *scaled_value_and_grad(loss_fn, state.opt_state, has_aux=True)(state.params), {}
 
     def _warn_if_unscaled(self, state: TrainState, *args: Any) -> None:
         if self._warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):

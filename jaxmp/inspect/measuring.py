@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -147,102 +148,170 @@ def numerics(
 
     def run(params: Any, *args: Any, opt_state: Any = None, loss_scale: float = loss_scale) -> Numerics:
         exponent = statistics.exponent_of(loss_scale)
-        return _read(jax.device_get(measured(params, args, opt_state, np.float32(loss_scale))), exponent)
+        return measured(params, args, opt_state, np.float32(loss_scale)).read(exponent)
 
     return run
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """What a record is of, apart from its numbers."""
+class Place:
+    """What a record is of, apart from its numbers; ``number`` is its own among those of its kind."""
 
+    kind: str
     path: str
     dtype: Any
     size: int
     turns: tuple[int, ...] = ()
+    number: int = 0
 
 
-def _measured(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Callable[..., Any]:
-    """The loss and the records of a step, in pairs of a place and what was found there, by kind."""
+Seen = list[tuple[Place, jax.Array]]
+"""Places and records of activations and their gradients, packed, with the axes of the loops around."""
 
-    def loss_of(fill: Callable[[Any], Any]) -> Callable[..., jax.Array]:
-        def loss(params: Any, *args: Any) -> jax.Array:
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Found:
+    """What is read off a step, in one array: a transfer of each record would take longer than counting it.
+
+    Attributes:
+      numbers: float32, the loss and the packed records, one after another.
+      places: of these groups of records those of their rows, and the last axis.
+    """
+
+    numbers: jax.Array
+    places: tuple[tuple[tuple[Place, ...], int], ...]
+
+    def tree_flatten(self) -> Any:
+        """See JAX's pytrees."""
+        return (self.numbers,), self.places
+
+    @classmethod
+    def tree_unflatten(cls, places: Any, numbers: Any) -> Found:
+        """See JAX's pytrees."""
+        return cls(numbers[0], places)
+
+    def read(self, exponent: int) -> Numerics:
+        """On the host; the binary logarithm of the loss scale, which gradients are freed from."""
+        numbers = np.asarray(self.numbers)
+        start = 1
+        found: dict[str, list[tuple[Place, Statistics]]] = {kind: [] for kind in KINDS}
+        for rows, size in self.places:
+            for place in rows:
+                shape = (*place.turns, size)
+                stop = start + math.prod(shape)
+                it, lost, norms = statistics.unpacked(numbers[start:stop].reshape(shape))
+                start = stop
+                of_gradients = exponent if place.kind.endswith("gradients") else 0
+                one = statistics.from_record(it, place.dtype, place.size, of_gradients, place.turns)
+                if lost.size:
+                    with np.errstate(divide="ignore", invalid="ignore"):
+                        ratio = float(norms[0] / norms[1])
+                    names = dict(zip(dtypes.NAMES, lost.tolist(), strict=True))
+                    one = dataclasses.replace(one, ratio=ratio, _lost=names)
+                found[place.kind].append((place, one))
+        return Numerics(float(numbers[0]), 2.0**exponent, **{kind: _by_path(found[kind]) for kind in KINDS})
+
+
+def _by_path(found: list[tuple[Place, Statistics]]) -> dict[str, Statistics]:
+    by_path: dict[str, list[Statistics]] = {}
+    for place, one in sorted(found, key=lambda each: each[0].number):
+        by_path.setdefault(place.path, []).append(one)
+    return {path: statistics.merged(parts) for path, parts in by_path.items()}
+
+
+def _measured(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Callable[..., Found]:
+    """The records of a step that is computed for them."""
+
+    @jax.jit
+    def of_arrays(form: Any, params: Any, args: Any, opt_state: Any, scale: jax.Array) -> Found:
+        arrays, fill = form.opened(params)
+
+        def loss_of(params: Any, *args: Any) -> jax.Array:
             result = loss_fn(fill(params), *args)
             found = result[0] if isinstance(result, tuple) and result else result
             return jnp.asarray(require_loss(found, "return the loss, or a tuple that begins with it"))
 
-        return loss if policy is None else autocast(loss, policy)
+        run = loss_of if policy is None else autocast(loss_of, policy)
 
-    @jax.jit
-    def of_arrays(form: Any, params: Any, args: Any, opt_state: Any, scale: jax.Array) -> dict[str, Any]:
-        arrays, fill = form.opened(params)
-        jaxpr, consts, _ = program_of(loss_of(fill), arrays, *args)
-        taps = _Taps(jaxpr)
-        leaves, tree = jax.tree.flatten(arrays)
-        is_float = [_tree.is_float_array(leaf) for leaf in leaves]
-        others = jax.tree.leaves(args)
+        def scaled(params: Any) -> tuple[jax.Array, jax.Array]:
+            loss = run(params, *args).astype(jnp.float32)
+            return loss * scale, loss
 
-        def scaled(floats: list[Any], sinks: Any) -> Any:
-            rest = iter(floats)
-            whole = [next(rest) if floating else leaf for leaf, floating in zip(leaves, is_float, strict=True)]
-            (loss,), records = evaluate(jaxpr, consts, [*whole, *others], taps, sinks, keeps_rules=True)
-            loss = loss.astype(jnp.float32)
-            return loss * scale, (loss, records)
-
-        floats = [leaf for leaf, floating in zip(leaves, is_float, strict=True) if floating]
-        gradient = jax.grad(scaled, argnums=(0, 1), has_aux=True)
-        (grads, sinks), (loss, records) = gradient(floats, taps.sinks())
-        names = [_tree.path_name(path) for path, _ in jax.tree.leaves_with_path(arrays)]
-        names = [name for name, floating in zip(names, is_float, strict=True) if floating]
-
-        def recorded(arrays: Sequence[Any]) -> list[Any]:
-            return [
-                (_Place(name, array.dtype, array.size), statistics.record(array))
-                for name, array in zip(names, arrays, strict=True)
-            ]
-
-        found = {
-            "loss": loss,
-            "weights": recorded(floats),
-            "activations": taps.found(records),
-            "activation_gradients": taps.found(sinks),
-            "gradients": recorded(grads),
-            "updates": [],
-        }
-        if tx is not None:
-            rest = iter(grads)
-            whole = [
-                next(rest).astype(jnp.float32) / scale if floating else jnp.zeros_like(leaf)
-                for leaf, floating in zip(leaves, is_float, strict=True)
-            ]
-            updates = _updates(tx, jax.tree.unflatten(tree, whole), arrays, opt_state, loss)
-            steps = [leaf for leaf, floating in zip(jax.tree.leaves(updates), is_float, strict=True) if floating]
-            found["updates"] = [
-                (place, found_there, statistics.lost(step, weight), _norm(step), _norm(weight))
-                for (place, found_there), step, weight in zip(recorded(steps), steps, floats, strict=True)
-            ]
-        return found
+        loss, grads, seen = differentiated(scaled, arrays)
+        if tx is None:
+            return found_in(loss, arrays, grads, None, seen)
+        true = jax.tree.map(
+            lambda leaf: leaf.astype(jnp.float32) / scale if _tree.is_float_array(leaf) else leaf, grads
+        )
+        state = tx.init(arrays) if opt_state is None else opt_state
+        if has_loss_scale(state):
+            true = get_loss_scale(state).scale(true)
+        return found_in(loss, arrays, grads, updates_of(tx, true, state, arrays, loss), seen)
 
     return lambda params, args, opt_state, scale: of_arrays(*_arrays_of(params), args, opt_state, scale)
 
 
-def _norm(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(_tree.sum_of_squares(x))
+def differentiated(fun: Callable[[Any], tuple[jax.Array, Any]], params: Any) -> tuple[Any, Any, Seen]:
+    """What ``jax.grad(fun, has_aux=True)`` gives, auxiliary results first, and the records of what is on the way.
+
+    Of leaves that are not floating the gradients are 0.
+    """
+    jaxpr, consts, structure = program_of(fun, params)
+    leaves, tree = jax.tree.flatten(params)
+    taps = _Taps(jaxpr)
+    is_float = [_tree.is_float_array(leaf) for leaf in leaves]
+
+    def whole(floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        rest = iter(floats)
+        return [next(rest) if floating else leaf for leaf, floating in zip(others, is_float, strict=True)]
+
+    def scaled(floats: list[Any], sinks: Any) -> Any:
+        results, records = evaluate(jaxpr, consts, whole(floats, leaves), taps, sinks, keeps_rules=True)
+        return results[0], (results, records)
+
+    floats = [leaf for leaf, floating in zip(leaves, is_float, strict=True) if floating]
+    gradient = jax.grad(scaled, argnums=(0, 1), has_aux=True)
+    (grads, sinks), (results, records) = gradient(floats, taps.sinks())
+    packed = jax.tree.map(statistics.packed, records, is_leaf=lambda node: isinstance(node, Record))
+    seen = [*taps.found("activations", packed), *taps.found("activation_gradients", sinks)]
+    grads = jax.tree.unflatten(tree, whole(grads, list(map(jnp.zeros_like, leaves))))
+    return jax.tree.unflatten(structure, results)[1], grads, seen
 
 
-def _updates(tx: Any, grads: Any, params: Any, opt_state: Any, loss: jax.Array) -> Any:
-    """What an optimizer makes of true gradients."""
-    opt_state = tx.init(params) if opt_state is None else opt_state
-    if has_loss_scale(opt_state):
-        grads = get_loss_scale(opt_state).scale(grads)
+def found_in(loss: Any, params: Any, grads: Any, updates: Any, seen: Seen) -> Found:
+    """All that is read off a step; ``seen`` may have an axis more in front, of microbatches."""
+    weights = jax.tree.leaves_with_path(params)
+    found, places = [jnp.reshape(loss, 1)], []
+    for kind, tree in (("weights", params), ("gradients", grads), ("updates", updates)):
+        groups: dict[Any, list[tuple[Place, Any, Any]]] = {}
+        for number, (leaf, (path, weight)) in enumerate(zip(jax.tree.leaves(tree), weights, strict=False)):
+            if _tree.is_float_array(weight):
+                place = Place(kind, _tree.path_name(path), leaf.dtype, leaf.size, number=number)
+                groups.setdefault((leaf.shape, leaf.dtype, weight.dtype), []).append((place, leaf, weight))
+        for group in groups.values():  # those of one shape together: each alone takes as long to compile
+            rows, leaves, theirs = zip(*group, strict=True)
+            of_updates = jax.vmap(statistics.moved)(jnp.stack(leaves), jnp.stack(theirs)) if kind == "updates" else ()
+            packed = statistics.packed(jax.vmap(statistics.record)(jnp.stack(leaves)), *of_updates)
+            places.append((rows, packed.shape[-1]))
+            found.append(packed.reshape(-1))
+    for place, packed in seen:
+        times = packed.shape[0] if packed.ndim > len(place.turns) + 1 else 1
+        places.append(((place,) * times, statistics.SIZE))
+        found.append(packed.reshape(-1))
+    return Found(jnp.concatenate(found), tuple(places))
+
+
+def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **more: Any) -> Any:
+    """What an optimizer makes of the gradients that it takes."""
     update = optax.with_extra_args_support(tx).update
     try:
-        return update(grads, opt_state, params, value=loss)[0]
+        return update(grads, opt_state, params, value=loss, **more)[0]
     except TypeError as error:  # a chain hands the loss on to transforms that do not take it
         if "unexpected keyword argument 'value'" not in str(error):
             raise
-        return update(grads, opt_state, params)[0]
+        return update(grads, opt_state, params, **more)[0]
 
 
 class _Taps:
@@ -250,7 +319,8 @@ class _Taps:
 
     def __init__(self, jaxpr: Any) -> None:
         avals = {place.key: [var.aval for var in place.eqn.outvars] for place in places(jaxpr)}
-        self.returned = [(each, avals[each.key][each.position]) for each in returned(jaxpr)]
+        on_the_way = [True, *(len(jaxpr.outvars) - 1) * [False]]  # to the loss, which is the first result
+        self.returned = [(each, avals[each.key][each.position]) for each in returned(jaxpr, on_the_way)]
         self.positions: dict[Key, list[int]] = {}
         for each, _ in self.returned:
             positions = self.positions.setdefault(each.key, [])
@@ -277,10 +347,10 @@ class _Taps:
         """See :class:`jaxmp.inspect.evaluate.Recorder`."""
         return {n: old[n].added(new[n]) for n in new}
 
-    def found(self, records: Mapping[Key, Any]) -> list[Any]:
+    def found(self, kind: str, records: Mapping[Key, Any]) -> Seen:
         """The values by their places, with what was found there."""
         return [
-            (_Place(each.path, aval.dtype, aval.size, tuple(turn for turn in each.turns if turn is not None)), there)
+            (Place(kind, each.path, aval.dtype, aval.size, tuple(n for n in each.turns if n is not None)), there)
             for each, aval in self.returned
             if (there := records.get(each.key, {}).get(each.position)) is not None
         ]
@@ -296,24 +366,6 @@ def _backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 _tap.defvjp(lambda x, sink: (x, None), _backward)
-
-
-def _read(found: dict[str, Any], exponent: int) -> Numerics:
-    def statistics_in(kind: str) -> dict[str, Statistics]:
-        by_path: dict[str, list[Statistics]] = {}
-        for place, record, *more in found[kind]:
-            there = record if isinstance(record, Record) else statistics.unpacked(record)
-            of_gradients = exponent if kind.endswith("gradients") else 0
-            one = statistics.from_record(there, place.dtype, place.size, of_gradients, place.turns)
-            if more:
-                lost, step, weight = more
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    ratio = float(step / weight)
-                one = dataclasses.replace(one, ratio=ratio, _lost=dict(zip(dtypes.NAMES, lost.tolist(), strict=True)))
-            by_path.setdefault(place.path, []).append(one)
-        return {path: statistics.merged(parts) for path, parts in by_path.items()}
-
-    return Numerics(float(found["loss"]), 2.0**exponent, **{kind: statistics_in(kind) for kind in KINDS})
 
 
 @jax.tree_util.register_static

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -68,13 +69,19 @@ def _record(x: jax.Array) -> Record:
     finite, zero = magnitude < _INFINITE, magnitude == 0
     index = (exponent - _LOWEST) * _CLASSES + sum((fraction >= start).astype(jnp.int32) for start in _STARTS[1:])
     index = jnp.where(finite, jnp.where(zero, _ZERO, index), _NOT_FINITE)
+    copies = 1 << min((x.size >> 12).bit_length(), _COPIES.bit_length() - 1)
     counters = lax.platform_dependent(
-        index, cpu=functools.partial(_counted, 1), default=functools.partial(_counted, _COPIES)
+        index, cpu=functools.partial(_counted, 1), default=functools.partial(_counted, copies)
     )
-    largest, smallest, small, large = _reduced(magnitude)
+    # One sum of what is below 1 and one of the others: neither overflows, nor loses what is small.
+    shown = jnp.where(magnitude < _INFINITE, magnitude, 0)
+    value = lax.bitcast_convert_type(shown, jnp.float32)
+    limits = shown, jnp.where(shown > 0, ~shown, 0)
+    parts = jnp.where(value < 1, value * 2.0**64, 0), jnp.where(value < 1, 0, value * 2.0**-64)
+    limits, _, (small, large) = _reduced(limits, (), parts)
     size = max(x.size, 1)
     mean = small / size * jnp.float32(2.0**-64) + large / size * jnp.float32(2.0**64)
-    return Record(counters, jnp.stack([largest, smallest]), mean)
+    return Record(counters, jnp.stack(limits), mean)
 
 
 def _counted(copies: int, index: jax.Array) -> jax.Array:
@@ -84,30 +91,28 @@ def _counted(copies: int, index: jax.Array) -> jax.Array:
     return counters.reshape(_COUNTERS, copies).sum(1, dtype=jnp.uint32)
 
 
-def _reduced(magnitude: jax.Array) -> tuple[jax.Array, ...]:
-    """The largest magnitude, and the smallest inverted; the sums of those below 1, times 2^64, and of others, over it.
+def _reduced(maxima: Sequence[jax.Array], counts: Sequence[jax.Array], sums: Sequence[jax.Array]) -> Any:
+    """The largest, the counts and the sums of vectors, in one pass.
 
-    A sum neither overflows nor loses what is small: what each addition rounds away is summed, too (Knuth's TwoSum).
+    What each addition of a float rounds away is summed, too (Knuth's TwoSum): one that a million numbers are added to
+    would lose the last of them.
     """
-    finite = magnitude < _INFINITE
-    shown = jnp.where(finite, magnitude, 0)
-    inverted = jnp.where(finite & (magnitude > 0), ~magnitude, 0)
-    value = lax.bitcast_convert_type(shown, jnp.float32)
-    small, large = jnp.where(value < 1, value * 2.0**64, 0), jnp.where(value < 1, 0, value * 2.0**-64)
+    first, then = len(maxima), len(maxima) + len(counts)
 
-    def added(one: Any, other: Any) -> list[Any]:
-        total = one[0] + other[0]
-        part = total - one[0]
-        return [total, one[1] + other[1] + ((one[0] - (total - part)) + (other[0] - part))]
+    def added(one: Any, low: Any, other: Any, other_low: Any) -> tuple[Any, Any]:
+        total = one + other
+        part = total - one
+        return total, low + other_low + ((one - (total - part)) + (other - part))
 
     def combined(one: Any, other: Any) -> tuple[Any, ...]:
-        limits = (jnp.maximum(*pair) for pair in zip(one[:2], other[:2], strict=True))
-        return *limits, *added(one[2:4], other[2:4]), *added(one[4:], other[4:])
+        large = (jnp.maximum(*pair) for pair in zip(one[:first], other[:first], strict=True))
+        count = (a + b for a, b in zip(one[first:then], other[first:then], strict=True))
+        pairs = (added(*one[n : n + 2], *other[n : n + 2]) for n in range(then, len(one), 2))
+        return *large, *count, *itertools.chain.from_iterable(pairs)
 
-    operands = (shown, inverted, small, jnp.zeros_like(small), large, jnp.zeros_like(large))
-    zeros = tuple(jnp.zeros((), each.dtype) for each in operands)
-    largest, smallest, *sums = lax.reduce(operands, zeros, combined, (0,))
-    return largest, smallest, sums[0] + sums[1], sums[2] + sums[3]
+    operands = (*maxima, *counts, *(each for x in sums for each in (x, jnp.zeros_like(x))))
+    out = lax.reduce(operands, tuple(jnp.zeros((), x.dtype) for x in operands), combined, (0,))
+    return out[:first], out[first:then], [out[n] + out[n + 1] for n in range(then, len(out), 2)]
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
@@ -135,40 +140,46 @@ def _parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exponent, fraction
 
 
-def packed(it: Record) -> jax.Array:
-    """A record as a float32 vector, which a cotangent can be; every number in it is exact."""
-    whole = jnp.concatenate([it.counters, it.limits])
+def packed(it: Record, *more: jax.Array) -> jax.Array:
+    """A record, and what :func:`moved` says, as a float32 vector, which a cotangent can be; each number is exact."""
+    counts, floats = [it.counters, it.limits, *more[:1]], [it.mean[..., None], *more[1:]]
+    whole = jnp.concatenate(counts, -1)
     parts = (whole & ((1 << _SPLIT) - 1), whole >> _SPLIT)
-    return jnp.concatenate([*(part.astype(jnp.float32) for part in parts), it.mean[None]])
+    return jnp.concatenate([*(part.astype(jnp.float32) for part in parts), *floats], -1)
 
 
-def unpacked(vector: np.ndarray) -> Record:
-    """The record in such vectors, on the host, with the axes before the last."""
-    low, high, mean = np.split(vector, [SIZE // 2, SIZE - 1], axis=-1)
+def unpacked(vector: np.ndarray) -> tuple[Any, ...]:
+    """The arguments of :func:`packed`, of such vectors on the host, with the axes before the last."""
+    size = (vector.shape[-1] - (1 if vector.shape[-1] == SIZE else 3)) // 2
+    low, high, floats = np.split(vector, [size, 2 * size], axis=-1)
     whole = low.astype(np.uint32) + (high.astype(np.uint32) << _SPLIT)
-    return Record(whole[..., :_COUNTERS], whole[..., _COUNTERS:], mean[..., 0])  # type: ignore[arg-type]
+    counters, limits, more = np.split(whole, [_COUNTERS, _COUNTERS + 2], axis=-1)
+    return Record(counters, limits, floats[..., 0]), more, floats[..., 1:]  # type: ignore[arg-type]
 
 
-def lost(update: jax.Array, weight: jax.Array) -> jax.Array:
-    """How many updates are below half the distance of their weight to the next number, by the order of ``NAMES``.
-
-    The weight is rounded to each format first; where it overflows nothing is lost.
+@jax.jit
+def moved(update: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How far updates move their weights.
 
     Returns:
-      uint32 (formats,).
+      How many are below half the distance of their weight to the next number, uint32, by the order of ``NAMES``: the
+      weight is rounded to each format first; where it overflows nothing is lost. The norms of update and weight.
     """
+    update, weight = update.reshape(-1), weight.reshape(-1)
     step, (size, fraction) = _magnitude(update), _parts(_magnitude(weight))
     exponent = jnp.where(step == 0, -1000, _parts(step)[0])
-    finite = (step < 0x7F800000) & (size < 128)
-    counts = []
+    finite = (step < _INFINITE) & (size < 128)
+    lost = []
     for name in dtypes.NAMES:
         layout = _layout(name)
         border = _start_of_ones(layout.mantissa_bits + 1)
         rounded = size + (fraction >= border).astype(jnp.int32) if border is not None else size
         ulp = jnp.maximum(rounded, layout.min_exponent) - layout.mantissa_bits
         fits = (size < layout.max_exponent) | ((size == layout.max_exponent) & (fraction < layout.overflow))
-        counts.append(jnp.sum(finite & fits & (exponent < ulp - 1), dtype=jnp.uint32))
-    return jnp.stack(counts)
+        lost.append((finite & fits & (exponent < ulp - 1)).astype(jnp.uint32))
+    squares = [jnp.square(each.astype(jnp.float32)) for each in (update, weight)]
+    _, counts, sums = _reduced((), lost, squares)
+    return jnp.stack(counts), jnp.sqrt(jnp.stack(sums))
 
 
 class _Layout(NamedTuple):

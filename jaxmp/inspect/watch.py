@@ -1,61 +1,150 @@
-"""The numerics of a run: every n-th step counted beside the training step, kept by step, and as lines of a file."""
+"""The numerics of a run: every n-th step counted while it is taken, kept by step, and as lines of a file."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxmp import tables
-from jaxmp.inspect.measuring import Numerics, numerics
+from jaxmp.inspect.measuring import Found, Numerics, differentiated, found_in, numerics, updates_of
+from jaxmp.optimizer import get_loss_scale, scaled_loss
+from jaxmp.training import Metrics, TrainState, TrainStep
 
 FILE = "watch.jsonl"
 """What a run's folder calls the file with a :func:`line` for each step that was watched."""
 
 
 class Watch:
-    """Counts what the values of every n-th step are, before it is taken.
+    """Counts what the values of every n-th step are.
+
+    Of a train step it takes the step: every n-th time with a program that counts too, and returns what the step does.
+    Such a step computes what a plain one does, in another program, whose roundings may differ. Nothing waits for the
+    device: what was counted is read when a later call finds it there, or when it is asked for.
 
     Args:
-      loss_fn, policy, tx: those of :func:`jaxmp.inspect.numerics`.
+      loss_fn: that of :func:`jaxmp.inspect.numerics`; or what :func:`jaxmp.make_train_step` or
+        :func:`jaxmp.nnx.make_train_step` returns, which is called with a step's number before its arguments.
       every: of how many steps one is watched.
-
-    Attributes:
-      steps: the numerics of the steps that were watched, by number.
+      policy, tx: those of :func:`jaxmp.inspect.numerics`; a train step has its own.
 
     Raises:
-      ValueError: ``every`` is less than 1.
+      ValueError: ``every`` is less than 1; ``policy`` or ``tx`` with a train step.
 
     >>> watch = Watch(lambda params, x: jnp.sum(x * params), every=100)
     >>> for step in range(1, 201):
     ...     found = watch(step, jnp.float32(2), jnp.ones(3))
     >>> list(watch.steps), found.loss
     ([100, 200], 6.0)
+
+    >>> train = jaxmp.make_train_step(lambda params, model_state, x, rng: (jnp.sum((x * params) ** 2), model_state))
+    >>> state, watch = jaxmp.TrainState.create(params=jnp.ones(3), tx=optax.sgd(0.1)), Watch(train, every=2)
+    >>> for step in range(1, 5):
+    ...     state, metrics = watch(step, state, jnp.ones((4, 3)))
+    >>> {step: found.loss for step, found in watch.steps.items()}
+    {2: 0.48, 4: 0.0192}
     """
 
     def __init__(self, loss_fn: Callable[..., Any], *, every: int, policy: Any = None, tx: Any = None) -> None:
         if every < 1:
             raise ValueError(f"every n-th step is watched, with n of at least 1, got {every}; 100 costs little")
         self.every = every
-        self.steps: dict[int, Numerics] = {}
-        self._numerics = numerics(loss_fn, policy=policy, tx=tx)
+        self._steps: dict[int, Numerics] = {}
+        self._unread: dict[int, tuple[Found, Any]] = {}
+        self._counting: _CountingStep | None = None
+        own, nnx = loss_fn, sys.modules.get("jaxmp._nnx_training")
+        if nnx and isinstance(loss_fn, nnx.TrainStep):
+            self._counting = _CountingStep(loss_fn._step)
+            own = nnx.TrainStep(self._counting)
+        elif isinstance(loss_fn, TrainStep):
+            own = self._counting = _CountingStep(loss_fn)
+        if self._counting is None:
+            own = numerics(loss_fn, policy=policy, tx=tx)
+        elif policy is not None or tx is not None:
+            raise ValueError(
+                "a train step has its policy and its optimizer itself, got "
+                f"{'policy' if policy is not None else 'tx'}; leave it out"
+            )
+        self._plain, self._own = loss_fn, own
 
-    def __call__(
-        self, step: int, params: Any, *args: Any, opt_state: Any = None, loss_scale: float = 1.0
-    ) -> Numerics | None:
-        """The numerics of a step if it is to be watched, else None; ``loss_scale`` is a power of two."""
-        if step % self.every:
-            return None
-        found = self._numerics(params, *args, opt_state=opt_state, loss_scale=loss_scale)
-        self.steps[step] = found
-        return found
+    @property
+    def steps(self) -> dict[int, Numerics]:
+        """The numerics of the steps that were watched, by number; waits for them."""
+        self._read(wait=True)
+        return self._steps
+
+    def __call__(self, step: int, *args: Any, **kwargs: Any) -> Any:
+        """The step of that number: what the train step returns for the arguments, watched or not.
+
+        Of a loss function its numerics for ``params, *args, opt_state=None, loss_scale=1.0`` if the step is to be
+        watched, else None.
+        """
+        is_watched = step % self.every == 0
+        if self._counting is None:
+            if not is_watched:
+                return None
+            found = self._steps[step] = self._own(*args, **kwargs)
+            return found
+        self._read(wait=False)
+        if not is_watched:
+            return self._plain(*args, **kwargs)
+        result = self._own(*args, **kwargs)
+        self._unread[step] = self._counting.found
+        return result
+
+    def take(self) -> dict[int, Numerics]:
+        """The numerics of steps that are there, by number, which are forgotten here."""
+        self._read(wait=False)
+        steps, self._steps = self._steps, {}
+        return steps
+
+    def _read(self, wait: bool) -> None:
+        while self._unread:
+            step, (found, scale) = next(iter(self._unread.items()))
+            if not wait and not scale.is_ready():
+                break
+            self._steps[step] = found.read(math.floor(math.log2(float(scale))))
+            del self._unread[step]
 
     def shares(self, kind: str = "activation_gradients", dtype: Any = "float16") -> dict[str, list[float]]:
         """Of each path the share of values that vanish in ``dtype`` under the scale of the step, step by step."""
         paths = dict.fromkeys(path for found in self.steps.values() for path in getattr(found, kind))
         return {path: [_shares(found, kind, dtype).get(path, 0.0) for found in self.steps.values()] for path in paths}
+
+
+_SEEN = "jaxmp.inspect"
+
+
+class _CountingStep(TrainStep):
+    """A train step that counts what its values are. Microbatches are counted together."""
+
+    def __init__(self, step: TrainStep) -> None:
+        clip, donates = step._clip.get("clip_norm"), step._donated == 0
+        super().__init__(step._loss_fn, step._accumulate_steps, step._ema_decay, clip, donates, step._max_skips)
+        self.found: Any = None
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        state, metrics = super().__call__(state, batch)
+        self.found = metrics.pop(_SEEN), metrics["loss_scale"]
+        return state, metrics
+
+    def _differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+        fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
+        result, grads, seen = differentiated(fun, state.params)
+        return result, grads, {_SEEN: seen}
+
+    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        loss, grads, model_state, metrics = super()._gradients(state, batch, rng)
+        # The compiler finds that the step computes the same updates.
+        updates = updates_of(state.tx, grads, state.opt_state, state.params, loss, **self._clip)
+        metrics[_SEEN] = found_in(loss, state.params, grads, updates, metrics[_SEEN])
+        return loss, grads, model_state, metrics
 
 
 def _shares(found: Numerics, kind: str, dtype: Any) -> dict[str, float]:
