@@ -1,10 +1,15 @@
-"""What an instrumented step costs beside a plain one: jaxmp.inspect.numerics on GPT-2.
+"""What an instrumented step costs: jaxmp.inspect.Watch on a train step of GPT-2.
 
 python -m experiments.benchmarks.numerics --batch 2 --context 256
 
-Both are compiled before, then run in turn; a ratio is one round's time over the same round's time of the plain step,
-and the median counts. The plain step is that of `make_train_step` with AdamW; the instrumented one has records of
-weights, activations, gradients and updates, and changes nothing. The run folder holds numerics.md and numerics.json.
+python -m experiments.benchmarks.numerics --policy mixed_bfloat16 --batch 16 --context 1024 --device h200
+
+A plain step and a watched one are compiled, then run in turn; a ratio is one round's time over the same round's time of
+the plain step, and the median counts. The watched step takes the plain one's place: it trains, too. What it takes
+longer, with what reading its counts takes, is the cost of watching; of one step in a hundred it is so many percent of
+the training time as it takes plain steps. With --device nothing is run: both are compiled for a GPU that is not there,
+and jaxmp.inspect.roofline says what they would take; how counters wait for each other there it does not know. The run
+folder holds numerics.md and numerics.json.
 """
 
 from __future__ import annotations
@@ -12,12 +17,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tyro
 
 import jaxmp
 from experiments.benchmarks.shared import records
@@ -27,9 +33,12 @@ from experiments.models import GPT2
 from experiments.report.tables import Table, spread
 from experiments.training import cli
 from experiments.training.runs import run_folder
-from jaxmp import inspect
+from jaxmp.inspect import Watch, roofline, targets
 
-COLUMNS = ("GPT-2", "tensors", "plain ms", "instrumented ms", "ratio", "quartiles")
+COLUMNS = (
+    "GPT-2", "plain ms", "watched ms", "ratio", "quartiles", "reading ms", "1 of 100 watched", "first plain s",
+    "first watched s",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,60 +59,77 @@ class Config(records.Config):
     """Of autocast."""
     rounds: int = 3
     """Rounds of timing."""
+    device: Annotated[str | None, tyro.conf.arg(metavar="GPU", help_behavior_hint="(default: run on this one)")] = None
+    """A GPU that is not there, h200 say, to predict the times on."""
 
 
 def measure(config: Config) -> dict[str, Any]:
-    """Milliseconds of each step by round, and how many tensors have records."""
+    """Milliseconds of each step by round, or those predicted."""
     model = GPT2(config.vocabulary, config.context, config.layers, max(1, config.width // 64), config.width)
-    shape = (config.batch, config.context + 1)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocabulary, shape), jnp.int32)
-    params = jax.jit(model.init)(jax.random.key(0), tokens[:, :-1])["params"]
+    tokens = jax.ShapeDtypeStruct((config.batch, config.context + 1), jnp.int32)
 
     def loss_fn(params: Any, model_state: Any, tokens: Any, rng: Any) -> Any:
         return model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:], method="loss"), model_state
 
-    tx = optax.adamw(1e-4)
+    def create() -> Any:
+        params = model.init(jax.random.key(0), jnp.zeros((1, config.context), jnp.int32))["params"]
+        return jaxmp.TrainState.create(params=params, tx=optax.adamw(1e-4))
+
     step = jaxmp.make_train_step(loss_fn, policy=config.policy)
-    state = jaxmp.TrainState.create(params=params, tx=tx)
-    instrumented = inspect.numerics(loss_fn, policy=config.policy, tx=state.tx)
+    watch = Watch(step, every=1)
+    if config.device is not None:
+        state = jax.eval_shape(create)
+        return {
+            name: {"milliseconds": [roofline(fun, device=config.device)(state, tokens).milliseconds]}
+            for name, fun in (("plain", step), ("watched", watch.counting))
+        }
+    return timed(step, watch, create(), np.random.default_rng(0).integers(0, config.vocabulary, tokens.shape, np.int32),
+                 config.rounds)  # fmt: skip
 
-    def plain() -> None:
-        nonlocal state
-        state, metrics = step(state, tokens)
-        jax.block_until_ready((state, metrics))
 
-    def watched() -> Any:
-        return instrumented(state.params, None, tokens, None, opt_state=state.opt_state)
+def timed(step: Any, watch: Watch, state: Any, batch: Any, rounds: int) -> dict[str, Any]:
+    """Milliseconds of each by round, and of reading; under ``first`` those of the call that compiles."""
 
-    def timed(run: Callable[[], Any]) -> float:
+    def taken(run: Callable[[], Any]) -> tuple[float, Any]:
         started = time.perf_counter()
-        run()
-        return 1000 * (time.perf_counter() - started)
+        result = jax.block_until_ready(run())
+        return 1000 * (time.perf_counter() - started), result
 
-    plain()
-    found = watched()
-    times: dict[str, list[float]] = {"plain": [], "instrumented": []}
-    for _ in range(config.rounds):
-        times["plain"].append(timed(plain))
-        times["instrumented"].append(timed(watched))
-    tensors = sum(len(getattr(found, kind)) for kind in KINDS)
-    return {"tensors": tensors, "steps": timing.against(times, "plain")}
-
-
-KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
+    times: dict[str, list[float]] = {"plain": [], "watched": [], "reading": []}
+    for _ in range(rounds + 1):
+        ms, (state, _) = taken(lambda state=state: step(state, batch))
+        times["plain"].append(ms)
+        ms, (state, _) = taken(lambda state=state: watch(1, state, batch))
+        times["watched"].append(ms)
+        ms, _ = taken(lambda: watch.steps.clear())
+        times["reading"].append(ms)
+    first = {name: own.pop(0) for name, own in times.items()}
+    both = [watched + reading for watched, reading in zip(times["watched"], times["reading"], strict=True)]
+    found = timing.against({**times, "both": both}, "plain")
+    return {name: {**row, "first": first.get(name)} for name, row in found.items()}
 
 
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         records.check(config, layers=1, width=64, vocabulary=2, batch=1, context=1)
+        if config.device is not None:
+            targets.target_of(config.device)
         folder = run_folder("numerics", config.run_dir)
     result = measure(config)
-    plain, own = result["steps"]["plain"], result["steps"]["instrumented"]
+    plain, watched = result["plain"], result["watched"]
     label = f"{config.layers} layers of {config.width}, {config.batch}×{config.context} tokens, {config.policy}"
-    ms = (f"{row['ms'][1]:.1f}" for row in (plain, own))
-    row = (label, str(result["tensors"]), *ms, f"{own['ratio'][1]:.2f}", spread(own["ratio"], ".2f"))
-    tables = [Table("An instrumented step", COLUMNS, [row])]
-    data = {"config": {name: str(value) for name, value in dataclasses.asdict(config).items()}, **result}
+    if config.device is None:
+        ratio, seconds = watched["ratio"], [f"{row['first'] / 1000:.0f}" for row in (plain, watched)]
+        cost = f"{result['both']['ratio'][1] - 1:.2f}%"
+        figures = [f"{plain['ms'][1]:.1f}", f"{watched['ms'][1]:.1f}", f"{ratio[1]:.2f}", spread(ratio, ".2f")]
+        row = (label, *figures, f"{result['reading']['ms'][1]:.0f}", cost, *seconds)
+        title, columns = "A watched step", COLUMNS
+    else:
+        (before,), (after,) = plain["milliseconds"], watched["milliseconds"]
+        row = (label, f"{before:.1f}", f"{after:.1f}", f"{after / before:.2f}", f"{after / before - 1:.2f}%")
+        title, columns = f"A watched step, predicted on {config.device}", (*COLUMNS[:4], "1 of 100 watched")
+    data = {"config": {name: str(value) for name, value in dataclasses.asdict(config).items()}, "steps": result}
+    tables = [Table(title, columns, [row])]
     records.record(folder, "numerics", "What an instrumented step costs", environment(), tables, data)
     return result
 

@@ -60,8 +60,7 @@ class Training:
     """Seed of the params and of the order of the examples."""
     watch: int = 0
     """Steps between those in which the values of weights, activations and gradients are counted (watch.jsonl; jaxmp
-    watch RUN shows it); 0 for none. Such a step computes its gradients once more, of the whole batch and without
-    --remat."""
+    watch RUN shows it); 0 for none. Such a step is the training step itself, in a program that counts, too."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write metrics and what --watch counts for TensorBoard, too, with the SummaryWriter of torch or tensorboardX."""
     evaluate_every: int = 50

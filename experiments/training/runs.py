@@ -131,7 +131,9 @@ class Run:
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
         if not checkpoint:
             self._writer.writeheader()
-        self._watch = Watching(experiment, config, state.tx, folder, self._start) if config.watch else None
+        self._watch = Watching(experiment.step, config, folder, self._start) if config.watch else None
+        if self._watch:
+            self.experiment = dataclasses.replace(experiment, step=self._watched)
         self._board = tensorboard(folder, self._start) if config.tensorboard else None
         self._late = Late()
         self._progress = Progress(name, experiment.steps, self._start)
@@ -147,6 +149,8 @@ class Run:
     def __exit__(self, *args: Any) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # what ended the run comes first
             self._read(self._late.drain())  # the last steps of a run that was stopped
+            if self._watch:
+                self._watch.write(self._board)
         self._progress.__exit__(*args)
         if self._board:
             self._board.close()
@@ -165,10 +169,15 @@ class Run:
             batch = next(batches)
             if self._step > self._start + 1:
                 self._waiting_s += time.perf_counter() - started
-            if self._watch and self._step % self._config.watch == 0:
-                with self._pause():
-                    self._watch.look(self._step, self.state, batch)
             yield batch
+
+    def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
+        """The step that comes, counted if its number says so; to compile it then does not count as training."""
+        assert self._watch is not None
+        if self._step != (self._start // self._config.watch + 1) * self._config.watch:
+            return self._watch.step(self._step, state, batch)
+        with self._pause():
+            return jax.block_until_ready(self._watch.step(self._step, state, batch))
 
     def log(self, metrics: dict[str, jax.Array]) -> None:
         """Takes a step's metrics, still on the device, and writes those of some steps ago; evaluates and saves.
@@ -179,8 +188,8 @@ class Run:
             jax.block_until_ready(metrics)
             self._compile_s = time.perf_counter() - self._started
             self._started = self._last_read = time.perf_counter()
-        if self._watch and self._watch.found is not None:
-            self._watch.write(self._step, metrics, self._board)
+        if self._watch:
+            self._watch.log(self._step, metrics, self._board)
         self._read(self._late.push(self._step, metrics))
         if self._due(self._config.evaluate_every):
             self.log_evaluation(self.state)
@@ -204,6 +213,8 @@ class Run:
         waited = self._paused_s
         with self._pause():
             self._file.flush()  # a resumed run goes on after these rows
+            if self._watch:
+                self._watch.write(self._board)
             size = (self.folder / "metrics.csv").stat().st_size
             about = {**self._record, "experiment": self._name, "batches": self._step, "metrics_bytes": size}
             self._checkpoints.save(self._step, state, strict_json(about))

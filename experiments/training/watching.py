@@ -4,49 +4,46 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import jax
 
-import jaxmp
-from experiments.training.experiment import Batch, Experiment
-from jaxmp.inspect import Numerics, Watch
+from jaxmp.inspect import Watch
 from jaxmp.inspect.watch import FILE, line
 
 
 class Watching:
     """The watched steps of a run, each a line of watch.jsonl; of a resumed run those up to its checkpoint stay."""
 
-    def __init__(self, experiment: Experiment, config: Any, tx: Any, folder: Path, start: int) -> None:
-        self.found: Numerics | None = None
-        self._watch = Watch(experiment.loss_fn, every=config.watch, tx=tx)
+    def __init__(self, step: Any, config: Any, folder: Path, start: int) -> None:
+        self.step = Watch(step, every=config.watch)
+        self._metrics: dict[int, dict[str, jax.Array]] = {}
         self._path = folder / FILE
         before = self._path.read_text().splitlines(keepends=True) if start and self._path.is_file() else []
         self._path.write_text("".join(text for text in before if json.loads(text)["step"] <= start))
 
-    def look(self, step: int, state: jaxmp.TrainState, batch: Batch) -> None:
-        """Counts the step that comes, whose state the step takes over. A scale counts as a power of two."""
-        scale = float(jaxmp.get_loss_scale(state.opt_state).loss_scale)
-        args = (state.params, state.model_state, batch, state.rng)
-        power = 2.0 ** math.floor(math.log2(scale))
-        self.found = self._watch(step, *args, opt_state=state.opt_state, loss_scale=power)
-        self._watch.steps.clear()  # the file has them
+    def log(self, step: int, metrics: dict[str, jax.Array], board: Any) -> None:
+        """Takes a step's metrics, and writes the watched steps that are there."""
+        if step % self.step.every == 0:
+            self._metrics[step] = metrics
+        self.write(board, wait=False)
 
-    def write(self, step: int, metrics: dict[str, jax.Array], board: Any) -> None:
-        """Writes what was counted, with the metrics of the step; waits for it."""
-        assert self.found is not None
-        names = ("loss", "grad_norm", "skipped")
-        text = line(step, self.found, {name: float(metrics[name]) for name in names})
-        with self._path.open("a") as file:
-            file.write(text + "\n")
-        row = json.loads(text)
-        for what in ("vanished", "zeros") if board else ():
-            for kind, shares in row[what].items():
-                for path, share in shares.items():
-                    board.add_scalar(f"{kind}/{what}/{path}", share, step)
-        self.found = None
+    def write(self, board: Any, wait: bool = True) -> None:
+        """Writes the watched steps that are there, or, with ``wait``, all."""
+        for step, found in self.step.take(wait).items():
+            metrics = self._metrics.pop(step, None)
+            if metrics is None:  # the run was stopped before it logged the step
+                continue
+            text = line(step, found, {name: float(metrics[name]) for name in ("loss", "grad_norm", "skipped")})
+            with self._path.open("a") as file:
+                file.write(text + "
+")
+            row = json.loads(text)
+            for what in ("vanished", "zeros") if board else ():
+                for kind, shares in row[what].items():
+                    for path, share in shares.items():
+                        board.add_scalar(f"{kind}/{what}/{path}", share, step)
 
 
 def tensorboard(folder: Path, start: int = 0) -> Any:

@@ -58,10 +58,12 @@ class Numerics:
         Four times the largest gradient stays finite; of equals it is the smallest, and 1 if there is no such scale.
         """
         gradients = [*self.activation_gradients.values(), *self.gradients.values()]
-        largest = max((each.amax for each in gradients), default=0.0)
+        if not gradients:
+            return 1.0
+        together = statistics.merged(gradients)
         limit = formats.format_of(dtypes.canonical_dtype(dtype)).largest
-        scales = [2.0**n for n in range(25) if 4 * largest * 2.0**n <= limit] or [1.0]
-        return min(scales, key=lambda scale: sum(each.under(dtype, scale).vanished for each in gradients))
+        scales = [2.0**n for n in range(25) if 4 * together.amax * 2.0**n <= limit] or [1.0]
+        return min(scales, key=lambda scale: together.under(dtype, scale).vanished)
 
     def rows(self) -> Iterator[tuple[str, str, Statistics]]:
         """Kind, path and statistics of each tensor."""

@@ -261,22 +261,13 @@ class Statistics:
         (2, 0)
         """
         own, shift = _name(dtype), exponent_of(loss_scale)
-        layout = _layout(own)
         first = self._first + shift
-        smallest = layout.min_exponent - layout.mantissa_bits
-        exponents = np.arange(first, first + len(self._fine))[:, None]
-        starts = np.array(_STARTS)
-        vanished = (exponents < smallest - 1) | ((exponents == smallest - 1) & (starts == 0))
-        up = _start_of_ones(layout.mantissa_bits)
-        normal = (exponents >= layout.min_exponent) | (
-            (exponents == layout.min_exponent - 1) & (starts >= (1 << _MANTISSA if up is None else up))
-        )
-        beyond = (exponents > layout.max_exponent) | ((exponents == layout.max_exponent) & (starts >= layout.overflow))
+        vanished, below, beyond = _fates(own, first, len(self._fine))
         sizes: dict[str, Any] = {name: math.ldexp(getattr(self, name), shift) for name in ("amax", "amin", "mean_abs")}
         not_finite = self.count - self.zeros - int(self._fine.sum())
         return dataclasses.replace(
             self,
-            below_normal=int(self._fine[~vanished & ~normal].sum()),
+            below_normal=int(self._fine[below].sum()),
             vanished=int(self._fine[vanished].sum()),
             overflow=not_finite + int(self._fine[beyond].sum()),
             **sizes,
@@ -298,6 +289,21 @@ class Statistics:
         if self._lost is None:
             raise ValueError("only updates can be lost on their weights: ask Numerics.updates, with tx given")
         return self._lost[_name(dtype)]
+
+
+@functools.lru_cache(4096)
+def _fates(name: str, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which counts of so many exponents from ``first`` on vanish, become subnormal, and overflow in a format."""
+    layout = _layout(name)
+    smallest = layout.min_exponent - layout.mantissa_bits
+    exponents, starts = np.arange(first, first + rows)[:, None], np.array(_STARTS)
+    vanished = (exponents < smallest - 1) | ((exponents == smallest - 1) & (starts == 0))
+    up = _start_of_ones(layout.mantissa_bits)
+    normal = (exponents >= layout.min_exponent) | (
+        (exponents == layout.min_exponent - 1) & (starts >= (1 << _MANTISSA if up is None else up))
+    )
+    beyond = (exponents > layout.max_exponent) | ((exponents == layout.max_exponent) & (starts >= layout.overflow))
+    return vanished, ~vanished & ~normal, beyond
 
 
 def _name(dtype: Any) -> str:
@@ -345,29 +351,31 @@ def from_record(it: Record, dtype: Any, size: int, scale_exponent: int, turns: S
         return dataclasses.replace(merged(each), by_turn=each)
     counters = np.asarray(it.counters).astype(np.int64)
     fine = counters[:_BINS].reshape(_EXPONENTS, _CLASSES)
-    finite = int(fine.sum()) + int(counters[_ZERO])
-    rows = np.flatnonzero(fine.sum(1))
+    sums = fine.sum(1)
+    finite = int(sums.sum()) + int(counters[_ZERO])
+    rows = np.flatnonzero(sums)
     first, stop = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
     largest, inverted = (int(limit) for limit in it.limits)
     amax, amin = (_float(largest), _float(~inverted & 0xFFFFFFFF) if inverted else 0.0)
+    mean = float(it.mean) * size / finite if finite else 0.0
     name = np.dtype(dtype).name
-    counted = Statistics(
+    name = name if name in dtypes.NAMES[1:] else "float32"
+    return Statistics(
         count=int(counters.sum()),
         zeros=int(counters[_ZERO]),
-        below_normal=0,
+        below_normal=int(fine[first:stop][_fates(name, first + _LOWEST, stop - first)[1]].sum()),
         vanished=0,
         overflow=int(counters[_NOT_FINITE]),
-        amax=amax,
-        amin=amin,
-        mean_abs=float(it.mean) * size / finite if finite else 0.0,
-        histogram={row + _LOWEST: int(fine[row].sum()) for row in rows.tolist()},
-        dtype=name if name in dtypes.NAMES[1:] else "float32",
+        amax=math.ldexp(amax, -scale_exponent),
+        amin=math.ldexp(amin, -scale_exponent),
+        mean_abs=math.ldexp(mean, -scale_exponent),
+        histogram={
+            row + _LOWEST - scale_exponent: count for row, count in zip(rows.tolist(), sums[rows].tolist(), strict=True)
+        },
+        dtype=name,
         _fine=fine[first:stop],
-        _first=first + _LOWEST,
+        _first=first + _LOWEST - scale_exponent,
     )
-    there = counted.under(counted.dtype)
-    without = there.under(counted.dtype, 2.0**-scale_exponent)
-    return dataclasses.replace(without, below_normal=there.below_normal, vanished=0, overflow=counted.overflow)
 
 
 def _float(bits: int) -> float:

@@ -34,6 +34,9 @@ class Watch:
       every: of how many steps one is watched.
       policy, tx: those of :func:`jaxmp.inspect.numerics`; a train step has its own.
 
+    Attributes:
+      counting: the train step that counts, for ``jaxmp.inspect.roofline`` and its like; None of a loss function.
+
     Raises:
       ValueError: ``every`` is less than 1; ``policy`` or ``tx`` with a train step.
 
@@ -57,14 +60,14 @@ class Watch:
         self.every = every
         self._steps: dict[int, Numerics] = {}
         self._unread: dict[int, tuple[Found, Any]] = {}
-        self._counting: _CountingStep | None = None
+        self.counting: _CountingStep | None = None
         own, nnx = loss_fn, sys.modules.get("jaxmp._nnx_training")
         if nnx and isinstance(loss_fn, nnx.TrainStep):
-            self._counting = _CountingStep(loss_fn._step)
-            own = nnx.TrainStep(self._counting)
+            self.counting = _CountingStep(loss_fn._step)
+            own = nnx.TrainStep(self.counting)
         elif isinstance(loss_fn, TrainStep):
-            own = self._counting = _CountingStep(loss_fn)
-        if self._counting is None:
+            own = self.counting = _CountingStep(loss_fn)
+        if self.counting is None:
             own = numerics(loss_fn, policy=policy, tx=tx)
         elif policy is not None or tx is not None:
             raise ValueError(
@@ -86,7 +89,7 @@ class Watch:
         watched, else None.
         """
         is_watched = step % self.every == 0
-        if self._counting is None:
+        if self.counting is None:
             if not is_watched:
                 return None
             found = self._steps[step] = self._own(*args, **kwargs)
@@ -95,12 +98,12 @@ class Watch:
         if not is_watched:
             return self._plain(*args, **kwargs)
         result = self._own(*args, **kwargs)
-        self._unread[step] = self._counting.found
+        self._unread[step] = self.counting.found
         return result
 
-    def take(self) -> dict[int, Numerics]:
-        """The numerics of steps that are there, by number, which are forgotten here."""
-        self._read(wait=False)
+    def take(self, wait: bool = True) -> dict[int, Numerics]:
+        """The numerics of the steps that are there, or, with ``wait``, of all; they are forgotten here."""
+        self._read(wait)
         steps, self._steps = self._steps, {}
         return steps
 

@@ -5,11 +5,14 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+import jaxmp
 from experiments import language_modeling
 from experiments.training import loop, watching
 from jaxmp import cli
@@ -112,7 +115,7 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(run, tmp_path):
     _, _, config = run
     experiment = language_modeling.prepare(config)
     (tmp_path / FILE).write_text('{"step": 2}\n{"step": 4}\n')
-    watching.Watching(experiment, config, optax.sgd(0.1), tmp_path, 3)
+    watching.Watching(experiment.step, config, tmp_path, 3)
     assert read(tmp_path) == [{"step": 2}]
 
 
@@ -124,6 +127,84 @@ def test_watch_keeps_every_nth_step():
     assert watch.shares("gradients") == {"": [1.0, 0.0]}
     with pytest.raises(ValueError, match="every n-th step is watched, with n of at least 1, got 0"):
         Watch(lambda params: params, every=0)
+
+
+def loss_fn(params, model_state, batch, rng):
+    """Two layers in scopes, in half where a policy says so, with noise."""
+    x = batch["x"] + 0.1 * jax.random.normal(rng, batch["x"].shape)
+    with jax.named_scope("one"):
+        y = jnp.tanh(x @ params["w"])
+    with jax.named_scope("two"):
+        z = y @ params["v"]
+    return 1e-3 * jnp.mean((z - batch["y"]) ** 2), model_state, {"size": jnp.mean(abs(z))}
+
+
+def problem(policy, **options):
+    w, v, x, y = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
+    tx = jaxmp.loss_scaling(optax.adamw(1e-2), jaxmp.DynamicLossScale(2.0**8))
+    state = jaxmp.TrainState.create(params={"w": jnp.array(w), "v": jnp.array(v)}, tx=tx, rng=0)
+    return jaxmp.make_train_step(loss_fn, policy=policy, **options), state, {"x": jnp.array(x), "y": jnp.array(y)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (None, {}),
+        ("mixed_float16", {"remat": "full", "clip_norm": 1e-4}),
+        (None, {"accumulate_steps": 2, "remat": "dots"}),
+    ],
+    ids=["plain", "half", "accumulated"],
+)
+def test_a_watched_step_trains_as_the_plain_one(policy, options):
+    ends = []
+    for every in (2, 100):
+        step, state, batch = problem(policy, **options)
+        watch = Watch(step, every=every)
+        for n in range(1, 4):
+            state, metrics = watch(n, state, batch)
+        ends.append((state.params, state.opt_state, metrics))
+        assert list(watch.steps) == ([2] if every == 2 else [])
+        assert set(metrics) == {"loss", "grad_norm", "loss_scale", "skipped", "size"}
+    for one, other in zip(jax.tree.leaves(ends[0]), jax.tree.leaves(ends[1]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2, "remat": "full"}], ids=["plain", "accumulated"])
+def test_a_watched_step_counts_what_it_computes(options):
+    step, state, batch = problem(None, **options)
+    watch = Watch(step, every=1)
+    before = jax.tree.map(np.array, state.params)
+    after, metrics = watch(1, state, batch)
+    found = watch.steps[1]
+    assert (found.loss, found.loss_scale) == (float(metrics["loss"]), 2.0**8)
+    assert list(found.activations) == list(found.activation_gradients) == ["one", "two"]
+    assert found.activations["one"].count == found.activation_gradients["two"].count == 64
+    norms = [found.gradients[name].mean_abs for name in ("w", "v")]
+    assert norms[0] > 0 and found.weights["w"].amax == abs(before["w"]).max()
+    for name, update in found.updates.items():
+        moved = np.asarray(after.params[name]) - before[name]
+        np.testing.assert_allclose(update.mean_abs, abs(moved).mean(), rtol=1e-4)
+        np.testing.assert_allclose(update.ratio, np.linalg.norm(moved) / np.linalg.norm(before[name]), rtol=1e-4)
+
+
+def test_a_watched_step_of_nnx_changes_model_and_optimizer():
+    ends = []
+    for every in (1, 100):
+        model = jaxmp.nnx.apply_policy(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+        optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        watch = Watch(jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2)), every=every)
+        for n in (1, 2):
+            metrics = watch(n, model, optimizer, jnp.ones((4, 4)))
+        ends.append((model.kernel[...], metrics))
+        assert [found.loss for found in watch.steps.values()][1:] == ([float(metrics["loss"])] if every == 1 else [])
+    for one, other in zip(jax.tree.leaves(ends[0]), jax.tree.leaves(ends[1]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_train_step_has_its_policy_and_its_optimizer_itself():
+    step, _, _ = problem(None)
+    with pytest.raises(ValueError, match="a train step has its policy and its optimizer itself, got tx; leave it out"):
+        Watch(step, every=1, tx=optax.sgd(0.1))
 
 
 def test_the_command_counts_a_function(tmp_path, monkeypatch, capsys):
