@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -152,6 +153,10 @@ def _entrance(method: Any) -> Callable[..., Any]:
     return enter
 
 
+numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", default=None)
+"""While a program is inspected, the numbers of runs: each then, and each call in it, stands in a scope of its own."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
     """One call of a root, or of a module below one by itself, with all that runs in it."""
@@ -159,6 +164,7 @@ class _Run:
     cls: type  # of the root
     ambient_precision: str | None  # of products, around it all
     paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which live as long as this has them
+    calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def find(self, module: Any, path: Path) -> None:
         """Notes the paths of a module and of those below it."""
@@ -213,6 +219,13 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     if caller is not None and not (decision.is_root and not caller.is_in_run_of(type(module))):
         return _run(caller.run, module, method, args, kwargs)
 
+    if (runs := numbers.get()) is None:
+        return _outermost(module, method, args, kwargs, caller, decision)
+    with jax.named_scope(f"jaxmp.run:{next(runs)}"):
+        return _outermost(module, method, args, kwargs, caller, decision)
+
+
+def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame | None, decision: Decision) -> Any:
     config: Any = jax.config
     ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
 
@@ -228,7 +241,9 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         return autocast(fun, decision.policy, dict(decision.operations))(module, args, kwargs)
     carry = None if decision.is_root else carried_by(args, [])
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
-    result = call.write(*remembered(programs, (method, call.key), call.pure, Rules(None), call.arguments))
+    result = call.write(
+        *remembered(programs, (method, call.key, numbers.get() is None), call.pure, Rules(None), call.arguments)
+    )
     if caller is not None and caller.decision.is_float32:
         result = _arrays(widen, result)
     return result if carry is None else as_carry(result, carry)
@@ -248,6 +263,8 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         known = run.paths[id(module)]
     path = known[1]
     scope = "/".join(path[len(around) :] if path[: len(around)] == around else path)
+    if scope and numbers.get() is not None:
+        scope += f"/jaxmp.call:{next(run.calls)}"
 
     carry = carried_by(args, here.traces) if here is not None and not decision.is_root else None
     if decision.is_float32:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
+from jaxmp import _nnx_run
 from jaxmp._jaxpr import reading
 
 Key = tuple[int, ...]
@@ -68,7 +69,8 @@ def _is_named(name: str) -> bool:
 def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any]:
     """The open jaxpr of a call, its constants, and the structure of its results; ``args`` may be shapes.
 
-    Each call of a Linen module stands in a scope of its own, so that two calls of one module can be told apart.
+    Each call of a Linen module, and of an NNX one under a policy, stands in a scope of its own, so that two calls of
+    one module can be told apart.
     """
     number = itertools.count()
 
@@ -76,8 +78,12 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
         with jax.named_scope(f"{_CALL}{next(number)}"):
             return method(*args, **kwargs)
 
-    with nn.intercept_methods(called):
-        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    token = _nnx_run.numbers.set(itertools.count())
+    try:
+        with nn.intercept_methods(called):
+            closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    finally:
+        _nnx_run.numbers.reset(token)
     return *reading.opened(closed), jax.tree.structure(shapes)
 
 

@@ -206,6 +206,24 @@ def test_an_nnx_model_has_the_paths_of_its_modules():
     np.testing.assert_array_equal(model.norm.mean[...], mean)
 
 
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"], ids=["bare", "policy"])
+def test_an_nnx_module_that_is_called_twice_in_a_row_has_the_values_of_both_calls(policy):
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(self.dense(x))
+
+    model = Twice(nnx.Rngs(0))
+    model = model if policy is None else jaxmp.nnx.apply_policy(model, policy)
+    model(X)  # a program that is remembered has no calls by number
+    found = numerics(lambda model, x: jnp.sum(model(x) ** 2) + jnp.sum(model(x)))(model, X)
+    for there in (found.activations["dense"], found.activation_gradients["dense"]):
+        assert there.count == 4 * 48
+    assert set(found.activations) == {"dense"}
+
+
 def test_a_while_loop_has_one_record_for_all_turns():
     def loss_fn(params, x):
         def turn(carry):
