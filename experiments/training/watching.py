@@ -37,8 +37,7 @@ class Watching:
                 continue
             text = line(step, found, {name: float(metrics[name]) for name in ("loss", "grad_norm", "skipped")})
             with self._path.open("a") as file:
-                file.write(text + "
-")
+                file.write(text + "\n")
             row = json.loads(text)
             for what in ("vanished", "zeros") if board else ():
                 for kind, shares in row[what].items():
