@@ -130,12 +130,6 @@ def test_a_script_started_as_a_file_finds_its_packages_and_ends_bad_values_with_
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown policy 'mixed_float17'") and done.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
-    (tmp_path / "file").touch()
-    done = start(script, "--run-dir", "file", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: --run-dir must name a folder to write to, but file is a file; take another --run-dir\n",
-    )
 
 
 def test_compare_trains_two_steps_and_leaves_tables_numbers_and_picture(tmp_path, data_dir):
