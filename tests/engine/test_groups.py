@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, compiled, dtypes_of, half, normal, operations, products
+from autocast_tools import HALVES, compiled, dtypes_of, half, in_turn, normal, operations, products
 
 import jaxmp
 
@@ -20,6 +20,11 @@ LOWEST = jnp.finfo(jnp.float32).min
 def between(fun):
     """``fun`` between two products that change nothing but the dtype."""
     return lambda x, w: fun(x @ w) @ w
+
+
+def both(fun, policy, *args):
+    """What ``fun`` gives under a policy and without one: one program, as each operation by itself is one too."""
+    return compiled(lambda *args: (half(fun, policy)(*args), fun(*args)))(*args)
 
 
 @pytest.mark.parametrize("policy", HALVES)
@@ -303,14 +308,13 @@ DISTANCES = {
 }
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("spelling", DISTANCES)
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(DISTANCES))
 def test_distances_are_float32_in_every_spelling(spelling, policy):
     def fun(x):
         return DISTANCES[spelling](x @ W)
 
     x = (5 + normal(0, 32, 8)).astype(HALVES[policy]).astype(jnp.float32)  # one rounding of which is an error of 30 %
-    np.testing.assert_allclose(half(fun, policy)(x), fun(x), rtol=1e-5, atol=2e-4)
+    np.testing.assert_allclose(*both(fun, policy, x), rtol=1e-5, atol=2e-4)
     assert jaxmp.cast_plan(fun, policy)(x).summary.groups["distances"] >= 1
 
 
@@ -348,8 +352,7 @@ LOG_PROBABILITIES = {
 }
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("spelling", LOG_PROBABILITIES)
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(LOG_PROBABILITIES))
 @pytest.mark.parametrize(
     "add_up", [lambda p: p @ jnp.eye(8)[:, :3], lambda p: jnp.einsum("ij,ij->i", p, jnp.eye(8)[jnp.arange(4)])]
 )
@@ -358,7 +361,7 @@ def test_products_of_log_probabilities_are_float32_in_every_spelling(spelling, a
         return add_up(LOG_PROBABILITIES[spelling](x @ W))
 
     x = (5 * normal(9, 4, 8)).astype(HALVES[policy]).astype(jnp.float32)
-    np.testing.assert_allclose(half(fun, policy)(x), fun(x), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(*both(fun, policy, x), rtol=1e-6, atol=1e-6)
     assert jaxmp.cast_plan(fun, policy)(x).summary.groups["log-probabilities"] == 1
 
 
@@ -369,7 +372,7 @@ def test_a_probability_that_a_product_picks_for_a_logarithm_is_float32(policy):
         return -jnp.log(picked), jnp.log(1.0 - picked + 1e-7)
 
     x = (5 * normal(9, 4, 8)).astype(HALVES[policy]).astype(jnp.float32)
-    for result, expected in zip(half(fun, policy)(x), fun(x), strict=True):
+    for result, expected in zip(*both(fun, policy, x), strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -438,11 +441,10 @@ COORDINATES = {
 }
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("spelling", COORDINATES)
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(COORDINATES))
 def test_coordinates_and_phases_are_float32(spelling, policy):
     fun, *args = COORDINATES[spelling]
-    jax.tree.map(np.testing.assert_array_equal, *compiled(lambda *args: (half(fun, policy)(*args), fun(*args)))(*args))
+    jax.tree.map(np.testing.assert_array_equal, *both(fun, policy, *args))
     assert jaxmp.cast_plan(fun, policy)(*args).summary.groups["coordinates"] >= 1
 
 
@@ -516,8 +518,7 @@ COVARIANCES = {
 }
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("spelling", COVARIANCES)
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(COVARIANCES))
 def test_covariances_as_a_difference_of_means_are_float32(spelling, policy):
     covariance, x = COVARIANCES[spelling], normal(0, 128, 8) + 30.0
     y = x @ normal(1, 8, 4)
@@ -619,8 +620,7 @@ WRITTEN_TWICE = {
 }
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("spelling", WRITTEN_TWICE)
+@pytest.mark.parametrize(("spelling", "policy"), in_turn(WRITTEN_TWICE))
 def test_a_value_that_is_written_twice_is_the_same(spelling, policy):
     fun, x = WRITTEN_TWICE[spelling], (1 + 0.1 * normal(0, 8, 8)).astype(HALVES[policy]).astype(jnp.float32)
     with jax.enable_x64(True):

@@ -33,7 +33,11 @@ LINEN = {
     "bert": (lambda: models.BERT(layers=1, **SMALL), BATCHES["tokens"]),
 }
 UNDER = {"policy": jaxmp.linen.apply_policy, "autocast": jaxmp.linen.autocast}
-FORMS = [("policy", "mixed_float16"), ("autocast", "mixed_bfloat16"), ("step", "mixed_float16")]
+FORMS = [
+    pytest.param("policy", "mixed_float16", marks=pytest.mark.once),
+    ("autocast", "mixed_bfloat16"),
+    pytest.param("step", "mixed_float16", marks=pytest.mark.once),
+]
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -78,16 +82,17 @@ def test_linen_models_are_clean(name: str, under: str, policy: str) -> None:
     loss_fn = linen_loss(model, name, of_method=hasattr(model, "loss") and under != "policy")
     options = {"policy": policy, "clip_norm": 1.0} if under == "step" else {}
     step = jaxmp.make_train_step(loss_fn, **options)
-    assert_clean(audit(step, policy, compile=False)(state, batch), half)
-    if under == "step":
+    if under != "autocast":  # a step has the gradients and the loss in it
+        assert_clean(audit(step, policy, compile=False)(state, batch), half)
         return
 
     def loss(params: Any, model_state: Any, batch: Any, scale: Any) -> jax.Array:
         return loss_fn(params, model_state, batch, None)[0] * scale
 
     args = state.params, state.model_state, batch, jax.ShapeDtypeStruct((), jnp.float32)
-    assert_clean(audit(loss, policy, compile=False)(*args), half)
     assert_clean(audit(jax.value_and_grad(loss), policy, compile=False)(*args), half)
+    if name in ("mlp", "gpt2"):
+        assert_clean(audit(loss, policy, compile=False)(*args), half)
 
 
 NNX = {
@@ -114,6 +119,7 @@ def test_nnx_models_are_clean(name: str, under: str, policy: str) -> None:
         return loss
 
     batch = BATCHES["images"]
-    assert_clean(audit(loss_fn, policy, compile=False)(model, batch), half)
-    assert_clean(audit(step, policy, compile=False)(model, optimizer, batch), half)
+    if name == "cnn":
+        assert_clean(audit(loss_fn, policy, compile=False)(model, batch), half)
+        assert_clean(audit(step, policy, compile=False)(model, optimizer, batch), half)
     assert_clean(audit(jaxmp.nnx.make_train_step(loss_fn), policy, compile=False)(model, optimizer, batch), half)

@@ -211,6 +211,12 @@ def in_custom_vjp(fault: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 STYLES = {"functional": functional, "linen": linen, "nnx": of_nnx, "scan": in_scan, "custom_vjp": in_custom_vjp}
+# Each fault in a function and in one other style, and each style with several faults.
+PLANTED = [
+    pytest.param(*fault, style, id=f"{fault[1].__name__}-{style}")
+    for number, fault in enumerate(FAULTS)
+    for style in ("functional", list(STYLES)[1 + number % 4])
+]
 
 
 def planted(report: Audit) -> set[tuple[str, str, str]]:
@@ -218,8 +224,7 @@ def planted(report: Audit) -> set[tuple[str, str, str]]:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's own, of 1e6 in float16
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(("kind", "fault", "dtype"), FAULTS, ids=[fault.__name__ for _, fault, _ in FAULTS])
+@pytest.mark.parametrize(("kind", "fault", "dtype", "style"), PLANTED)
 def test_a_fault_is_found_where_it_is(kind: str, fault: Any, dtype: Any, style: str) -> None:
     with jax.enable_x64(kind == "float64"):
         apply, params = STYLES[style](fault, dtype)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_tools import in_turn
 from linen_zoo import (
     HALVES,
     Linear,
@@ -192,8 +193,7 @@ MODELS: dict[str, Any] = {
 NOT_DIFFERENTIABLE = ("while_loop",)
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "policy"), in_turn(MODELS))
 def test_a_transformed_model_is_the_computation_that_dtype_written_by_hand_gives(name, policy):
     make, half = MODELS[name], HALVES[policy]
     model, by_hand = apply_policy(make(), policy), make(hand=half)

@@ -74,7 +74,9 @@ LAYERS: dict[str, tuple[Any, Any]] = {
 def test_a_layer_gives_the_outputs_gradients_and_statistics_of_dtype_by_hand(name, policy, inputs):
     make, call = LAYERS[name]
     model, by_hand = apply_policy(make(), policy), make(dtype=jnp.dtype(HALVES[policy]))
-    is_as_by_hand(model, by_hand, of_dtype(SEQUENCE, inputs), call=call)
+    # XLA has no float16 kernel for what jax.nn.dot_product_attention asks of a CPU, but for its parts.
+    options = {"compiled": lambda fun: fun} if name == "MultiHeadAttention" else {}
+    is_as_by_hand(model, by_hand, of_dtype(SEQUENCE, inputs), call=call, **options)
     same_bits(values(model, nnx.BatchStat), values(by_hand, nnx.BatchStat))
 
 

@@ -14,6 +14,8 @@ from optimizer_tools import same_bits, standard
 
 from jaxmp import DynamicLossScale, loss_scaling
 
+pytestmark = pytest.mark.once
+
 PARAMS = {"w": jnp.array([[1.0, -2.0, 0.5], [0.25, 3.0, -0.125]]), "b": jnp.array([0.5, 1.0])}
 GRADS = {"w": jnp.array([[0.5, -1.0, 0.25], [2.0, -0.5, 1.0]]), "b": jnp.array([0.5, -0.25])}
 
@@ -68,8 +70,6 @@ OWN = {
 def objective(params):
     return optax.tree.norm(params, squared=True)
 
-
-ONLY = {"sam": {}, "sophia": {"obj_fn": objective}}  # which take no other optimizer's extra arguments
 
 ONLY = {"sam": {}, "sophia": {"obj_fn": objective}}  # which take no other optimizer's extra arguments
 

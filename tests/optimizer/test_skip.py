@@ -270,4 +270,4 @@ class AnySequenceOfSteps(RuleBasedStateMachine):
 
 
 AnySequenceOfSteps.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
-TestAnySequenceOfSteps = AnySequenceOfSteps.TestCase
+TestAnySequenceOfSteps = pytest.mark.once(AnySequenceOfSteps.TestCase)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,6 +20,11 @@ compiled = functools.partial(
 )
 
 HALVES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
+
+
+def in_turn(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Cases of names and half policies, one and the other in turn: which of them it is changes no decision."""
+    return list(zip(names, itertools.cycle(HALVES)))
 
 
 def half(fun: Any, policy: str = "mixed_bfloat16", overrides: Any = None) -> Any:

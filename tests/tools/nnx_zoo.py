@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from linen_zoo import products, same_bits
+from linen_zoo import products, quick_jit, same_bits
 
 from jaxmp.tree import widen
 
@@ -38,10 +38,23 @@ def outcome(model: Any, *args: Any, call: Callable[..., Any] = call) -> Any:
     return out, nnx.as_pure(grads), values(model)
 
 
-def is_as_by_hand(model: Any, by_hand: Any, *args: Any, call: Callable[..., Any] = call) -> None:
-    """Asserts that two models give the same outputs, bit for bit, and close gradients and statistics."""
+def is_as_by_hand(
+    model: Any, by_hand: Any, *args: Any, call: Callable[..., Any] = call, compiled: Any = quick_jit
+) -> None:
+    """Asserts that two models give the same outputs, bit for bit, and close gradients and statistics.
+
+    They are one program, as each operation by itself would be one too.
+    """
+    models = model, by_hand
+    graph, state = nnx.split(models)
+
+    def run(state: Any) -> Any:
+        inner = nnx.merge(graph, state)
+        return [outcome(m, *args, call=call) for m in inner], nnx.state(inner)
+
     with jax.numpy_dtype_promotion("standard"):  # NNX's own norms and cells add half and float32
-        got, want = (outcome(m, *args, call=call) for m in (model, by_hand))
+        (got, want), after = compiled(run)(state)
+    nnx.update(models, after)
     same_bits(got[0], want[0])
     is_close(got, want)
 
