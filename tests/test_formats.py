@@ -11,6 +11,8 @@ import pytest
 
 from jaxmp.formats import format_of, formats, ieee_format
 
+pytestmark = pytest.mark.once
+
 NAMES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 

@@ -10,6 +10,8 @@ import jaxmp
 from jaxmp import hardware
 from jaxmp.hardware import align_dim, detect, recommended_policy
 
+pytestmark = pytest.mark.once
+
 
 def gpu(name="NVIDIA Test", capability="8.0", platform="gpu"):
     return types.SimpleNamespace(device_kind=name, platform=platform, compute_capability=capability)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from jaxmp.patterns import check_pattern, is_class_pattern, matches, pattern_text
 
+pytestmark = pytest.mark.once
+
 
 class Norm:
     pass

@@ -15,6 +15,8 @@ import jaxmp
 from jaxmp import cli
 from jaxmp.cli import main
 
+pytestmark = pytest.mark.once
+
 MATMUL = ("jax.numpy:matmul", "--arg", "float32[8,16]", "--arg", "float32[16,4]")
 MODULE = """
 import jax, jax.numpy as jnp, numpy as np

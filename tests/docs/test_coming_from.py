@@ -50,6 +50,8 @@ from readme_tools import (
 import jaxmp
 from jaxmp._jaxpr.walk import equations
 
+pytestmark = pytest.mark.once
+
 # torch: autocast and GradScaler.
 
 

@@ -12,6 +12,8 @@ import pytest
 from nbclient import NotebookClient
 from places import ROOT
 
+pytestmark = pytest.mark.once
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 

@@ -16,6 +16,8 @@ from places import ROOT
 
 import jaxmp
 
+pytestmark = pytest.mark.once
+
 pytest.importorskip("orbax.checkpoint")
 
 TEXT = (ROOT / "docs" / "saving.md").read_text()

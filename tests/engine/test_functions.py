@@ -95,6 +95,7 @@ FLOAT32_ULPS = 16
 RETURNED = ("softmaxes", "optax_losses", "log_densities")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("part", RETURNED)
 def test_what_is_returned_and_not_multiplied_has_float32_accuracy(part: str) -> None:
     wrong = []
@@ -116,6 +117,7 @@ ALL_BUT: dict[str, set[str]] = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("part", ALL_BUT)
 def test_gradients_of_functions_between_two_products_are_those_of_float64(part: str) -> None:
     cases = [case for name, case in table(part).items() if name not in ALL_BUT[part]]

@@ -22,6 +22,8 @@ from rich.console import Console
 import jaxmp
 from jaxmp.engine.plan import Row
 
+pytestmark = pytest.mark.once
+
 
 def test_the_text_of_a_transformer_block_is_the_one_kept():
     found = plan(plan_block.loss, *plan_block.example(), overrides={"**/head": "float32"})

@@ -24,6 +24,8 @@ import jaxmp
 from jaxmp import jmp
 from jaxmp.loss_scale import as_loss_scale
 
+pytestmark = pytest.mark.once
+
 F32, F16, BF16 = (np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 TINY = float(np.finfo(np.float32).tiny)
 TRUE, FALSE = jnp.bool_(True), jnp.bool_(False)

@@ -19,6 +19,8 @@ from optimizer_tools import same_bits, standard, train_loss
 import jaxmp
 from jaxmp import jmp
 
+pytestmark = pytest.mark.once
+
 F32, F16, BF16 = (np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 

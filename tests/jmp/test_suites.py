@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+pytestmark = pytest.mark.once
+
 # jmp's tests import the private modules of jmp, Haiku's import jmp; both are jaxmp.jmp here.
 RUNNER = """
 import importlib.util, json, sys, types, unittest

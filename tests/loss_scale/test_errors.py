@@ -18,6 +18,8 @@ from jaxmp.loss_scale import (
     StaticLossScale,
 )
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize(
     "scale", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, 1e-40, 1e39, "big", None, object(), jnp.zeros(())]

@@ -19,6 +19,8 @@ from jaxmp.loss_scale import (
     HeadroomLossScale,
 )
 
+pytestmark = pytest.mark.once
+
 
 def plain_model(flags: list[bool], scale: float, counter: int, rule: dict[str, Any]) -> list[tuple[float, int]]:
     """The rule in plain Python, on float32 numbers: scale and counter after each step."""

@@ -148,7 +148,6 @@ def test_goals_say_whether_they_are_met():
     ]
 
 
-@pytest.mark.once
 def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_variant(tmp_path, capsys):
     config = autocast.Config(
         models=("lstm",), rounds=2, block_ms=1, sequence=8, layers=1, vocabulary=32, run_dir=tmp_path
@@ -169,7 +168,6 @@ def test_the_benchmark_of_steps_writes_times_memory_and_programs_of_every_varian
         assert text in markdown and text in printed
 
 
-@pytest.mark.once
 def test_the_benchmark_of_tracing_writes_a_row_for_each_measure(monkeypatch, tmp_path):
     monkeypatch.setattr(tracing.gc, "collect", lambda: 0)  # seconds each beside the other tests
     config = tracing.Config(layers=1, rounds=1, run_dir=tmp_path)
@@ -227,7 +225,6 @@ def test_the_code_of_the_page_runs_as_printed(capsys):
     assert "dot_general" in printed  # the plan
 
 
-@pytest.mark.once
 def test_the_pictures_of_the_page_are_drawn_from_the_graph_and_are_small(tmp_path):
     names = re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "docs" / "autocast.md").read_text())
     runpy.run_path(str(ROOT / "docs" / "draw_autocast.py"))["main"](tmp_path)

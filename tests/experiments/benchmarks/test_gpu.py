@@ -44,7 +44,6 @@ def states(folder):
     return {name: piece["state"] for name, piece in json.loads((folder / "gpu.json").read_text())["pieces"].items()}
 
 
-@pytest.mark.once
 def test_two_pieces_run_small_and_are_not_run_again(on, tmp_path, capsys, monkeypatch):
     on()
     small = {piece.name: dataclasses.replace(piece, flags=("--models", "mlp")) for piece in gpu.PIECES}

@@ -63,7 +63,6 @@ def test_pytorch_sums_the_uses_of_a_weight_in_a_loop_in_half_and_a_bias_in_float
     assert errors["bias"] < 0.005 and errors["weight in a loop"] > 0.05
 
 
-@pytest.mark.once
 def test_a_run_leaves_tables_a_picture_and_what_the_readme_says(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gradient_sums, "cases", lambda smoke: [CASES["embedding"], CASES["scale of a norm by hand"]])
     gradient_sums.main(gradient_sums.Config(halves=("bfloat16",), smoke=True, run_dir=tmp_path))

@@ -15,7 +15,6 @@ ENTRY %main (a: f32[SIZE]) -> f32[SIZE] {
 """
 
 
-@pytest.mark.once
 def test_a_row_for_each_program_on_record(tmp_path, capsys):
     for name, size in (("gpt2-hand-fp32", 10**9), ("gpt2-hand-bf16", 10**8), ("gpt2-else", 1)):
         (tmp_path / f"{name}.hlo.txt").write_text(COPY.replace("SIZE", str(size)))

@@ -11,8 +11,6 @@ from experiments.benchmarks.train_step import report
 from experiments.models.workloads import FULL
 from experiments.training.runs import write_json
 
-pytestmark = pytest.mark.once
-
 # The report.
 
 

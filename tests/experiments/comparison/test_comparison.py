@@ -23,8 +23,6 @@ from experiments.report.progress import Progress
 from experiments.training import loop
 from experiments.training.experiment import Experiment
 
-pytestmark = pytest.mark.once
-
 
 def outcome(policy="mixed_float16", loss_scale="none", **changes) -> Outcome:
     values = {

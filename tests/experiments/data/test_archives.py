@@ -15,8 +15,6 @@ from stock_tools import MNIST_FILES, idx, truncate, write_cifar10, write_mnist
 from experiments import data
 from experiments.data import archives
 
-pytestmark = pytest.mark.once
-
 
 def change_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())

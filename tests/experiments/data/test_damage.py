@@ -14,8 +14,6 @@ from places import ROOT
 
 from experiments import data
 
-pytestmark = pytest.mark.once
-
 
 def rewrite(pattern: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:

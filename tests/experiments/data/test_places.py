@@ -15,8 +15,6 @@ from stock_tools import no_network as no_network
 from experiments import data
 from experiments.data import places, stock
 
-pytestmark = pytest.mark.once
-
 CIFAR10 = stock.CLASSES["cifar10"]
 
 

@@ -23,8 +23,6 @@ from tensorflow_datasets.core.download.checksums import UrlInfo
 from experiments import data
 from experiments.data import stock
 
-pytestmark = pytest.mark.once
-
 
 def test_mnist_and_fashion_mnist_are_read_from_a_folder_each(tmp_path):
     for seed, name in enumerate(("mnist", "fashion_mnist")):

@@ -13,8 +13,6 @@ from experiments.models.workloads import FULL, SMOKE
 from experiments.report import headline, readme
 from experiments.training.runs import write_json
 
-pytestmark = pytest.mark.once
-
 GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:00 +0000", "command": "python -m some"}
 MIB = 2**20
 

@@ -8,8 +8,6 @@ import pytest
 
 from experiments.training import kept
 
-pytestmark = pytest.mark.once
-
 
 def test_the_time_that_is_left_decides_whether_something_starts(monkeypatch):
     now = [0.0]
