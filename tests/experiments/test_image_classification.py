@@ -145,7 +145,8 @@ def test_the_least_image_size_makes_a_network(api, model, least, data_dir):
     experiment = image_classification.prepare(config(data_dir, api=api, model=model, image_size=least))
     batch = next(iter(experiment.test_batches()))
     assert batch["image"].shape[1:3] == (least, least)
-    assert jax.eval_shape(experiment.eval_step, experiment.init(0), batch)["loss"].shape == ()
+    state = jax.eval_shape(lambda: experiment.init(0))
+    assert jax.eval_shape(experiment.eval_step, state, batch)["loss"].shape == ()
 
 
 def test_the_cosine_rises_and_falls_to_zero_and_adamw_is_as_it_was():

@@ -35,8 +35,13 @@ def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
     return loss, model_state, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()}
 
 
+@functools.cache  # an init by itself is dozens of small programs
+def initial() -> Any:
+    return NET.init(jax.random.key(0), BATCH["x"])
+
+
 def new_state(loss_scale: Any = None) -> jaxmp.TrainState:
-    variables = dict(NET.init(jax.random.key(0), BATCH["x"]))
+    variables = jax.tree.map(jnp.copy, dict(initial()))
     tx = jaxmp.loss_scaling(optax.sgd(0.3, momentum=0.9), loss_scale or jaxmp.DynamicLossScale(2.0**10))
     return jaxmp.TrainState.create(params=variables.pop("params"), tx=tx, model_state=variables, ema=True)
 
