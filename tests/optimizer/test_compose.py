@@ -12,6 +12,8 @@ from optimizer_tools import loss_fn, problem, same_bits, standard
 import jaxmp
 from jaxmp import DynamicLossScale, get_loss_scale, loss_scaling, scaled_value_and_grad
 
+pytestmark = pytest.mark.once
+
 
 def run(tx, pattern, params, batch, **extra):
     """Steps with true gradients (True) or with a NaN in one of them (False); returns params and state."""

@@ -12,6 +12,8 @@ from optimizer_tools import bits, loss_fn, problem, same_bits, standard
 import jaxmp
 from jaxmp import DynamicLossScale, loss_scaling, scaled_value_and_grad
 
+pytestmark = pytest.mark.once
+
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),

@@ -19,6 +19,8 @@ from properties_zoo import X, each_api, mixed, pure
 import jaxmp
 from jaxmp import DynamicLossScale, TrainState, make_train_step
 
+pytestmark = pytest.mark.once
+
 TRACES = json.loads((TOOLS / "gradscaler_traces.json").read_text())["runs"]
 
 

@@ -116,7 +116,7 @@ def test_gradients_point_where_those_of_float32_point():
 
     def gradients(policy: Any) -> np.ndarray:
         fun = jaxmp.autocast(loss_fn, policy) if policy else loss_fn
-        grads = jax.grad(lambda params: fun(params, state.model_state, BATCH, None)[0])(state.params)
+        grads = jax.jit(jax.grad(lambda params: fun(params, state.model_state, BATCH, None)[0]))(state.params)
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)])
 
     want = gradients(None)

@@ -14,6 +14,8 @@ from optimizer_tools import bits, loss_fn, problem, same_bits, standard, train_l
 import jaxmp
 from jaxmp import DynamicLossScale, HeadroomLossScale, StaticLossScale, TrainState, loss_scaling, make_train_step
 
+pytestmark = pytest.mark.once
+
 SHORT = 0.05  # the norm of the problem's gradients is near 1
 
 
