@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-NEWEST = ("models/", "benchmarks/test_compile_only.py", "test_runs.py::test_image_classification_trains_two_steps")
+NEWEST = (
+    "models/test_attention.py",
+    "models/test_models.py",
+    "benchmarks/test_compile_only.py",
+    "test_runs.py::test_image_classification_trains_two_steps",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
