@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxmp import nnx as nnx
     from jaxmp import optimizer as optimizer
     from jaxmp import policy as policy
+    from jaxmp import sharding as sharding
     from jaxmp import training as training
     from jaxmp import tree as tree
     from jaxmp.engine.autocast import autocast as autocast
@@ -55,7 +56,7 @@ __version__ = "0.1.0"
 # and optax are loaded by those who use them.
 _EXPORTS = {
     **dict.fromkeys(("dtypes", "formats", "hardware", "inspect", "jmp", "linen", "loss_scale", "losses", "nnx"), ""),
-    **dict.fromkeys(("optimizer", "policy", "training", "tree"), ""),
+    **dict.fromkeys(("optimizer", "policy", "sharding", "training", "tree"), ""),
     "autocast": "engine.autocast",
     "UnknownOperationError": "overrides",
     **dict.fromkeys(("CastPlan", "cast_plan"), "engine.plan"),

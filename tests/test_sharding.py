@@ -1,0 +1,357 @@
+"""jaxmp.sharding: specs, states made in place, gathers with their reductions, and what crosses the wire."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import sharding
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+
+LAYERS, WIDTH, BATCH = 3, 64, 8
+
+
+def mesh_of(kind=AxisType.Explicit, **sizes):
+    sizes = sizes or {"fsdp": 4}
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def shape(*sizes, dtype="float32"):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+
+    def normal(*sizes):
+        return jnp.asarray(rng.normal(size=sizes) / math.sqrt(WIDTH), jnp.float32)
+
+    return {
+        "up": normal(LAYERS, WIDTH, 2 * WIDTH),
+        "down": normal(LAYERS, 2 * WIDTH, WIDTH),
+        "bias": jnp.zeros((LAYERS, 2 * WIDTH)),
+    }
+
+
+def loss_on(specs, dtype="bfloat16", **options):
+    """A loss over stacked layers that gathers one layer at a time."""
+    of_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda leaf: isinstance(leaf, P))
+
+    def loss_fn(params, model_state, batch, rng):
+        def layer(x, params):
+            whole = sharding.gather(params, of_layer, dtype, **options)
+            h = (x.astype(dtype) @ whole["up"].astype(dtype)).astype(jnp.float32) + whole["bias"]
+            return (jax.nn.gelu(h).astype(dtype) @ whole["down"].astype(dtype)).astype(jnp.float32), None
+
+        x, _ = jax.lax.scan(layer, batch, params)
+        return jnp.mean(x**2), model_state
+
+    return loss_fn
+
+
+def a_batch():
+    return np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
+
+
+SPECS = {"up": P(None, None, "fsdp"), "down": P(None, "fsdp"), "bias": P()}
+WHOLE = {name: P() for name in SPECS}
+
+
+class TestSpecs:
+    def test_the_largest_axis_that_divides_is_split(self):
+        shapes = {"a": shape(512, 1024), "b": shape(1024, 512), "c": shape(510, 1026), "d": shape(2, 300, 1022)}
+        found = sharding.fsdp_specs(shapes, mesh_of())
+        assert found == {"a": P(None, "fsdp"), "b": P("fsdp"), "c": P(), "d": P(None, "fsdp")}
+
+    def test_of_two_that_are_as_large_the_first(self):
+        assert sharding.fsdp_specs({"a": shape(512, 512)}, mesh_of())["a"] == P("fsdp")
+
+    def test_small_leaves_stay_whole(self):
+        shapes = {"small": shape(255, 256), "large": shape(256, 256)}
+        assert sharding.fsdp_specs(shapes, mesh_of()) == {"small": P(), "large": P("fsdp")}
+        assert sharding.fsdp_specs(shapes, mesh_of(), min_size=1)["small"] == P(None, "fsdp")
+
+    def test_axis_0_of_stacked_leaves_is_layers(self):
+        shapes = {"blocks": {"w": shape(1024, 64, 128), "b": shape(1024, 128)}, "head": shape(1024, 64)}
+        found = sharding.fsdp_specs(shapes, mesh_of(), min_size=8192, stacked=["blocks"])
+        assert found == {"blocks": {"w": P(None, None, "fsdp"), "b": P()}, "head": P("fsdp")}
+
+    def test_a_rule_is_the_whole_spec_of_all_below_and_the_first_wins(self):
+        mesh = mesh_of(fsdp=2, tensor=2)
+        shapes = {"mlp": {"up": shape(512, 1024), "down": shape(1024, 512)}, "head": shape(512, 512)}
+        rules = {"mlp/up": P("fsdp", "tensor"), "**/mlp": P("tensor", "fsdp")}
+        assert sharding.fsdp_specs(shapes, mesh, rules=rules) == {
+            "mlp": {"up": P("fsdp", "tensor"), "down": P("tensor", "fsdp")},
+            "head": P("fsdp"),
+        }
+
+    def test_optimizer_and_average_follow_the_params(self):
+        shapes = jax.eval_shape(
+            lambda: jaxmp.TrainState.create(params=make_params(), tx=optax.adafactor(1e-3), ema=True, rng=0)
+        )
+        found = sharding.fsdp_specs(shapes, mesh_of(), min_size=1024, stacked=["**"])
+        assert found.params == found.ema_params == SPECS
+        leaves = jax.tree.leaves_with_path(found.opt_state, is_leaf=lambda leaf: isinstance(leaf, P))
+        factored = [spec for path, spec in leaves if "v_row" in jax.tree_util.keystr(path)]
+        assert factored and set(factored) == {P()}
+        adam = jax.eval_shape(lambda: jaxmp.TrainState.create(params=make_params(), tx=optax.adam(1e-3)))
+        inner = sharding.fsdp_specs(adam, mesh_of(), min_size=1024, stacked=["**"]).opt_state.inner_state[0]
+        assert (inner.mu, inner.nu, inner.count) == (SPECS, SPECS, P())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"axis": "data"}, "axis must be of the mesh, which has 'fsdp', got 'data'"),
+            ({"rules": {"**/kernal": P()}}, r"the pattern '\*\*/kernal' matches no leaf; the nearest paths: .*kernel"),
+            ({"stacked": ["blocks"]}, "the pattern 'blocks' matches no leaf"),
+            ({"rules": {"type:Dense": P()}}, "params have no modules, got 'type:Dense'"),
+            ({"rules": {"**/kernel": P("tensor")}}, "which has 'fsdp', got 'tensor'"),
+            ({"rules": {"**/kernel": P("fsdp", "fsdp")}}, "names each axis of the mesh once"),
+            ({"rules": {"**/kernel": P(None, None, "fsdp")}}, r"at most one entry for each axis .* shape \(6, 512\)"),
+            ({"rules": {"**/kernel": P("fsdp")}}, r"must divide an axis .* got 6 over 4 \('fsdp'\) in 'dense/kernel'"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            sharding.fsdp_specs({"dense": {"kernel": shape(6, 512)}}, mesh_of(), **options)
+
+
+class TestDescription:
+    def test_bytes_are_those_that_a_device_holds(self):
+        mesh = mesh_of(AxisType.Auto, fsdp=2, tensor=2)
+        shapes = {"a": shape(16, 8), "b": shape(16, 8, dtype="bfloat16"), "c": shape(3)}
+        specs = {"a": P("fsdp", "tensor"), "b": P(("fsdp", "tensor")), "c": P()}
+        found = sharding.describe(shapes, specs, mesh)
+        arrays = jax.tree.map(
+            lambda leaf, spec: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), NamedSharding(mesh, spec)),
+            shapes,
+            specs,
+        )
+        held = {name: array.addressable_shards[0].data.nbytes for name, array in arrays.items()}
+        assert {row.path: row.bytes for row in found.rows} == held
+        assert found.bytes == sum(held.values())
+        assert [row.path for row in found.replicated] == ["c"]
+        assert "12 in 1 leaves that each one holds whole" in str(found) and "P('fsdp', 'tensor')" in str(found)
+
+    def test_specs_of_another_tree_are_refused(self):
+        with pytest.raises(ValueError, match="specs must be a tree of PartitionSpec of the structure of the arrays"):
+            sharding.describe({"a": shape(4)}, {"b": P()}, mesh_of())
+
+
+class TestInitialState:
+    def test_is_that_of_one_device_in_its_place(self):
+        mesh = mesh_of()
+        fields = {"rng": 1, "ema": True, "model_state": {"batch_stats": np.arange(3.0, dtype=np.float32)}}
+        tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+        state = sharding.init_state(make_params, tx, mesh, SPECS, **fields)
+        alone = jaxmp.TrainState.create(params=make_params(), tx=tx, **fields)
+        for (path, leaf), other in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(alone), strict=True):
+            assert leaf.sharding.mesh.shape == mesh.shape, path
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other), err_msg=str(path))
+        inner = state.opt_state.inner_state[0]
+        for tree in (state.params, state.ema_params, inner.mu, inner.nu):
+            assert tree["up"].addressable_shards[0].data.shape == (LAYERS, WIDTH, 2 * WIDTH // 4)
+            assert tree["bias"].sharding.is_fully_replicated
+
+    def test_other_params_than_the_specs_are_refused(self):
+        with pytest.raises(ValueError, match="structure of the arrays"):
+            sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), {"w": P()})
+
+
+def reshards(jaxpr):
+    """The dtypes of all reshards of a program that move data, bodies too."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reshard" and eqn.invars[0].aval.ndim:
+            found.append((eqn.invars[0].aval.dtype.name, str(eqn.outvars[0].aval)))
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            found += reshards(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+class TestGather:
+    @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+    def test_weights_travel_in_half_and_gradients_in_what_was_asked(self, reduce_dtype):
+        mesh = mesh_of()
+        state = sharding.init_state(make_params, optax.sgd(0.1), mesh, SPECS)
+        loss_fn = loss_on(SPECS, reduce_dtype=reduce_dtype)
+        with jax.set_mesh(mesh):
+            batch = jax.device_put(a_batch(), P("fsdp"))
+            program = jax.make_jaxpr(jax.grad(lambda params: loss_fn(params, None, batch, None)[0]))(state.params)
+        found = reshards(program.jaxpr)
+        gathered = [dtype for dtype, to in found if "R:fsdp" in to]
+        scattered = [dtype for dtype, to in found if "@fsdp" in to]
+        assert set(gathered) == {"bfloat16"} and len(gathered) >= 2
+        assert scattered == [reduce_dtype] * 2
+
+    @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"data": 2, "fsdp": 2}])
+    @pytest.mark.parametrize("route", ["explicit", "auto", "shard_map", "shard_map, unchecked"])
+    def test_gradients_are_those_of_one_device(self, route, sizes):
+        params, batch, axes = make_params(), a_batch(), tuple(sizes)
+        alone = jax.jit(jax.grad(lambda params: loss_on(WHOLE, axes=axes)(params, None, batch, None)[0]))
+        mesh = mesh_of(AxisType.Explicit if route == "explicit" else AxisType.Auto, **sizes)
+        reduce_dtype = "bfloat16" if route == "auto" else "float32"
+        loss_fn = loss_on(SPECS, axes=axes, reduce_dtype=reduce_dtype)
+        with jax.set_mesh(mesh):
+            expected = alone(params)
+            if "shard_map" in route:
+
+                def gradient(params, batch):
+                    grads = jax.grad(lambda params: loss_fn(params, None, batch, None)[0] / mesh.size)(params)
+                    return grads if route == "shard_map" else {**grads, "bias": jax.lax.psum(grads["bias"], axes)}
+
+                fun = jax.shard_map(
+                    gradient, in_specs=(SPECS, P(axes)), out_specs=SPECS, check_vma=route == "shard_map"
+                )
+            else:
+                params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, SPECS)
+                batch = jax.device_put(batch, P(axes))
+                fun = jax.grad(lambda params, batch: loss_fn(params, None, batch, None)[0])
+            found = jax.jit(fun)(params, batch)
+        for name, leaf in found.items():
+            assert leaf.dtype == jnp.float32
+            error = np.linalg.norm(np.asarray(leaf) - np.asarray(expected[name])) / np.linalg.norm(expected[name])
+            assert error < 0.01, (name, error)
+
+    def test_small_and_integer_leaves_are_left_alone(self):
+        with jax.set_mesh(mesh_of()):
+            tree = {"small": jnp.ones(3), "count": jnp.zeros((4,), jnp.int32)}
+            specs = {"small": P(), "count": P("fsdp")}
+            found = jax.jit(lambda tree: sharding.gather(tree, specs, "bfloat16"))(tree)
+        assert (found["small"].dtype, found["count"].dtype) == (jnp.float32, jnp.int32)
+
+    def test_no_mesh(self):
+        with pytest.raises(ValueError, match="moves weights over a mesh, and none is set; write with"):
+            sharding.gather({"a": jnp.ones(4)}, {"a": P("fsdp")}, "bfloat16")
+
+    @pytest.mark.parametrize(
+        ("sizes", "kinds", "options", "message"),
+        [
+            ({"data": 4}, (AxisType.Explicit,), {}, "axes must be of the mesh, which has 'data', got 'fsdp'"),
+            (
+                {"fsdp": 4},
+                (AxisType.Auto,),
+                {},
+                "XLA reduces gradients in the dtype that they are computed in, got reduce_dtype 'float32' for 'a' "
+                "gathered in 'bfloat16'; make the mesh with axis_types=.*Explicit.*, or pass reduce_dtype='bfloat16'",
+            ),
+            (
+                {"data": 2, "fsdp": 2},
+                (AxisType.Auto, AxisType.Explicit),
+                {"axes": ("data", "fsdp")},
+                "must be of one type, got 'data' of type Auto, 'fsdp' of type Explicit",
+            ),
+            ({"fsdp": 4}, (AxisType.Explicit,), {"axes": ()}, "must be of one type, got none"),
+        ],
+    )
+    def test_what_cannot_be_honoured_is_refused(self, sizes, kinds, options, message):
+        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+            jax.jit(lambda tree: sharding.gather(tree, {"a": P("fsdp")}, "bfloat16", **options))({"a": jnp.ones(4)})
+
+    def test_in_shard_map_only_the_last_axes_of_an_axis_are_gathered(self):
+        mesh = mesh_of(AxisType.Auto, fsdp=2, tensor=2)
+        specs = {"a": P(("fsdp", "tensor"))}
+        fun = jax.shard_map(
+            lambda tree: sharding.gather(tree, specs, "bfloat16"),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs={"a": P("tensor")},
+        )
+        with pytest.raises(ValueError, match=r"gathered over the last axes .* for 'a' .* put fsdp last"):
+            fun({"a": jnp.ones(8)})
+
+
+class TestTraining:
+    def steps(self, state, loss_fn, batches, **options):
+        step = jaxmp.make_train_step(loss_fn, donate=False, **options)
+        metrics = []
+        for batch in batches:
+            state, found = step(state, batch)
+            metrics.append(found)
+        assert step.jitted._cache_size() == 1
+        return state, metrics
+
+    def test_float32_params_are_those_of_one_device(self):
+        mesh, batches = mesh_of(), [a_batch() * n for n in (1, 2, 3, 4, 5)]
+        tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+        split = sharding.init_state(make_params, tx, mesh, SPECS)
+        with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
+            on_mesh = [jax.device_put(batch, P("fsdp")) for batch in batches]
+            split, _ = self.steps(split, loss_on(SPECS, "float32"), on_mesh)
+        with jax.default_matmul_precision("highest"), jax.set_mesh(jax.make_mesh((1,), ("fsdp",))):
+            alone = jaxmp.TrainState.create(params=make_params(), tx=tx)
+            alone, _ = self.steps(alone, loss_on(WHOLE, "float32"), batches)
+        for name, leaf in split.params.items():
+            assert leaf.sharding.spec == SPECS[name] or leaf.sharding.is_fully_replicated
+            own, other = np.asarray(leaf), np.asarray(alone.params[name])
+            assert np.linalg.norm(own - other) / max(np.linalg.norm(other), 1e-3) < 2e-6, name
+
+    def test_an_infinity_in_one_shard_skips_the_step_on_all(self):
+        mesh, bad = mesh_of(), a_batch()
+        bad[BATCH // 2, 0] = np.inf
+        tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale(2.0**15))
+        state = sharding.init_state(make_params, tx, mesh, SPECS)
+        with jax.set_mesh(mesh):
+            batches = [jax.device_put(batch, P("fsdp")) for batch in (a_batch(), bad)]
+            first, _ = self.steps(state, loss_on(SPECS), batches[:1])
+            both, metrics = self.steps(state, loss_on(SPECS), batches)
+        assert [bool(found["skipped"]) for found in metrics] == [False, True]
+        assert float(jaxmp.get_loss_scale(both.opt_state).loss_scale) == 2.0**14
+        jax.tree.map(np.testing.assert_array_equal, both.params, first.params)
+        jax.tree.map(np.testing.assert_array_equal, both.opt_state.inner_state, first.opt_state.inner_state)
+
+
+class TestCollectives:
+    def test_of_a_gather_and_its_gradient_by_layer(self):
+        mesh = mesh_of()
+        state = sharding.init_state(make_params, optax.sgd(0.1), mesh, SPECS)
+        with jax.set_mesh(mesh):
+            batch = jax.device_put(a_batch(), P("fsdp"))
+            step = jaxmp.make_train_step(loss_on(SPECS, "float32"))
+            step(state, batch)
+            found = sharding.collectives(step.jitted.lower(state, batch).compile())
+        weight = 4 * WIDTH * 2 * WIDTH
+        gathers = [row for row in found.rows if row.kind == "all-gather" and row.bytes == weight]
+        assert sum(row.count for row in gathers) == 2 * LAYERS  # once for two weights in each turn: the result is kept
+        assert {(row.dtype, row.axis) for row in found.rows} == {("float32", "fsdp")}
+        assert sum(row.wire for row in gathers) == 2 * LAYERS * weight * 3 / 4
+        params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        assert found.bytes_per_param(state.params) == found.wire / params
+        assert f"{found.wire:,.0f} bytes sent by a device" in str(found)
+
+    @pytest.mark.parametrize(
+        ("text", "groups"),
+        [
+            ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
+            ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+            ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+            ("replica_groups=mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
+            ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+            ("replica_groups=mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            ("replica_groups={}", []),
+            ("source_target_pairs={{0,1},{1,0}}", [[0, 1], [1, 0]]),
+        ],
+    )
+    def test_groups_in_each_notation(self, text, groups):
+        assert sharding._groups(text) == groups
+
+    def test_axes_of_groups(self):
+        mesh = mesh_of(data=2, fsdp=2)
+        assert sharding._axis_of([[0, 1], [2, 3]], mesh) == "fsdp"
+        assert sharding._axis_of([[0, 2], [1, 3]], mesh) == "data"
+        assert sharding._axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"
+        assert sharding._axis_of([[0, 1], [1, 0]], mesh) == "fsdp"
+        assert sharding._axis_of([[0, 1]], None) == "2 devices"
