@@ -48,6 +48,7 @@ _REMAT: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+_LAG = 4  # steps between a report of several processes and its reading
 _OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 
 
@@ -388,7 +389,7 @@ class TrainStep:
             )
 
     def _read_reports(self, state: TrainState, batch: Any) -> None:
-        while self._reports and self._reports[0][0].is_ready():
+        while self._reports and self._is_due(self._reports[0][0]):
             stuck, reported = self._reports.popleft()
             try:
                 count = int(np.asarray(stuck))  # jax.device_get takes 20 µs more
@@ -401,6 +402,10 @@ class TrainStep:
                 bad = batch if _is_deleted(self._bad_batch) else self._bad_batch
                 self._reports.clear()
                 raise self._error(count, state, bad)
+
+    def _is_due(self, report: Any) -> bool:
+        # What is ready differs between processes, and all must come to an error at the same step.
+        return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
 
     def _error(self, steps: int, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         from jaxmp.inspect.blame import first_nonfinite  # not needed before
@@ -684,7 +689,15 @@ def _home_of(tree: Any) -> Any:
 
 def _at_home(leaf: Any, home: Any) -> jax.Array:
     """``leaf``, at ``home`` if it was put on no device."""
-    return leaf if _is_put(leaf) else jax.device_put(leaf, home)
+    if _is_put(leaf):
+        return leaf
+    return jax.device_put(leaf, home) if home.is_fully_addressable else _spread(home)(leaf)
+
+
+@functools.cache
+def _spread(home: Any) -> Any:
+    """Puts an array that every process has onto the devices of all, where device_put takes no PRNG key."""
+    return jax.jit(lambda leaf: leaf, out_shardings=home)
 
 
 def _is_put(leaf: Any) -> bool:

@@ -1,0 +1,71 @@
+"""What one of two processes with two CPU devices each does in tests/test_processes.py: prints a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import sharding
+
+
+def main(coordinator: str, process: int, lag: float) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator, 2, process)
+    mesh = jax.make_mesh((4,), ("fsdp",))
+    rows = NamedSharding(mesh, P("fsdp"))
+
+    def spread(array: np.ndarray, sharding: NamedSharding = rows) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(size=(16, 16)).astype(np.float32) / 4 for name in ("a", "b")}
+    specs, tx = {"a": P("fsdp"), "b": P("fsdp")}, jaxmp.loss_scaling(optax.adam(1e-2), jaxmp.DynamicLossScale(2.0**8))
+
+    def loss_fn(params, model_state, batch, rng):
+        whole = sharding.gather(params, specs, "float16")
+        hidden = jnp.tanh((batch.astype("float16") @ whole["a"]).astype("float32"))
+        return jnp.mean((hidden.astype("float16") @ whole["b"]).astype("float32") ** 2), model_state
+
+    good, bad = rng.normal(size=(8, 16)).astype(np.float32), np.full((8, 16), np.inf, np.float32)
+    one_bad = good.copy()
+    one_bad[-1, 0] = np.inf  # in a shard of the second process
+    found: dict[str, object] = {"process": process}
+    with jax.set_mesh(mesh):
+        params = {name: spread(array) for name, array in weights.items()}
+        state = jaxmp.TrainState.create(params=params, tx=tx, rng=0)
+        found["home"] = len({str(leaf.sharding.mesh) for leaf in jax.tree.leaves(state)})
+        made = sharding.init_state(lambda: jax.tree.map(jnp.asarray, weights), tx, mesh, specs, rng=0)
+        step = jaxmp.make_train_step(loss_fn, max_consecutive_skips=5)
+        scales, skips, losses = [], [], []
+        for batch in (good, one_bad, good):
+            state, metrics = step(state, spread(batch))
+            scales.append(float(metrics["loss_scale"]))
+            skips.append(bool(metrics["skipped"]))
+            losses.append(float(metrics["loss"]))
+        found |= {"scales": scales, "skips": skips, "losses": [loss for loss in losses if np.isfinite(loss)]}
+        made, _ = step(made, spread(good))
+        try:
+            for n in range(60):
+                time.sleep(lag * process)
+                state, _ = step(state, spread(bad))
+                found["last"] = n
+        except jaxmp.NonFiniteTrainingError as error:
+            found["error"] = str(error)
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
