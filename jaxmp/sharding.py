@@ -411,8 +411,8 @@ def collectives(compiled: jax.stages.Compiled) -> Collectives:
         sizes: collections.Counter[str] = collections.Counter()
         known = program.computations[computation]
         for name in instruction.operands:
-            for dtype, dims in hlo.ARRAY.findall(known[name].result if name in known else ""):
-                sizes[hlo.dtype_name(dtype)] += int(hlo.size(f"{dtype}[{dims}]"))
+            for array in known[name].arrays if name in known else ():
+                sizes[hlo.dtype_name(array.dtype)] += int(array.bytes)
         for dtype, size in sizes.items():
             counts[kind, dtype, axis, n, size * (n if kind == "all-gather" else 1)] += times
     rows = (

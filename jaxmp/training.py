@@ -300,6 +300,13 @@ class TrainStep:
             self._reports.append((stuck, batch))
         return state, metrics
 
+    def jitted_for(self, state: Any) -> Any:
+        """The compiled function for a state, of arrays or shapes, that lies on a mesh or does not."""
+        shardings = tuple(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
+        if not shardings or not all(isinstance(each, NamedSharding) for each in shardings):
+            return self.jitted
+        return self._jitted_for((jax.tree.structure(state), shardings))
+
     def _placed(self, state: TrainState, batch: Any) -> TrainState:
         """``state``, with all of it where it or the batch is committed to; ``jitted`` becomes the function for it."""
         home = _home_of((state, batch))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import sharding
+from jaxmp.inspect import memory, targets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
 
@@ -355,3 +356,52 @@ class TestCollectives:
         assert sharding._axis_of([[0, 1, 2, 3]], mesh) == "data+fsdp"
         assert sharding._axis_of([[0, 1], [1, 0]], mesh) == "fsdp"
         assert sharding._axis_of([[0, 1]], None) == "2 devices"
+
+
+@pytest.fixture(scope="module")
+def step_and_shapes():
+    mesh = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    tx = jaxmp.loss_scaling(optax.adamw(1e-3), jaxmp.DynamicLossScale())
+    shapes = jax.eval_shape(lambda: jaxmp.TrainState.create(params=make_params(), tx=tx, rng=0))
+    specs = sharding.fsdp_specs(shapes, mesh, min_size=1024, stacked=["**"])
+
+    def placed(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    loss_fn = jax.checkpoint(loss_on(specs.params), policy=jax.checkpoint_policies.nothing_saveable)
+    batch = placed(shape(8 * BATCH, WIDTH), P("fsdp"))
+    return jaxmp.make_train_step(loss_fn), (jax.tree.map(placed, shapes, specs), batch)
+
+
+@pytest.mark.skipif(targets.missing() is not None, reason="the packages that compile for a GPU are not installed")
+class TestForEightGPUs:
+    """Compiled for H200s that are not there, where half collectives stay half."""
+
+    def test_weights_cross_the_wire_in_half_and_gradients_in_float32(self, step_and_shapes):
+        step, (state, batch) = step_and_shapes
+        for topology in (None, "1x2x4"):
+            found = sharding.collectives(targets.compiled(step, (state, batch), "h200", topology))
+            weights = sum(leaf.size for name, leaf in state.params.items() if name != "bias")
+            moved = {(row.kind, row.dtype): 0.0 for row in found.rows}
+            for row in found.rows:
+                moved[row.kind, row.dtype] += row.wire
+                assert row.axis == "fsdp"
+            assert set(moved) == {("all-gather", "bfloat16"), ("reduce-scatter", "float32"), ("all-reduce", "float32")}
+            assert moved["reduce-scatter", "float32"] == 4 * weights * 7 / 8
+            assert moved["all-gather", "bfloat16"] <= 2 * 2 * weights * 7 / 8
+
+    def test_memory_is_that_of_one_device(self, step_and_shapes):
+        step, (state, batch) = step_and_shapes
+        plan = memory(step, device="h200")(state, batch)
+        held = sharding.describe(state, jax.tree.map(lambda leaf: leaf.sharding.spec, state), batch.sharding.mesh)
+        assert sum(plan.by_kind.values()) == plan.peak
+        kinds = plan.by_kind["params"] + plan.by_kind["optimizer"]
+        assert abs(kinds - held.bytes) < 100  # the key and the counters are of other kinds
+        assert plan.by_kind["batch"] == 4 * BATCH * WIDTH
+
+    def test_a_topology_that_does_not_fit_is_refused(self, step_and_shapes):
+        step, args = step_and_shapes
+        with pytest.raises(ValueError, match=r"must have the GPUs of the mesh, got '1x1x4' of 4 and a mesh of 8"):
+            targets.compiled(step, args, "h200", "1x1x4")
+        with pytest.raises(ValueError, match=r"slices × hosts × GPUs of each host, .* got '8'"):
+            targets.compiled(step, args, "h200", "8")

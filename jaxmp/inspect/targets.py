@@ -7,9 +7,11 @@ program and its memory, and everything but time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
+import re
 import shutil
 import types
 from collections.abc import Callable, Sequence
@@ -17,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding, use_abstract_mesh
 
 from jaxmp import hardware
 from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
@@ -169,24 +172,38 @@ def missing() -> str | None:
 
 
 def device_of(description: str) -> Any:
-    """The device that a description describes.
+    """The device that a description describes; errors are those of :func:`devices_of`."""
+    return devices_of(description)[0]
+
+
+def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
+    """The devices of a cluster of GPUs of one description.
+
+    Args:
+      description: of one GPU.
+      topology: slices × hosts × GPUs of each host: ``"1x2x4"``.
 
     Raises:
       ModuleNotFoundError: packages that compile are missing.
-      ValueError: XLA can't read the description.
+      ValueError: XLA can't read the description, or the topology is none.
     """
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
+        raise ValueError(
+            f"a topology is slices × hosts × GPUs of each host, '1x2x4' for two hosts of four, got {topology!r}; "
+            "write '1x1x8' for one host of eight"
+        )
     if reason := missing():
         raise ModuleNotFoundError(reason)
     try:
-        topology = topologies.get_topology_desc(
-            "described", platform="cuda", topology="1x1x1", target_config=description
+        described = topologies.get_topology_desc(
+            "described", platform="cuda", topology=topology, target_config=description
         )
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             "a description of a GPU must be the text form of XLA's GpuTargetConfigProto, as in XLA's "
             f"xla/backends/gpu/target_config/specs, which this one is not: {str(error).splitlines()[0]}"
         ) from None
-    return topology.devices[0]
+    return list(described.devices)
 
 
 def on(device: Any, tree: Any) -> Any:
@@ -199,6 +216,41 @@ def on(device: Any, tree: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=_is_weak(leaf))
 
     return jax.tree.map(placed, tree)
+
+
+def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
+    """The ShapeDtypeStructs of a pytree whose leaves lie on a mesh, on one of the same axes of GPUs not there.
+
+    Args:
+      target: the GPU.
+      tree: arrays or ShapeDtypeStructs with a ``NamedSharding``, whose mesh may be abstract; others lie whole on each.
+      topology: of the cluster; None for one host with all of them.
+
+    Raises:
+      ValueError: the topology has another number of GPUs than the mesh.
+    """
+    mesh = mesh_of(tree)
+    devices = devices_of(target.text(), topology or f"1x1x{mesh.size}")
+    if len(devices) != mesh.size:
+        raise ValueError(
+            f"the topology must have the GPUs of the mesh, got {topology!r} of {len(devices)} and a mesh of "
+            f"{mesh.size} ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())}); make one fit the other"
+        )
+    own = Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names, axis_types=mesh.axis_types)
+
+    def placed(leaf: Any) -> Any:
+        if not hasattr(leaf, "dtype"):
+            return leaf
+        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(own, spec), weak_type=_is_weak(leaf))
+
+    return jax.tree.map(placed, tree)
+
+
+def mesh_of(tree: Any) -> Any:
+    """The mesh of more than one device on which a leaf lies; None if there is none."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    return next((each.mesh for each in shardings if isinstance(each, NamedSharding) and each.mesh.size > 1), None)
 
 
 def _is_weak(leaf: Any) -> bool:
@@ -241,24 +293,40 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
     return jax.jit(of_arrays), jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tuple(args))
 
 
-def traced(fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, compiles: bool = True) -> Any:
+def traced(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    device: str | None = None,
+    compiles: bool = True,
+    topology: str | None = None,
+) -> Any:
     """The trace of a call, for :func:`compiled_of`; without ``compiles`` nothing that compiles need be installed.
 
     Args:
       fun: a train step, a function, or a jitted one (``jax.jit``, ``nnx.jit``), whose donation counts.
-      args: its positional arguments, arrays or shapes.
+      args: its positional arguments, arrays or shapes. Those with a ``NamedSharding`` are compiled for a mesh of the
+        same axes, of the device where one is named.
       device: None for the attached one, or a name in ``TARGETS``.
+      topology: of a mesh of such devices, ``"1x2x4"`` for two hosts of four; None for one host.
 
     Raises:
-      ValueError: there are no figures of the device.
+      ValueError: there are no figures of the device; the topology does not fit the mesh.
       ModuleNotFoundError: packages that compile for it are missing.
     """
     jitted, args = call_of(fun, args)
-    if device is None:
+    mesh = mesh_of(args)
+    if device is not None and compiles:
+        target = target_of(device)
+        args = on(device_of(target.text()), args) if mesh is None else on_mesh(target, args, topology)
+    if mesh is not None and isinstance(fun, TrainStep):
+        jitted = fun.jitted_for(args[0])
+    with contextlib.ExitStack() as held:
+        if device is not None:
+            held.enter_context(with_cudnn(target_of(device).cudnn))
+        if mesh is not None:
+            own = mesh_of(args)
+            held.enter_context(use_abstract_mesh(getattr(own, "abstract_mesh", own)))
         return jitted.trace(*args)
-    target = target_of(device)
-    with with_cudnn(target.cudnn):
-        return jitted.trace(*(on(device_of(target.text()), args) if compiles else args))
 
 
 def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
@@ -272,9 +340,11 @@ def compiled_of(trace: Any, device: str | None = None) -> jax.stages.Compiled:
     return inner
 
 
-def compiled(fun: Callable[..., Any], args: Sequence[Any], device: str | None = None) -> jax.stages.Compiled:
+def compiled(
+    fun: Callable[..., Any], args: Sequence[Any], device: str | None = None, topology: str | None = None
+) -> jax.stages.Compiled:
     """A call compiled; arguments and errors are those of :func:`traced`."""
-    return compiled_of(traced(fun, args, device), device)
+    return compiled_of(traced(fun, args, device, topology=topology), device)
 
 
 def _bundled(path: str) -> bool:
