@@ -1,0 +1,22 @@
+"""The page on many devices runs as it is written, on four."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_examples_run():
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{PAGE.name}, block {number}", "exec"), names)
+    assert len(blocks) == 2 and int(names["step"].jitted._cache_size()) == 1
+    assert all(leaf.sharding.mesh.size == 8 for leaf in jax.tree.leaves(names["state"]))
+    assert float(names["metrics"]["loss"]) > 0
