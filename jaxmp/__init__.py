@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from jaxmp.policy import Policy as Policy
     from jaxmp.policy import PolicyMap as PolicyMap
     from jaxmp.policy import get_policy as get_policy
+    from jaxmp.rounding import low_precision as low_precision
     from jaxmp.training import NonFiniteTrainingError as NonFiniteTrainingError
     from jaxmp.training import TrainState as TrainState
     from jaxmp.training import make_eval_step as make_eval_step
@@ -65,6 +66,7 @@ _EXPORTS = {
     "autocast_dtype": "engine.trace",
     **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "LossScale"), "loss_scale"),
     **dict.fromkeys(("NoOpLossScale", "StaticLossScale"), "loss_scale"),
+    "low_precision": "rounding",
     **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),
     **dict.fromkeys(("scaled_value_and_grad", "unscale", "wrap_opt_state"), "optimizer"),
     **dict.fromkeys(("Policy", "PolicyMap", "get_policy"), "policy"),

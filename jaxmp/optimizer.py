@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from jaxmp.loss_scale import LossScale, as_loss_scale
+from jaxmp.rounding import LowPrecision, LowPrecisionState, decoded
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
 
 T = TypeVar("T")
@@ -54,7 +55,8 @@ def loss_scaling(
     """Wraps an optimizer so that it takes gradients of a scaled loss and skips steps that are not finite.
 
     One update casts half gradients to float32, divides them by the scale that the loss was multiplied with, runs
-    ``inner`` (which sees true gradients and float32 params, so that its state is float32 whatever the params are), and
+    ``inner`` (which sees true gradients and float32 params, so that its state is float32 whatever the params are, but
+    for :func:`jaxmp.low_precision`, which sees them as they are), and
     tests one number, the float32 sum of squares of the true gradients. It is finite only if every gradient is, and if
     clipping by their norm and second moments stay finite too. If it is finite, the updates pass and the scale may grow.
     If not, the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit for bit what it was,
@@ -109,8 +111,14 @@ def loss_scaling(
     inner = optax.with_extra_args_support(inner)
     loss_scale = as_loss_scale(loss_scale)
 
+    def as_taken(params: Any) -> Any:
+        return params if isinstance(inner, LowPrecision) else widen(params)
+
     def init(params: optax.Params) -> LossScalingState:
-        return wrap_opt_state(inner.init(widen(params)), loss_scale, grad_norm=grad_norm)
+        inner_state = inner.init(as_taken(params))
+        if not isinstance(inner, LowPrecision) and rounds_params(inner_state):
+            raise ValueError(BEHIND_LOW_PRECISION)
+        return wrap_opt_state(inner_state, loss_scale, grad_norm=grad_norm)
 
     def update(
         updates: optax.Updates,
@@ -128,10 +136,10 @@ def loss_scaling(
             extra_args["grad"] = state.loss_scale.unscale(widen(extra_args["grad"]))
         clipped = grads if clip_norm is None else _clip(grads, jnp.sqrt(squares), clip_norm)
         try:
-            new_updates, inner_state = inner.update(clipped, state.inner_state, widen(params), **extra_args)
+            new_updates, inner_state = inner.update(clipped, state.inner_state, as_taken(params), **extra_args)
         except Exception as error:
             if params is not None:  # perhaps what it was given explains the error better than the error does
-                _check_same_structure(jax.eval_shape(inner.init, widen(params)), state.inner_state)
+                _check_same_structure(jax.eval_shape(inner.init, as_taken(params)), state.inner_state)
                 _check_same_leaves(updates, params, error)
             raise
         _check_same_structure(inner_state, state.inner_state)
@@ -158,6 +166,30 @@ def loss_scaling(
     tx = _LossScaling(init, update)
     tx.inner = inner
     return tx
+
+
+BEHIND_LOW_PRECISION = (
+    "low_precision rounds params, so nothing but loss_scaling may stand around it: what does changes its updates, or "
+    "hands it params in float32; put it outside: jaxmp.loss_scaling(jaxmp.low_precision(optax.chain(…)), loss_scale)"
+)
+
+
+def rounds_params(opt_state: Any) -> bool:
+    """Whether an optimizer's state has :func:`jaxmp.low_precision`'s in it."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LowPrecisionState))
+    return any(isinstance(node, LowPrecisionState) for node in nodes)
+
+
+def is_outermost_low_precision(tx: Any) -> bool:
+    """Whether ``tx`` is :func:`loss_scaling` around :func:`jaxmp.low_precision`."""
+    return isinstance(tx, _LossScaling) and isinstance(tx.inner, LowPrecision)
+
+
+def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
+    """The state of the optimizer in another ``loss_scaling`` as that in ``tx`` stores it."""
+    if isinstance(inner_state, LowPrecisionState):
+        inner_state = decoded(inner_state.inner_state)
+    return tx.inner.wrap(inner_state, params) if is_outermost_low_precision(tx) else inner_state
 
 
 class _LossScaling(optax.GradientTransformationExtraArgs):

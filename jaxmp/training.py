@@ -27,12 +27,17 @@ from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
+    BEHIND_LOW_PRECISION,
     described,
     get_loss_scale,
+    get_loss_scaling_state,
     has_loss_scale,
+    in_precision_of,
     is_number,
+    is_outermost_low_precision,
     loss_scaling,
     require_loss,
+    rounds_params,
     scaled_value_and_grad,
     take_step,
     unscaled_norm,
@@ -123,6 +128,8 @@ class TrainState(flax.struct.PyTreeNode):
                 "optax.lookahead, which updates a pair of trees by gradients of one; call tx.init(pair) and tx.update "
                 "by hand, tx in jaxmp.loss_scaling, with jaxmp.scaled_value_and_grad(loss_fn, opt_state)(pair.fast)"
             )
+        if rounds_params(opt_state) and not is_outermost_low_precision(tx):
+            raise ValueError(BEHIND_LOW_PRECISION)
         warn_if_behind(tx, params, stacklevel=2)
         state = cls(
             step=jnp.zeros((), jnp.int32),
@@ -138,6 +145,28 @@ class TrainState(flax.struct.PyTreeNode):
             **fields,
         )
         return _settled(state)
+
+    def with_tx(self, tx: optax.GradientTransformation) -> TrainState:
+        """This state under the same optimizer in another precision: to :func:`jaxmp.low_precision`, or back.
+
+        What the optimizer and the loss scale have learned goes on. The params stay as they are: for others, cast them
+        before, ``state.replace(params=policy.cast_to_param(state.params))``.
+
+        Raises:
+          ValueError: ``tx`` keeps other numbers than the optimizer of this state.
+        """
+        old = get_loss_scaling_state(self.opt_state)
+        if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
+            tx = loss_scaling(tx, old.loss_scale)
+        new = old._replace(inner_state=in_precision_of(tx, old.inner_state, self.params))
+        wanted: Any = jax.tree.structure(jax.eval_shape(tx.init, self.params))
+        found: Any = jax.tree.structure(new)
+        if wanted != found:
+            raise ValueError(
+                f"with_tx takes the same optimizer in another precision, but its state is {wanted}, and this one's is "
+                f"{found}; make a fresh state with TrainState.create"
+            )
+        return _settled(self.replace(tx=optax.with_extra_args_support(tx), opt_state=new))
 
     def apply_gradients(
         self,

@@ -1,0 +1,300 @@
+"""jaxmp.low_precision: bfloat16 params that learn, moments in 16 and 8 bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import rounding
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+
+DRAWS = 2**20
+
+
+def draws(value, half=0):
+    bits = rounding._Draw(3, jnp.int32(7), "w").bits((DRAWS,))[half]
+    return jnp.full((DRAWS,), value, jnp.float32), bits
+
+
+def is_unbiased(values, exact):
+    """Within three standard errors of a choice between two neighbours."""
+    values = np.asarray(values).astype(np.float64)
+    low, high = values.min(), values.max()
+    p = (exact - low) / (high - low)
+    assert 0 < p < 1 and len(np.unique(values)) == 2
+    return abs(values.mean() - exact) < 3 * (high - low) * np.sqrt(p * (1 - p) / DRAWS)
+
+
+class TestStochasticRounding:
+    @pytest.mark.parametrize("value", [1.001, -1.001, 0.3, -0.3, 3e-39, -1e-40, 1e30])
+    def test_bfloat16_is_unbiased(self, value):
+        values, bits = draws(value)
+        found = rounding._stochastic_bfloat16(values, bits)
+        assert is_unbiased(found, float(np.float32(value)))
+        assert np.all(np.sign(np.asarray(found, np.float64)) * np.sign(value) >= 0)
+
+    @pytest.mark.parametrize("value", [300.3, -300.3, 1.03, 0.01, -0.003, 0.0011, 447.9])
+    def test_float8_is_unbiased_and_on_its_grid(self, value):
+        found = rounding._stochastic_float8(*draws(value, 1))
+        np.testing.assert_array_equal(
+            np.asarray(found), np.asarray(found.astype(jnp.float8_e4m3fn).astype(jnp.float32))
+        )
+        assert is_unbiased(found, float(np.float32(value)))
+
+    def test_what_needs_no_rounding_stays(self):
+        exact = jnp.asarray([0.0, -0.0, 1.0, -2.5, 2.0**-130, np.inf, -np.inf, np.nan], jnp.float32)
+        most = jnp.full(exact.shape, 0xFFFF, jnp.uint32)
+        found = np.asarray(rounding._stochastic_bfloat16(exact, most).astype(jnp.float32))
+        np.testing.assert_array_equal(found, np.asarray(exact))
+        assert np.signbit(found[1])
+        grid = jnp.asarray([0.0, 448.0, -448.0, 2.0**-9, 1.125], jnp.float32)
+        np.testing.assert_array_equal(rounding._stochastic_float8(grid, most[:5]), grid)
+
+    @pytest.mark.parametrize("word", [0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF])
+    def test_a_nan_stays_one_whatever_its_bits(self, word):
+        nan = jax.lax.bitcast_convert_type(jnp.uint32(word), jnp.float32)
+        assert bool(jnp.isnan(rounding._stochastic_bfloat16(nan, jnp.uint32(0xFFFF)).astype(jnp.float32)))
+
+    def test_draws_differ_by_seed_update_and_param_and_look_random(self):
+        def bits(seed, step, name):
+            return np.asarray(rounding._Draw(seed, jnp.int32(step), name).bits((256, 256))[0]).astype(np.float64)
+
+        base = bits(0, 0, "w")
+        assert abs(base.mean() / 2**16 - 0.5) < 3 / np.sqrt(12 * base.size)
+        for other in (bits(1, 0, "w"), bits(0, 1, "w"), bits(0, 0, "v"), bits(2**32, 0, "w"), np.roll(base, 1), base.T):
+            assert abs(np.corrcoef(base.ravel(), other.ravel())[0, 1]) < 0.012  # 3 / 256
+
+    def test_bits_are_those_of_the_position_on_any_devices(self):
+        mesh = jax.make_mesh((4,), ("d",))
+        tx = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16)
+        weights = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.bfloat16)}
+        grads = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(64, 64)), jnp.float32)}
+        step = jax.jit(tx.update)
+        alone, _ = step(grads, tx.init(weights), weights)
+        for spec in (P("d"), P(None, "d")):
+            place = NamedSharding(mesh, spec)
+            split = {"w": jax.device_put(weights["w"], place)}
+            found, _ = step({"w": jax.device_put(grads["w"], place)}, tx.init(split), split)
+            np.testing.assert_array_equal(np.asarray(found["w"]), np.asarray(alone["w"]))
+
+
+def problem(dtype):
+    """A linear regression with a batch for each step."""
+    rng = np.random.default_rng(0)
+    target = rng.normal(size=(32, 8)).astype(np.float32)
+    x = rng.normal(size=(64, 32)).astype(np.float32)
+
+    def loss_fn(params, model_state, batch, key):
+        return jnp.mean((batch @ params["w"].astype(jnp.float32) - batch @ target) ** 2), model_state
+
+    return loss_fn, x, {"w": jnp.ones((32, 8), dtype)}
+
+
+def trained(tx, dtype, steps=300):
+    loss_fn, x, params = problem(dtype)
+    state = jaxmp.TrainState.create(params=params, tx=jaxmp.loss_scaling(tx, jaxmp.NoOpLossScale()))
+    step = jaxmp.make_train_step(loss_fn, donate=False)
+    for _ in range(steps):
+        state, metrics = step(state, x)
+    assert step.jitted._cache_size() == 1
+    assert state.params["w"].dtype == dtype
+    return float(metrics["loss"])
+
+
+class TestParams:
+    def test_they_learn_where_nearest_rounding_stalls(self):
+        tx = optax.adam(1e-3)  # steps of 0.001: half a unit in the last place of a weight of 1 is 0.002
+        exact = trained(tx, jnp.float32)
+        nearest = trained(jaxmp.low_precision(tx, params="nearest"), jnp.bfloat16)
+        assert nearest > 1.05 * exact
+        for rounding_ in ("stochastic", "kahan"):
+            assert abs(trained(jaxmp.low_precision(tx, params=rounding_), jnp.bfloat16) / exact - 1) < 0.01, rounding_
+
+    @pytest.mark.parametrize("params", ["stochastic", "kahan", "nearest"])
+    def test_apply_updates_gives_the_rounded_param(self, params):
+        rng = np.random.default_rng(2)
+        weights = {"w": jnp.asarray(rng.normal(size=4096) * 10.0 ** rng.integers(-3, 3, 4096), jnp.bfloat16)}
+        change = jnp.asarray(rng.normal(size=4096) * 1e-2, jnp.float32)
+        tx = jaxmp.low_precision(optax.sgd(1.0), params=params)
+        updates, _ = tx.update({"w": -change}, tx.init(weights), weights)
+        new = optax.apply_updates(weights, updates)["w"]
+        exact = np.asarray(weights["w"], np.float64) + np.asarray(change, np.float64)
+        below = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64)
+        assert new.dtype == jnp.bfloat16 and updates["w"].dtype == jnp.float32
+        if params == "stochastic":
+            unit = np.abs(exact) * 2.0**-7
+            assert np.all(np.abs(np.asarray(new, np.float64) - exact) <= unit)
+        else:
+            np.testing.assert_array_equal(np.asarray(new, np.float64), below)
+        same = np.asarray(new) == np.asarray(weights["w"])
+        assert same.any() and np.all(np.signbit(np.asarray(updates["w"])[same]))
+
+    def test_float32_leaves_are_left_alone(self):
+        weights = {"norm": jnp.ones(8), "w": jnp.ones(8, jnp.bfloat16)}
+        tx = jaxmp.low_precision(optax.sgd(1e-4))
+        updates, _ = tx.update({"norm": jnp.ones(8), "w": jnp.ones(8)}, tx.init(weights), weights)
+        np.testing.assert_array_equal(updates["norm"], np.float32(-1e-4))
+
+    def test_kahan_keeps_what_rounding_took(self):
+        weights, tx = {"w": jnp.ones((), jnp.bfloat16)}, jaxmp.low_precision(optax.sgd(1.0), params="kahan")
+        state = tx.init(weights)
+        for _ in range(100):
+            updates, state = tx.update({"w": jnp.float32(-1e-3)}, state, weights)
+            weights = optax.apply_updates(weights, updates)
+        assert abs(float(weights["w"]) + float(state.compensation["w"]) - 1.1) < 2e-3
+
+    @pytest.mark.parametrize("bad", [np.inf, np.nan])
+    def test_what_is_not_finite_is_seen(self, bad):
+        weights = {"w": jnp.ones(4, jnp.bfloat16)}
+        tx = jaxmp.low_precision(optax.sgd(1.0), moments="float32")
+        updates, _ = tx.update({"w": jnp.asarray([bad, 0, 0, 0], jnp.float32)}, tx.init(weights), weights)
+        assert not np.isfinite(np.asarray(updates["w"])[0]) and np.isfinite(np.asarray(updates["w"])[1:]).all()
+
+    def test_a_skipped_step_advances_nothing(self):
+        tx = jaxmp.loss_scaling(
+            jaxmp.low_precision(optax.adam(1e-2), params="kahan", moments="float8", block=8), jaxmp.DynamicLossScale()
+        )
+        weights = {"w": jnp.ones((8, 8), jnp.bfloat16)}
+        grads = {"w": jnp.full((8, 8), 32768.0)}
+        _, state = tx.update(grads, tx.init(weights), weights)
+        updates, skipped = tx.update({"w": grads["w"].at[0, 0].set(np.inf)}, state, weights)
+        assert int(skipped.skipped) == 1 and int(state.inner_state.count) == int(skipped.inner_state.count) == 1
+        jax.tree.map(np.testing.assert_array_equal, skipped.inner_state, state.inner_state)
+        np.testing.assert_array_equal(optax.apply_updates(weights, updates)["w"], weights["w"])
+
+
+class TestMoments:
+    @pytest.mark.parametrize("moments", ["bfloat16", "float8"])
+    def test_training_reaches_the_loss_of_float32_moments(self, moments):
+        exact = trained(optax.adam(1e-2), jnp.float32)
+        stored = trained(jaxmp.low_precision(optax.adam(1e-2), moments=moments, block=8), jnp.float32)
+        assert abs(stored / exact - 1) < 0.05
+
+    def test_each_is_stored_as_the_table_says(self):
+        tx = jaxmp.low_precision(optax.chain(optax.clip(1.0), optax.adamw(1e-3)), moments="float8", block=16)
+        state = tx.init({"w": jnp.ones((4, 32), jnp.bfloat16), "odd": jnp.ones((4, 20), jnp.bfloat16)})
+        adam = state.inner_state[1][0]
+        assert adam.mu["w"].codes.dtype == jnp.float8_e4m3fn and adam.mu["w"].scales.shape == (4, 2)
+        assert adam.nu["w"].squared and not adam.mu["w"].squared
+        assert adam.mu["odd"].dtype == adam.nu["odd"].dtype == jnp.float32
+        text = str(tx)
+        assert "bfloat16 params rounded stochastically (seed 0)" in text
+        assert "mu/w: float8_e4m3fn, rounded stochastically, a scale for 16" in text
+        assert "nu/w: root in float8_e4m3fn" in text and "count: as it is" in text
+
+    @pytest.mark.parametrize(
+        ("make", "fields"),
+        [
+            (lambda: optax.sgd(0.1, momentum=0.9), {"trace"}),
+            (lambda: optax.lion(1e-3), {"mu"}),
+            (lambda: optax.rmsprop(1e-3), {"nu"}),
+            (lambda: optax.rmsprop(1e-3, centered=True), {"mu", "nu"}),
+            (lambda: optax.amsgrad(1e-3), {"mu", "nu"}),
+            (lambda: optax.adabelief(1e-3), {"mu", "nu"}),
+            (lambda: optax.adagrad(1e-3), {"sum_of_squares"}),
+            (lambda: optax.masked(optax.adam(1e-3), {"w": True}), {"mu", "nu"}),
+            (lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), {"mu", "nu"}),
+        ],
+    )
+    def test_moments_of_optax_are_known(self, make, fields):
+        tx = jaxmp.low_precision(make(), moments="bfloat16")
+        weights = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+        state = tx.init(weights)
+        halves = [path for path, leaf in jax.tree.leaves_with_path(state) if leaf.dtype == jnp.bfloat16]
+        assert {str(path[-2]).strip(".'[]") for path in halves} == fields
+        _, new = jax.jit(tx.update)({"w": jnp.ones((4, 4))}, state, weights)
+        assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
+
+    def test_a_positive_second_moment_never_becomes_0(self):
+        values = jnp.asarray([[1e-36, 1e-12, 1e-6, 1.0], [0.0, 1e-36, 1e-37, 2e-38]], jnp.float32)
+        for moments in ("bfloat16", "float8"):
+            stored = rounding._stored(values, "second", moments, 4, rounding._Draw(0, jnp.int32(0), "nu"))
+            decoded = np.asarray(rounding.decoded({"nu": stored})["nu"])
+            assert np.all((decoded > 0) == (np.asarray(values) > 0)), moments
+
+    def test_codes_are_as_exact_as_their_format(self):
+        values = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)), jnp.float32)
+        draw = rounding._Draw(0, jnp.int32(0), "mu")
+        signed = np.asarray(rounding._stored(values, "signed", "float8", 256, draw).decoded())
+        second = np.asarray(rounding._stored(values**2, "second", "float8", 256, draw).decoded())
+        exact = np.asarray(values, np.float64)
+        assert np.linalg.norm(signed - exact) / np.linalg.norm(exact) < 0.05
+        assert np.linalg.norm(second - exact**2) / np.linalg.norm(exact**2) < 0.09
+        assert abs(signed.mean() - exact.mean()) < 1e-3
+
+    def test_bits_a_param(self):
+        weights = {"w": jnp.ones((256, 512), jnp.bfloat16)}
+
+        def bytes_a_param(**options):
+            state = jax.eval_shape(jaxmp.low_precision(optax.adam(1e-3), **options).init, weights)
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / weights["w"].size
+
+        assert round(bytes_a_param(), 2) == 8.00
+        assert round(bytes_a_param(moments="bfloat16"), 2) == 4.00
+        assert round(bytes_a_param(moments="float8"), 2) == 2.03
+        assert round(bytes_a_param(params="kahan", moments="bfloat16"), 2) == 6.00
+
+
+class TestOfATrainState:
+    def test_goes_from_float32_to_low_precision_and_back(self):
+        loss_fn, x, params = problem(jnp.float32)
+        exact = jaxmp.loss_scaling(optax.adam(1e-2), jaxmp.NoOpLossScale())
+        less = jaxmp.loss_scaling(jaxmp.low_precision(optax.adam(1e-2), moments="bfloat16"), jaxmp.NoOpLossScale())
+        step = jaxmp.make_train_step(loss_fn, donate=False)
+        state, _ = step(jaxmp.TrainState.create(params=params, tx=exact), x)
+        there = state.with_tx(less)
+        assert there.opt_state.inner_state.inner_state[0].mu["w"].dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            np.asarray(there.opt_state.inner_state.inner_state[0].nu["w"], np.float32),
+            state.opt_state.inner_state[0].nu["w"],
+            rtol=2**-7,
+        )
+        there, _ = step(there, x)
+        back, _ = step(there.with_tx(exact), x)
+        assert int(back.step) == 3 and back.opt_state.inner_state[0].mu["w"].dtype == jnp.float32
+        assert int(back.opt_state.inner_state[0].count) == 3
+        with pytest.raises(ValueError, match="with_tx takes the same optimizer in another precision"):
+            state.with_tx(jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
+
+    def test_nothing_but_loss_scaling_may_stand_around_it(self):
+        tx, weights = jaxmp.low_precision(optax.adam(1e-3)), {"w": jnp.ones(4, jnp.bfloat16)}
+        inside = jaxmp.loss_scaling(optax.chain(optax.clip(1.0), tx), jaxmp.NoOpLossScale())
+        around = optax.chain(jaxmp.loss_scaling(tx, jaxmp.NoOpLossScale()), optax.scale(0.5))
+        with pytest.raises(ValueError, match=r"nothing but loss_scaling may stand around it: .* put it outside"):
+            inside.init(weights)
+        with pytest.raises(ValueError, match="nothing but loss_scaling may stand around it"):
+            jaxmp.TrainState.create(params=weights, tx=around)
+        bare = jaxmp.TrainState.create(params=weights, tx=tx)
+        assert isinstance(bare.opt_state.inner_state, rounding.LowPrecisionState)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"params": "stochastics"}, "params must be one of 'stochastic', 'kahan', 'nearest', got 'stochastics'"),
+            ({"moments": "int8"}, "moments must be one of 'float32', 'bfloat16', 'float8', got 'int8'"),
+            ({"block": 0}, "block must be a whole number of at least 1, got 0; 256 is the usual"),
+            ({"block": 2.5}, "block must be a whole number of at least 1, got 2.5"),
+            ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ],
+    )
+    def test_of_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            jaxmp.low_precision(optax.adam(1e-3), **options)
+
+    def test_of_params_and_optimizers(self):
+        with pytest.raises(ValueError, match=r"got 'w' of float16, whose range .* make the params bfloat16"):
+            jaxmp.low_precision(optax.adam(1e-3)).init({"w": jnp.ones(4, jnp.float16)})
+        with pytest.raises(ValueError, match=r"has none that is known \(.*\); leave moments out"):
+            jaxmp.low_precision(optax.sgd(0.1), moments="float8").init({"w": jnp.ones(4, jnp.bfloat16)})
+        tx = jaxmp.low_precision(optax.sgd(0.1))
+        with pytest.raises(ValueError, match="rounds params, got none"):
+            tx.update({"w": jnp.ones(4)}, tx.init({"w": jnp.ones(4, jnp.bfloat16)}))
