@@ -230,7 +230,7 @@ def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw) -> Any:
         new = _stochastic_bfloat16(leaf, draw.bits(leaf.shape)[1])
         smallest = jnp.asarray(jnp.finfo(jnp.bfloat16).tiny, jnp.bfloat16)
         return jnp.where((leaf > 0) & (new == 0), smallest, new) if kind == "second" else new
-    if leaf.ndim == 0 or leaf.shape[-1] % (block * _parts(leaf)):
+    if leaf.ndim == 0 or leaf.shape[-1] % block:
         return leaf
     squared = kind == "second"
     values = jnp.sqrt(leaf) if squared else leaf
@@ -243,25 +243,33 @@ def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw) -> Any:
     return Float8Blocks(codes.astype(jnp.float8_e4m3fn), scales, squared)
 
 
-def _parts(array: jax.Array) -> int:
-    """Over how many devices the type of an array says that its last axis is split."""
-    place = jax.typeof(array).sharding
-    names = place.spec[array.ndim - 1] if len(place.spec) == array.ndim else None
-    return math.prod(place.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
-
-
 def _split(array: jax.Array, block: int) -> jax.Array:
     """``array`` with its last axis in blocks; on a mesh of explicit axes they are split over it as the axis was."""
     sizes = (*array.shape[:-1], array.shape[-1] // block, block)
-    place = jax.typeof(array).sharding
-    spec = [*place.spec, *[None] * (array.ndim - len(place.spec)), None]
-    return jax.lax.reshape(array, sizes, out_sharding=place.update(spec=PartitionSpec(*spec)) if any(spec) else None)
+    place = _place_in_blocks(array, sizes[-2])
+    if place is None:
+        return jax.lax.reshape(array, sizes)
+    array = jax.sharding.reshard(array, place)
+    return jax.lax.reshape(array, sizes, out_sharding=place.update(spec=PartitionSpec(*place.spec, None)))
 
 
 def _merged(blocks: jax.Array, like: jax.Array) -> jax.Array:
     """The array of the shape and place of ``like`` of which these are the blocks."""
-    place = jax.typeof(like).sharding
-    return jax.lax.reshape(blocks, like.shape, out_sharding=place if any(place.spec) else None)
+    place = _place_in_blocks(like, blocks.shape[-2])
+    if place is None:
+        return jax.lax.reshape(blocks, like.shape)
+    return jax.sharding.reshard(jax.lax.reshape(blocks, like.shape, out_sharding=place), jax.typeof(like).sharding)
+
+
+def _place_in_blocks(array: jax.Array, blocks: int) -> Any:
+    """Where an array whose type says where it lies has only whole blocks on each device; None if it says nothing."""
+    place = jax.typeof(array).sharding
+    if not any(place.spec):
+        return None
+    *rest, last = [*place.spec, *[None] * (array.ndim - len(place.spec))]
+    names: tuple[str, ...] = (last,) if isinstance(last, str) else last or ()
+    devices = math.prod(place.mesh.shape[name] for name in names)
+    return place.update(spec=PartitionSpec(*rest, None if blocks % devices else last))
 
 
 def decoded(state: Any) -> Any:

@@ -26,6 +26,7 @@ from jaxmp import tree as _tree
 from jaxmp.dtypes import nearest
 from jaxmp.inspect import hlo
 from jaxmp.patterns import Path, is_class_pattern, matches
+from jaxmp.rounding import Float8Blocks
 from jaxmp.training import TrainState
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -71,7 +72,7 @@ def fsdp_specs(
     """
     if isinstance(shapes, TrainState):
         own = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
-        return _following(shapes, shapes.params, own)
+        return _following(shapes, shapes.params, own, mesh)
     _require_axes(mesh, [axis], "axis")
     rules, stacked = dict(rules or {}), tuple(stacked or ())
     leaves = jax.tree.leaves_with_path(shapes)
@@ -93,19 +94,26 @@ def fsdp_specs(
     return jax.tree.map_with_path(spec_of, shapes)
 
 
-def _following(state: Any, params: Any, specs: Any) -> Any:
+def _following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
     """Specs of all of ``state``: a leaf whose path ends in that of a param of its shape has the param's spec."""
     known = {
         (_parts(path), tuple(leaf.shape)): spec
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), _specs_in(specs), strict=True)
     }
 
-    def spec_of(path: Any, leaf: Any) -> PartitionSpec:
+    def spec_of(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Float8Blocks):
+            codes = spec_of(path, leaf.codes)
+            whole = all(
+                size % _devices(entry, mesh) == 0 for size, entry in zip(leaf.scales.shape, codes, strict=False)
+            )
+            scales: Any = codes if whole else PartitionSpec()
+            return dataclasses.replace(leaf, codes=codes, scales=scales)
         parts = _parts(path)
         ends = ((parts[start:], tuple(leaf.shape)) for start in range(len(parts) + 1))
         return next((known[end] for end in ends if end in known), PartitionSpec())
 
-    return jax.tree.map_with_path(spec_of, state)
+    return jax.tree.map_with_path(spec_of, state, is_leaf=lambda node: isinstance(node, Float8Blocks))
 
 
 def init_state(
@@ -140,7 +148,7 @@ def init_state(
 
     shapes = jax.eval_shape(make, arrays)
     _require_specs(shapes.params, specs)
-    shardings = [NamedSharding(mesh, spec) for spec in _specs_in(_following(shapes, shapes.params, specs))]
+    shardings = [NamedSharding(mesh, spec) for spec in _specs_in(_following(shapes, shapes.params, specs, mesh))]
     with jax.set_mesh(mesh):
         leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
@@ -526,7 +534,7 @@ def _fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], m
             f"{_text(spec)} for {name!r} of shape {shape}; give {key!r} another"
         )
     for size, entry in zip(shape, spec, strict=False):
-        parts = math.prod(mesh.shape[each] for each in _tuple(entry))
+        parts = _devices(entry, mesh)
         if size % parts:
             raise ValueError(
                 f"the devices must divide an axis that is split over them, got {size} over {parts} ({entry!r}) in "
@@ -549,6 +557,10 @@ def _is_array(leaf: Any) -> bool:
 
 def _tuple(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _devices(entry: Any, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in _tuple(entry))
 
 
 def _names_of(spec: PartitionSpec) -> list[str]:

@@ -274,6 +274,35 @@ class TestOfATrainState:
         bare = jaxmp.TrainState.create(params=weights, tx=tx)
         assert isinstance(bare.opt_state.inner_state, rounding.LowPrecisionState)
 
+    @pytest.mark.parametrize("block", [16, 64])
+    def test_its_blocks_are_split_as_their_param_is(self, block):
+        mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+        tx = jaxmp.loss_scaling(
+            jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=block), jaxmp.NoOpLossScale()
+        )
+        specs = {"rows": P("fsdp"), "columns": P(None, "fsdp")}
+
+        def make_params():
+            return {name: jnp.ones((64, 128), jnp.bfloat16) for name in specs}
+
+        def loss_fn(params, model_state, batch, key):
+            whole = jaxmp.sharding.gather(params, specs, "bfloat16")
+            return jnp.mean((batch @ whole["rows"] * (batch @ whole["columns"])).astype(jnp.float32)), model_state
+
+        state = jaxmp.sharding.init_state(make_params, tx, mesh, specs)
+        places = jax.tree.map(lambda leaf: leaf.sharding, state)
+        moments = state.opt_state.inner_state.inner_state[0].mu
+        assert moments["rows"].codes.sharding.spec == moments["rows"].scales.sharding.spec == P("fsdp")
+        assert moments["columns"].codes.sharding.spec == P(None, "fsdp")
+        assert moments["columns"].scales.sharding.spec == (P(None, "fsdp") if block == 16 else P())
+        step = jaxmp.make_train_step(loss_fn)
+        with jax.set_mesh(mesh):
+            batch = jax.device_put(jnp.ones((8, 64), jnp.bfloat16), P("fsdp"))
+            for _ in range(2):
+                state, _ = step(state, batch)
+        assert step.jitted._cache_size() == 1
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+
 
 class TestErrors:
     @pytest.mark.parametrize(
