@@ -266,7 +266,8 @@ def _place_in_blocks(array: jax.Array, blocks: int) -> Any:
     place = jax.typeof(array).sharding
     if not any(place.spec):
         return None
-    *rest, last = [*place.spec, *[None] * (array.ndim - len(place.spec))]
+    spec: list[Any] = [*place.spec, *[None] * (array.ndim - len(place.spec))]
+    *rest, last = spec
     names: tuple[str, ...] = (last,) if isinstance(last, str) else last or ()
     devices = math.prod(place.mesh.shape[name] for name in names)
     return place.update(spec=PartitionSpec(*rest, None if blocks % devices else last))
