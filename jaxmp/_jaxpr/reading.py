@@ -107,7 +107,7 @@ def current_names() -> Names:
     return _scopes(source_info_util.current_name_stack())
 
 
-def scopes_and_transforms(eqn: Any) -> tuple[Names, frozenset[str]]:
+def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
     """The scopes around an equation as the author nested them, and the transformations that made it (``"jvp"``, …).
 
     What checkpoint computes again stands in the scopes of its transposition and once more in its own: these count.
@@ -122,7 +122,7 @@ def scopes_and_transforms(eqn: Any) -> tuple[Names, frozenset[str]]:
         names = tuple(part) if tuple(part[: len(names)]) == names else (*names, *part)
         part = []
         transforms += [entry.name] if entry is not None else []
-    return names, frozenset(transforms)
+    return names, tuple(transforms)
 
 
 def _scopes(stack: Any) -> Names:
@@ -141,6 +141,12 @@ def source_of(eqn: Any) -> str:
 def user_source_of(eqn: Any) -> str:
     """As :func:`source_of`, but of what is no installed library."""
     return next(_sources(eqn, _is_users), "")
+
+
+def static_arguments(jitted: Any) -> tuple[int, ...]:
+    """The numbers of the arguments that are static, of what ``jax.jit`` or ``nnx.jit`` returned."""
+    numbers = getattr(getattr(jitted, "_jit_info", jitted), "static_argnums", None)
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
 
 
 def user_code_of(eqn: Any) -> str:

@@ -19,8 +19,8 @@ from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.dtypes import nearest
 from jaxmp.flops import flops_of
 from jaxmp.inspect import hlo, targets
-from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned, work
-from jaxmp.inspect.memory_plan import Memory, of_call
+from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned, weights_in, work
+from jaxmp.inspect.memory_plan import Memory, leaves_of, of_call, parameters_of
 from jaxmp.inspect.values import Read, Value, same_turn, values_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
@@ -199,12 +199,20 @@ def audit(
         values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has a class of its own
         program = None if compiled is None else hlo.Program(str(compiled.as_text()))
         ran = {} if program is None else _ran(program, values.all)
-        products = [(value, _product(value, ran.get(value), chip)) for value in values.all if value.name in PRODUCTS]
+        kinds = _kinds(jitted, inputs)
+        weights = weights_in(values, kinds)
+        products = [
+            (value, _product(value, ran.get(value), chip, weights(value)))
+            for value in values.all
+            if value.name in PRODUCTS
+        ]
         found = findings(
             Audited(
                 values=values,
                 products=products,
                 arguments=_arguments(inputs),
+                kinds=kinds,
+                weights=weights,
                 policy=policy,
                 has_loss_scale=_has_loss_scale(inputs),
                 repeated=None if program is None else _Repeated(program),
@@ -264,7 +272,20 @@ def _plain(path: tuple[Any, ...]) -> Argument | None:
     return None
 
 
-def _product(value: Value, ran: str | None, chip: hardware.Hardware) -> Product:
+def _kinds(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
+    """Of each array among some arguments its kind, as :func:`jaxmp.inspect.memory` has it; None where nothing tells.
+
+    Types and names tell; else that params are a tree and come first, and that a lone array is no params.
+    """
+    leaves = list(leaves_of(inputs, parameters_of(jitted)))
+    is_array = hasattr(inputs[0], "dtype") if inputs else False
+    if any(leaf.is_told and leaf.kind != "other" for leaf in leaves) or (inputs[1:] and not is_array):
+        has_params = any(leaf.is_told and leaf.kind not in ("batch", "other") for leaf in leaves)
+        return [leaf.kind if leaf.is_told or not has_params else "batch" for leaf in leaves]
+    return ["batch" if is_array and len(leaves) == 1 else None] * len(leaves)
+
+
+def _product(value: Value, ran: str | None, chip: hardware.Hardware, weights: Sequence[int]) -> Product:
     place, (left, right) = value.at, value.inputs[:2]
     operands = left.dtype.name, right.dtype.name
     flops = flops_of(place.eqn, counts_padding=False) or 0
@@ -280,7 +301,7 @@ def _product(value: Value, ran: str | None, chip: hardware.Hardware) -> Product:
         count=place.count,
         bytes=size,
         bound=_bound(flops, size, _widest(operands), place.eqn.params.get("precision"), chip),
-        aligned=not unaligned(value),
+        aligned=not unaligned(value, weights),
         phase=place.phase,
     )
 
@@ -294,7 +315,7 @@ def _inside_kernels(values: Any, chip: hardware.Hardware) -> tuple[Product, ...]
                 inside = dataclasses.replace(place, eqn=eqn, turns=(*place.turns, None))
                 reads: list[Read] = [(n, Value(atom.aval, "argument"), same_turn) for n, atom in enumerate(eqn.invars)]
                 value = Value(eqn.outvars[0].aval, eqn.primitive.name, place=inside, reads=reads)
-                found.append(_product(value, None, chip))
+                found.append(_product(value, None, chip, [1]))
     return tuple(found)
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.inspect.program import Place
-from jaxmp.inspect.values import JOIN, TURN, TURNS, Value, Values, constant, origins
+from jaxmp.inspect.values import JOIN, TURN, TURNS, Value, Values, constant, leading_to, made_of, origins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Audited:
       values: of the program.
       products: each product's value, and what the audit says of it.
       arguments: what each argument is, None where nothing tells.
+      kinds: of each argument its kind as :func:`jaxmp.inspect.memory` has it; None where nothing tells.
+      weights: which operands of a product may be its weight, see :func:`weights_in`.
       policy: what the author declares; None for nothing.
       has_loss_scale: None where no loss scale is among the arguments.
       repeated: the casts in loops of the compiled program; None where there is none.
@@ -68,6 +72,8 @@ class Audited:
     values: Values
     products: list[tuple[Value, Any]]
     arguments: list[Argument | None]
+    kinds: Sequence[str | None]
+    weights: Callable[[Value], list[int]]
     policy: Any
     has_loss_scale: bool | None
     repeated: Callable[[Value], bool] | None
@@ -142,7 +148,7 @@ def _unaligned_products(audited: Audited) -> Found:
     total = sum(work(product) for _, product in audited.products)
     for value, product in audited.products:
         size = min(np.dtype(name).itemsize for name in product.operands)
-        dims = unaligned(value)
+        dims = unaligned(value, audited.weights(value))
         if product.phase != "backward" and size <= 2 and dims and work(product) > 0.01 * total:
             step = 16 // size
             names = " and ".join(f"{name} {number}" for name, number in dims.items())
@@ -198,18 +204,27 @@ def _half_losses(audited: Audited) -> Found:
     differentiated = {(seed.at.path, seed.at.source) for seed in scalar_seeds}
     for value in audited.values.all:
         place = value.place
-        if place is None or not value.is_half or value.shape or place.phase != "forward":
+        if place is None or not value.is_half or place.phase != "forward":
             continue
-        if "jvp" not in reading.scopes_and_transforms(place.eqn)[1] or (place.path, place.source) not in differentiated:
+        transforms = reading.scopes_and_transforms(place.eqn)[1]
+        if "jvp" not in transforms or (place.path, place.source) not in differentiated:
             continue
+        if value.shape and not (len(value.shape) <= transforms.count("vmap") and _is_reduced(value)):
+            continue  # nor a scalar of each example
         yield place, f"the scalar that is differentiated is {value.dtype.name}", remedy
+
+
+def _is_reduced(value: Value) -> bool:
+    """Whether an array is made, element by element, of what was reduced to its shape."""
+    same = origins(value, lambda each: bool(each.inputs) and {one.shape for one in each.inputs} <= {value.shape, ()})
+    return any(len(one.shape) > len(value.shape) for each in same for one in each.inputs)
 
 
 def _round_trips(audited: Audited) -> Found:
     for value in audited.values.all:
         if not (value.is_half and value.is_cast and value.inputs[0].is_float and not value.inputs[0].is_half):
             continue
-        place, before = value.at, list(origins(value.inputs[0]))
+        place, before = value.at, list(origins(value.inputs[0], lambda each: each.is_move or each.name == JOIN))
         wide = [each for each in before if constant(each) is None]
         if not wide or not all(each.is_cast and each.inputs[0].dtype == value.dtype for each in wide):
             continue
@@ -260,7 +275,7 @@ def _overflowing_constants(audited: Audited) -> Found:
 
 
 def _inexact_integers(audited: Audited) -> Found:
-    ranges: dict[Value, float | None] = {}
+    ranges: dict[Value, _Range | None] = {}
     for value in audited.values.all:
         if not value.is_half or not (value.is_cast or value.name == "iota"):
             continue
@@ -268,12 +283,15 @@ def _inexact_integers(audited: Audited) -> Found:
         if of.is_half and of is not value:
             continue
         numbers, dtype = constant(of), value.dtype
-        largest = _largest_integer(of, ranges)
-        if numbers is not None:
-            if largest is None or np.array_equal(_rounded(numbers, dtype), numbers):
-                continue
-        elif largest is None or largest <= _EXACT[dtype.name]:
+        ends = _range_of_integers(of, ranges)
+        largest = max(map(abs, ends or (0.0,)))
+        if largest <= _EXACT[dtype.name]:
             continue
+        if numbers is not None:
+            rounded = _rounded(numbers, dtype)
+            are_counts = jnp.issubdtype(of.dtype, jnp.integer) or len(np.unique(rounded)) < len(np.unique(numbers))
+            if not are_counts or np.array_equal(rounded, numbers):
+                continue
         yield (
             value.at,
             f"integers up to {largest:,.0f} in {dtype.name}, which is exact up to {_EXACT[dtype.name]:,}",
@@ -312,11 +330,14 @@ def _unscaled_float16(audited: Audited) -> Found:
                 and "float16" in product.operands]  # fmt: skip
     if not backward:
         return
-    is_scaled = audited.has_loss_scale
-    if is_scaled is None:
-        seeds = _seeds(audited)
-        is_scaled = not seeds or any(map(_scales, seeds))
-    if not is_scaled:
+    if audited.has_loss_scale is None:
+        seeds = set(_seeds(audited))
+        scales = {seed for seed in seeds if _is_scale(seed, audited)}
+        made = made_of(audited.values, lambda each: (each in seeds) + 2 * (each in scales))
+        backward = [value for value in backward if made[value] == 1]  # of a cotangent, and of no scale
+    elif audited.has_loss_scale:
+        return
+    if backward:
         yield (
             backward[0].at,
             f"{len(backward)} products of the backward pass in float16 and no loss scale: small gradients become 0",
@@ -377,11 +398,12 @@ KINDS: dict[str, Callable[[Audited], Found]] = {
 """What finds each kind of finding."""
 
 
-def unaligned(value: Value) -> dict[str, int]:
+def unaligned(value: Value, weights: Sequence[int]) -> dict[str, int]:
     """The contracted and output-feature dimensions of a product that are no multiple of 16 bytes, by what they are.
 
-    The batch is none of them. A dimension of 1 is none either: that is no matrix product; nor are the few channels of a
-    stem.
+    The batch is none of them: output features are those of the operand that is the weight, and where either of two may
+    be (``weights``), those that are a multiple. A dimension of 1 is none either: that is no matrix product; nor are the
+    few channels of a stem.
     """
     eqn, (left, right) = value.at.eqn, value.inputs[:2]
     step = max(16 // min(each.dtype.itemsize for each in (left, right)), 1)
@@ -393,15 +415,14 @@ def unaligned(value: Value) -> dict[str, int]:
         if found["channels in"] <= 4:
             del found["channels in"]
     elif eqn.primitive.name == "dot_general":
-        (contracted, others), batch = eqn.params["dimension_numbers"]
-        weights, known = (left, contracted, batch[0]), (right, others, batch[1])
-        if _is_weight(right) or not _is_weight(left):
-            weights, known = known, weights
-        operand, summed, batched = weights
-        free = [size for axis, size in enumerate(operand.shape) if axis not in (*summed, *batched)]
+        contracted, batch = eqn.params["dimension_numbers"]
+        kept = [
+            [size for axis, size in enumerate(value.inputs[n].shape) if axis not in (*contracted[n], *batch[n])]
+            for n in weights
+        ]
         found = {
-            "contracted dimension": math.prod(operand.shape[axis] for axis in summed),
-            "output features": math.prod(free),
+            "contracted dimension": math.prod(left.shape[axis] for axis in contracted[0]),
+            "output features": min(map(math.prod, kept), key=lambda size: size % step),
         }
     else:
         (_, contracted), (_, batch) = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
@@ -413,10 +434,46 @@ def unaligned(value: Value) -> dict[str, int]:
     return {name: size for name, size in found.items() if size % step and size > 1}
 
 
-def _is_weight(value: Value) -> bool:
-    """Whether a product's operand is an argument of two axes, cast or moved maybe, and not one of an activation."""
-    found = list(origins(value, lambda each: each.is_move or each.is_cast or each.name == JOIN))
-    return bool(found) and all(each.name == "argument" for each in found)
+_WEIGHT, _DATA, _UNTOLD, _PRODUCT = 1, 2, 4, 8
+
+
+def weights_in(values: Values, kinds: Sequence[str | None]) -> Callable[[Value], list[int]]:
+    """Tells which operands of a product may be its weight, 0 and 1 for left and right: one, or both where none tells.
+
+    Args:
+      values: of the program.
+      kinds: as in :class:`Audited`.
+    """
+
+    def mark(value: Value) -> int:
+        if value.name != "argument" or not value.shape or value.dtype == "V":  # a scalar or a random key is neither
+            return _PRODUCT if value.name in PRODUCTS else 0
+        kind = kinds[value.position]
+        return _UNTOLD if kind is None else _WEIGHT if kind in ("params", "optimizer", "model_state") else _DATA
+
+    made = made_of(values, mark)
+
+    def side(value: Value) -> list[int]:
+        found = [made.get(each, 0) for each in value.inputs[:2]]
+        ranks = [2 if bits & _DATA else 0 if bits & _WEIGHT else 1 for bits in found]
+        if ranks[0] != ranks[1]:
+            return [int(ranks[1] < ranks[0])]
+        plain = [_is_plain(each) for each in value.inputs[:2]]
+        are_untold = [bool(bits & _UNTOLD) for bits in found]
+        if ranks[0] != 1 or (plain[1] and are_untold[0] >= are_untold[1] and plain[0]):
+            return [1]
+        are_products = [bool(bits & _PRODUCT) for bits in found]
+        if are_products[0] != are_products[1]:
+            return [int(are_products[0])]
+        return [1] if are_products[0] else [0, 1]
+
+    return side
+
+
+def _is_plain(value: Value) -> bool:
+    """Whether a value is an argument or a constant, cast or moved maybe."""
+    found = origins(value, lambda each: each.is_move or each.is_cast or each.name == JOIN)
+    return all(each.name in ("argument", "constant") for each in found)
 
 
 def _where(value: Value) -> Place | tuple[str, str]:
@@ -469,11 +526,15 @@ def _resolved(policies: Any, path: tuple[str, ...]) -> list[Any]:
 def _terms(value: Value) -> int:
     """How many terms each element of a sum has; 0 of what is none."""
     params, name = value.at.eqn.params, value.name
-    if name == "reduce_sum":
-        return math.prod(value.inputs[0].shape[axis] for axis in params["axes"])
+    if name in ("reduce", "reduce_window"):
+        body = reading.opened(params["jaxpr"])[0]
+        if {eqn.primitive.name for eqn in body.eqns} != {"add"}:
+            return 0
+    if name in ("reduce_sum", "reduce"):
+        return math.prod(value.inputs[0].shape[axis] for axis in params.get("axes", params.get("dimensions")))
     if name == "cumsum":
         return int(value.inputs[0].shape[params["axis"]])
-    if name == "reduce_window_sum":
+    if name in ("reduce_window_sum", "reduce_window"):
         return math.prod(params["window_dimensions"])
     if name in _SCATTERS and not params["unique_indices"]:
         batching = getattr(params["dimension_numbers"], "scatter_indices_batching_dims", ())
@@ -503,11 +564,23 @@ def _variance(value: Value) -> list[Value]:
         return is_between
 
     for total in origins(value.inputs[0], goes_on):
-        if total.name == "reduce_sum":
-            for square in origins(total.inputs[0], lambda each: each.is_move or each.is_cast):
-                if _is_square(square):
-                    return [square, total, *sorted(around, key=lambda each: each.at.key), value]
+        squares = [total]
+        if total.place and _terms(total):
+            squares = list(origins(total.inputs[0], lambda each: each.is_move or each.is_cast))
+        for square in squares:
+            if _is_square(square) if square is not total else _is_dot_of_itself(total):
+                parts = dict.fromkeys((square, total))
+                return [*parts, *sorted(around, key=lambda each: each.at.key), value]
     return []
+
+
+def _is_dot_of_itself(value: Value) -> bool:
+    """Whether a value is a sum of squares as a product writes it: the same on both sides, each number with itself."""
+    if value.name != "dot_general":
+        return False
+    (left, right), (batch, _) = value.at.eqn.params["dimension_numbers"]
+    is_whole = left == right and len(left) + len(batch) == len(value.inputs[0].shape)
+    return is_whole and set(origins(value.inputs[0])) == set(origins(value.inputs[1]))
 
 
 def _seeds(audited: Audited) -> list[Value]:
@@ -528,17 +601,25 @@ def _is_one(value: Value) -> bool:
     return const is not None and const.shape == () and abs(float(const)) == 1
 
 
-def _scales(value: Value) -> bool:
-    """Whether a cotangent is multiplied by a constant above 1 or by an argument that is a scalar."""
-    if value.name != "mul":
+def _is_scale(value: Value, audited: Audited) -> bool:
+    """Whether a cotangent that is one number is multiplied by a loss scale.
+
+    That is a constant power of two of at least 8, or computed from arguments of one number each that are no params.
+    """
+    floats = [each for each in value.inputs if each.is_float]
+    if value.name not in ("mul", "div") or any(math.prod(each.shape) != 1 for each in floats):
         return False
-    for each in value.inputs:
+    for each in floats[value.name == "div" :]:
         const = constant(each)
         if const is not None:
-            if const.size and np.all(np.abs(const.astype(np.float64)) > 1):
+            factor = abs(float(const.reshape(())))
+            factor = 1 / factor if value.name == "div" and factor else factor
+            if factor >= 8 and math.frexp(factor)[0] == 0.5:
                 return True
-        elif any(one.name == "argument" and not one.shape for one in origins(each, lambda v: v.is_move or v.is_cast)):
-            return True
+        elif value.name == "mul":
+            given = [one for one in leading_to([each]) if one.name == "argument"]
+            if given and all(math.prod(one.shape) == 1 and audited.kinds[one.position] != "params" for one in given):
+                return True
     return False
 
 
@@ -631,41 +712,54 @@ def _number(node: ast.AST) -> float | None:
         return None
 
 
-def _largest_integer(value: Value, known: dict[Value, float | None]) -> float | None:
-    """The largest magnitude of what is an array of known integers, or computed from such; None of all else."""
+_Range = tuple[float, float]
+
+
+def _range_of_integers(value: Value, known: dict[Value, _Range | None]) -> _Range | None:
+    """The smallest and largest of what is an array of known integers, or computed from such; None of all else."""
     if value not in known:
         known[value] = None  # a loop's carry
-        known[value] = _find_largest(value, known)
+        known[value] = _find_range(value, known)
     return known[value]
 
 
-def _find_largest(value: Value, known: dict[Value, float | None]) -> float | None:
+def _find_range(value: Value, known: dict[Value, _Range | None]) -> _Range | None:
     if value.name == "iota":
-        return float(value.shape[value.at.eqn.params["dimension"]] - 1)
+        return 0.0, float(value.shape[value.at.eqn.params["dimension"]] - 1)
     if value.const is not None:
         is_number = jnp.issubdtype(value.dtype, jnp.number) and value.const.size > 1
         if not is_number or jnp.issubdtype(value.dtype, jnp.complexfloating):
             return None
         numbers = value.const.astype(np.float64)
         is_integer = bool(np.all(np.isfinite(numbers)) and np.all(numbers == np.round(numbers)))
-        return float(np.max(np.abs(numbers))) if is_integer else None
+        return (float(np.min(numbers)), float(np.max(numbers))) if is_integer else None
     is_arithmetic = value.name in ("add", "sub", "mul")
     if not (value.is_move or value.is_cast or is_arithmetic) or value.is_half or value.dtype == np.bool_:
         return None
     inputs = value.inputs[1:] if value.name == "select_n" else value.inputs
     if value.name in ("gather", "dynamic_slice", "slice"):
         inputs = inputs[:1]
-    found = [_scalar_or_largest(each, known) for each in inputs]
+    found = [_scalar_or_range(each, known) for each in inputs]
     scalars = [(const := constant(each)) is not None and const.size == 1 for each in inputs]
-    if any(each is None for each in found) or all(scalars):
+    ranges = [each for each in found if each is not None]
+    if len(ranges) < len(found) or all(scalars):
         return None
-    sizes = [each for each in found if each is not None]
-    return math.prod(sizes) if value.name == "mul" else sum(sizes) if is_arithmetic else max(sizes)
+    if value.name in _OF_RANGES:
+        ends = [_OF_RANGES[value.name](*ends) for ends in itertools.product(*ranges)]
+        return min(ends), max(ends)
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
-def _scalar_or_largest(value: Value, known: dict[Value, float | None]) -> float | None:
+_OF_RANGES: dict[str, Callable[..., float]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": min, "max": max,
+    "clamp": lambda low, each, high: min(max(low, each), high),
+}  # fmt: skip
+"""Operations that are monotone in each operand, so that the ends of their results are those of some ends."""
+
+
+def _scalar_or_range(value: Value, known: dict[Value, _Range | None]) -> _Range | None:
     const = constant(value)
     if const is not None and const.size == 1:
-        number = abs(float(const.reshape(())))
-        return number if number.is_integer() else None
-    return _largest_integer(value, known)
+        number = float(const.reshape(()))
+        return (number, number) if number.is_integer() else None
+    return _range_of_integers(value, known)

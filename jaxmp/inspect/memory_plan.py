@@ -77,22 +77,28 @@ class Memory(tables.Shown):
         """The largest size of the batch's axis 0 with which the peak is at most ``limit`` bytes; 0 when nothing fits.
 
         It compiles few sizes: the line through two of them says where to look, and what it says is verified, as is
-        that one batch more does not fit. All arrays of the batch whose axis 0 is as long as that of the first one are
-        scaled.
+        that one batch more does not fit. Where a larger batch takes less memory, as the compiler may have it, a still
+        larger one may fit again: it is not looked for. All arrays of the batch whose axis 0 is as long as that of the
+        first one are scaled.
 
         Args:
           limit: bytes, as of :attr:`jaxmp.inspect.targets.Target.memory_bytes`.
           multiple_of: only such sizes are tried: for a step that accumulates gradients, or for tensor cores.
 
         Raises:
-          ValueError: there is no batch, or its size makes no difference.
+          ValueError: there is no batch, its size makes no difference, or ``multiple_of`` is no positive integer.
         """
+        if not isinstance(multiple_of, (int, np.integer)) or multiple_of < 1:
+            raise ValueError(
+                f"the batch is a multiple of a positive integer, got multiple_of={multiple_of!r}; leave it out, or "
+                "pass the number of microbatches, or 8 for tensor cores"
+            )
         if self.batch is None:
             raise ValueError(
                 "largest_batch scales axis 0 of the batch, but no argument is one; pass the batch after the params or "
                 "the state, as an array or a pytree of arrays"
             )
-        step, peaks = multiple_of, {0: 0}
+        step, peaks = int(multiple_of), {0: 0}
 
         def fits(turns: int) -> bool:
             if turns not in peaks:
@@ -110,14 +116,14 @@ class Memory(tables.Shown):
                 high = guess
             known = sorted(size for size in peaks if size)[-2:] if high is None else [low, high]
             slope = (peaks[known[1]] - peaks[known[0]]) / (known[1] - known[0])
-            if high is None and (slope <= 0 or low * step > 2**40):
+            if high is None and (peaks[1] == peaks[low] or low * step > 2**40):
                 raise ValueError(
-                    f"largest_batch found that {known[0] * step} and {known[1] * step} examples take as much memory: "
-                    "axis 0 of what it takes for the batch makes no difference; pass the batch after the params"
+                    f"largest_batch found that {step} and {low * step} examples take as much memory: axis 0 of what it "
+                    "takes for the batch makes no difference; pass the batch after the params"
                 )
-            ahead = low + int((limit - peaks[low]) / slope) if slope > 0 else (low + (high or 0)) // 2
+            ahead = low + int((limit - peaks[low]) / slope) if slope > 0 else (low + (high or 3 * low)) // 2
             if high is None:
-                guess = max(low + 1, ahead)
+                guess = min(max(low + 1, ahead), 256 * low)  # two sizes that need almost the same tell little
             elif len(peaks) > 8:
                 guess = (low + high) // 2
             else:
@@ -176,7 +182,7 @@ def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..
 
 def of_call(jitted: Any, inputs: tuple[Any, ...], compiled: jax.stages.Compiled, device: str | None) -> Memory:
     """The memory of a call that is compiled already, as :func:`jaxmp.inspect.targets.call_of` has it."""
-    leaves = list(_leaves(inputs, _parameters(jitted)))
+    leaves = list(leaves_of(inputs, parameters_of(jitted)))
     batch = next((np.shape(leaf.value)[0] for leaf in leaves if leaf.kind == "batch" and np.shape(leaf.value)), None)
 
     def with_batch(size: int) -> int:
@@ -184,7 +190,7 @@ def of_call(jitted: Any, inputs: tuple[Any, ...], compiled: jax.stages.Compiled,
             jax.ShapeDtypeStruct((size, *value.shape[1:]), value.dtype)
             if kind == "batch" and tuple(np.shape(value))[:1] == (batch,)
             else value
-            for value, kind, _ in leaves
+            for value, kind, *_ in leaves
         ]
         resized = jax.tree.unflatten(jax.tree.structure(inputs), scaled)
         try:
@@ -197,7 +203,8 @@ def of_call(jitted: Any, inputs: tuple[Any, ...], compiled: jax.stages.Compiled,
     return _read(compiled, leaves, batch, device, functools.cache(with_batch))
 
 
-def _parameters(fun: Callable[..., Any]) -> list[str]:
+def parameters_of(fun: Callable[..., Any]) -> list[str]:
+    """What a function calls its arguments; nothing of one that is written in C."""
     try:
         return list(inspect.signature(fun).parameters)
     except (TypeError, ValueError):
@@ -217,7 +224,7 @@ def _peak(stats: Any) -> int:
 
 def _read(
     compiled: jax.stages.Compiled,
-    leaves: Sequence[_Leaf],
+    leaves: Sequence[Leaf],
     batch: int | None,
     device: str | None,
     peak_with: Callable[[int], int],
@@ -245,7 +252,7 @@ def _read(
     )
 
 
-def _arguments(compiled: Any, program: Program, leaves: Sequence[_Leaf]) -> Iterator[Held]:
+def _arguments(compiled: Any, program: Program, leaves: Sequence[Leaf]) -> Iterator[Held]:
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)  # None for what the program does not use
     used = [(leaf.kind, leaf.path) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not None]
     parameters = [each for each in program.computations[program.entry].values() if each.opcode == "parameter"]
@@ -258,7 +265,7 @@ def _arguments(compiled: Any, program: Program, leaves: Sequence[_Leaf]) -> Iter
 def _results(compiled: Any, program: Program) -> Iterator[Held]:
     """Those that are not written into arguments."""
     arrays = list(program.computations[program.entry].values())[-1].arrays
-    made = [(leaf.kind, leaf.path) for leaf in _leaves((compiled.out_info,), [], unknown="other")]
+    made = [(leaf.kind, leaf.path) for leaf in leaves_of((compiled.out_info,), [], unknown="other")]
     if len(made) != len(arrays):  # JAX does not return what is an argument
         made = [("other", "result")] * len(arrays)
     for number, (array, (kind, path)) in enumerate(zip(arrays, made, strict=True)):
@@ -292,13 +299,16 @@ def _is_forward(op_name: str) -> bool:
     return "jvp(" in op_name and "transpose(" not in op_name and "rematted_computation" not in op_name
 
 
-class _Leaf(NamedTuple):
+class Leaf(NamedTuple):
+    """A leaf of arguments; ``is_told`` if its type or the argument's name says of which kind it is, not its place."""
+
     value: Any
     kind: str
     path: str
+    is_told: bool
 
 
-def _leaves(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> Iterator[_Leaf]:
+def leaves_of(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> Iterator[Leaf]:
     """The leaves of arguments with their kinds and paths.
 
     What is not recognised has the kind ``unknown``, as in results, among which a collection of params may be one of
@@ -314,12 +324,12 @@ def _leaves(args: Sequence[Any], names: Sequence[str], unknown: str = "") -> Ite
         is_known = any(kind_of(node) is not None for _, node in found)
         for path, node in found:
             for inner, leaf in jax.tree.leaves_with_path(node):
-                kind = kind_of(node, inner) or _NAMES.get(name) or unknown
-                if not kind:
-                    kind = "batch" if position and not is_known else "params"
+                told = kind_of(node, inner) or _NAMES.get(name)
+                kind = told or unknown or ("batch" if position and not is_known else "params")
                 if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
                     kind = "other"
-                yield _Leaf(leaf, kind, path_name((*([jax.tree_util.DictKey(name)] if name else []), *path, *inner)))
+                names_in = (*([jax.tree_util.DictKey(name)] if name else []), *path, *inner)
+                yield Leaf(leaf, kind, path_name(names_in), told is not None)
 
 
 def _kind_of(node: Any, path: Sequence[Any]) -> str | None:

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ Step = Callable[[Turns], list[Turns]]
 Read = tuple[int, "Value", Step]
 TURN, TURNS, JOIN, _HELD = "turn", "turns", "join", "held"
 MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
-MOVES |= {"reduce_window_max", "reduce_window_min"}
-"""Operations whose results are elements of their operands."""
+MOVES |= {"reduce_window_max", "reduce_window_min", "tile", "sort", "top_k", "pvary"}
+"""Operations whose results are elements of their operands; of ``top_k`` the first result."""
 _ONE_BY_ONE = frozenset({"optimization_barrier"})
 
 
@@ -113,6 +114,8 @@ class Value:
     @property
     def is_move(self) -> bool:
         """Whether its elements are elements of what it is made of, a cast to the same dtype included."""
+        if self.name == "top_k":
+            return self.position == 0
         return self.name in MOVES or (self.is_cast and self.inputs[0].dtype == self.dtype)
 
     @property
@@ -181,6 +184,18 @@ def origins(value: Value, goes_on: Callable[[Value], bool] = lambda each: each.i
             if one.is_float and one not in seen:
                 seen.add(one)
                 stack.append(one)
+
+
+def made_of(values: Values, marks: Callable[[Value], int]) -> dict[Value, int]:
+    """Of each value the marks (bits) of itself and of all that it is computed from, what chooses included."""
+    found = {value: marks(value) for value in values.all}
+    is_new = True
+    while is_new:  # what a loop carries goes round
+        is_new = False
+        for value in values.all:
+            bits = functools.reduce(operator.or_, (found.get(each, 0) for each in value.inputs), found[value])
+            is_new, found[value] = is_new or bits != found[value], bits
+    return found
 
 
 def constant(value: Value) -> Any:

@@ -1,0 +1,197 @@
+"""What counts as a weight, a sum, a loss, a move, an integer and a loss scale, at the borders of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxmp.inspect import audit
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+def shape(*sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def found(fun: Any, *args: Any, policy: str = "mixed_bfloat16") -> list[str]:
+    return [each.kind for each in audit(fun, policy, compile=False)(*args).findings]
+
+
+UNALIGNED = "output features 13: no multiple of 8, as tensor cores want of bfloat16"
+
+
+def features(fun: Any, *args: Any) -> list[str]:
+    return [each.what for each in audit(fun, "mixed_bfloat16", compile=False)(*args).findings]
+
+
+def normalised(x: Any) -> Any:
+    return (x / jnp.sqrt((x**2).sum(1, keepdims=True))).astype(BF16)
+
+
+def test_the_batch_is_no_output_feature_and_a_weight_is_one_wherever_it_comes_from() -> None:
+    whole, narrow = jnp.ones((16, 16), BF16), jnp.ones((16, 13), BF16)
+    seven, eight = shape(7, 16, dtype=BF16), shape(8, 16, dtype=BF16)
+    assert features(lambda x: x @ whole, seven) == []
+    assert features(lambda x: x @ narrow, eight) == [UNALIGNED]
+    assert features(lambda x: whole @ x, shape(16, 7, dtype=BF16)) == []
+    assert features(lambda x: jnp.tanh(x @ whole) @ narrow, seven) == [UNALIGNED]
+    assert features(lambda x, w: x @ w, seven, shape(16, 16, dtype=BF16)) == []
+    assert features(lambda x, w: x @ w, eight, shape(16, 13, dtype=BF16)) == [UNALIGNED]
+    assert features(lambda x, w: jnp.tanh(x @ w) @ w, seven, shape(16, 16, dtype=BF16)) == []
+    # Of two arrays of which one is normalised, nothing tells: what is aligned either way is clean.
+    assert features(lambda w, x: normalised(w) @ x, shape(16, 16), shape(16, 7, dtype=BF16)) == []
+    assert features(lambda x, w: normalised(x) @ w, shape(7, 16), shape(16, 16, dtype=BF16)) == []
+    # Params that are a tree, or called so, tell.
+    first = {"w": shape(13, 16)}
+    assert features(lambda p, x: normalised(p["w"]) @ x, first, shape(16, 8, dtype=BF16)) == [UNALIGNED]
+    assert features(lambda p, x: x @ normalised(p["w"]).T, first, seven) == [UNALIGNED]
+    assert features(lambda x, params: x @ normalised(params).T, seven, shape(16, 16)) == []
+    batch = jnp.ones((7, 16), BF16)
+    assert features(lambda p: batch @ p["w"].astype(BF16).T, first) == [UNALIGNED]
+
+
+def test_an_embedding_of_tokens_is_no_weight() -> None:
+    def fun(params: Any, tokens: Any) -> Any:
+        h = params["table"].astype(BF16)[tokens]
+        return params["w"].astype(BF16) @ h.T
+
+    params = {"table": shape(32, 16), "w": shape(16, 16)}
+    assert features(fun, params, shape(7, dtype=jnp.int32)) == []
+    assert features(fun, {**params, "w": shape(13, 16)}, shape(8, dtype=jnp.int32)) == [UNALIGNED]
+
+
+def test_in_a_shard_map_the_same_is_a_weight() -> None:
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def fun(x: Any, w: Any) -> Any:
+        return x.astype(BF16) @ w.astype(BF16)
+
+    sharded = jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    assert features(sharded, shape(8, 16), shape(16, 16)) == []
+    assert features(sharded, shape(32, 16), shape(16, 13)) == [UNALIGNED]
+
+
+def test_a_sum_is_one_however_it_is_written() -> None:
+
+    def reduced(x: Any, combine: Any = jax.lax.add) -> Any:
+        return jax.lax.reduce(x, jnp.zeros((), BF16), combine, (0,))
+
+    assert found(reduced, shape(4096, 16, dtype=BF16)) == ["half-sum"]
+    assert found(lambda x: reduced(x, jax.lax.max), shape(4096, 16, dtype=BF16)) == []
+
+    def pool(x: Any) -> Any:
+        return jax.lax.reduce_window(x, jnp.zeros((), BF16), jax.lax.add, (20, 20), (20, 20), "VALID")
+
+    assert found(pool, shape(40, 40, dtype=BF16)) == ["half-sum"]
+
+    def norm(x: Any, dtype: Any = None) -> Any:
+        squares = jnp.einsum("bd,bd->b", x, x, preferred_element_type=dtype)
+        return x / jnp.sqrt(squares[:, None] / 16 + 1e-3).astype(BF16)
+
+    assert found(norm, shape(64, 16, dtype=BF16)) == ["half-exponential"]
+    assert found(lambda x: norm(x, F32), shape(64, 16, dtype=BF16)) == []
+
+
+def test_a_loss_of_each_example_is_a_loss() -> None:
+    def loss(p: Any, x: Any, dtype: Any) -> Any:
+        return jnp.mean(((x.astype(BF16) @ p["w"].astype(BF16) + p["b"].astype(BF16)).astype(F32) ** 2).astype(dtype))
+
+    for dtype, kinds in ((BF16, ["half-loss"]), (F32, [])):
+        grad = jax.grad(lambda p, x, dtype=dtype: loss(p, x, dtype))
+        params = {"w": shape(16, 16), "b": shape(16)}
+        assert found(jax.vmap(grad, (None, 0)), params, shape(8, 16)) == kinds
+        assert found(jax.vmap(jax.vmap(grad, (None, 0)), (None, 0)), params, shape(2, 8, 16)) == kinds
+
+
+ROUND_TRIPS = {
+    "cond": lambda h: jax.lax.cond(h[0, 0] > 0, lambda z: z.T, lambda z: jnp.maximum(z.T, 0), h.astype(F32)),
+    "loop": lambda h: jax.lax.fori_loop(0, 3, lambda _, z: jnp.roll(z, 1, 0), h.astype(F32)),
+    "tile": lambda h: jnp.tile(h.astype(F32), 2),
+    "sort": lambda h: jnp.sort(h.astype(F32)),
+    "top_k": lambda h: jax.lax.top_k(h.astype(F32), 3)[0],
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_a_round_trip_goes_through_all_that_only_moves(name: str) -> None:
+    move = ROUND_TRIPS[name]
+    assert found(lambda h: move(h).astype(BF16), shape(64, 16, dtype=BF16)) == ["round-trip"]
+    assert found(lambda h: jnp.cos(move(h)).astype(BF16), shape(64, 16, dtype=BF16)) == []
+
+
+def test_what_a_loop_adds_up_in_float32_is_no_round_trip() -> None:
+    def fun(h: Any) -> Any:
+        total = jax.lax.fori_loop(0, 3, lambda _, z: z + h.astype(F32), jnp.zeros(h.shape, F32))
+        return total.astype(BF16)
+
+    assert found(fun, shape(64, 16, dtype=BF16)) == []
+
+
+def test_integers_are_counts_and_their_range_is_followed() -> None:
+    mask = np.triu(np.full((8, 8), -1e9, np.float32), 1)
+    assert found(lambda h: h + jnp.asarray(mask).astype(BF16), shape(8, 8, dtype=BF16)) == []
+    positions = np.arange(512, dtype=np.float32)
+    assert found(lambda h: h * jnp.asarray(positions).astype(BF16), shape(512, dtype=BF16)) == ["inexact-integers"]
+    wide = shape(512, 16, dtype=BF16)
+    distance = lambda: jnp.arange(512)[:, None] - jnp.arange(16)  # noqa: E731
+    assert found(lambda h: h + jnp.minimum(jnp.arange(512), 100).astype(BF16)[:, None], wide) == []
+    assert found(lambda h: h + jnp.clip(distance(), -64, 64).astype(BF16), wide) == []
+    assert found(lambda h: h + jnp.clip(distance(), -64, 300).astype(BF16), wide) == ["inexact-integers"]
+    assert found(lambda h: h + jnp.maximum(distance(), -64).astype(BF16), wide) == ["inexact-integers"]
+
+
+PARAMS, X, SCALAR = {"w": shape(16, 16)}, shape(8, 16), shape()
+
+
+def half(p: Any, x: Any) -> Any:
+    return (x.astype(F16) @ p["w"].astype(F16)).astype(F32)
+
+
+def mean(p: Any, x: Any) -> Any:
+    return jnp.mean(half(p, x) ** 2)
+
+
+def of_scale(scaled: Any) -> Any:
+    return lambda p, x, s: jax.grad(lambda p: scaled(mean(p, x), s))(p)
+
+
+UNSCALED = {
+    "a weight of the loss": (jax.grad(lambda p, x: 5.0 * mean(p, x)), PARAMS, X),
+    "a penalty": (jax.grad(lambda p, x: mean(p, x) + 16.0 * jnp.abs(p["w"]).sum()), PARAMS, X),
+    "a learned temperature": (
+        jax.grad(lambda p, x: jnp.mean((half(p, x) * p["t"]) ** 2)), {**PARAMS, "t": SCALAR}, X
+    ),
+    "a learned weight": (jax.grad(lambda p, x: mean(p, x) * p["t"]), {**PARAMS, "t": SCALAR}, X),
+    "a scale of another loss": (
+        jax.grad(lambda p, x: mean(p, x) + 1024.0 * jnp.mean((x @ p["v"]) ** 2)), {**PARAMS, "v": shape(16, 16)}, X
+    ),
+}  # fmt: skip
+SCALED = {
+    "of an array": (of_scale(lambda loss, s: loss * s[0]), PARAMS, X, shape(1)),
+    "an exponent": (of_scale(lambda loss, s: loss * 2.0**s), PARAMS, X, SCALAR),
+    "a quotient": (jax.grad(lambda p, x: mean(p, x) / (1 / 1024)), PARAMS, X),
+    "a constant": (jax.grad(lambda p, x: mean(p, x) * 1024), PARAMS, X),
+    "of each example": (
+        jax.vmap(jax.grad(lambda p, x: mean(p, x[None]) * 1024), (None, 0)), PARAMS, X
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_what_is_no_loss_scale_leaves_float16_unscaled(name: str) -> None:
+    fun, *args = UNSCALED[name]
+    assert found(fun, *args, policy="mixed_float16")[-1:] == ["unscaled-float16"]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_loss_scale_is_one_however_it_is_written(name: str) -> None:
+    fun, *args = SCALED[name]
+    assert found(fun, *args, policy="mixed_float16") == []
