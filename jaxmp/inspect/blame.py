@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxmp import tables
 from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp.inspect.calls import AS_WRITTEN, Step, argument_paths, differentiated, is_inexact, loss_and_rest
+from jaxmp.inspect.calls import AS_WRITTEN, Step, argument_paths, differentiated, is_inexact, loss_and_rest, named
 from jaxmp.inspect.evaluate import Records, evaluate, is_whole
 from jaxmp.inspect.program import Key, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
@@ -137,7 +137,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
             return _of_step(fun, *args)
         paths = argument_paths(fun, args)
         if not grad:
-            return _find(lambda *args: ((), fun(*args), ()), args, paths)
+            return _find(lambda *args: ((), fun(*named(args)), ()), args, paths)
         program = _differentiated(fun, args)
         if scale == 1:
             return _find(lambda *args: program(None, *args), args, paths)
@@ -182,7 +182,7 @@ def _differentiated(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
             given = list(leaves)
             for number, leaf in zip(numbers, some, strict=True):
                 given[number] = leaf
-            loss, rest = loss_and_rest(fun(*jax.tree.unflatten(structure, given)))
+            loss, rest = loss_and_rest(fun(*named(jax.tree.unflatten(structure, given))))
             scaled = loss
             if scale is not None:
                 with jax.named_scope("loss_scale"):

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from jaxmp.inspect import nnx_models
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name
 
@@ -21,6 +22,12 @@ class Step(Protocol):
     """A :class:`jaxmp.training.TrainStep`. Its module comes here when a run fails, and so is not imported here."""
 
     def _gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]: ...
+
+
+def named(args: Any) -> Any:
+    """Arguments that nobody else has, as a trace makes them, in which the modules of NNX models name their calls."""
+    is_model = nnx_models.is_module
+    return jax.tree.map(lambda node: nnx_models.with_scopes(node) if is_model(node) else node, args, is_leaf=is_model)
 
 
 def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp import tables
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
-from jaxmp.inspect.calls import AS_WRITTEN, argument_paths, differentiated, loss_and_rest
+from jaxmp.inspect.calls import AS_WRITTEN, argument_paths, differentiated, loss_and_rest, named
 from jaxmp.inspect.evaluate import evaluate, is_whole
 from jaxmp.inspect.program import Key, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, returned, values_of
@@ -184,7 +184,8 @@ class _Measured(NamedTuple):
 
 def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str], grad: bool) -> _Measured:
     def counted(*args: Any) -> Any:
-        return loss_and_rest(fun(*args)) if grad else ((), fun(*args))
+        result = fun(*named(args))
+        return loss_and_rest(result) if grad else ((), result)
 
     jaxpr, consts, structure = program_of(counted, *args)
     loss, rest = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(jaxpr.outvars))))
@@ -317,13 +318,13 @@ def _entered(
         return node[0].order(node[1])
 
     for node in sorted(forward, key=time):
-        if forward[node] > 4 * max(rounding, *(forward.get(source, 0.0) for source in reads[node])):
+        if forward[node] > 4 * max([rounding, *(forward.get(source, 0.0) for source in reads[node])]):
             return paths[node[0]]
     for node in sorted(backward, key=time, reverse=True):
         after = sorted(readers.get(node, ()), key=time)
         around = [source for reader in after for source in (reader, *reads[reader])]
         given = [backward.get(reader, 0.0) for reader in after] + [forward.get(source, 0.0) for source in around]
-        if after and backward[node] > 4 * max(rounding, *given):
+        if after and backward[node] > 4 * max([rounding, *given]):
             return paths[after[0][0]]
     return None
 

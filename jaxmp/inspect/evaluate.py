@@ -57,7 +57,10 @@ def evaluate(
       keeps_rules: whether the results will be differentiated: functions with derivative rules are one operation then,
         and ``checkpoint`` stays. Otherwise what they compute is looked into.
     """
-    return _Evaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(given or {}))
+    results, records = _Evaluation(recorder, keeps_rules).body(jaxpr, consts, args, (), dict(given or {}))
+    written = map(reading.is_literal, jaxpr.outvars)  # a number that the function returns, whatever it is given
+    arrays = [jnp.asarray(each) if number else each for each, number in zip(results, written, strict=True)]
+    return arrays, records
 
 
 def is_whole(eqn: Any, keeps_rules: bool = False) -> bool:

@@ -14,7 +14,7 @@ import importlib.util
 import re
 import shutil
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding, use_abstract_mesh
 
 from jaxmp import hardware
+from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
 from jaxmp._nnx_training import TrainStep as NNXStep
 from jaxmp._nnx_training import _state_of
 from jaxmp.dtypes import nearest
 from jaxmp.engine.trace import is_array
+from jaxmp.inspect.calls import named
 from jaxmp.training import TrainStep
 
 INSTALL = "pip install -e '.[experiments,compile-only]'"
@@ -277,20 +279,41 @@ def target_of(name: str) -> Target:
 def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """What is compiled when ``fun`` is called: a function with ``trace``, and the arrays or shapes that it takes.
 
-    What is no array among the arguments of a function that is not jitted stays the Python value that it is.
+    What is no array among the arguments of a function that is not jitted stays the Python value that it is, and so does
+    a static argument of one that is. Modules of NNX that such a function is given name their calls.
     """
     if isinstance(fun, NNXStep):
         return fun._step.jitted, (_state_of(*args[:2]), *args[2:])
     if isinstance(fun, TrainStep):
         return fun.jitted, tuple(args)
     if hasattr(fun, "trace"):
-        return fun, tuple(args)
+        static = {n % len(args): args[n] for n in reading.static_arguments(fun) if -len(args) <= n < len(args)}
+        arrays = tuple(None if n in static else arg for n, arg in enumerate(args))
+        return (_Given(fun, static) if static else fun), arrays
 
     @functools.wraps(fun)
     def of_arrays(*arrays: Any) -> Any:
-        return fun(*jax.tree.map(lambda leaf, array: leaf if array is None else array, tuple(args), arrays))
+        given = jax.tree.map(lambda leaf, array: leaf if array is None else array, tuple(args), arrays)
+        return fun(*named(given))
 
     return jax.jit(of_arrays), jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tuple(args))
+
+
+class _Given:
+    """A jitted function whose static arguments are given."""
+
+    def __init__(self, fun: Any, static: Mapping[int, Any]) -> None:
+        self.fun, self.static = fun, static
+        functools.update_wrapper(self, fun, updated=())
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self.fun(*self._arguments(arrays))
+
+    def trace(self, *arrays: Any) -> Any:
+        return self.fun.trace(*self._arguments(arrays))
+
+    def _arguments(self, arrays: Sequence[Any]) -> list[Any]:
+        return [self.static.get(n, array) for n, array in enumerate(arrays)]
 
 
 def traced(

@@ -1,0 +1,143 @@
+"""Every tool takes what JAX takes: plain NNX models, static arguments, and functions that return a constant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp.inspect import audit, compare, first_nonfinite, memory, numerics
+
+
+def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.exp(self.dense(x))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.block, self.head = Block(rngs), nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.block(x))
+
+
+def loss_fn(model: Any, x: Any) -> Any:
+    return jnp.mean(model(x) ** 2)
+
+
+PATHS = ["block/dense", "block", "head"]
+
+
+def test_modules_of_a_plain_nnx_model_are_paths_in_every_tool() -> None:
+    model, x = Model(nnx.Rngs(0)), jnp.ones((2, 4))
+    report = audit(loss_fn)(model, x)
+    assert [each.path for each in report.products] == ["block/dense", "head"]
+    assert [each.ran for each in report.products] == ["float32", "float32"]
+    assert list(numerics(loss_fn)(model, x).activations) == PATHS
+    comparison = compare(loss_fn, "mixed_bfloat16")(model, x)
+    assert [row.path for row in comparison.rows if row.phase == "forward"] == [*PATHS, ""]
+    assert [row.path for row in comparison.rows if row.phase == "backward"][:3] == PATHS[::-1]
+    for grad in (True, False):
+        blame = first_nonfinite(loss_fn, grad=grad)(model, x * 1e4)
+        assert blame is not None and (blame.primitive, blame.path) == ("exp", "block")
+    assert {each.path for each in memory(loss_fn)(model, x).at_peak if each.kind == "temporaries"} <= {*PATHS, ""}
+    assert type(model) is Model and type(model.block) is Block  # the user's is as it was
+
+
+def test_a_step_on_a_plain_nnx_model_is_audited_by_paths() -> None:
+    model = Model(nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    report = audit(step, compile=False)(model, optimizer, jnp.ones((2, 4)))
+    assert {(each.path, each.phase) for each in report.products} == {
+        (path, phase) for path in ("block/dense", "head") for phase in ("forward", "backward")
+    }
+
+
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+def test_static_arguments_of_a_jitted_function_are_left_to_it(jit: Any) -> None:
+    def fun(params: Any, times: int, batch: Any) -> Any:
+        for _ in range(times):
+            batch = jnp.tanh(batch @ params)
+        return batch.sum()
+
+    jitted = jit(fun, static_argnums=1)
+    args = shape(16, 16), 3, shape(8, 16)
+    plan = memory(jitted)(*args)
+    assert plan.peak == memory(lambda params, batch: fun(params, 3, batch))(args[0], args[2]).peak
+    assert (plan.batch, plan.by_kind["params"], plan.by_kind["batch"]) == (8, 16 * 16 * 4, 8 * 16 * 4)
+    size = plan.largest_batch(10_000)
+    assert memory(jitted)(args[0], 3, shape(size, 16)).peak <= 10_000
+    report = audit(jitted)(*args)
+    assert (len(report.products), report.memory.peak) == (3, plan.peak)
+    assert [each.path for each in report.products] == [""] * 3
+
+
+def test_a_constant_loss_has_zero_gradients() -> None:
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    for loss in (lambda w, x: 3.0, lambda w, x: jnp.float32(3)):
+        assert first_nonfinite(loss)(w, x) is None
+        comparison = compare(loss, "mixed_bfloat16")(w, x)
+        assert (comparison.entered, comparison.total.relative_error) == (None, 0.0)
+        assert comparison.rows[-1].path == "w" and comparison.rows[-1].phase == "backward"
+        found = numerics(loss)(w, x)
+        (gradients,) = found.gradients.values()
+        assert (found.loss, gradients.zeros, gradients.count) == (3.0, 16, 16)
+
+
+def test_the_largest_batch_is_found_where_a_larger_one_takes_less() -> None:
+    params = {"a": shape(64, 64), "b": shape(64)}
+
+    def loss(params: Any, x: Any) -> Any:
+        for _ in range(3):
+            x = jnp.tanh(x @ params["a"] + params["b"])
+        return jnp.mean(x**2)
+
+    plan = memory(jax.grad(loss))
+    for multiple_of in (1, 8):
+        size = plan(params, shape(32, 64)).largest_batch(110_000, multiple_of=multiple_of)
+        peaks = [plan(params, shape(n, 64)).peak for n in (size, size + multiple_of)]
+        assert size % multiple_of == 0 and peaks[0] <= 110_000 < peaks[1] and size > 32
+
+
+def test_the_search_goes_on_over_a_dip() -> None:
+    sizes = []
+
+    def peak(n: int) -> int:
+        sizes.append(n)
+        return 1000 + 100 * n - (900 if 33 <= n < 50 else 0)
+
+    found = memory(lambda params, batch: batch @ params)(shape(4), shape(32, 4))
+    for limit in (4500, 5000, 9000, 10**7):
+        sizes.clear()
+        case = type(found)("cpu", peak(32), {}, {}, (), 32, peak)
+        size = case.largest_batch(limit)
+        assert peak(size) <= limit < peak(size + 1)
+        assert len(sizes) <= 20
+
+
+@pytest.mark.parametrize("number", [0, -2, 2.5])
+def test_a_batch_is_a_multiple_of_a_positive_integer(number: Any) -> None:
+    found = memory(lambda params, batch: batch @ params)(shape(4), shape(32, 4))
+    with pytest.raises(ValueError, match=r"a positive integer, got multiple_of=.*; leave it out, or pass the number"):
+        found.largest_batch(10**6, multiple_of=number)
+    assert found.largest_batch(10_000, multiple_of=np.int64(8)) % 8 == 0
