@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import os
 import re
 import shutil
 import types
@@ -197,15 +198,32 @@ def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
     if reason := missing():
         raise ModuleNotFoundError(reason)
     try:
-        described = topologies.get_topology_desc(
-            "described", platform="cuda", topology=topology, target_config=description
-        )
+        described = _described(description, topology)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             "a description of a GPU must be the text form of XLA's GpuTargetConfigProto, as in XLA's "
             f"xla/backends/gpu/target_config/specs, which this one is not: {str(error).splitlines()[0]}"
         ) from None
     return list(described.devices)
+
+
+def _described(description: str, topology: str) -> Any:
+    """What JAX makes of a description, also if its CUDA plugin misses what running, but not compiling, needs: cuDNN."""
+    options = {"platform": "cuda", "topology": topology, "target_config": description}
+    before = os.environ.get(_UNCHECKED)
+    os.environ[_UNCHECKED] = "1"
+    try:
+        with contextlib.suppress(NotImplementedError):  # JAX looked for its plugins before, and this one refused
+            return topologies.get_topology_desc("described", **options)
+        name = next(name for name in PLUGINS if importlib.util.find_spec(name))
+        importlib.import_module(f"jax_plugins.xla_{name.split('_')[1]}").initialize()
+        return topologies.get_topology_desc("described", **options)
+    finally:
+        os.environ.pop(_UNCHECKED) if before is None else os.environ.update({_UNCHECKED: before})
+
+
+_UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+"""The variable with which JAX's CUDA plugin does not ask whether there is all that running a program needs."""
 
 
 def on(device: Any, tree: Any) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -222,3 +225,21 @@ def test_for_each_described_gpu_it_is_what_the_compiler_reports(name):
     assert found.peak == peak_of(lowered.compile(compiler_options=targets.COMPILER_OPTIONS))
     assert sum(found.by_kind.values()) == sum(found.by_dtype.values()) == found.peak
     assert found.device == target.name
+
+
+@pytest.mark.parametrize("platforms", [None, "cuda"])
+def test_a_described_gpu_needs_neither_cudnn_nor_a_platform_that_is_named(platforms):
+    pytest.importorskip("jax_cuda13_plugin")
+    code = (
+        "import jax, jax.numpy as jnp, sys\n"
+        "if sys.argv[1:]: jnp.ones(3).sum()\n"  # JAX looked for its plugins, and left out the one that misses cuDNN
+        "from jaxmp.inspect import memory\n"
+        "shapes = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)\n"
+        "print(memory(lambda p, x: (x @ p).sum(), device='h200')(*shapes).by_kind['params'])\n"
+        "if sys.argv[1:]: print(float(jnp.ones(3).sum()))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    env |= {"JAX_PLATFORMS": platforms} if platforms else {}
+    after = [] if platforms else ["after"]
+    done = subprocess.run([sys.executable, "-c", code, *after], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["8192", *(["3.0"] if after else [])], done.stderr
