@@ -22,6 +22,7 @@ from jaxmp.cli.arguments import (
     SHAPES,
     Arguments,
 )
+from jaxmp.cli.errors import UsageError
 from jaxmp.cli.printing import console, plot, print_json, print_rich, show
 
 
@@ -44,15 +45,16 @@ def audit(options: argparse.Namespace) -> int:
 def memory(options: argparse.Namespace) -> int:
     """Show the memory that a train step or any function needs, by kind and dtype, from compiling it; nothing is run.
 
-    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. Exit code 2
-    if something is wrong with the arguments.
+    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. With
+    --policy the function is put under autocast, which donates nothing. Exit code 2 if something is wrong with the
+    arguments.
 
     Example:
       jaxmp memory train:step --args train:shapes --device h200
     """
     from jaxmp.inspect import memory
 
-    result = _of_shapes(options, lambda fun: memory(fun, device=options.device))
+    result = _of_shapes(options, lambda fun: memory(_under(options.policy, fun), device=options.device))
     show(options, result, lambda plots: plots.memory({options.function: result}))
     return 0
 
@@ -60,15 +62,15 @@ def memory(options: argparse.Namespace) -> int:
 def roofline(options: argparse.Namespace) -> int:
     """Predict the time that a train step or any function takes on a GPU, kernel by kernel; nothing is run.
 
-    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. Exit code 2
-    if something is wrong with the arguments.
+    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. With
+    --policy the function is put under autocast. Exit code 2 if something is wrong with the arguments.
 
     Example:
       jaxmp roofline train:step --args train:shapes --device h200
     """
     from jaxmp.inspect import roofline
 
-    show(options, _of_shapes(options, lambda fun: roofline(fun, device=options.device)))
+    show(options, _of_shapes(options, lambda fun: roofline(_under(options.policy, fun), device=options.device)))
     return 0
 
 
@@ -97,14 +99,10 @@ def blame(options: argparse.Namespace) -> int:
     Example:
       jaxmp blame train:loss_fn --args train:bad_batch --policy mixed_float16 --loss-scale 32768
     """
-    from jaxmp.engine.autocast import autocast
     from jaxmp.inspect import first_nonfinite
 
-    def of(fun: Callable[..., Any]) -> Any:
-        fun = fun if options.policy is None else autocast(fun, options.policy)
-        return first_nonfinite(fun, grad=not options.no_grad, loss_scale=options.loss_scale)
-
-    found = _of_arrays(options, of)
+    settings = {"grad": not options.no_grad, "loss_scale": options.loss_scale}
+    found = _of_arrays(options, lambda fun: first_nonfinite(_under(options.policy, fun), **settings))
     if found is None:
         print("null" if options.json else "All is finite.")
         return 0
@@ -153,14 +151,27 @@ def watch(options: argparse.Namespace) -> int:
 
 COMMANDS: dict[Callable[[argparse.Namespace], int], Arguments] = {
     audit: SHAPES | DEVICE | POLICY,
-    memory: SHAPES | DEVICE | PLOT,
-    roofline: SHAPES | DEVICE,
+    memory: SHAPES | DEVICE | POLICY | PLOT,
+    roofline: SHAPES | DEVICE | POLICY,
     numerics: ARRAYS | POLICY | LOSS_SCALE | PLOT,
     blame: ARRAYS | POLICY | LOSS_SCALE | NO_GRAD,
     compare: ARRAYS | AUTOCAST | REFERENCE | NO_GRAD | PLOT,
     watch: RUN | PLOT,
 }
 """What each command takes."""
+
+
+def _under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under autocast with a policy, or as it is."""
+    from jaxmp.engine.autocast import autocast
+    from jaxmp.inspect.targets import NNXStep, TrainStep
+
+    if policy is not None and isinstance(fun, (TrainStep, NNXStep)):
+        raise UsageError(
+            f"a train step has the policy that it was made with, got --policy {policy} for one; leave --policy out and "
+            "write make_train_step(loss_fn, policy=…), or name the loss function"
+        )
+    return fun if policy is None else autocast(fun, policy)
 
 
 def _of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:

@@ -1,13 +1,15 @@
-"""``jaxmp blame`` and ``jaxmp compare``."""
+"""``jaxmp blame`` and ``jaxmp compare``, and ``--policy`` of ``jaxmp memory`` and ``jaxmp roofline``."""
 
 import json
 
+import jax.numpy as jnp
 import pytest
 
 from jaxmp.cli import main
+from jaxmp.inspect import audit
 
 MODULE = """
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, jaxmp, optax
 
 def loss(params, x):
     with jax.named_scope("layer"):
@@ -18,6 +20,11 @@ def good():
 
 def bad():
     return {"w": 100 * jnp.ones((8, 8))}, jnp.ones((2, 8))
+
+def state():
+    return jaxmp.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1)), jnp.ones((2, 8))
+
+trained = jaxmp.make_train_step(lambda params, model_state, batch, rng: (loss(params, batch), model_state))
 
 def one():
     return jnp.ones(3)
@@ -53,6 +60,26 @@ def test_compare(capsys):
     assert found["entered"] is None and found["rows"][0]["path"] == "layer"
     assert _main("compare", "good", "--no-grad", "--reference", "float64") == 0
     assert capsys.readouterr().out.startswith("The error enters nowhere")
+
+
+@pytest.mark.parametrize("command", ["memory", "roofline"])
+def test_memory_and_roofline_of_a_function_under_a_policy(command, monkeypatch):
+    seen = []
+    monkeypatch.setattr(f"jaxmp.inspect.{command}", lambda fun, device: seen.append(fun) or (lambda *args: fun))
+    monkeypatch.setattr("jaxmp.cli.inspecting.show", lambda *args: None)
+    assert _main(command, "good", "--policy", "mixed_float16") == 0
+    assert _main(command, "good") == 0
+    args = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))
+    assert [audit(fun, compile=False)(*args).products[0].operands[0] for fun in seen] == ["float16", "float32"]
+
+
+@pytest.mark.parametrize("command", ["memory", "roofline", "blame"])
+def test_a_train_step_has_its_policy_already(command, capsys):
+    arguments = [command, "planted_for_running:trained", "--args", "planted_for_running:state"]
+    assert main([*arguments, "--policy", "mixed_float16"]) == 2
+    error = capsys.readouterr().err
+    assert "a train step has the policy that it was made with, got --policy mixed_float16" in error
+    assert "leave --policy out and write make_train_step(loss_fn, policy=…), or name the loss function" in error
 
 
 @pytest.mark.parametrize(
