@@ -33,7 +33,7 @@ class Shown:
 
 def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> str:
     """A table as lines of text, numbers to the right, with lines after it."""
-    cells = [[str(cell) for cell in row] for row in (columns, *rows)]
+    cells = [[str(cell) for cell in row] for row in ([name.replace("\n", " ") for name in columns], *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = _are_numbers(columns, rows)
     lines = [
@@ -44,20 +44,26 @@ def text(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], afte
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], after: Sequence[str] = ()) -> Any:
-    """The same as a ``rich.table.Table``."""
+    """The same as a ``rich.table.Table``: on a narrow console paths and other long cells are folded, not numbers."""
     from rich.table import Column, Table
     from rich.text import Text
 
+    lengths = [max((len(str(row[n])) for row in rows), default=0) for n in range(len(columns))]
     headers = [
-        Column(name, justify="right" if is_number else "left", overflow="fold")
-        for name, is_number in zip(columns, _are_numbers(columns, rows), strict=True)
+        Column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=length <= _SHORT)
+        for name, is_number, length in zip(columns, _are_numbers(columns, rows), lengths, strict=True)
     ]
-    grid = Table(*headers, title=Text(title), box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    gap = 2 if len(columns) <= 8 else 1
+    grid = Table(*headers, title=Text(title), box=None, padding=(0, gap, 0, 0), pad_edge=False)
     grid.caption, grid.caption_style = Text("\n".join(after)) if after else None, ""
     grid.title_justify = grid.caption_justify = "left"
     for row in rows:
         grid.add_row(*(Text(str(cell)) for cell in row))
     return grid
+
+
+_SHORT = 13
+"""What a cell that is not folded is at most: ``"float8_e4m3fn"``."""
 
 
 def _are_numbers(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:

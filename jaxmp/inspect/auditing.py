@@ -88,14 +88,14 @@ class Audit(tables.Shown):
         self,
         *,
         min_half_flops: float = 0.8,
-        allow: Collection[str | tuple[str, str]] = (),
+        allow: str | Collection[str | tuple[str, str]] = (),
         max_bytes: float | None = None,
     ) -> None:
         """Raises unless the program keeps its precision; for users' own tests.
 
         Args:
           min_half_flops: the least share of the products' FLOPs in 16 bits or fewer; not asked of no products.
-          allow: kinds of findings, or pairs of a kind and a glob on the path, that are no faults.
+          allow: a kind of findings, or several kinds and pairs of a kind and a glob on the path, that are no faults.
           max_bytes: the most memory at the peak.
 
         Raises:
@@ -105,7 +105,8 @@ class Audit(tables.Shown):
         >>> half = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
         >>> jaxmp.inspect.audit(jnp.matmul, compile=False)(half, half).check()
         """
-        pairs = [(each, "**") if isinstance(each, str) else each for each in allow]
+        allowed = [allow] if isinstance(allow, str) else allow
+        pairs = [(each, "**") if isinstance(each, str) else each for each in allowed]
         for kind, _ in pairs:
             if kind not in KINDS:
                 raise ValueError(f"there is no kind of finding {kind!r}; kinds, nearest first: {nearest(kind, KINDS)}")
@@ -113,7 +114,8 @@ class Audit(tables.Shown):
         if self.half_flops is not None and self.half_flops < min_half_flops:
             faults.append(
                 f"half_flops: {self.half_flops:.1%} of the products' FLOPs are in 16 bits or fewer, not "
-                f"{min_half_flops:.1%} ({self._shares()}); {self._widest()}"
+                f"{min_half_flops:.1%} ({self._shares()}); {self._widest()}; cast the operands of these to half, put "
+                "the model under a policy, or lower min_half_flops"
             )
         if max_bytes is not None:
             if self.memory is None:
@@ -129,7 +131,8 @@ class Audit(tables.Shown):
     def _widest(self) -> str:
         wide = [each for each in self.products if np.dtype(_widest(each.operands)).itemsize > 2]
         most = sorted(wide, key=work, reverse=True)[:3]
-        return "the largest others: " + ", ".join(f"{each.path} ({each.source})" for each in most)
+        named = (f"{each.path or '(no scope)'} ({each.source or 'no line known'})" for each in most)
+        return f"the largest others: {', '.join(named)}"
 
     def _shown(self) -> Any:
         total = sum(map(work, self.products))

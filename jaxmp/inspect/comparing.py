@@ -46,7 +46,7 @@ class Row:
     ulps: float
 
 
-_COLUMNS = ("path", "phase", "dtype", "relative error", "mean |difference|", "cosine", "ulps")
+_COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "cosine", "ulps")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,26 +73,28 @@ class Numerics:
     def _shown(self) -> tuple[str, tuple[str, ...], list[tuple[Any, ...]]]:
         title = f"loss {self.loss:.6g} under a scale of {self.loss_scale:g}; for float16 {self.recommended_scale():g}"
         columns = (
-            "",
             "path",
             "values",
             "dtype",
             "zeros",
-            "not finite",
-            "amin",
+            "not\nfinite",
             "mean",
             "amax",
             "ratio",
-            "0 in float16",
+            "0 in\nfloat16",
         )
-        rows = []
+        rows: list[tuple[Any, ...]] = []
+        of = ""
         for kind, path, found in self.rows():
+            if kind != of:
+                rows.append((kind, *[""] * (len(columns) - 1)))
+                of = kind
             share = found.under("float16").vanished / max(found.count, 1)
             ratio = "" if found.ratio is None else f"{found.ratio:.1e}"
-            sizes = (f"{size:.1e}" for size in (found.amin, found.mean_abs, found.amax))
+            sizes = (f"{size:.1e}" for size in (found.mean_abs, found.amax))
             zeros = f"{found.zeros / max(found.count, 1):.1%}"
             count = tables.short(found.count)
-            rows.append((kind, path, count, found.dtype, zeros, found.overflow, *sizes, ratio, f"{share:.1%}"))
+            rows.append((f"  {path}", count, found.dtype, zeros, found.overflow, *sizes, ratio, f"{share:.1%}"))
         return title, columns, rows
 
     def __str__(self) -> str:

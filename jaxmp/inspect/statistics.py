@@ -307,7 +307,12 @@ def _fates(name: str, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _name(dtype: Any) -> str:
-    name = dtypes.canonical_dtype(dtype).name
+    try:
+        name = dtypes.canonical_dtype(dtype).name
+    except dtypes.UnknownDtypeError:
+        raise
+    except ValueError:  # integers; its text is of policies
+        name = np.dtype(dtype).name
     if name not in dtypes.NAMES[1:]:
         raise ValueError(f"values are counted for {', '.join(dtypes.NAMES[1:])}, got {name}; take one of these")
     return name

@@ -1,6 +1,8 @@
 """A step's records against what NumPy counts in arrays that are computed another way."""
 
+import io
 import json
+import re
 
 import flax.linen as nn
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
 import jaxmp
 from jaxmp.inspect import numerics
@@ -278,11 +281,29 @@ def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(pa
 def test_text_table_and_json(params):
     found = numerics(mlp, tx=optax.sgd(0.1))(params, X)
     text = str(found)
-    assert "activation gradients  two" in text and "under a scale of 1" in text
-    assert found.table().row_count == len(list(found.rows()))
+    assert "\nactivation gradients\n  " in text and "under a scale of 1" in text
+    assert found.table().row_count == len(list(found.rows())) + 5  # and a line for each kind
     there = json.loads(found.to_json())
     assert there["gradients"]["w"]["count"] == 64 and "_fine" not in there["gradients"]["w"]
     assert sum(there["weights"]["w"]["histogram"].values()) == 64
+
+
+def test_the_table_reads_at_80_columns():
+    def loss_fn(params, x):
+        with jax.named_scope("transformer_block_0/feed_forward"):
+            return jnp.mean((x @ params["transformer_block_0"]["feed_forward_hidden"]["kernel"]) ** 2)
+
+    params = {"transformer_block_0": {"feed_forward_hidden": {"kernel": jnp.ones((4, 4))}}}
+    found = numerics(loss_fn, tx=optax.sgd(1e-3))(params, jnp.ones((2, 4)))
+    console = Console(width=80, file=io.StringIO())
+    console.print(found.table())
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if "float32 0.0%" in line]
+    assert len(rows) == 7 and all(len(re.findall(r"\d\.\de[+-]\d\d ", row)) >= 2 for row in rows)  # none is folded
+    assert len(lines) <= 3 + 5 + 3 * len(rows)
+    heads = [line for line in str(found).splitlines()[2:] if not line.startswith("  ")]
+    assert heads == ["weights", "activations", "activation gradients", "gradients", "updates"]
 
 
 def test_errors_say_what_is_wanted(params):

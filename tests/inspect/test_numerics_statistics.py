@@ -185,3 +185,11 @@ def test_other_dtypes_are_refused():
         found.under("float64")
     with pytest.raises(ValueError, match="only updates can be lost on their weights"):
         found.lost("float16")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", jnp.int32])
+def test_a_format_that_nothing_is_counted_for_is_refused(dtype):
+    name = np.dtype(dtype).name
+    text = f"values are counted for float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, got {name}; take one of"
+    with pytest.raises(ValueError, match=text):
+        statistics_of(jnp.ones(3)).under(dtype)
