@@ -458,9 +458,9 @@ def weights_in(values: Values, kinds: Sequence[str | None]) -> Callable[[Value],
         ranks = [2 if bits & _DATA else 0 if bits & _WEIGHT else 1 for bits in found]
         if ranks[0] != ranks[1]:
             return [int(ranks[1] < ranks[0])]
-        plain = [_is_plain(each) for each in value.inputs[:2]]
-        are_untold = [bool(bits & _UNTOLD) for bits in found]
-        if ranks[0] != 1 or (plain[1] and are_untold[0] >= are_untold[1] and plain[0]):
+        are_plain = all(map(_is_plain, value.inputs[:2]))
+        is_constant_first = found[1] & _UNTOLD > found[0] & _UNTOLD  # a weight with data, or data with params
+        if ranks[0] != 1 or (are_plain and not is_constant_first):
             return [1]
         are_products = [bool(bits & _PRODUCT) for bits in found]
         if are_products[0] != are_products[1]:
@@ -564,13 +564,13 @@ def _variance(value: Value) -> list[Value]:
         return is_between
 
     for total in origins(value.inputs[0], goes_on):
-        squares = [total]
+        between = [*sorted(around, key=lambda each: each.at.key), value]
+        if _is_dot_of_itself(total):
+            return [total, *between]
         if total.place and _terms(total):
-            squares = list(origins(total.inputs[0], lambda each: each.is_move or each.is_cast))
-        for square in squares:
-            if _is_square(square) if square is not total else _is_dot_of_itself(total):
-                parts = dict.fromkeys((square, total))
-                return [*parts, *sorted(around, key=lambda each: each.at.key), value]
+            for square in origins(total.inputs[0], lambda each: each.is_move or each.is_cast):
+                if _is_square(square):
+                    return [square, total, *between]
     return []
 
 

@@ -141,3 +141,28 @@ def test_a_batch_is_a_multiple_of_a_positive_integer(number: Any) -> None:
     with pytest.raises(ValueError, match=r"a positive integer, got multiple_of=.*; leave it out, or pass the number"):
         found.largest_batch(10**6, multiple_of=number)
     assert found.largest_batch(10_000, multiple_of=np.int64(8)) % 8 == 0
+
+
+def test_params_of_a_split_nnx_model_are_found_by_their_paths() -> None:
+    class Half(nnx.Module):
+        def __init__(self) -> None:
+            self.block = nnx.Linear(8, 8, use_bias=False, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+            self.head = nnx.Linear(8, 8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: Any) -> Any:
+            return self.head(self.block(x.astype(jnp.bfloat16)))
+
+    graph, state = nnx.split(Half())
+    report = audit(lambda state, x: nnx.merge(graph, state)(x), "mixed_bfloat16", compile=False)(state, shape(8, 8))
+    paths = sorted((each.kind, each.path) for each in report.findings)
+    assert paths == [("half-params", name) for name in ("block/kernel", "head/bias", "head/kernel")]
+
+
+def test_an_argument_that_is_no_array_is_kept_out_of_the_compiled_program_too() -> None:
+    def fun(w: Any, x: Any, mode: str) -> Any:
+        return (x @ w).sum() if mode == "a" else 0.0
+
+    args = shape(16, 16), shape(8, 16)
+    report = audit(fun)(*args, "a")
+    assert len(report.products) == 1 and report.memory.peak == memory(lambda w, x: fun(w, x, "a"))(*args).peak
+    assert len(audit(fun)(*args, "b").products) == 0
