@@ -30,6 +30,9 @@ TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
 _PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _KERNELS = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
+COLLECTIVES = frozenset(
+    ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
+)
 CONTROL = frozenset({"while", "conditional", "call"})
 """Whose bodies work."""
 NO_WORK = CONTROL | {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxmp import hardware, tables
 from jaxmp.inspect import targets
-from jaxmp.inspect.hlo import CONTROL, NO_KERNEL, TRIPS, Instruction, Program, is_end, path_of
+from jaxmp.inspect.hlo import COLLECTIVES, CONTROL, NO_KERNEL, TRIPS, Instruction, Program, is_end, path_of
 
 ACHIEVED = {"dot": 0.8, "convolution": 0.5, "attention": 0.45}
 """The share of the peak rate that a library's arithmetic reaches, on every device alike.
@@ -18,6 +19,8 @@ Matrix products on an H200, the time of their bytes taken off: 0.80 to 0.95 in b
 0.77 in float32 (three shapes each). Convolutions and attentions are cuDNN's; their shares are those with which the
 recorded steps of ResNet-50 and BERT come out.
 """
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_ONLY_MOVE = ("__cub$", "AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement")  # or sort
 BOUNDS = ("arithmetic", "bytes", "launch")
 ACHIEVED_BANDWIDTH = 0.9
 """The share of the memory's bandwidth that kernels reach: a copy moved 4.3 of an H200's 4.8 TB/s."""
@@ -64,12 +67,15 @@ class Roofline(tables.Shown):
       kernels: the slowest first.
       model_flop_utilisation: the time that the products would take at the device's peak rates, those that are computed
         again in the backward pass left out, as a share of ``milliseconds``.
+      uncounted: what runs longer than is predicted here: kernels of others, whose FLOPs the program does not say
+        (Triton's, Pallas's, a solver's), and what devices send to each other. Of both only the bytes of memory count.
     """
 
     device: str
     milliseconds: float
     kernels: tuple[Kernel, ...]
     model_flop_utilisation: float
+    uncounted: tuple[str, ...] = ()
 
     def _shown(self) -> Any:
         times = dict.fromkeys(BOUNDS, 0.0)
@@ -88,6 +94,8 @@ class Roofline(tables.Shown):
         ]  # fmt: skip
         rest = [f"… and {len(self.kernels) - _SHOWN} more"] if len(self.kernels) > _SHOWN else []
         bounds = ", ".join(f"{bound} {time:.3g} ms" for bound, time in times.items())
+        if self.uncounted:
+            rest.append(f"takes longer, for only the bytes are counted of: {', '.join(self.uncounted)}")
         return title, _COLUMNS, rows, [*rest, f"bound by: {bounds}"]
 
 
@@ -140,7 +148,21 @@ def of_program(program: Program, device: hardware.Hardware) -> Roofline:
     kernels = sorted(_kernels(program, program.entry, 1, device), key=lambda each: -each.milliseconds)
     total = sum(kernel.milliseconds for kernel in kernels)
     least = sum(kernel.flops / _rate(kernel.dtype, device) for kernel in kernels if not kernel.recomputed)
-    return Roofline(device.name, total, tuple(kernels), 1e3 * least / total if total else 0.0)
+    return Roofline(
+        device.name, total, tuple(kernels), 1e3 * least / total if total else 0.0, tuple(_uncounted(program))
+    )
+
+
+def _uncounted(program: Program) -> list[str]:
+    """The kernels of others of unknown FLOPs, and the collectives, by name."""
+    found = set()
+    for computation, each, _ in program.walk():
+        target = _TARGET.search(each.text) if each.opcode == "custom-call" else None
+        if target and not program.products_of(computation, each) and not target[1].startswith(_ONLY_MOVE):
+            found.add(target[1])
+        if each.opcode.removesuffix("-start") in COLLECTIVES:
+            found.add(each.opcode.removesuffix("-start"))
+    return sorted(found)
 
 
 def _kernels(program: Program, computation: str, times: int, device: hardware.Hardware) -> Iterator[Kernel]:

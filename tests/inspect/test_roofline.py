@@ -146,3 +146,19 @@ def test_a_step_is_predicted_for_a_gpu_that_is_not_there_and_half_is_faster():
         assert all("test_roofline.py:" in kernel.source for kernel in products)
         times[dtype] = found.milliseconds
     assert times[jnp.bfloat16] < 0.7 * times[jnp.float32]
+
+
+def test_what_is_not_counted_is_named():
+    others = TEXT.replace(
+        "  ROOT %end",
+        """  %solved = f32[256,128]{1,0} custom-call(%a), custom_call_target="cusolver_geqrf_ffi"
+  %triton = f32[256,128]{1,0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"
+  %sorted = f32[256,128]{1,0} custom-call(%a), custom_call_target="__cub$DeviceRadixSort"
+  %sum = f32[256,128]{1,0} all-reduce-start(%a), replica_groups={{0,1}}, to_apply=%add
+  ROOT %end""",
+    )
+    assert module.of_program(hlo.Program(TEXT), H200).uncounted == ()
+    found = module.of_program(hlo.Program(others), H200)
+    assert found.uncounted == ("__gpu$xla.gpu.triton", "all-reduce", "cusolver_geqrf_ffi")
+    assert "takes longer, for only the bytes are counted of: __gpu$xla.gpu.triton, all-reduce" in str(found)
+    assert json.loads(found.to_json())["uncounted"] == list(found.uncounted)
