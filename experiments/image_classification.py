@@ -33,7 +33,14 @@ from experiments.data import images
 from experiments.training import batch_size, cli, loop
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import accuracy
-from experiments.training.precision import compute_dtype, read_autocast, read_overrides, read_policy, require_matches
+from experiments.training.precision import (
+    compute_dtype,
+    read_autocast,
+    read_low_precision,
+    read_overrides,
+    read_policy,
+    require_matches,
+)
 
 LINEN = {
     "cnn": lambda classes, small_images: models.CNN(classes),
@@ -171,7 +178,7 @@ def prepare(config: Config) -> Experiment:
     shape = pixels.shape(train.image.shape[1:])
 
     init, apply = functions(config, None if autocast else policy, shape)
-    tx = jaxmp.loss_scaling(optimizer(config, steps), loss_scale)
+    tx = jaxmp.loss_scaling(read_low_precision(optimizer(config, steps), config.low_precision, config.seed), loss_scale)
 
     def loss_fn(params: Any, model_state: Any, batch: images.Batch, rng: Any, train: bool = True) -> Any:
         logits, model_state = apply(params, model_state, batch["image"], train)

@@ -378,6 +378,9 @@ PRESETS: Mapping[str, Policy | PolicyMap] = {
     "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
     "float16": _FLOAT16,
     "bfloat16": Policy("bfloat16", "bfloat16", "bfloat16"),
+    "bfloat16_sr": PolicyMap(  # for jaxmp.low_precision; the scale of a norm, near 1, has no bits to lose
+        Policy("bfloat16", "bfloat16", "float32"), {norm: _FLOAT32 for norm in _NORMS}, strict=False
+    ),
     "O0": _FLOAT32,
     "O2": PolicyMap(_MIXED_FLOAT16, {norm: _FLOAT32 for norm in _NORMS}, strict=False),
     "O3": _FLOAT16,

@@ -300,6 +300,14 @@ def test_O2_is_a_map_that_makes_norms_float32_and_does_not_miss_those_that_are_n
         PolicyMap("O2", {"head": "float32"}).check({("n",): object}, [("n", "kernel")])
 
 
+def test_bfloat16_sr_stores_all_but_norms_in_bfloat16():
+    policies = get_policy("bfloat16_sr")
+    assert str(policies) == "bfloat16_sr"
+    assert policies.param_dtype == policies.compute_dtype == "bfloat16" and policies.output_dtype == "float32"
+    assert compute(policies, "n", {("n",): BatchNorm}) == "float32"
+    assert compute(policies, "n", {("n",): Norm}) == "bfloat16"
+
+
 def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_or_classes():
     modules: dict[Any, type] = {(): object, ("encoder",): Norm, ("encoder", "Dense_0"): BatchNorm}
     variables = [("encoder", "Dense_0", "kernel"), ("decoder", "bias")]

@@ -32,8 +32,8 @@ class Training:
     """Flags of every training script."""
 
     policy: str = "auto"
-    """Precision: float32, tensorfloat32, mixed_float16, mixed_bfloat16, float16, bfloat16, O0, O2, O3, a string such as
-    params=float32,compute=float16,output=float32, or auto for what suits the device."""
+    """Precision: float32, tensorfloat32, mixed_float16, mixed_bfloat16, float16, bfloat16, bfloat16_sr, O0, O2, O3, a
+    string such as params=float32,compute=float16,output=float32, or auto for what suits the device."""
     loss_scale: str = "auto"
     """Loss scale: none, static:4096, dynamic or headroom, the last two with parameters if need be, as in
     dynamic:loss_scale=1024,period=100 or headroom:headroom=3. auto is dynamic where the policy computes in float16."""
@@ -58,6 +58,9 @@ class Training:
     memory that JAX takes, or of the memory of a machine without one)"""
     seed: int = 0
     """Seed of the params and of the order of the examples."""
+    low_precision: Literal["none", "bfloat16", "float8"] = "none"
+    """How the optimizer's moments are stored. Unless none, bfloat16 params (--policy bfloat16_sr) are rounded
+    stochastically, too, and learn without float32 copies."""
     watch: int = 0
     """Steps between those in which the values of weights, activations and gradients are counted (watch.jsonl; jaxmp
     watch RUN shows it); 0 for none. Such a step is the training step itself, in a program that counts, too."""

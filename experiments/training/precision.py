@@ -96,6 +96,11 @@ def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: 
     return {"policy": policy, "overrides": overrides}
 
 
+def read_low_precision(inner: Any, low_precision: str, seed: int) -> Any:
+    """The optimizer ``inner`` as ``--low-precision`` has it; ``none`` is ``inner`` itself."""
+    return inner if low_precision == "none" else jaxmp.low_precision(inner, moments=low_precision, seed=seed)
+
+
 def require_matches(experiment: Any) -> None:
     """Traces the loss function under autocast, so that an override that matches nothing is an error at once.
 

@@ -21,7 +21,13 @@ from experiments.models.transformer import Remat
 from experiments.models.weights import Published
 from experiments.training import cli
 from experiments.training.experiment import Batch, Closing, Experiment
-from experiments.training.precision import read_autocast, read_overrides, read_policy, split_overrides
+from experiments.training.precision import (
+    read_autocast,
+    read_low_precision,
+    read_overrides,
+    read_policy,
+    split_overrides,
+)
 
 _ROOM_TO_EVALUATE = 4096  # tokens whose logits are there at once, whole
 _HINT = tyro.conf.arg(help_behavior_hint="(default: what suits model and device)")
@@ -222,7 +228,8 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
         policy = policy.with_output_dtype("float32")
     if not autocast:
         model = jaxmp.linen.apply_policy(model, policy, read_overrides(config.override))
-    tx = jaxmp.loss_scaling(task.optimizer, precision.loss_scale)
+    optimizer = read_low_precision(task.optimizer, config.low_precision, config.seed)
+    tx = jaxmp.loss_scaling(optimizer, precision.loss_scale)
     loss_fn, eval_loss_fn = task.losses(model)
 
     @jax.jit
