@@ -22,9 +22,9 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
+from jaxmp import hlo
 from jaxmp import tree as _tree
 from jaxmp.dtypes import nearest
-from jaxmp.inspect import hlo
 from jaxmp.patterns import Path, is_class_pattern, matches
 from jaxmp.rounding import Float8Blocks
 from jaxmp.training import TrainState

@@ -96,6 +96,13 @@ def test_no_files_import_each_other_in_a_circle():
     assert circles(imports([ROOT / "jaxmp", ROOT / "experiments"])) == []
 
 
+def test_only_commands_and_the_error_of_a_train_step_use_inspect():
+    graph = imports([ROOT / "jaxmp"])
+    users = {name for name, used in graph.items() if any(each.startswith("jaxmp.inspect") for each in used)}
+    others = {name for name in users if not name.startswith(("jaxmp.inspect", "jaxmp.cli"))}
+    assert others <= {"jaxmp", "jaxmp.training"}
+
+
 def test_a_circle_is_found_wherever_its_imports_stand(tmp_path):
     package = tmp_path / "package"
     package.mkdir()

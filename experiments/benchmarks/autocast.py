@@ -30,7 +30,7 @@ from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli
 from experiments.training.runs import run_folder
-from jaxmp.inspect import hlo
+from jaxmp import hlo
 
 BY_HAND, AUTOCAST = "by hand", "autocast"
 VARIANTS = ("float32", BY_HAND, "by hand, again", AUTOCAST)

@@ -21,7 +21,8 @@ from experiments.measure.environment import environment
 from experiments.report.tables import Table
 from experiments.training import cli
 from experiments.training.runs import run_folder
-from jaxmp.inspect import hlo, prediction, targets
+from jaxmp import hlo
+from jaxmp.inspect import prediction, targets
 
 RECORDED = {
     "resnet50-hand-fp32": 238.3, "resnet50-hand-tf32": 68.0, "resnet50-hand-fp16": 35.2, "resnet50-hand-bf16": 37.9,

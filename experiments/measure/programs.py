@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from jaxmp.inspect.hlo import NO_KERNEL, NO_WORK, Instruction, Program, is_end, product_kind
+from jaxmp.hlo import NO_KERNEL, NO_WORK, Instruction, Program, is_end, product_kind
 
 
 def products(program: Program) -> Counter[str]:

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmp import hardware, tables
+from jaxmp import hardware, hlo, tables
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.dtypes import nearest
 from jaxmp.flops import flops_of
-from jaxmp.inspect import hlo, targets
+from jaxmp.inspect import targets
 from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned, weights_in, work
 from jaxmp.inspect.memory_plan import Memory, leaves_of, of_call, parameters_of
 from jaxmp.inspect.values import Read, Value, same_turn, values_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from jaxmp.inspect.hlo import CONTROL, Array, Instruction, Program, is_end
+from jaxmp.hlo import CONTROL, Array, Instruction, Program, is_end
 
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
 _INDEX = re.compile(r"index=(\d+)")

@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 
 from jaxmp import tables
+from jaxmp.hlo import Array, Program, dtype_name
 from jaxmp.inspect import hlo_memory, targets
-from jaxmp.inspect.hlo import Array, Program, dtype_name
 from jaxmp.tree import path_name
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")

@@ -16,8 +16,9 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from jaxmp import hlo
 from jaxmp.cli import main
-from jaxmp.inspect import AuditError, audit, findings, hlo
+from jaxmp.inspect import AuditError, audit, findings
 from jaxmp.inspect.auditing import _ran, _Repeated
 from jaxmp.inspect.values import values_of
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments.measure import programs
-from jaxmp.inspect import hlo, hlo_memory
+from jaxmp import hlo
+from jaxmp.inspect import hlo_memory
 
 # A scheduled program as XLA compiles for GPUs, cut down: a loop of four products that read slices of their operand, a
 # fused attention forward and backward, a transpose and a reduction.

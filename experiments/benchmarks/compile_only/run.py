@@ -30,7 +30,8 @@ from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, wor
 from experiments.report.progress import Progress
 from experiments.training import cli, kept
 from experiments.training.runs import run_folder
-from jaxmp.inspect import hlo, targets
+from jaxmp import hlo
+from jaxmp.inspect import targets
 
 _H200 = targets.TARGETS["h200"]
 VARIANTS = (

@@ -21,7 +21,7 @@ from experiments.benchmarks import autocast, tracing
 from experiments.measure import programs
 from experiments.models import by_hand
 from experiments.models import nnx as nnx_models
-from jaxmp.inspect import hlo
+from jaxmp import hlo
 
 NAMES = autocast.Config().models
 SMALL = autocast.Config(batch_size=2, sequence=8, layers=1, width=64, vocabulary=64)
