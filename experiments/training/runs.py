@@ -28,6 +28,7 @@ from experiments.training import cli
 from experiments.training.experiment import Batch, Experiment
 from experiments.training.metrics import Late
 from experiments.training.watching import Watching, tensorboard
+from jaxmp.inspect.watch import FILE
 
 if TYPE_CHECKING:  # imports Orbax, which is not needed unless checkpoints are
     from experiments.training.checkpoints import Checkpoint
@@ -132,6 +133,8 @@ class Run:
         if not checkpoint:
             self._writer.writeheader()
         self._watch = Watching(experiment.step, config, folder, self._start) if config.watch else None
+        if not self._watch and not checkpoint:
+            (folder / FILE).unlink(missing_ok=True)  # of a run that was stopped before its first checkpoint
         if self._watch:
             self.experiment = dataclasses.replace(experiment, step=self._watched)
         self._board = tensorboard(folder, self._start) if config.tensorboard else None
@@ -143,6 +146,7 @@ class Run:
         self._test: dict[str, float] = {}
 
     def __enter__(self) -> Self:
+        (self.folder / "summary.json").unlink(missing_ok=True)  # of a finished run that trains on
         self._progress.__enter__()
         return self
 
@@ -308,7 +312,7 @@ class Run:
                 ) from error
             with path.open("r+") as file:
                 file.truncate(size)
-        return path.open("a" if size else "w", newline="")
+        return path.open("a" if size else "w", buffering=1, newline="")  # whoever watches reads each row at once
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(row)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxmp.inspect import Watch
-from jaxmp.inspect.watch import FILE, line
+from jaxmp.inspect.watch import FILE, line, read
 
 
 class Watching:
@@ -20,8 +20,8 @@ class Watching:
         self.step = Watch(step, every=config.watch)
         self._metrics: dict[int, dict[str, jax.Array]] = {}
         self._path = folder / FILE
-        before = self._path.read_text().splitlines(keepends=True) if start and self._path.is_file() else []
-        self._path.write_text("".join(text for text in before if json.loads(text)["step"] <= start))
+        before = read(folder) if start and self._path.is_file() else []  # without a line that was being written
+        self._path.write_text("".join(f"{json.dumps(row)}\n" for row in before if row["step"] <= start))
 
     def log(self, step: int, metrics: dict[str, jax.Array], board: Any) -> None:
         """Takes a step's metrics, and writes the watched steps that are there."""

@@ -32,6 +32,8 @@ def picture(title: str, rows: list[dict[str, Any]], width: int = 40) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    if not rows:
+        return Text(f"{title}; no step was watched yet")
     last = rows[-1]
     caption = f"for {last['dtype']}: watched at step {last['step']}, recommended scale {last['recommended_scale']:g}"
     grid = Table(title=Text(title), caption=Text(caption), box=None, pad_edge=False, title_justify="left")

@@ -11,6 +11,7 @@ import collections
 import itertools
 import json
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ COLORS = ("#222222", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56
 GREY, LIGHT = "#6B6B6B", "#E6E6E6"
 _BLACK, _RED, _BLUE, _, _PINK, _ORANGE, _SKY, _ = COLORS
 _LABELS = 70  # of an axis, at most
+_BORDERED = 60  # rows and columns of a heat map whose cells have a border, at most
 _BOXES = 40  # of a plan
 _MiB = 2**20
 
@@ -117,7 +119,7 @@ def exponents(found: Numerics | Statistics | Mapping[str, Statistics], dtype: An
             axes.bar(e, 100 * count / each.under.count, width=1, align="edge", color=fates[fate], linewidth=0)
         if each.scale != 1:
             shown = range(low, high + 1)
-            heights = [100 * each.before.histogram.get(e, 0) / each.before.count for e in shown]
+            heights = [100 * each.before.histogram.get(e, 0) / max(each.before.count, 1) for e in shown]
             axes.step(shown, heights, where="post", color=GREY, linewidth=0.9)
         for border in (smallest, form.min_exponent, form.max_exponent + 1):
             axes.axvline(border, color="#BBBBBB", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
@@ -246,7 +248,8 @@ def _heat(page: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
         shares = np.array([[row[what][kind].get(path, np.nan) for row in rows] for path in paths])
         style(axes, title, "step")
         axes.grid(visible=False)
-        image = axes.pcolormesh(100 * shares, cmap="magma_r", vmin=0, vmax=100, edgecolors="white", linewidth=0.2)
+        border = 0.2 if max(shares.shape) <= _BORDERED else 0  # would hide small cells
+        image = axes.pcolormesh(100 * shares, cmap="magma_r", vmin=0, vmax=100, edgecolors="white", linewidth=border)
         shown = range(0, len(rows), -(-len(rows) // 8))
         axes.set_xticks([n + 0.5 for n in shown], [f"{rows[n]['step']}" for n in shown])
     _rows_of(both[0], paths, 0.5)
@@ -340,7 +343,8 @@ def _timeline(page: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes = page.subplots()
     style(axes, "", "step", "loss scale")
     axes.set_yscale("log", base=2)
-    axes.step(steps, scales, where="post", color=_BLUE, linewidth=1.6, label="loss scale")
+    alone = "o" if len(rows) == 1 else None  # one point makes no line
+    axes.step(steps, scales, where="post", color=_BLUE, linewidth=1.6, label="loss scale", marker=alone)
     if skipped:
         x, y = zip(*skipped, strict=True)
         axes.vlines(x, 0, 1, transform=axes.get_xaxis_transform(), color=_RED, linewidth=0.9, alpha=0.45)
@@ -386,8 +390,8 @@ def errors(comparison: Comparison) -> Any:
     parts = [part for part in (scopes, given) if part]
     page = figure(9, min(2 + 0.19 * (len(scopes) + len(given)), 16))
     panels = page.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=[len(part) + 1.5 for part in parts])
-    half = next((row.dtype for row in comparison.rows if row.dtype in ("bfloat16", "float16")), "bfloat16")
-    rounding = formats.format_of(half).eps / 2
+    half = next((row.dtype for row in comparison.rows if row.dtype in _HALF), None)
+    rounding = formats.format_of(half or "bfloat16").eps / 2
     finite = [row.relative_error for row in comparison.rows if 0 < row.relative_error < math.inf]
     low, high = min([*finite, rounding]) / 2, max([*finite, rounding]) * 3
     titles = ("what scopes return, and the gradients that reach them", "gradients of the arguments")
@@ -396,7 +400,8 @@ def errors(comparison: Comparison) -> Any:
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x", color=LIGHT)
         axes.set_xscale("log")
-        axes.axvline(rounding, color=GREY, linewidth=1, linestyle=(0, (4, 3)), label=f"one rounding to {half}")
+        if half:
+            axes.axvline(rounding, color=GREY, linewidth=1, linestyle=(0, (4, 3)), label=f"one rounding to {half}")
         for phase, color, marker in (("forward", _BLUE, "o"), ("backward", _RED, "D")):
             rows = [row for row in comparison.rows if row.phase == phase and row.path in part and row.relative_error]
             places = [part.index(row.path) for row in rows]
@@ -411,7 +416,8 @@ def errors(comparison: Comparison) -> Any:
         _rows_of(axes, part)
         axes.set_ylim(len(part) - 0.4, -0.6)
     panels[0, 0].set_xlim(low, high * 1.2)
-    panels[0, 0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    if panels[0, 0].get_legend_handles_labels()[0]:
+        panels[0, 0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     panels[-1, 0].set_xlabel(
         "relative error: L2 norm of the difference over that of the reference", fontsize=9, color=GREY
     )
@@ -431,7 +437,7 @@ def memory(plans: Mapping[str, Memory]) -> Any:
         the others are compared with.
 
     Raises:
-      ValueError: there is no plan.
+      ValueError: there is no plan, or the first takes nothing.
       ModuleNotFoundError: matplotlib is not installed.
 
     Bars are in MiB on one device, in KiB where all are smaller than 10 MiB.
@@ -444,7 +450,11 @@ def memory(plans: Mapping[str, Memory]) -> Any:
     if not plans:
         raise ValueError("a picture of memory needs a plan, but there is none; pass {name: memory(step)(state, batch)}")
     first, *others = plans
-    size, unit = (_MiB, "MiB") if max(plan.peak for plan in plans.values()) >= 10 * _MiB else (2**10, "KiB")
+    if not plans[first].peak:
+        raise ValueError(f"a picture of memory needs a plan that takes some, but {first} takes none; leave it out")
+    most = max(plan.peak for plan in plans.values())
+    size, unit = (_MiB, "MiB") if most >= 10 * _MiB else (2**10, "KiB")
+    digits = 0 if most >= 10 * size else 2
     page = figure(9.5, 1.9 + 0.62 * len(plans) * 2)
     of_kinds = (_BLUE, _SKY, COLORS[3], COLORS[7], _PINK, _ORANGE, _BLACK)
     for axes, what, colors in zip(page.subplots(2, 1, sharex=True), ("kind", "dtype"),
@@ -453,7 +463,6 @@ def memory(plans: Mapping[str, Memory]) -> Any:
         style(axes, f"by {what}")
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x", color=LIGHT)
-        most = max(plan.peak for plan in plans.values())
         parts = list(dict.fromkeys(part for each in sizes for part in each))
         if what == "dtype":
             parts.sort(key=lambda part: -max(each.get(part, 0) for each in sizes))
@@ -465,11 +474,12 @@ def memory(plans: Mapping[str, Memory]) -> Any:
             for y, (start, width) in enumerate(zip(starts, widths, strict=True)):
                 if width * size > 0.055 * most:
                     place = (start + width / 2, y)
-                    axes.text(*place, f"{width:,.0f}", ha="center", va="center", fontsize=7.5, color="white")
+                    axes.text(*place, f"{width:,.{digits}f}", ha="center", va="center", fontsize=7.5, color="white")
             starts += widths
         for y, plan in enumerate(plans.values()):
             less = f" ({plan.peak / plans[first].peak - 1:+.0%})" if y else ""
-            axes.text(plan.peak / size, y, f" {plan.peak / size:,.0f}{less}", va="center", fontsize=8.5, color=_BLACK)
+            axes.text(plan.peak / size, y, f" {plan.peak / size:,.{digits}f}{less}", va="center", fontsize=8.5,
+                      color=_BLACK)  # fmt: skip
         axes.set_yticks(range(len(plans)), list(plans))
         axes.tick_params(axis="y", length=0, labelcolor=_BLACK, labelsize=9)
         axes.set_ylim(len(plans) - 0.5, -0.5)
@@ -483,7 +493,7 @@ def memory(plans: Mapping[str, Memory]) -> Any:
         _title(page, f"{best} needs {saved:.0%} less memory than {first} {where}" if saved > 0 else
                f"Nothing needs less memory than {first} {where}")  # fmt: skip
     else:
-        _title(page, f"{first} needs {plans[first].peak / size:,.0f} {unit} {where}")
+        _title(page, f"{first} needs {plans[first].peak / size:,.{digits}f} {unit} {where}")
     return page
 
 
@@ -536,6 +546,7 @@ def casts(plan: CastPlan) -> Any:
 
 
 _FILL = {"bfloat16": "#F2A65A", "float16": "#F2A65A", "float32": "#8DB7E2", "float64": "#CFCFCF"}
+_OTHER = "#C7A6DB"  # float8
 _CAST = "#B3123F"
 _HALF = ("bfloat16", "float16")
 
@@ -545,7 +556,7 @@ def _float(row: Operation) -> str:
     results = row.result.split(", ")
     names = [name for name in (results if row.cls == "clear" else row.operands) if "float" in name]
     names = names or [name for name in results if "float" in name]
-    return max(names, key=lambda name: (name not in _HALF, name), default="")
+    return max(names, key=lambda name: (int(re.findall(r"\d+", name)[0]), name), default="")
 
 
 def _boxes(rows: Sequence[Operation]) -> list[_Box]:
@@ -645,7 +656,9 @@ def _draw_box(axes: Any, n: int, box: _Box, place: _Place) -> None:
     left, share_before = x - 1.2, 0.0
     for name, share in _dtypes_of(box).items():
         axes.add_patch(
-            Rectangle((left + 2.4 * share_before, y - 0.3), 2.4 * share, 0.6, facecolor=_FILL[name], zorder=2)
+            Rectangle(
+                (left + 2.4 * share_before, y - 0.3), 2.4 * share, 0.6, facecolor=_FILL.get(name, _OTHER), zorder=2
+            )
         )
         share_before += share
     axes.add_patch(Rectangle((left, y - 0.3), 2.4, 0.6, facecolor="none", edgecolor="#777777", linewidth=0.9, zorder=3))
@@ -688,7 +701,7 @@ def _legend(page: Any, boxes: Sequence[_Box]) -> None:
 
     names = dict.fromkeys(name for box in boxes for name in _dtypes_of(box))
     handles: list[Any] = [
-        Patch(facecolor=_FILL[name], edgecolor="#777777", label=f"computed in {name}") for name in names
+        Patch(facecolor=_FILL.get(name, _OTHER), edgecolor="#777777", label=f"computed in {name}") for name in names
     ]
     if any(row.casts for box in boxes for row in box.rows):
         handles.append(Line2D([], [], color=_CAST, marker="D", markersize=5, label="cast: how many, bytes written"))

@@ -14,10 +14,11 @@ from flax import nnx
 
 import jaxmp
 from experiments import language_modeling
-from experiments.training import loop, watching
+from experiments.training import loop, runs, watching
 from jaxmp import cli
 from jaxmp.inspect import Watch, numerics
 from jaxmp.inspect.watch import FILE, read
+from jaxmp.inspect.watch import metrics as metrics_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
@@ -104,6 +105,11 @@ def test_the_command_says_what_it_needs(run, tmp_path, capsys):
     (tmp_path / "metrics.csv").write_text("step,split,skipped\n")
     assert cli.main(["watch", str(tmp_path)]) == 2
     assert f"has no {FILE}: train with --watch 100" in capsys.readouterr().err
+    (tmp_path / FILE).write_text("")  # the first such step is to come
+    assert cli.main(["watch", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "no step yet; no step was watched yet\n"
+    assert cli.main(["watch", str(tmp_path), "--plot", str(tmp_path / "it.png")]) == 2
+    assert "a heat map needs a step that was watched" in capsys.readouterr().err
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
@@ -114,9 +120,27 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(run, tmp_path):
     _, _, config = run
     experiment = language_modeling.prepare(config)
-    (tmp_path / FILE).write_text('{"step": 2}\n{"step": 4}\n')
-    watching.Watching(experiment.step, config, tmp_path, 3)
-    assert read(tmp_path) == [{"step": 2}]
+    for last in ('{"step": 4}\n', '{"step": 4', '{"st'):  # the last ones of a process that was killed
+        (tmp_path / FILE).write_text('{"step": 2}\n' + last)
+        watching.Watching(experiment.step, config, tmp_path, 3)
+        assert (tmp_path / FILE).read_text() == '{"step": 2}\n'
+
+
+def test_whoever_watches_reads_each_step_at_once_and_nothing_of_an_earlier_run(tmp_path):
+    step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (params**2, model_state))
+    state = jaxmp.TrainState.create(params=jnp.float32(1), tx=optax.sgd(0.1))
+    experiment = SimpleNamespace(step=step, steps=9, precision={}, unit="examples", batch_size=1,
+                                 train_batches=lambda seed, start: iter(range(9)))  # fmt: skip
+    for name in (FILE, "summary.json"):
+        (tmp_path / name).write_text('{"step": 1}\n')
+    config = language_modeling.Config(checkpoint_every=0, evaluate_every=0)
+    with runs.Run("it", config, experiment, state, tmp_path, None) as run:
+        assert not (tmp_path / FILE).exists() and not (tmp_path / "summary.json").exists()
+        for batch in zip(run.batches(), range(8), strict=False):
+            run.state, metrics = step(run.state, batch)
+            run.log(metrics)
+        run._read(run._late.drain())
+        assert [row["step"] for row in metrics_of(tmp_path)] == [str(n) for n in range(1, 9)]
 
 
 def test_watch_keeps_every_nth_step():

@@ -50,6 +50,12 @@ def test_a_loss_scale_moves_the_bars_and_leaves_the_line_of_what_was():
     assert page.get_suptitle() == "Nothing becomes 0 in bfloat16"
 
 
+def test_a_tensor_without_values_has_no_bars():
+    empty = numerics(jnp.sum)(jnp.zeros((0, 3))).gradients[""]
+    page = plots.exponents(empty, loss_scale=8)
+    assert not bars(page.axes[0]) and page.get_suptitle() == "Nothing becomes 0 in float16"
+
+
 def test_the_ranges_of_the_formats_are_drawn_where_they_are():
     strips = plots.exponents(statistics_of(X)).axes[-1]
     rows = {label.get_text(): y for y, label in enumerate(strips.get_yticklabels())}
@@ -112,6 +118,16 @@ def test_a_heat_map_has_the_shares_of_each_tensor_by_step(watched, tmp_path):
     np.testing.assert_array_equal(heat(page.axes[1]), 100 * np.array(zeros))
 
 
+def test_the_cells_of_a_large_heat_map_have_no_border_that_hides_them():
+    widths = {}
+    for size in (2, 61):
+        watch = Watch(lambda params: sum(params.values()), every=1)
+        watch(1, {f"layer_{n}": jnp.float32(n) for n in range(size)})
+        (cells,) = plots.underflow(watch, "gradients").axes[0].collections
+        widths[size] = float(np.max(cells.get_linewidth()))
+    assert widths == {2: 0.2, 61: 0}
+
+
 def test_a_heat_map_says_what_it_needs(watched, tmp_path):
     with pytest.raises(ValueError, match="a heat map shows activations, activation_gradients, gradients, updates, got"):
         plots.underflow(watched, "weights")
@@ -159,6 +175,8 @@ def test_a_timeline_has_the_scale_of_each_step_and_marks_those_that_were_skipped
     assert page.get_suptitle() == "1 of 9 steps was skipped; the loss scale went from 2^15 to 2^14"
     assert plots.loss_scale(STEPS[:4]).get_suptitle() == "0 of 4 steps were skipped; the loss scale stayed at 2^15"
     assert plots.loss_scale(run).get_suptitle() == page.get_suptitle()
+    (alone,) = plots.loss_scale(STEPS[:1]).axes[0].lines
+    assert alone.get_marker() == "o" and scale.get_marker() == "None"  # one point makes no line
 
 
 def test_a_timeline_says_what_it_needs(tmp_path):
@@ -194,6 +212,12 @@ def test_errors_are_drawn_where_their_scopes_stand():
     assert page.get_suptitle().startswith("The error enters nowhere at once; largest: ")
 
 
+def test_errors_have_no_line_of_a_half_dtype_that_nothing_has():
+    found = compare(lambda x: jnp.exp(x), "mixed_float16", grad=False)(jnp.ones(3))
+    (axes,) = plots.errors(found).axes
+    assert {row.dtype for row in found.rows} == {"float32"} and not axes.lines and axes.get_legend() is None
+
+
 def plan_of(peak, **kinds):
     return Memory("a GPU", peak, {**kinds, "temporaries": peak - sum(kinds.values())}, {"float32": peak}, (), 2, int)
 
@@ -208,10 +232,12 @@ def test_memory_is_drawn_by_kind_and_dtype():
     assert " 61 (-39%)" in texts(page) and page.axes[1].get_xlabel() == "MiB at the peak"
     assert page.get_suptitle() == "half needs 39% less memory than float32 on a GPU"
     small = memory(lambda params, batch: (batch @ params).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
-    assert plots.memory({"it": small}).get_suptitle() == f"it needs {small.peak / 1024:,.0f} KiB on {small.device}"
+    assert plots.memory({"it": small}).get_suptitle() == f"it needs {small.peak / 1024:,.2f} KiB on {small.device}"
     assert plots.memory({"a": plans["half"], "b": plans["float32"]}).get_suptitle().startswith("Nothing needs less")
     with pytest.raises(ValueError, match=r"a picture of memory needs a plan, but there is none; pass \{name: memory"):
         plots.memory({})
+    with pytest.raises(ValueError, match="a picture of memory needs a plan that takes some, but a takes none; leave"):
+        plots.memory({"a": plan_of(0), "b": plan_of(1)})
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +284,21 @@ def test_a_large_plan_is_drawn_by_scope_alone_and_one_that_changes_nothing_says_
     assert plots.casts(plan).get_suptitle() == "Nothing changes: no product is half"
     with pytest.raises(ValueError, match="a graph needs operations on floating values, but the plan has none; plan"):
         plots.casts(jaxmp.cast_plan(lambda n: n + 1, "mixed_bfloat16")(jnp.ones(3, int)))
+
+
+def test_float8_has_its_own_colour_and_is_narrower_than_float32():
+    def scaled(w, x):
+        with jax.named_scope("cast"):
+            narrow = jnp.tanh(w).astype("float8_e4m3fn")
+        with jax.named_scope("moved"):
+            narrow = narrow.reshape(-1).reshape(4, 4)
+        return x @ narrow.astype(jnp.float32)
+
+    page = plots.casts(jaxmp.cast_plan(scaled, "mixed_bfloat16")(jnp.ones((4, 4)), jnp.ones((4, 4))))
+    legend = {text.get_text(): patch.get_facecolor() for legend in page.legends
+              for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True)
+              if text.get_text().startswith("computed")}  # fmt: skip
+    assert set(legend) >= {"computed in float32", "computed in float8_e4m3fn"} and len(set(legend.values())) == 3
 
 
 def test_who_has_no_matplotlib_is_told_what_to_install(monkeypatch):
