@@ -350,7 +350,9 @@ def _readable(text: str) -> str:
 
 
 def _compact(value: Any) -> Any:
-    return f"{value:.7g}" if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return f"{value:.0f}" if value.is_integer() else f"{value:.7g}"  # a loss scale of 2^24 has eight digits
 
 
 def _shown(name: str, value: Any) -> str:

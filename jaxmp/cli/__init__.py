@@ -13,7 +13,7 @@ from typing import Any
 import jaxmp
 from jaxmp.cli import arguments, inspecting
 from jaxmp.cli.errors import UsageError
-from jaxmp.cli.printing import print_columns, print_json, print_pairs, show
+from jaxmp.cli.printing import check_plot, print_columns, print_json, print_pairs, show
 
 _Run = Callable[[argparse.Namespace], int]
 _COMMANDS: dict[str, tuple[_Run, arguments.Arguments]] = {}
@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
+        if getattr(options, "plot", None) is not None:
+            check_plot(options.plot)
         code = _COMMANDS[options.command][0](options)
         sys.stdout.flush()
         return code

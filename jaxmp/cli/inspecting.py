@@ -144,8 +144,7 @@ def watch(options: argparse.Namespace) -> int:
             watching.live(console(), Path(options.run))
     else:
         terminal = console()
-        terminal.width = max(terminal.width, 120)  # the bars of one step are under those of another
-        print_rich(terminal, watching.picture(title, rows))
+        print_rich(terminal, watching.picture(terminal.width, title, rows))
     return 0
 
 

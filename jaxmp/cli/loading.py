@@ -87,8 +87,8 @@ def told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None
 
 
 def _place(error: Exception) -> str:
-    """The last line of code outside of JAX, Flax and jaxmp that ``error`` has passed through."""
-    packages = [Path(str(package.__file__)).parent for package in (jax, flax, jaxmp)]
+    """The last line of code outside of JAX, Flax, jaxmp and importlib that ``error`` has passed through."""
+    packages = [Path(str(package.__file__)).parent for package in (jax, flax, jaxmp, importlib)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_file() and not any(path.is_relative_to(package) for package in packages):

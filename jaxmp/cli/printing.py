@@ -7,7 +7,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from jaxmp.cli.errors import UsageError
 
 
 def print_json(value: Any) -> None:
@@ -25,6 +28,22 @@ def show(options: argparse.Namespace, result: Any, draw: Callable[[Any], Any] | 
         print(result)
     if draw is not None:
         plot(options, draw)
+
+
+def check_plot(name: str) -> None:
+    """Checks before a long command that the picture can be written after it.
+
+    Raises:
+      UsageError: the file has another ending, or no folder.
+    """
+    file = Path(name)
+    fault = None if file.suffix.lower() in (".png", ".pdf", ".svg") else "ends otherwise"
+    fault = fault if file.parent.is_dir() else f"has no folder {file.parent}"
+    if fault:
+        raise UsageError(
+            f"--plot names a file that ends in .png, .pdf or .svg, in a folder that is there, but {name!r} {fault}; "
+            "name another file, or make the folder"
+        )
 
 
 def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:

@@ -27,8 +27,8 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     return "  ".join(f"{name} {last[name]}" for name in names) + f"  skipped {skipped}", seen
 
 
-def picture(title: str, rows: list[dict[str, Any]], width: int = 40) -> Any:
-    """A table: of each layer the share of activation gradients that vanish, step by step, and updates' ratios."""
+def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
+    """A table so wide: of each tensor the share of its gradients that vanishes, of the last steps that were watched."""
     from rich.table import Table
     from rich.text import Text
 
@@ -37,8 +37,10 @@ def picture(title: str, rows: list[dict[str, Any]], width: int = 40) -> Any:
     last = rows[-1]
     caption = f"for {last['dtype']}: watched at step {last['step']}, recommended scale {last['recommended_scale']:g}"
     grid = Table(title=Text(title), caption=Text(caption), box=None, pad_edge=False, title_justify="left")
-    for name in ("tensor", "vanished now", "0 as computed", "vanished, by step from 0 to 100 %"):
-        grid.add_column(name, overflow="fold")
+    width = min(40, columns // 4)
+    grid.add_column("tensor", overflow="fold")
+    for name in ("vanished now", "0 as computed", "by step, to 100 %"):
+        grid.add_column(name, no_wrap=True)
     for kind in ("activation_gradients", "gradients"):
         for path, share in last["vanished"][kind].items():
             history = [row["vanished"][kind].get(path, 0.0) for row in rows[-width:]]
@@ -52,8 +54,8 @@ def live(console: Any, folder: Path, seconds: float = 2.0) -> None:
     """Shows a run until it has its summary or the user has seen enough."""
     from rich.live import Live
 
-    with Live(picture(*watched(folder)), console=console, auto_refresh=False) as display:
+    with Live(picture(console.width, *watched(folder)), console=console, auto_refresh=False) as display:
         while not (folder / "summary.json").exists():
             time.sleep(seconds)
-            display.update(picture(*watched(folder)), refresh=True)
-        display.update(picture(*watched(folder)), refresh=True)
+            display.update(picture(console.width, *watched(folder)), refresh=True)
+        display.update(picture(console.width, *watched(folder)), refresh=True)

@@ -151,6 +151,9 @@ def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
         "importing 'plan_cli_crash' failed: ZeroDivisionError: division by zero (line 1 of plan_cli_crash.py: 1 / 0)"
     )
     assert error(capsys, "plan_cli_crash:f") == expected
+    (here / "plan_cli_syntax.py").write_text("def f(:\n")
+    expected = "importing 'plan_cli_syntax' failed: SyntaxError: invalid syntax (plan_cli_syntax.py, line 1)"
+    assert error(capsys, "plan_cli_syntax:f") == expected
     assert "unknown dtype 'float23'" in error(capsys, "jax.numpy:negative", "--arg", "float23[8]")
 
 

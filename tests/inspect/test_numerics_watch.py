@@ -11,11 +11,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
 import jaxmp
 from experiments import language_modeling
 from experiments.training import loop, runs, watching
 from jaxmp import cli
+from jaxmp.cli.watching import picture
 from jaxmp.inspect import Watch, numerics
 from jaxmp.inspect.watch import FILE, read
 from jaxmp.inspect.watch import metrics as metrics_of
@@ -112,6 +114,18 @@ def test_the_command_says_what_it_needs(run, tmp_path, capsys):
     assert "a heat map needs a step that was watched" in capsys.readouterr().err
 
 
+def test_the_bars_of_one_step_are_under_those_of_another_at_80_columns():
+    row = {"step": 1, "dtype": "float16", "recommended_scale": 8.0}
+    kinds = {"activation_gradients": {f"{n}/a_path_that_is_longer_than_its_column" * 3: 1.0 for n in "ab"},
+             "gradients": {}}  # fmt: skip
+    terminal = Console(width=80)
+    with terminal.capture() as shown:
+        terminal.print(picture(80, "title", [{**row, "vanished": kinds, "zeros": kinds}] * 50))
+    lines = shown.get().splitlines()
+    assert [line.rstrip().rpartition(" ")[2] for line in lines if "█" in line] == ["█" * 20] * 2
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
     (tmp_path / FILE).write_text('{"step": 1}\n{"ste')
     assert read(tmp_path) == [{"step": 1}]
@@ -128,7 +142,8 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(run, tmp_path):
 
 def test_whoever_watches_reads_each_step_at_once_and_nothing_of_an_earlier_run(tmp_path):
     step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (params**2, model_state))
-    state = jaxmp.TrainState.create(params=jnp.float32(1), tx=optax.sgd(0.1))
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(2.0**24))
+    state = jaxmp.TrainState.create(params=jnp.float32(1), tx=tx)
     experiment = SimpleNamespace(step=step, steps=9, precision={}, unit="examples", batch_size=1,
                                  train_batches=lambda seed, start: iter(range(9)))  # fmt: skip
     for name in (FILE, "summary.json"):
@@ -140,7 +155,8 @@ def test_whoever_watches_reads_each_step_at_once_and_nothing_of_an_earlier_run(t
             run.state, metrics = step(run.state, batch)
             run.log(metrics)
         run._read(run._late.drain())
-        assert [row["step"] for row in metrics_of(tmp_path)] == [str(n) for n in range(1, 9)]
+        found = [(row["step"], row["loss_scale"]) for row in metrics_of(tmp_path)]
+    assert found == [(str(n), str(2**24)) for n in range(1, 9)]
 
 
 def test_watch_keeps_every_nth_step():

@@ -323,5 +323,16 @@ def test_the_commands_write_a_picture(tmp_path, monkeypatch, capsys):
         assert cli.main([command, "plotted:loss_fn", "--args", "plotted:args", "--plot", f"{command}.png"]) == 0
         assert (tmp_path / f"{command}.png").read_bytes()[:4] == b"\x89PNG"
     capsys.readouterr()
-    assert cli.main(["plan", "plotted:loss_fn", "--args", "plotted:args", "--plot", "plan.abc"]) == 2
-    assert "jaxmp plan: error: Format 'abc' is not supported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("plan.abc", "ends otherwise"), ("plan", "ends otherwise"), (".", "ends otherwise"), ("", "ends otherwise"),
+     ("no/plan.png", "has no folder no")],
+)  # fmt: skip
+def test_a_picture_that_cannot_be_written_ends_the_command_before_it_runs(name, fault, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "nowhere:nothing", "--plot", name]) == 2
+    rule = "--plot names a file that ends in .png, .pdf or .svg, in a folder that is there"
+    expected = f"jaxmp plan: error: {rule}, but {name!r} {fault}; name another file, or make the folder\n"
+    assert capsys.readouterr() == ("", expected) and not [*tmp_path.iterdir()]
