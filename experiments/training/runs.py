@@ -176,9 +176,12 @@ class Run:
             yield batch
 
     def _watched(self, state: jaxmp.TrainState, batch: Batch) -> Any:
-        """The step that comes, counted if its number says so; to compile it then does not count as training."""
+        """The step that comes, counted if its number says so; to compile either program is not counted as training."""
         assert self._watch is not None
-        if self._step != (self._start // self._config.watch + 1) * self._config.watch:
+        every = self._config.watch
+        first = (self._start // every + 1) * every
+        plain = first + 1 if first == self._start + 1 and every > 1 else first
+        if self._step not in (first, plain):
             return self._watch.step(self._step, state, batch)
         with self._pause():
             return jax.block_until_ready(self._watch.step(self._step, state, batch))
@@ -192,6 +195,7 @@ class Run:
             jax.block_until_ready(metrics)
             self._compile_s = time.perf_counter() - self._started
             self._started = self._last_read = time.perf_counter()
+            self._paused_s = 0.0  # of a first step that is watched
         if self._watch:
             self._watch.log(self._step, metrics, self._board)
         self._read(self._late.push(self._step, metrics))

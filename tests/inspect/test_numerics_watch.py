@@ -140,12 +140,17 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(run, tmp_path):
         assert (tmp_path / FILE).read_text() == '{"step": 2}\n'
 
 
+def nine_steps(step):
+    fields = {"step": step, "steps": 9, "precision": {}, "unit": "examples", "batch_size": 1,
+              "train_batches": lambda seed, start: iter(range(9))}  # fmt: skip
+    return dataclasses.make_dataclass("Few", fields)(**fields)
+
+
 def test_whoever_watches_reads_each_step_at_once_and_nothing_of_an_earlier_run(tmp_path):
     step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (params**2, model_state))
     tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(2.0**24))
     state = jaxmp.TrainState.create(params=jnp.float32(1), tx=tx)
-    experiment = SimpleNamespace(step=step, steps=9, precision={}, unit="examples", batch_size=1,
-                                 train_batches=lambda seed, start: iter(range(9)))  # fmt: skip
+    experiment = nine_steps(step)
     for name in (FILE, "summary.json"):
         (tmp_path / name).write_text('{"step": 1}\n')
     config = language_modeling.Config(checkpoint_every=0, evaluate_every=0)
@@ -157,6 +162,24 @@ def test_whoever_watches_reads_each_step_at_once_and_nothing_of_an_earlier_run(t
         run._read(run._late.drain())
         found = [(row["step"], row["loss_scale"]) for row in metrics_of(tmp_path)]
     assert found == [(str(n), str(2**24)) for n in range(1, 9)]
+
+
+@pytest.mark.parametrize(("every", "start"), [(1, 0), (2, 1)])
+def test_the_time_of_a_run_whose_first_step_is_watched_is_that_of_its_steps(every, start, tmp_path):
+    step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (params**2, model_state))
+    state = jaxmp.TrainState.create(params=jnp.float32(1), tx=optax.sgd(0.1))
+    experiment = nine_steps(step)
+    checkpoint = SimpleNamespace(step=start, about={"metrics_bytes": 0}) if start else None
+    config = language_modeling.Config(checkpoint_every=0, evaluate_every=0, watch=every)
+    with runs.Run("it", config, experiment, state, tmp_path, checkpoint) as run:
+        pauses = []
+        for batch in zip(run.batches(), range(4), strict=False):
+            run.state, metrics = run.experiment.step(run.state, batch)
+            run.log(metrics)
+            pauses.append(run._paused_s)
+        run._read(run._late.drain())
+    assert pauses[0] == 0 and (pauses[1] > 0) == (every == 2) and pauses[1] == pauses[3]  # the plain one compiles next
+    assert all(row["input_wait"] < 1 for row in run._rows[1:])
 
 
 def test_watch_keeps_every_nth_step():
