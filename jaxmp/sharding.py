@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_me
 
 from jaxmp import hlo
 from jaxmp import tree as _tree
-from jaxmp.dtypes import nearest
+from jaxmp.dtypes import canonical_dtype, nearest
 from jaxmp.patterns import Path, is_class_pattern, matches
 from jaxmp.rounding import Float8Blocks
 from jaxmp.training import TrainState
@@ -74,11 +74,14 @@ def fsdp_specs(
         own = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
         return _following(shapes, shapes.params, own, mesh)
     _require_axes(mesh, [axis], "axis")
-    rules, stacked = dict(rules or {}), tuple(stacked or ())
+    rules, stacked = dict(rules or {}), _tuple(stacked)
     leaves = jax.tree.leaves_with_path(shapes)
     paths = [_parts(path) for path, _ in leaves]
     for pattern in (*rules, *stacked):
         _require_match(pattern, paths)
+    for pattern, rule in rules.items():
+        if not _is_spec(rule):
+            raise TypeError(f"a rule gives a PartitionSpec, got {rule!r} for {pattern!r}; write jax.P('{axis}'), say")
 
     def spec_of(path: Any, leaf: Any) -> PartitionSpec:
         parts, shape = _parts(path), tuple(leaf.shape)
@@ -130,7 +133,7 @@ def init_state(
         come to lie whole on every device.
 
     Raises:
-      ValueError: the specs are of another tree than the params.
+      ValueError: the specs are of another tree than the params, or do not fit them.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
@@ -147,7 +150,7 @@ def init_state(
         return TrainState.create(params=make_params(), tx=tx, **static, **arrays)
 
     shapes = jax.eval_shape(make, arrays)
-    _require_specs(shapes.params, specs)
+    describe(shapes.params, specs, mesh)  # raises if they do not fit
     shardings = [NamedSharding(mesh, spec) for spec in _specs_in(_following(shapes, shapes.params, specs, mesh))]
     with jax.set_mesh(mesh):
         leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
@@ -177,7 +180,8 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
 
     Raises:
       ValueError: no mesh is set or it lacks an axis; ``reduce_dtype`` cannot be had on axes of type Auto; the specs are
-        of another tree; in ``shard_map``, an array axis is split over an axis of ``axes`` and then over another.
+        of another tree, or do not fit; a dtype is not floating; in ``shard_map``, an array axis is split over an axis
+        of ``axes`` and then over another.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     >>> with jax.set_mesh(mesh):
@@ -192,6 +196,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
             "gather moves weights over a mesh, and none is set; write with jax.set_mesh(mesh): around the step, or "
             "call it inside jax.shard_map"
         )
+    axes, dtype, reduce_dtype = _tuple(axes), canonical_dtype(dtype), canonical_dtype(reduce_dtype)
     _require_axes(mesh, axes, "axes")
     _require_specs(tree, specs)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -206,7 +211,10 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     def gathered(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
         if not _tree.is_float_array(leaf) or not set(_names_of(spec)) & set(axes):
             return leaf
-        return how(leaf, spec, tuple(axes), np.dtype(dtype), np.dtype(reduce_dtype), _tree.path_name(path))
+        name = _tree.path_name(path)
+        if how is not _collected:  # there a leaf is one device's part
+            _fitting(spec, name, name, leaf.shape, mesh)
+        return how(leaf, spec, axes, dtype, reduce_dtype, name)
 
     return jax.tree.map_with_path(gathered, tree, specs)
 
@@ -219,7 +227,9 @@ def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
         return jax.sharding.reshard(leaf.astype(dtype), PartitionSpec(*_without(spec, over), reduced=set(over)))
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
-        return (jax.sharding.reshard(cotangent.astype(reduce_dtype), spec).astype(leaf.dtype),)
+        return (
+            jax.sharding.reshard(cotangent.astype(reduce_dtype), jax.typeof(leaf).sharding.spec).astype(leaf.dtype),
+        )
 
     whole.defvjp(lambda leaf: (whole(leaf), None), backward)
     return whole(leaf)
@@ -487,7 +497,7 @@ def _text(spec: PartitionSpec) -> str:
 
 
 def _parts(path: Any) -> Path:
-    return tuple(_tree.path_name(path).split("/"))
+    return tuple(_tree.path_name(path).split("/")) if path else ()
 
 
 def _covers(pattern: str, path: Path) -> bool:
@@ -552,7 +562,7 @@ def _specs_in(specs: Any) -> list[PartitionSpec]:
 
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype")
+    return hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)
 
 
 def _tuple(entry: Any) -> tuple[str, ...]:

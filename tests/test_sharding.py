@@ -108,6 +108,19 @@ class TestSpecs:
         inner = sharding.fsdp_specs(adam, mesh_of(), min_size=1024, stacked=["**"]).opt_state.inner_state[0]
         assert (inner.mu, inner.nu, inner.count) == (SPECS, SPECS, P())
 
+    def test_moments_of_a_single_array_follow_it(self):
+        shapes = jax.eval_shape(lambda: jaxmp.TrainState.create(params=jnp.ones((256, 256)), tx=optax.adam(1e-3)))
+        assert sharding.fsdp_specs(shapes, mesh_of()).opt_state.inner_state[0].mu == P("fsdp")
+
+    def test_one_pattern_is_a_list_of_one(self):
+        shapes = {"blocks": shape(512, 256, 256)}
+        assert sharding.fsdp_specs(shapes, mesh_of(), stacked="blocks") == {"blocks": P(None, "fsdp")}
+
+    @pytest.mark.parametrize("rule", [None, ("fsdp",), "fsdp"])
+    def test_a_rule_that_is_no_spec(self, rule):
+        with pytest.raises(TypeError, match=r"a rule gives a PartitionSpec, got .* for 'a'; write jax.P\('fsdp'\)"):
+            sharding.fsdp_specs({"a": shape(8)}, mesh_of(), rules={"a": rule})
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -168,6 +181,24 @@ class TestInitialState:
     def test_other_params_than_the_specs_are_refused(self):
         with pytest.raises(ValueError, match="structure of the arrays"):
             sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), {"w": P()})
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            (P("tensor"), "which has 'fsdp', got 'tensor'"),
+            (P("fsdp"), r"got 3 over 4 \('fsdp'\) in 'up'"),
+            (P(None, None, None, "fsdp"), "at most one entry for each axis of the leaf"),
+        ],
+    )
+    def test_specs_that_do_not_fit_are_refused(self, spec, message):
+        with pytest.raises(ValueError, match=message):
+            sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), {**SPECS, "up": spec})
+
+    def test_numbers_of_numpy_are_what_they_are_for_create(self):
+        fields = {"rng": np.int64(3), "ema": np.bool_(True)}
+        state = sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), SPECS, **fields)
+        np.testing.assert_array_equal(jax.random.key_data(state.rng), jax.random.key_data(jax.random.key(3)))
+        assert state.ema_params is not None
 
 
 def reshards(jaxpr):
@@ -232,6 +263,31 @@ class TestGather:
             specs = {"small": P(), "count": P("fsdp")}
             found = jax.jit(lambda tree: sharding.gather(tree, specs, "bfloat16"))(tree)
         assert (found["small"].dtype, found["count"].dtype) == (jnp.float32, jnp.int32)
+
+    @pytest.mark.parametrize("place", [P(), P(None, "fsdp")])
+    def test_a_weight_that_lies_elsewhere_gets_its_gradient_there(self, place):
+        with jax.set_mesh(mesh_of()):
+            w, x = jax.device_put(jnp.ones((8, 8)), place), jax.device_put(jnp.ones((8, 8)), P("fsdp"))
+
+            def loss(w):
+                return jnp.sum(x @ sharding.gather({"w": w}, {"w": P("fsdp")}, "bf16", axes="fsdp")["w"].astype("f4"))
+
+            found = jax.jit(jax.grad(loss))(w)
+        assert found.sharding.is_equivalent_to(w.sharding, 2)
+        np.testing.assert_array_equal(np.asarray(found), 8.0)
+
+    @pytest.mark.parametrize(
+        ("dtype", "spec", "message"),
+        [
+            ("int8", P("fsdp"), "dtypes must be floating, got int8"),
+            ("bfloat17", P("fsdp"), "unknown dtype 'bfloat17'; known names, nearest first: 'bfloat16'"),
+            ("bfloat16", P(None, None, "fsdp"), "at most one entry for each axis of the leaf"),
+            ("bfloat16", P(("fsdp", "tensor")), "which has 'fsdp', got 'tensor'"),
+        ],
+    )
+    def test_dtypes_and_specs_that_are_none(self, dtype, spec, message):
+        with jax.set_mesh(mesh_of()), pytest.raises(ValueError, match=message):
+            sharding.gather({"a": jnp.ones((8, 8))}, {"a": spec}, dtype)
 
     def test_no_mesh(self):
         with pytest.raises(ValueError, match="moves weights over a mesh, and none is set; write with"):
