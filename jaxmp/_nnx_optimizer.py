@@ -17,7 +17,7 @@ from flax.errors import TraceContextError
 from jaxmp import tree as _tree
 from jaxmp._nnx_objects import value_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
-from jaxmp.optimizer import get_loss_scale, has_loss_scale, loss_scaling, take_step
+from jaxmp.optimizer import get_loss_scale, has_loss_scale, loss_scaling, require_outermost, take_step
 from jaxmp.optimizer import scaled_loss as _scaled_loss
 from jaxmp.optimizer import unscaled_norm as _unscaled_norm
 from jaxmp.optimizer import warn_if_behind as _warn_if_behind
@@ -44,7 +44,8 @@ class Optimizer(_Object):
         ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
 
     Raises:
-      ValueError: ``tx`` has a loss scale and ``loss_scale`` is given as well, or ``tx`` has several.
+      ValueError: ``tx`` has a loss scale and ``loss_scale`` is given as well, or ``tx`` has several; something but
+        ``loss_scaling`` stands around ``low_precision``.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -81,6 +82,7 @@ class Optimizer(_Object):
         _warn_if_behind(tx, params, stacklevel=5)  # three are of NNX
         super().__init__(model, optax.with_extra_args_support(tx), wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
+        require_outermost(tx, self.opt_state)
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
         self.ema: Any = nnx.data(_tree.widen(nnx.as_pure(params)) if ema else None)
@@ -137,7 +139,7 @@ class Optimizer(_Object):
         grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
         updates, new_params, opt_state, skipped = take_step(self.tx, grads, opt_state, params, kwargs)
         nnx.update(model, _tree.select_tree(skipped == 0, new_params, params))
-        nnx.update(self.opt_state, nnx.state(opt_state))
+        _set(self.opt_state, opt_state)
         self.step[...] += 1
         self._skipped[...] += skipped
         if self._before is not None:
@@ -149,9 +151,14 @@ class Optimizer(_Object):
         """Takes over what a train step made of this optimizer's state."""
         variables = self.opt_state, self.step, self._skipped, self._stuck
         values = state.opt_state, state.step, state.skipped, state.stuck
-        jax.tree.map(nnx.Variable.set_raw_value, variables, values, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        _set(variables, values)
         if self.ema is not None:
             self.ema = nnx.data(state.ema_params)
+
+
+def _set(variables: Any, values: Any) -> None:
+    """Gives each Variable its value, which may be a tree (``nnx.update`` would make a State of it)."""
+    jax.tree.map(nnx.Variable.set_raw_value, variables, values, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def require_optimizer(optimizer: Any, who: str) -> None:

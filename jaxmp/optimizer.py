@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from jaxmp.loss_scale import LossScale, as_loss_scale
-from jaxmp.rounding import LowPrecision, LowPrecisionState, decoded
+from jaxmp.rounding import BEHIND_LOW_PRECISION, LowPrecision, LowPrecisionState, decoded, rounds_params
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
 
 T = TypeVar("T")
@@ -168,20 +168,13 @@ def loss_scaling(
     return tx
 
 
-BEHIND_LOW_PRECISION = (
-    "low_precision rounds params, so nothing but loss_scaling may stand around it: what does changes its updates, or "
-    "hands it params in float32; put it outside: jaxmp.loss_scaling(jaxmp.low_precision(optax.chain(…)), loss_scale)"
-)
+def require_outermost(tx: Any, opt_state: Any) -> None:
+    """Raises if :func:`jaxmp.low_precision` stands anywhere in ``tx`` but right inside :func:`loss_scaling`."""
+    if rounds_params(opt_state) and not _is_outermost_low_precision(tx):
+        raise ValueError(BEHIND_LOW_PRECISION)
 
 
-def rounds_params(opt_state: Any) -> bool:
-    """Whether an optimizer's state has :func:`jaxmp.low_precision`'s in it."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LowPrecisionState))
-    return any(isinstance(node, LowPrecisionState) for node in nodes)
-
-
-def is_outermost_low_precision(tx: Any) -> bool:
-    """Whether ``tx`` is :func:`loss_scaling` around :func:`jaxmp.low_precision`."""
+def _is_outermost_low_precision(tx: Any) -> bool:
     return isinstance(tx, _LossScaling) and isinstance(tx.inner, LowPrecision)
 
 
@@ -189,7 +182,7 @@ def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
     """The state of the optimizer in another ``loss_scaling`` as that in ``tx`` stores it."""
     if isinstance(inner_state, LowPrecisionState):
         inner_state = decoded(inner_state.inner_state)
-    return tx.inner.wrap(inner_state, params) if is_outermost_low_precision(tx) else inner_state
+    return tx.inner.wrap(inner_state, params) if _is_outermost_low_precision(tx) else inner_state
 
 
 class _LossScaling(optax.GradientTransformationExtraArgs):

@@ -8,13 +8,13 @@ another 16 bits. Moments in 8 bits with a scale for each block: Dettmers et al. 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,8 +64,7 @@ class LowPrecisionState(NamedTuple):
     compensation: Any
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["squared"])
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Float8Blocks:
     """An array in 8 bits: a code for each number, and a scale for each block along the last axis.
 
@@ -77,7 +76,7 @@ class Float8Blocks:
 
     codes: jax.Array
     scales: jax.Array
-    squared: bool = False
+    squared: bool = flax.struct.field(pytree_node=False, default=False)
 
     def decoded(self) -> jax.Array:
         """The array, float32. Of a positive second moment never 0, for an optimizer divides by its root."""
@@ -149,6 +148,8 @@ def low_precision(
     def init(weights: optax.Params) -> LowPrecisionState:
         _require_dtypes(weights)
         state = inner.init(widen(weights))
+        if rounds_params(state):
+            raise ValueError(BEHIND_LOW_PRECISION)
         if moments != "float32" and not any(kind for _, kind in _kinds(state)):
             raise ValueError(
                 f"moments={moments!r} stores an optimizer's moments in fewer bits, but the state of this one has none "
@@ -204,6 +205,18 @@ class LowPrecision(optax.GradientTransformationExtraArgs):
 
     def __str__(self) -> str:
         return self.shown()
+
+
+BEHIND_LOW_PRECISION = (
+    "low_precision rounds params, so nothing but loss_scaling may stand around it: what does changes its updates, or "
+    "hands it params in float32; put it outside: jaxmp.loss_scaling(jaxmp.low_precision(optax.chain(…)), loss_scale)"
+)
+
+
+def rounds_params(opt_state: Any) -> bool:
+    """Whether an optimizer's state has :func:`jaxmp.low_precision`'s in it."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LowPrecisionState))
+    return any(isinstance(node, LowPrecisionState) for node in nodes)
 
 
 def _landing(params: str, seed: int, count: jax.Array, path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
@@ -356,7 +369,10 @@ def _shown(inner: Any, params: str, moments: str, seed: int, block: int) -> str:
     lines = [f"bfloat16 params {how.get(params, 'rounded to nearest')}, others as they are"]
     stored = {"float32": "float32", "bfloat16": "bfloat16, rounded stochastically"}
     code = f"float8_e4m3fn, rounded stochastically, a scale for {block}; float32 where the last axis is no multiple"
-    example = jax.eval_shape(inner.init, {"w": jax.ShapeDtypeStruct((block, block), jnp.float32)})
+    try:
+        example = jax.eval_shape(inner.init, {"w": jax.ShapeDtypeStruct((block, block), jnp.float32)})
+    except Exception:  # a mask or labels of other params
+        return "\n".join([*lines, f"moments: {stored.get(moments, code)}; their names depend on the params"])
     for name, kind in _kinds(example):
         root = "root in " if kind == "second" and moments == "float8" else ""
         lines.append(f"{name}: {root}{stored.get(moments, code) if kind else 'as it is'}")
@@ -377,9 +393,8 @@ def _is_blocks(leaf: Any) -> bool:
 
 def _filled(compensation: Any, weights: Any) -> Any:
     """``compensation`` with a zero in the place of each None, so that it can be mapped beside the params."""
-    leaves = jax.tree.leaves(compensation, is_leaf=lambda leaf: leaf is None)
-    filled = [jnp.bfloat16(0) if leaf is None else leaf for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(weights), filled)
+    leaves = iter(jax.tree.leaves(compensation))
+    return jax.tree.map(lambda leaf: next(leaves) if _is_rounded(leaf) else jnp.bfloat16(0), weights)
 
 
 def _require_dtypes(weights: Any) -> None:

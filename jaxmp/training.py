@@ -27,17 +27,15 @@ from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
-    BEHIND_LOW_PRECISION,
     described,
     get_loss_scale,
     get_loss_scaling_state,
     has_loss_scale,
     in_precision_of,
     is_number,
-    is_outermost_low_precision,
     loss_scaling,
     require_loss,
-    rounds_params,
+    require_outermost,
     scaled_value_and_grad,
     take_step,
     unscaled_norm,
@@ -128,8 +126,7 @@ class TrainState(flax.struct.PyTreeNode):
                 "optax.lookahead, which updates a pair of trees by gradients of one; call tx.init(pair) and tx.update "
                 "by hand, tx in jaxmp.loss_scaling, with jaxmp.scaled_value_and_grad(loss_fn, opt_state)(pair.fast)"
             )
-        if rounds_params(opt_state) and not is_outermost_low_precision(tx):
-            raise ValueError(BEHIND_LOW_PRECISION)
+        require_outermost(tx, opt_state)
         warn_if_behind(tx, params, stacklevel=2)
         state = cls(
             step=jnp.zeros((), jnp.int32),
@@ -157,7 +154,7 @@ class TrainState(flax.struct.PyTreeNode):
         """
         old = get_loss_scaling_state(self.opt_state)
         if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
-            tx = loss_scaling(tx, old.loss_scale)
+            tx = loss_scaling(tx, old.loss_scale, grad_norm=old.grad_norm is not None)
         new = old._replace(inner_state=in_precision_of(tx, old.inner_state, self.params))
         wanted: Any = jax.tree.structure(jax.eval_shape(tx.init, self.params))
         found: Any = jax.tree.structure(new)

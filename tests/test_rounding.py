@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -150,6 +152,14 @@ class TestParams:
             weights = optax.apply_updates(weights, updates)
         assert abs(float(weights["w"]) + float(state.compensation["w"]) - 1.1) < 2e-3
 
+    def test_kahan_takes_params_with_none_and_float32_among_them(self):
+        weights = {"w": jnp.ones(4, jnp.bfloat16), "none": None, "norm": jnp.ones(4), "x": jnp.ones(2, jnp.bfloat16)}
+        tx = jaxmp.low_precision(optax.sgd(1e-3), params="kahan")
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, weights), tx.init(weights), weights)
+        assert updates["none"] is None and state.compensation["norm"] is None
+        np.testing.assert_array_equal(state.compensation["w"], jnp.asarray([-1e-3] * 4, jnp.bfloat16))
+        np.testing.assert_array_equal(state.compensation["x"], jnp.asarray([-1e-3] * 2, jnp.bfloat16))
+
     @pytest.mark.parametrize("bad", [np.inf, np.nan])
     def test_what_is_not_finite_is_seen(self, bad):
         weights = {"w": jnp.ones(4, jnp.bfloat16)}
@@ -212,6 +222,17 @@ class TestMoments:
         _, new = jax.jit(tx.update)({"w": jnp.ones((4, 4))}, state, weights)
         assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
 
+    def test_the_table_of_an_optimizer_that_wants_other_params(self):
+        tx = jaxmp.low_precision(optax.masked(optax.adam(1e-3), {"x": True}), moments="bfloat16")
+        assert "moments: bfloat16, rounded stochastically; their names depend on the params" in str(tx)
+
+    def test_flax_writes_and_reads_blocks(self):
+        tx, weights = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=2), {"w": jnp.ones((2, 4))}
+        _, state = tx.update(weights, tx.init(weights), weights)
+        found = flax.serialization.from_bytes(tx.init(weights), flax.serialization.to_bytes(state))
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        jax.tree.map(np.testing.assert_array_equal, found, state)
+
     def test_a_positive_second_moment_never_becomes_0(self):
         values = jnp.asarray([[1e-36, 1e-12, 1e-6, 1.0], [0.0, 1e-36, 1e-37, 2e-38]], jnp.float32)
         for moments in ("bfloat16", "float8"):
@@ -271,8 +292,33 @@ class TestOfATrainState:
             inside.init(weights)
         with pytest.raises(ValueError, match="nothing but loss_scaling may stand around it"):
             jaxmp.TrainState.create(params=weights, tx=around)
+        with pytest.raises(ValueError, match="nothing but loss_scaling may stand around it"):
+            jaxmp.low_precision(tx).init(weights)
         bare = jaxmp.TrainState.create(params=weights, tx=tx)
         assert isinstance(bare.opt_state.inner_state, rounding.LowPrecisionState)
+
+    def test_with_tx_goes_on_with_the_norm(self):
+        tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.NoOpLossScale(), grad_norm=True)
+        state = jaxmp.TrainState.create(params={"w": jnp.ones(4)}, tx=tx)
+        assert state.with_tx(jaxmp.low_precision(optax.adam(1e-3))).opt_state.grad_norm.shape == ()
+
+    def test_an_nnx_optimizer_keeps_blocks(self):
+        model = nnx.Linear(8, 32, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+        tx = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16)
+        optimizer = jaxmp.nnx.Optimizer(model, tx)
+        before = model.kernel[...]
+        grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((4, 8))).astype(jnp.float32) ** 2))(model)
+        for count in (1, 2):
+            optimizer.update(model, grads)
+            state = nnx.as_pure(optimizer.opt_state).inner_state
+            assert int(state.count) == count and isinstance(state.inner_state[0].mu["kernel"], rounding.Float8Blocks)
+        assert model.kernel[...].dtype == jnp.bfloat16 and np.any(np.asarray(model.kernel[...] != before))
+
+    def test_an_nnx_optimizer_lets_nothing_stand_around_it(self):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+        inner = jaxmp.loss_scaling(jaxmp.low_precision(optax.sgd(1.0)), jaxmp.NoOpLossScale())
+        with pytest.raises(ValueError, match="nothing but loss_scaling may stand around it"):
+            jaxmp.nnx.Optimizer(model, optax.chain(inner, optax.scale(0.5)))
 
     @pytest.mark.parametrize("block", [16, 64])
     def test_its_blocks_are_split_as_their_param_is(self, block):
