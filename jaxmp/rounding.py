@@ -323,7 +323,8 @@ class _Draw(NamedTuple):
         The hash is the last step of MurmurHash3, twice, each time with another word of the key.
         """
         path = jnp.uint32(zlib.crc32(self.name.encode()))
-        first = _mixed(self.step.astype(jnp.uint32) ^ jnp.uint32(self.seed & 0xFFFFFFFF))
+        # Mixed once more by itself: of step ^ seed, seed 1 would draw in step 0 what seed 0 draws in step 1.
+        first = _mixed(_mixed(self.step.astype(jnp.uint32)) ^ jnp.uint32(self.seed & 0xFFFFFFFF))
         second = _mixed(first ^ path ^ jnp.uint32(self.seed >> 32 & 0xFFFFFFFF))
         index = jnp.zeros(shape, jnp.uint32)
         stride = 1

@@ -154,7 +154,8 @@ class TrainState(flax.struct.PyTreeNode):
         """
         old = get_loss_scaling_state(self.opt_state)
         if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
-            tx = loss_scaling(tx, old.loss_scale, grad_norm=old.grad_norm is not None)
+            scale = jax.tree.map(jnp.copy, old.loss_scale)  # which no step deletes that donates this state
+            tx = loss_scaling(tx, scale, grad_norm=old.grad_norm is not None)
         new = old._replace(inner_state=in_precision_of(tx, old.inner_state, self.params))
         wanted: Any = jax.tree.structure(jax.eval_shape(tx.init, self.params))
         found: Any = jax.tree.structure(new)

@@ -73,6 +73,14 @@ class TestStochasticRounding:
         for other in (bits(1, 0, "w"), bits(0, 1, "w"), bits(0, 0, "v"), bits(2**32, 0, "w"), np.roll(base, 1), base.T):
             assert abs(np.corrcoef(base.ravel(), other.ravel())[0, 1]) < 0.012  # 3 / 256
 
+    def test_no_two_seeds_share_their_draws(self):
+        drawn = {
+            np.asarray(rounding._Draw(seed, jnp.int32(step), "w").bits((8,))[0]).tobytes()
+            for seed in range(8)
+            for step in range(8)
+        }
+        assert len(drawn) == 64
+
     def test_bits_are_those_of_the_position_on_any_devices(self):
         mesh = jax.make_mesh((4,), ("d",))
         tx = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16)
@@ -301,6 +309,13 @@ class TestOfATrainState:
         tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.NoOpLossScale(), grad_norm=True)
         state = jaxmp.TrainState.create(params={"w": jnp.ones(4)}, tx=tx)
         assert state.with_tx(jaxmp.low_precision(optax.adam(1e-3))).opt_state.grad_norm.shape == ()
+
+    def test_with_tx_survives_a_step_that_donates(self):
+        loss_fn, x, params = problem(jnp.bfloat16)
+        tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
+        state = jaxmp.TrainState.create(params=params, tx=tx).with_tx(jaxmp.low_precision(optax.adam(1e-3)))
+        state, _ = jaxmp.make_train_step(loss_fn)(state, x)
+        assert float(state.tx.init(state.params).loss_scale.loss_scale) == 2.0**15
 
     def test_an_nnx_optimizer_keeps_blocks(self):
         model = nnx.Linear(8, 32, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
