@@ -122,6 +122,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
       every rounding to half included (``xla_allow_excess_precision=False``).
 
     Raises:
+      ValueError: ``loss_scale`` is no positive finite number.
       TypeError: with ``grad``, ``fun`` returns no floating scalar first.
 
     >>> def loss_fn(params, x):
@@ -131,6 +132,8 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     ('exp', 'overflow', 'forward', 100.0)
     """
     scale = float(loss_scale)
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"loss_scale must be a positive finite number, got {loss_scale!r}; 1.0 is none")
 
     def find(*args: Any) -> Blame | None:
         if isinstance(fun, Step):

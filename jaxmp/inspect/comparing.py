@@ -103,7 +103,7 @@ def compare(
       rounding to half included (``xla_allow_excess_precision=False``), and all values come to the host.
 
     Raises:
-      ValueError: another reference; or what :func:`jaxmp.autocast` raises.
+      ValueError: another reference; nothing floating to compare; or what :func:`jaxmp.autocast` raises.
       TypeError: with ``grad``, ``fun`` returns no floating scalar first.
 
     >>> def loss_fn(params, x):
@@ -253,6 +253,11 @@ def _compared(half: _Measured, full: _Measured, finfo: jnp.finfo) -> Comparison:
     sizes = [float(np.sqrt(np.mean(np.square(b)))) if b.size else 0.0 for _, _, b, _ in grads]
     tells = [size > float(finfo.eps) * max(sizes) for size in sizes]
     counting = [*rows, *(row for row, is_told in zip(gradients, tells, strict=True) if is_told)]
+    if not counting:
+        raise ValueError(
+            "compare needs a function that returns floating arrays, or gradients of some, got none; return what is "
+            "computed before it becomes integers"
+        )
     told = {n for n, is_told in zip(half.gradients, tells, strict=True) if is_told}
     both = [(a, b) for a, b, _ in ends] + [(a, b) for _, a, b, _ in grads]
     together = [np.concatenate([each.ravel() for each in side] or [np.zeros(0)]) for side in zip(*both, strict=True)]

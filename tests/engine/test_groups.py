@@ -650,3 +650,14 @@ def test_equal_operations_on_what_differs_are_not_the_same(what):
         return jnp.vdot(*DIFFERENT[what](x))
 
     assert products(half(fun), normal(0, 8, 8)) == ["bfloat16"]
+
+
+def test_a_product_of_float8_beside_others_is_left_as_it_is():
+    codes = jnp.ones((16, 16), jnp.float8_e4m3fn)
+
+    def fun(x, w):
+        own = jax.lax.dot_general(codes, codes, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return own + x @ w
+
+    found = jaxmp.autocast(fun, "mixed_bfloat16")(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    np.testing.assert_array_equal(np.asarray(found), 32)

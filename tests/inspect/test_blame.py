@@ -366,3 +366,9 @@ def test_as_text_json_and_table():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(blame.table())
     assert "float32[3] in [1, 100]" in console.export_text()
+
+
+@pytest.mark.parametrize("scale", [0, -2.0, np.inf, np.nan])
+def test_a_loss_scale_that_is_none_is_refused(scale):
+    with pytest.raises(ValueError, match=r"loss_scale must be a positive finite number, got .*; 1\.0 is none"):
+        first_nonfinite(lambda x: jnp.sum(x), loss_scale=scale)

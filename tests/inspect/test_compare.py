@@ -243,3 +243,10 @@ def test_as_text_json_and_table():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(comparison.table())
     assert "result" in console.export_text()
+
+
+def test_a_function_of_integers_has_nothing_to_compare():
+    with pytest.raises(
+        ValueError, match="needs a function that returns floating arrays, or gradients of some, got none"
+    ):
+        compare(lambda x: (x @ x).astype(jnp.int32), "mixed_bfloat16", grad=False)(jnp.ones((4, 4)))
