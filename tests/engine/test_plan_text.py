@@ -61,7 +61,9 @@ def test_json_holds_all_that_the_plan_holds():
     found = plan(looped, shape(4, 8), shape(8, 8))
     read = json.loads(found.to_json())
     assert set(read) == {"policy", "overrides", "rows", "summary"}
-    restored = [Row(**{**row, "operands": tuple(row["operands"])}) for row in read["rows"]]
+    restored = [
+        Row(**{**row, "operands": tuple(row["operands"]), "reads": tuple(row["reads"])}) for row in read["rows"]
+    ]
     assert tuple(restored) == found.rows
     assert read["summary"] == json.loads(json.dumps(vars(found.summary)))
     assert read["policy"] == str(jaxmp.get_policy("mixed_bfloat16"))

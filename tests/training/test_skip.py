@@ -228,6 +228,8 @@ def test_reading_the_reports_never_waits_for_the_device():
     step = make_train_step(train_loss, max_consecutive_skips=1)
 
     class Unfinished:
+        is_fully_addressable = True
+
         def is_ready(self):
             return False
 
