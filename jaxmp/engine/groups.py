@@ -224,15 +224,11 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
         if end.name in _SUMS:  # a larger sum
             return
     terms = [node, *walk(node.inputs, _terms)]
-    products = {
-        term: [_origin(each, _SCALES) for each in term.inputs]
-        for term in terms
-        if term.name in PRODUCTS and term.inputs
-    }
+    products = {term: [_origin(each, _SCALES) for each in term.inputs] for term in terms if term.name in PRODUCTS}
     summed = set(walk((term for term in terms if term.name == "reduce_sum"), _terms))
     parts = summed.union(walk((term for term in terms if term.name in ("gather", "slice", "dynamic_slice")), _terms))
     for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms] if products else ():
-        is_whole = norm in products and len(norm.shape) >= len(norm.inputs[0].shape)  # not one number for each vector
+        is_whole = bool(products.get(norm)) and len(norm.shape) >= len(norm.inputs[0].shape)  # not a number a vector
         if vector is None or (is_whole and norm not in parts):
             continue
         cancelled = [each for each in products if vector in products[each]]

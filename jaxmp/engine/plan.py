@@ -49,9 +49,8 @@ class Row:
         wrote and autocast puts off at each of those that read it.
       cast_bytes: what these casts write, in bytes, over all trips of the loops around it.
       depth: the number of equations that it is a part of.
-      reads: the numbers of the rows whose floating results it reads, through the borders of bodies, all before it; what
-        a loop carries is what it begins with, and after the loop what its last turn gives. What autocast does not look
-        into reads, equation by equation, what the whole reads, and its last one makes the results.
+      reads: the numbers of the rows before it whose floating results it reads, in bodies too: of a carry those that it
+        begins with, after a loop those of its last turn; in what autocast does not look into, those of the whole.
     """
 
     path: str
@@ -175,11 +174,7 @@ class CastPlan:
         yield Text("\n".join(self.summary._lines()))
 
     def to_json(self) -> str:
-        """The plan as JSON.
-
-        The keys are ``policy`` (text), ``overrides`` (an object), ``rows`` (a list of objects with the attributes of
-        :class:`Row`) and ``summary`` (an object with those of :class:`Summary`).
-        """
+        """The plan as JSON: ``policy``, ``overrides``, ``rows`` (:class:`Row`) and ``summary`` (:class:`Summary`)."""
         return tables.as_json(self)
 
 
@@ -239,11 +234,9 @@ def cast_plan(
         graph, dtypes = build(*program.jaxpr, rules), program.result_dtypes(one_policy)
         rules.check()
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
-        reasons = Reasons(graph)
-        uncounted = set[str]()
+        reasons, uncounted = Reasons(graph), set[str]()
         rows = tuple(_rows(graph.body.steps, reasons, uncounted, {}, itertools.count()))
-        summary = _summary(rows, uncounted, reasons, graph.body.casts)
-        return CastPlan(str(one_policy), rules.overrides, rows, summary)
+        return CastPlan(str(one_policy), rules.overrides, rows, _summary(rows, uncounted, reasons, graph.body.casts))
 
     return planned
 
@@ -254,7 +247,7 @@ def _rows(
     """Those of equations, each before those inside of it; ``uncounted`` gets names, ``made`` the row of each node."""
     for step in steps:
         number = last = next(numbers)
-        read = walk((node for node in step.operands if node is not None), _joined)
+        read = walk(filter(None, step.operands), lambda node: node.inputs if node.name in ("carry", "branches") else ())
         eqn, name = step.eqn, step.eqn.primitive.name
         turns = eqn.params["length"] if name == "scan" else 1
         casts = [*step.casts, *(turns * size for body in step.inner for size in body.casts)]
@@ -284,12 +277,7 @@ def _rows(
                 depth=inner.depth + 1,
             )
         if step.bodies is None:
-            made |= dict.fromkeys((node for node in step.nodes if node is not None), last)
-
-
-def _joined(node: Node) -> list[Node]:
-    """What a join may be."""
-    return node.inputs if node.name in ("carry", "branches") else []
+            made |= dict.fromkeys(filter(None, step.nodes), last)
 
 
 def _inside(step: Step) -> Iterator[Step]:
