@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from jaxmp import hlo
+from jaxmp import hlo, tables
 from jaxmp import tree as _tree
 from jaxmp.dtypes import canonical_dtype, nearest
 from jaxmp.patterns import Path, is_class_pattern, matches
@@ -285,18 +285,18 @@ def _constrained(
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A leaf: its shape and spec, the bytes of it that one device holds, and whether each device holds all of it."""
+    """A leaf: its shape, its spec as text, the bytes that one device holds, and whether each device holds all of it."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    spec: PartitionSpec
+    spec: str
     bytes: int
     whole: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
+class Description(tables.Shown):
     """What each device holds: ``rows`` by leaf. ``str()`` is a table for people, the largest first."""
 
     rows: tuple[Row, ...]
@@ -311,14 +311,11 @@ class Description:
         """The leaves that every device holds whole, the largest first."""
         return tuple(row for row in self.rows if row.whole)
 
-    def __str__(self) -> str:
+    def _shown(self) -> Any:
         whole = f"{sum(row.bytes for row in self.replicated):,} in {len(self.replicated)} leaves"
-        head = f"{self.bytes:,} bytes a device, of them {whole} that each one holds whole"
-        cells = [(f"{row.bytes:,}", row.dtype, str(row.shape), _text(row.spec), row.path) for row in self.rows]
-        cells = [("bytes", "dtype", "shape", "spec", "leaf"), *cells]
-        widths = [max(len(row[column]) for row in cells) for column in range(4)]
-        lines = ["  ".join([row[0].rjust(widths[0]), *map(str.ljust, row[1:4], widths[1:]), row[4]]) for row in cells]
-        return "\n".join([head, *lines])
+        title = f"{self.bytes:,} bytes a device, of them {whole} that each one holds whole"
+        cells = [(row.bytes, row.dtype, row.shape, row.spec, row.path) for row in self.rows]
+        return title, ("bytes", "dtype", "shape", "spec", "leaf"), cells, ()
 
 
 def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
@@ -344,7 +341,7 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
         _fitting(spec, name, name, tuple(leaf.shape), mesh)
         parts = math.prod(mesh.shape[each] for each in _names_of(spec))
         size = math.prod(leaf.shape) * leaf.dtype.itemsize // parts
-        rows.append(Row(name, tuple(leaf.shape), leaf.dtype.name, spec, size, parts == 1))
+        rows.append(Row(name, tuple(leaf.shape), leaf.dtype.name, _text(spec), size, parts == 1))
     return Description(tuple(sorted(rows, key=lambda row: -row.bytes)))
 
 
@@ -370,7 +367,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Collectives:
+class Collectives(tables.Shown):
     """What a compiled program moves between devices; ``rows``, those that move most first. ``str()`` is a table."""
 
     rows: tuple[Collective, ...]
@@ -388,17 +385,10 @@ class Collectives:
         """
         return self.wire / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
-    def __str__(self) -> str:
-        cells = [("sent", "count", "whole", "kind", "dtype", "axis")]
-        cells += [
-            (f"{row.wire:,.0f}", f"{row.count:,}", f"{row.bytes:,}", row.kind, row.dtype, row.axis) for row in self.rows
-        ]
-        widths = [max(len(row[column]) for row in cells) for column in range(6)]
-        lines = [
-            "  ".join([*map(str.rjust, row[:3], widths[:3]), *map(str.ljust, row[3:], widths[3:])]).rstrip()
-            for row in cells
-        ]
-        return "\n".join([f"{self.wire:,.0f} bytes sent by a device", *lines])
+    def _shown(self) -> Any:
+        cells = [(round(row.wire), row.count, row.bytes, row.kind, row.dtype, row.axis) for row in self.rows]
+        columns = ("sent", "count", "whole", "kind", "dtype", "axis")
+        return f"{self.wire:,.0f} bytes sent by a device", columns, cells, ()
 
 
 def collectives(compiled: jax.stages.Compiled) -> Collectives:
