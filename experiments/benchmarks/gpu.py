@@ -39,6 +39,8 @@ LEAST = 1.0
 """Minutes that must be left for a piece to start: compiling takes the first of them."""
 TO_REPORT = 0.1
 """Of a piece's minutes, those in which it starts nothing new and writes what it has."""
+CUT = 124
+"""What `timeout` exits with when it has ended a command."""
 
 STEP_ROWS = (
     "jaxmp-bf16", "hand-bf16", "compile-bf16", "jaxmp-fp16", "jaxmp-fp16-unscaled", "compile-fp16", "jaxmp-bf16-remat",
@@ -228,7 +230,7 @@ class Run:
         if code and piece.benchmark == "train_step" and piece.result == "train_step":  # the others report at their end
             _captured([*command[:3], "--report-only", *command[-2:]])
         state, reason = "done", ""
-        if unfinished or (code and 0 < 60 * minutes <= time.monotonic() - started):
+        if unfinished or code == CUT or (code and 0 < 60 * minutes <= time.monotonic() - started):
             state, reason = "begun", "cut: the minutes were up"
         elif code:
             state, reason = "failed", f"{_last_word(log.read_text(errors='replace'))} (exit code {code}; {log})"
@@ -282,7 +284,7 @@ def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool]:
     Returns:
       Its exit code, and whether it said that not all is measured.
     """
-    limit = ["timeout", "--signal=INT", "--kill-after=15", f"{seconds:.1f}"] if seconds else []
+    limit = ["timeout", "--signal=INT", "--kill-after=15", f"{seconds:.3f}"] if seconds else []
     unfinished = False
     with log.open("w") as file, subprocess.Popen(
         [*limit, *command], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=file, text=True,

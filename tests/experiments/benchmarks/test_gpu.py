@@ -91,6 +91,14 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes
     assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
 
 
+def test_a_command_that_the_clock_ends_a_moment_early_is_cut_too(on, tmp_path, capsys, monkeypatch):
+    on()
+    pieces(monkeypatch, slow=f"sys.exit({gpu.CUT})")
+    gpu.main(gpu.Config(smoke=True, minutes=2, run_dir=tmp_path / "run"))
+    assert states(tmp_path / "run") == {"slow": "begun"}
+    assert "== slow: begun, cut: the minutes were up" in capsys.readouterr().out
+
+
 def test_what_is_there_is_copied_to_a_dated_folder_and_the_readme_is_written_after_each_piece(
     on, tmp_path, monkeypatch, capsys
 ):
