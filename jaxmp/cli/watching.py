@@ -36,6 +36,8 @@ def picture(columns: int, title: str, rows: list[dict[str, Any]]) -> Any:
         return Text(f"{title}; no step was watched yet")
     last = rows[-1]
     caption = f"for {last['dtype']}: watched at step {last['step']}, recommended scale {last['recommended_scale']:g}"
+    if last["not_finite"]:
+        caption += f", {last['not_finite']} values not finite"
     grid = Table(title=Text(title), caption=Text(caption), box=None, pad_edge=False, title_justify="left")
     width = min(40, columns // 4)
     grid.add_column("tensor", overflow="fold")

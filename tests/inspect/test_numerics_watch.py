@@ -115,7 +115,7 @@ def test_the_command_says_what_it_needs(run, tmp_path, capsys):
 
 
 def test_the_bars_of_one_step_are_under_those_of_another_at_80_columns():
-    row = {"step": 1, "dtype": "float16", "recommended_scale": 8.0}
+    row = {"step": 1, "dtype": "float16", "recommended_scale": 8.0, "not_finite": 3}
     kinds = {"activation_gradients": {f"{n}/a_path_that_is_longer_than_its_column" * 3: 1.0 for n in "ab"},
              "gradients": {}}  # fmt: skip
     terminal = Console(width=80)
@@ -123,7 +123,7 @@ def test_the_bars_of_one_step_are_under_those_of_another_at_80_columns():
         terminal.print(picture(80, "title", [{**row, "vanished": kinds, "zeros": kinds}] * 50))
     lines = shown.get().splitlines()
     assert [line.rstrip().rpartition(" ")[2] for line in lines if "█" in line] == ["█" * 20] * 2
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= 80 and "3 values not finite" in shown.get()
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
