@@ -303,3 +303,11 @@ def has_explicit_axes(value: Any) -> bool:
 def context() -> Any:
     """What JAX's own caches of traces depend on: its configuration, the mesh, the precision of products."""
     return config.trace_context()
+
+
+def manual_axes(value: Any) -> tuple[str, ...]:
+    """The axes of the mesh over which ``value`` may differ in the ``shard_map`` that is traced."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if config._check_vma.value:
+        axes = [axis for axis in axes if axis in jax.typeof(value).vma]
+    return tuple(axes)

@@ -1,0 +1,28 @@
+"""A cast whose transpose is the caller's: ``jax.custom_vjp`` has no tangents, and a ``jax.custom_jvp`` no such rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+_cast = Primitive("cast_with_transpose")
+
+
+def cast_with_transpose(tangent: Any, dtype: Any, transpose: Callable[[Any], Any]) -> Any:
+    """``tangent`` in ``dtype``; of its cotangent, which has that dtype, ``transpose`` makes one in the dtype before."""
+    return _cast.bind(tangent, dtype=dtype, transpose=transpose)
+
+
+def _of(tangent: Any, *, dtype: Any, transpose: Callable[[Any], Any]) -> Any:
+    return jax.lax.convert_element_type(tangent, dtype)
+
+
+_cast.def_impl(_of)
+_cast.def_abstract_eval(lambda tangent, dtype, transpose: tangent.update(dtype=dtype, weak_type=False))
+ad.deflinear2(_cast, lambda cotangent, tangent, dtype, transpose: [transpose(cotangent)])
+batching.defvectorized(_cast)
+mlir.register_lowering(_cast, mlir.lower_fun(_of, multiple_results=False))
