@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxmp import dtypes as dtypes
+    from jaxmp import float8 as float8
     from jaxmp import formats as formats
     from jaxmp import hardware as hardware
     from jaxmp import inspect as inspect
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from jaxmp.engine.plan import cast_plan as cast_plan
     from jaxmp.engine.rules import UnmatchedOverrideError as UnmatchedOverrideError
     from jaxmp.engine.trace import autocast_dtype as autocast_dtype
+    from jaxmp.float8 import Float8 as Float8
     from jaxmp.loss_scale import DynamicLossScale as DynamicLossScale
     from jaxmp.loss_scale import HeadroomLossScale as HeadroomLossScale
     from jaxmp.loss_scale import LossScale as LossScale
@@ -56,13 +58,14 @@ __version__ = "0.1.0"
 # Name to the module that has it ("" for a module itself). Imported on first use: `import jaxmp` stays light, and flax
 # and optax are loaded by those who use them.
 _EXPORTS = {
-    **dict.fromkeys(("dtypes", "formats", "hardware", "inspect", "jmp", "linen", "loss_scale", "losses", "nnx"), ""),
-    **dict.fromkeys(("optimizer", "policy", "sharding", "training", "tree"), ""),
+    **dict.fromkeys(("dtypes", "float8", "formats", "hardware", "inspect", "jmp", "linen"), ""),
+    **dict.fromkeys(("loss_scale", "losses", "nnx", "optimizer", "policy", "sharding", "training", "tree"), ""),
     "autocast": "engine.autocast",
     "UnknownOperationError": "overrides",
     **dict.fromkeys(("CastPlan", "cast_plan"), "engine.plan"),
     "precision": "engine.marks",
     "UnmatchedOverrideError": "engine.rules",
+    "Float8": "float8",
     "autocast_dtype": "engine.trace",
     **dict.fromkeys(("DynamicLossScale", "HeadroomLossScale", "LossScale"), "loss_scale"),
     **dict.fromkeys(("NoOpLossScale", "StaticLossScale"), "loss_scale"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import re
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+from jaxmp.dtypes import nearest
 
 # Tensor cores by compute capability, from the CUDA programming guide and the architecture whitepapers (Volta, Turing,
 # Ampere, Ada, Hopper, Blackwell). mxfp8 is float8 with one scale per block of 32 (the OCP microscaling formats).
@@ -55,6 +60,18 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
 }
 
 
+GPUS = {
+    "h200": ("NVIDIA H200", "9.0"),
+    "h100": ("NVIDIA H100 80GB HBM3", "9.0"),
+    "a100": ("NVIDIA A100-SXM4-80GB", "8.0"),
+    "b200": ("NVIDIA B200", "10.0"),
+    "l4": ("NVIDIA L4", "8.9"),
+    "t4": ("Tesla T4", "7.5"),
+}
+"""Short names of GPUs, which need not be there: the device kind, and the compute capability."""
+_assumed: Any = jax.make_user_context(default_value=None)  # one of these names; a part of the keys of JAX's own caches
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """One device, as far as precision is concerned.
@@ -82,17 +99,21 @@ class Hardware:
 
 
 def detect(device: Any = None) -> Hardware:
-    """What ``device`` (the first local one by default) computes fast, and the policy to train with there.
+    """What ``device`` computes fast, and the policy to train with there.
+
+    It is a device of JAX, or the name of a GPU in :data:`GPUS`; by default the first local one, or the :func:`assumed`.
 
     An unknown device is never an error: it gets float32, which is right everywhere, and a reason that says so.
 
     Raises:
       RuntimeError: from JAX, when no device was given and the backend cannot start.
+      ValueError: an unknown name.
 
     >>> jaxmp.hardware.detect(jax.devices("cpu")[0]).recommended_policy
     'float32'
     """
-    device = jax.local_devices()[0] if device is None else device
+    device = _assumed.value if device is None else device
+    device = jax.local_devices()[0] if device is None else gpu_named(device) if isinstance(device, str) else device
     name, platform = str(device.device_kind), str(device.platform)
     capability = getattr(device, "compute_capability", None)
     cores = _tensor_cores(name, platform, capability)
@@ -110,8 +131,42 @@ def detect(device: Any = None) -> Hardware:
     )
 
 
+@contextlib.contextmanager
+def assumed(name: str) -> Iterator[None]:
+    """A context in which programs are traced for a GPU of :data:`GPUS`, which need not be there.
+
+    What depends on the device while a function is traced, as float8 products do, is then as on that one: compiling for
+    an absent GPU needs it. :mod:`jaxmp.inspect` does it by itself where it is given a ``device``.
+
+    Raises:
+      ValueError: an unknown name.
+
+    >>> with jaxmp.hardware.assumed("h200"):
+    ...     jaxmp.hardware.recommended_policy()
+    'mixed_bfloat16'
+    """
+    gpu_named(name)
+    with _assumed(name):
+        yield
+
+
+def gpu_named(name: str) -> Any:
+    """What stands for the device of that name in :data:`GPUS`.
+
+    Raises:
+      ValueError: there are no figures of it.
+    """
+    if name not in GPUS:
+        raise ValueError(
+            f"device is None, for the one that is attached, or one of {', '.join(GPUS)}, got {name!r}; nearest: "
+            f"{nearest(str(name), GPUS)}. Another GPU takes a row in jaxmp/hardware.py and jaxmp/inspect/targets.py"
+        )
+    kind, capability = GPUS[name]
+    return types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability=capability)
+
+
 def recommended_policy(device: Any = None) -> str:
-    """The name of the policy to train with on ``device`` (the first local one by default).
+    """The name of the policy to train with on ``device``, which :func:`detect` is given.
 
     >>> jaxmp.hardware.recommended_policy(jax.devices("cpu")[0])
     'float32'

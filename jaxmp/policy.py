@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxmp import tree as _tree
 from jaxmp.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest
+from jaxmp.float8 import Float8, get_recipe
 from jaxmp.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pattern_text
 
 T = TypeVar("T")
@@ -29,12 +31,15 @@ class Policy:
       output_dtype: what results are handed out in.
       matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's own choice.
         On a GPU that choice for float32 products is TensorFloat-32; ``"highest"`` asks for true float32.
+      matmul: which products are float8 and how, by a :class:`jaxmp.Float8` or its text (``"float8(min_dim=1024)"``);
+        None for none. ``apply_policy``, ``autocast`` and ``make_train_step`` heed it, casts do not.
 
     The dtypes may be given as anything :func:`jaxmp.dtypes.canonical_dtype` reads. The scheme is that of Micikevicius
     et al., "Mixed Precision Training", arXiv:1710.03740; the names are jmp's.
 
     Raises:
-      ValueError: a dtype is unknown, not floating or float8, or the precision is none that JAX knows.
+      ValueError: a dtype is unknown, not floating or float8, the precision is none that JAX knows, or there are float8
+        products in what does not compute in bfloat16.
 
     >>> policy = Policy("float32", "float16", "float32")
     >>> policy.cast_to_compute(jax.numpy.ones(3)).dtype
@@ -47,11 +52,18 @@ class Policy:
     compute_dtype: np.dtype
     output_dtype: np.dtype
     matmul_precision: str | None = dataclasses.field(default=None, kw_only=True)
+    matmul: Float8 | None = dataclasses.field(default=None, kw_only=True)
 
     if TYPE_CHECKING:  # the fields are dtypes, the arguments whatever names one
 
         def __init__(
-            self, param_dtype: Any, compute_dtype: Any, output_dtype: Any, *, matmul_precision: str | None = None
+            self,
+            param_dtype: Any,
+            compute_dtype: Any,
+            output_dtype: Any,
+            *,
+            matmul_precision: str | None = None,
+            matmul: Float8 | str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -60,7 +72,7 @@ class Policy:
             if dtype.itemsize == 1:
                 raise ValueError(
                     f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}: a float8 product needs a scale "
-                    "for each operand, which no cast has; use bfloat16"
+                    "for each operand, which no cast has; use bfloat16, with matmul='float8' for such products"
                 )
             object.__setattr__(self, name, dtype)
         if self.matmul_precision is not None:
@@ -71,6 +83,12 @@ class Policy:
                     f"matmul_precision must be one that jax.default_matmul_precision takes, got "
                     f"{self.matmul_precision!r}; use 'highest' for true float32, 'tensorfloat32', 'bfloat16', or None"
                 ) from None
+        object.__setattr__(self, "matmul", get_recipe(self.matmul))
+        if self.matmul is not None and self.compute_dtype.name != "bfloat16":
+            raise ValueError(
+                f"float8 products stand in for those of bfloat16, so matmul={self.matmul} goes with compute=bfloat16, "
+                f"got compute={self.compute_dtype.name}; write e.g. 'mixed_float8', or matmul=None"
+            )
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which products run at ``matmul_precision``; it changes nothing when that is None."""
@@ -112,7 +130,8 @@ class Policy:
 
     def __str__(self) -> str:
         text = f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
-        return text if self.matmul_precision is None else f"{text},matmul_precision={self.matmul_precision}"
+        text += f",matmul_precision={self.matmul_precision}" if self.matmul_precision is not None else ""
+        return text if self.matmul is None else f"{text},matmul={self.matmul}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +195,11 @@ class PolicyMap:
     def matmul_precision(self) -> str | None:
         """That of the root."""
         return self.root.matmul_precision
+
+    @property
+    def matmul(self) -> Float8 | None:
+        """That of the root."""
+        return self.root.matmul
 
     @property
     def rules(self) -> list[tuple[Pattern, Policy]]:
@@ -248,7 +272,7 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
 
     Args:
       policy: a preset (``float32`` = ``O0``, ``tensorfloat32``, ``mixed_float16`` = ``mixed_fp16`` = ``16-mixed``,
-        ``mixed_bfloat16`` = ``mixed_bf16`` = ``bf16-mixed``, ``float16`` = ``O3``, ``bfloat16``, ``O2``: a
+        ``mixed_bfloat16`` = ``mixed_bf16`` = ``bf16-mixed``, ``mixed_float8``, ``float16`` = ``O3``, ``bfloat16``, ``O2``: a
         :class:`PolicyMap`, mixed_float16 with norms in float32); a bare dtype for all three, so that ``"fp16"`` is pure
         half, params too, and not what accelerate and Lightning call by that name; a string in jmp's long or short form
         (a missing compute dtype follows params, a missing output dtype follows compute); ``"auto"`` for what suits the
@@ -346,7 +370,7 @@ def _parse_rules(rules: list[str]) -> Iterator[tuple[str, str]]:
 
 def _parse_fields(text: str) -> Policy:
     fields: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, re.split(r",(?![^(]*\))", text)):
         key, _, value = part.partition("=")
         if not value:
             raise ValueError(
@@ -354,7 +378,7 @@ def _parse_fields(text: str) -> Policy:
             )
         field = _KEYS.get(key.lower())
         if field is None:
-            known = ("params", "compute", "output", "matmul_precision", "p", "c", "o", "m")
+            known = ("params", "compute", "output", "matmul_precision", "matmul", "p", "c", "o", "m")
             raise ValueError(
                 f"unknown key {key!r} in policy {text!r}; known keys, nearest first: {nearest(key, known)}"
             )
@@ -376,6 +400,7 @@ PRESETS: Mapping[str, Policy | PolicyMap] = {
     "tensorfloat32": dataclasses.replace(_FLOAT32, matmul_precision="tensorfloat32"),
     "mixed_float16": _MIXED_FLOAT16,
     "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
+    "mixed_float8": Policy("float32", "bfloat16", "float32", matmul=Float8()),
     "float16": _FLOAT16,
     "bfloat16": Policy("bfloat16", "bfloat16", "bfloat16"),
     "bfloat16_sr": PolicyMap(  # for jaxmp.low_precision; the scale of a norm, near 1, has no bits to lose
@@ -388,6 +413,7 @@ PRESETS: Mapping[str, Policy | PolicyMap] = {
 _ALIASES = {  # what Lightning and accelerate call them, and what people make of that
     **dict.fromkeys(("mixed_fp16", "mixed_f16", "fp16-mixed", "16-mixed"), "mixed_float16"),
     **dict.fromkeys(("mixed_bf16", "bf16-mixed"), "mixed_bfloat16"),
+    **dict.fromkeys(("mixed_fp8", "mixed_f8"), "mixed_float8"),
     **{"16-true": "float16", "bf16-true": "bfloat16", "32-true": "float32"},
 }
 _KEYS = {
@@ -395,4 +421,5 @@ _KEYS = {
     **dict.fromkeys(("c", "compute", "compute_dtype"), "compute_dtype"),
     **dict.fromkeys(("o", "output", "output_dtype"), "output_dtype"),
     **dict.fromkeys(("m", "matmul_precision"), "matmul_precision"),
+    "matmul": "matmul",
 }

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmp import float8
 from jaxmp import tree as _tree
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp.dtypes import nearest
@@ -50,6 +51,7 @@ _REMAT: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "float8": jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS),
 }
 _LAG = 4  # steps between a report of several processes and its reading
 _OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
@@ -246,7 +248,7 @@ def make_train_step(
         something comes before the clipping (a mask, a sum over steps as ``optax.MultiSteps`` makes it) or stands around
         ``loss_scaling``, and take this for everything else: one word, and nothing that can stand in a wrong place.
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
-        ``"dots_no_batch"``, the name of a policy in ``jax.checkpoint_policies``, or such a policy.
+        ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products, in float8), the name of a policy in ``jax.checkpoint_policies``, or such a policy.
       donate: whether the state's memory is reused; the state passed in is then deleted.
       max_consecutive_skips: how many skipped steps in a row with a scale that cannot fall end the run.
 

@@ -21,8 +21,8 @@ from experiments.measure.environment import environment
 from experiments.report.tables import Table
 from experiments.training import cli
 from experiments.training.runs import run_folder
-from jaxmp import hlo
-from jaxmp.inspect import prediction, targets
+from jaxmp import hardware, hlo
+from jaxmp.inspect import prediction
 
 RECORDED = {
     "resnet50-hand-fp32": 238.3, "resnet50-hand-tf32": 68.0, "resnet50-hand-fp16": 35.2, "resnet50-hand-bf16": 37.9,
@@ -48,7 +48,7 @@ def predicted(folder: Path) -> dict[str, float]:
       ValueError: there is none.
     """
     files = {name: folder / f"{name}.hlo.txt" for name in sorted(RECORDED, key=lambda name: RECORDED[name])}
-    device = targets.hardware_of("h200")
+    device = hardware.detect("h200")
     found = {
         name: prediction.of_program(hlo.Program(file.read_text()), device).milliseconds
         for name, file in files.items()

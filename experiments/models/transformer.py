@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from experiments.models.attention import attention
+from jaxmp import float8
 from jaxmp.hardware import align_dim
 from jaxmp.losses import projected_cross_entropy
 
-Remat = Literal["none", "attention", "dots", "full"]
+Remat = Literal["none", "attention", "dots", "float8", "full"]
 NORMAL = nn.initializers.normal(0.02)
 
 
@@ -52,7 +53,8 @@ class Block(nn.Module):
     Attributes:
       heads: attention heads.
       width: of the residual stream.
-      remat: what the backward pass computes again: nothing; all but attention; all but products; all.
+      remat: what the backward pass computes again: nothing; all but attention; all but products; all but the
+        operands of float8 products; all.
     """
 
     heads: int
@@ -89,6 +91,8 @@ class Block(nn.Module):
         run: Callable[[Block, jax.Array], jax.Array] = whole
         if self.remat == "dots":
             run = nn.remat(whole, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        elif self.remat == "float8":
+            run = nn.remat(whole, policy=jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS))
         elif self.remat == "full":
             run = nn.remat(whole)
         return run(self, x)

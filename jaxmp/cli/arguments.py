@@ -17,6 +17,17 @@ _EXAMPLE = "a function that returns the positional arguments as a tuple (pytrees
 _ARGUMENTS = "a function that returns the positional arguments as a tuple; run"
 _OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 
+
+
+def width(text: str) -> int:
+    """A positive integer."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+WIDTHS = _named("--width", type=width, metavar="N", help="default: 768, 1024, 2048, 4096; repeat for more", **_REPEATED)
+"""Widths of transformers."""
 SHAPES = (
     _named("function", metavar="MODULE:FUNCTION", help="any function that JAX can trace")
     | _named("--arg", metavar="DTYPE[SHAPE]", help=_SHAPE, **_REPEATED)

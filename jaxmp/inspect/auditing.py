@@ -191,7 +191,7 @@ def audit(
     """
     if policy is not None:  # O1 is autocast's name of mixed_float16
         policy = get_policy("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
-    chip = targets.hardware_of(device)
+    chip = hardware.detect(device)
 
     def audited(*args: Any) -> Audit:
         jitted, inputs = targets.call_of(fun, args)

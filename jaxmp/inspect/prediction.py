@@ -134,7 +134,7 @@ def roofline(fun: Callable[..., Any], *, device: str | None = None) -> Callable[
 
 
 def _hardware(device: str | None) -> hardware.Hardware:
-    known = targets.hardware_of(device)
+    known = hardware.detect(device)
     if not known.peak_tflops or known.peak_bandwidth is None:
         raise ValueError(
             f"a roofline needs the device's peak rates, and jaxmp.hardware has none of {known.name!r}; name a GPU that "

@@ -14,7 +14,6 @@ import importlib.util
 import os
 import re
 import shutil
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
 from jaxmp._nnx_training import TrainStep as NNXStep
 from jaxmp._nnx_training import _state_of
-from jaxmp.dtypes import nearest
 from jaxmp.engine.trace import is_array
 from jaxmp.inspect.calls import named
 from jaxmp.training import TrainStep
@@ -56,7 +54,6 @@ class Target:
       bandwidth: bytes a second between it and the chip.
       l2_bytes: the cache between them.
       shared_bytes: shared memory of a multiprocessor.
-      peaks: the chip's row in :mod:`jaxmp.hardware`.
       threads: that a multiprocessor holds.
       cudnn: version of the library that the programs are to run with.
     """
@@ -71,7 +68,6 @@ class Target:
     bandwidth: int
     l2_bytes: int
     shared_bytes: int
-    peaks: str
     threads: int = 2048
     cudnn: tuple[int, int, int] = (9, 19, 0)
 
@@ -117,49 +113,31 @@ TARGETS = {
     "h200": Target(
         "NVIDIA H200 141GB HBM3e", (9, 0), "ACCELERATED_FEATURES", cores=132, fpus=128, clock_ghz=1.98,
         memory_bytes=141 * 2**30, bandwidth=4_800_000_000_000, l2_bytes=50 * 2**20, shared_bytes=228 * 1024,
-        peaks="NVIDIA H200",
     ),
     "h100": Target(
         "NVIDIA H100 80GB HBM3", (9, 0), "ACCELERATED_FEATURES", cores=132, fpus=128, clock_ghz=1.98,
         memory_bytes=79 * 2**30, bandwidth=3_352_320_000_000, l2_bytes=50 * 2**20, shared_bytes=228 * 1024,
-        peaks="NVIDIA H100 80GB HBM3",
     ),
     "a100": Target(
         "NVIDIA A100-SXM4-80GB", (8, 0), "NONE", cores=108, fpus=64, clock_ghz=1.41,
         memory_bytes=79 * 2**30, bandwidth=2_039_040_000_000, l2_bytes=40 * 2**20, shared_bytes=164 * 1024,
-        peaks="NVIDIA A100-SXM4-80GB",
     ),
     "b200": Target(
         "NVIDIA B200", (10, 0), "ACCELERATED_FEATURES", cores=148, fpus=128, clock_ghz=1.965,
         memory_bytes=179 * 2**30, bandwidth=7_700_000_000_000, l2_bytes=126 * 2**20, shared_bytes=228 * 1024,
-        peaks="NVIDIA B200",
     ),
     "l4": Target(
         "NVIDIA L4", (8, 9), "NONE", cores=58, fpus=128, clock_ghz=2.04,
         memory_bytes=22 * 2**30, bandwidth=300_000_000_000, l2_bytes=48 * 2**20, shared_bytes=100 * 1024,
-        peaks="NVIDIA L4", threads=1536,
+        threads=1536,
     ),
     "t4": Target(
         "Tesla T4", (7, 5), "NONE", cores=40, fpus=64, clock_ghz=1.59,
         memory_bytes=15 * 2**30, bandwidth=320_000_000_000, l2_bytes=4 * 2**20, shared_bytes=64 * 1024,
-        peaks="Tesla T4", threads=1024,
+        threads=1024,
     ),
 }  # fmt: skip
 """The GPUs that there are figures of, by name."""
-
-
-def hardware_of(device: str | None) -> hardware.Hardware:
-    """What :func:`jaxmp.hardware.detect` says of the attached device, or would say of a GPU that is not there.
-
-    Raises:
-      ValueError: an unknown name.
-    """
-    if device is None:
-        return hardware.detect()
-    target = target_of(device)
-    capability = "{}.{}".format(*target.capability)
-    kind = types.SimpleNamespace(device_kind=target.peaks, platform="gpu", compute_capability=capability)
-    return hardware.detect(kind)
 
 
 def missing() -> str | None:
@@ -286,11 +264,7 @@ def target_of(name: str) -> Target:
     >>> target_of("h200").capability
     (9, 0)
     """
-    if name not in TARGETS:
-        raise ValueError(
-            f"device is None, for the one that is attached, or one of {', '.join(TARGETS)}, got {name!r}; nearest: "
-            f"{nearest(str(name), TARGETS)}. Another GPU takes a Target in jaxmp/inspect/targets.py"
-        )
+    hardware.gpu_named(name)
     return TARGETS[name]
 
 
@@ -364,6 +338,7 @@ def traced(
     with contextlib.ExitStack() as held:
         if device is not None:
             held.enter_context(with_cudnn(target_of(device).cudnn))
+            held.enter_context(hardware.assumed(device))
         if mesh is not None:
             own = mesh_of(args)
             held.enter_context(use_abstract_mesh(getattr(own, "abstract_mesh", own)))
