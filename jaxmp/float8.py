@@ -83,8 +83,8 @@ class Float8:
                 object.__setattr__(self, name, canonical_dtype(getattr(self, name)).name)
         if self.forward == _E5M2:
             raise ValueError(
-                f"one operand of a float8 product must be {_E4M3}, for no GPU multiplies two of {_E5M2}, and forward is "
-                f"the format of both; got forward={_E5M2!r}; leave it {_E4M3!r}, and take {_E5M2!r} for gradient"
+                f"one operand of a float8 product must be {_E4M3}, for no GPU multiplies two of {_E5M2}, and forward "
+                f"is the format of both; got forward={_E5M2!r}; leave it {_E4M3!r}, and take {_E5M2!r} for gradient"
             )
         for name, known in _CHOICES.items():
             if (given := getattr(self, name)) not in known:
@@ -120,8 +120,8 @@ def get_recipe(recipe: Any) -> Float8 | None:
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(
-            f"matmul of a policy must be a jaxmp.Float8, a text such as 'float8(min_dim=1024)' or None, got {recipe!r}; "
-            "write matmul='float8'"
+            "matmul of a policy must be a jaxmp.Float8, a text such as 'float8(min_dim=1024)' or None, got "
+            f"{recipe!r}; write matmul='float8'"
         )
     found = re.fullmatch(r"float8(?:\((.*)\))?", "".join(recipe.split()).lower())
     if found is None:
@@ -329,8 +329,8 @@ def available() -> str:
         _warned.append(device.name)
         warnings.warn(
             f"float8 products are computed by GPUs of compute capability 8.9 or more, and {device.name} has none: they "
-            f"are bfloat16 here; {_VARIABLE}=emulate computes their numbers by casts, and to compile for another device "
-            "trace in jaxmp.hardware.assumed('h200')",
+            f"are bfloat16 here; {_VARIABLE}=emulate computes their numbers by casts, and to compile for another "
+            "device, trace in jaxmp.hardware.assumed('h200')",
             stacklevel=2,
         )
     return "no"

@@ -248,7 +248,8 @@ def make_train_step(
         something comes before the clipping (a mask, a sum over steps as ``optax.MultiSteps`` makes it) or stands around
         ``loss_scaling``, and take this for everything else: one word, and nothing that can stand in a wrong place.
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
-        ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products, in float8), the name of a policy in ``jax.checkpoint_policies``, or such a policy.
+        ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
+        ``jax.checkpoint_policies``, or such a policy.
       donate: whether the state's memory is reused; the state passed in is then deleted.
       max_consecutive_skips: how many skipped steps in a row with a scale that cannot fall end the run.
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import pickle
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -73,9 +72,13 @@ class TestNumbers:
         assert off(found, by_hand(x) @ by_hand(w)) < ROUNDED
         assert 0.01 < off(found, exact(x) @ exact(w)) < 0.06
 
-    @pytest.mark.parametrize("recipe", [
-        RECIPE, Float8(gradient="e4m3"), Float8(accumulate="fast"), Float8(accumulate="precise"), Float8(keep="compute"),
-    ], ids=str)  # fmt: skip
+    @pytest.mark.parametrize(
+        "recipe",
+        [RECIPE, *(Float8(**{name: value}) for name, value in [
+            ("gradient", "e4m3"), ("accumulate", "fast"), ("accumulate", "precise"), ("keep", "compute"),
+        ])],
+        ids=str,
+    )  # fmt: skip
     def test_gradients_are_products_of_what_was_cast_and_cotangents_cast_by_hand(self, recipe, operands):
         x, w, g = operands
         _, pull = jax.vjp(functools.partial(dot, recipe=recipe), x, w)
@@ -130,7 +133,7 @@ class TestNumbers:
         scales = np.array(jax.lax.map(lambda x: float8._scale(x, np.dtype(dtype).name), largest[:, None]))
         assert np.array_equal(scales, scales.astype(ml_dtypes.bfloat16).astype(np.float32))
         ratio = largest.astype(np.float64) / float(ml_dtypes.finfo(dtype).max) / scales
-        assert 1 - 2**-7 < ratio.min() and ratio.max() <= 1
+        assert ratio.min() > 1 - 2**-7 and ratio.max() <= 1
 
     @pytest.mark.parametrize("size", [1e-40, 1e-37, 1e-20, 1e20, 3e38])
     def test_tiny_and_huge_values_neither_vanish_nor_overflow(self, size):
@@ -155,7 +158,9 @@ class TestNumbers:
         found, pull = jax.vjp(dot, values["x"], values["w"])
         dx, dw = pull(values["gradient"])
         is_finite = [bool(np.all(np.isfinite(exact(each)))) for each in (found, dx, dw)]
-        assert is_finite == {"x": [False, True, False], "w": [False, False, True], "gradient": [True, False, False]}[where]
+        assert (
+            is_finite == {"x": [False, True, False], "w": [False, False, True], "gradient": [True, False, False]}[where]
+        )
 
     def test_a_nan_stays_in_its_row(self):
         x = drawn(16, 32).at[3, 5].set(np.nan)
@@ -293,7 +298,11 @@ class TestShards:
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
         @functools.partial(
-            jax.shard_map, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=(P("d"), P("d"), P("d")), check_vma=check
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P("d"), P(), P("d")),
+            out_specs=(P("d"), P("d"), P("d")),
+            check_vma=check,
         )
         def local(x, w, g):
             w = jax.lax.pcast(w, "d", to="varying") if check else w
@@ -328,16 +337,16 @@ class TestRecipe:
     @pytest.mark.parametrize(("recipe", "text"), [
         (Float8(), "float8"),
         (Float8(min_dim=1024), "float8(min_dim=1024)"),
-        (Float8(gradient="e4m3", accumulate="precise", min_tokens=1), "float8(gradient=float8_e4m3fn,accumulate=precise,min_tokens=1)"),
+        (Float8(gradient="e4m3", keep="compute"), "float8(gradient=float8_e4m3fn,keep=compute)"),
     ])  # fmt: skip
     def test_its_text_reads_back(self, recipe, text):
         assert str(recipe) == text and float8.get_recipe(text) == recipe
         assert float8.get_recipe(text.replace(",", " , ").upper()) == recipe
 
     @pytest.mark.parametrize(("given", "message"), [
-        ({"forward": "e5m2"}, r"must be float8_e4m3fn, for no GPU multiplies two of float8_e5m2, .*; got forward='float8_e5m2'; leave it"),
+        ({"forward": "e5m2"}, r"must be float8_e4m3fn, for .*; got forward='float8_e5m2'; leave it 'float8_e4m3fn'"),
         ({"forward": "e5m2", "gradient": "e5m2"}, r"no GPU multiplies two of float8_e5m2"),
-        ({"forward": "bfloat16"}, r"forward of a Float8 must be 'float8_e4m3fn', got 'bfloat16'; nearest: 'float8_e4m3fn'"),
+        ({"forward": "bfloat16"}, r"forward of a Float8 must be 'float8_e4m3fn', got 'bfloat16'; nearest: 'float8_"),
         ({"gradient": "int8"}, r"gradient of a Float8 must be 'float8_e4m3fn' or 'float8_e5m2', got 'int8'"),
         ({"weight_gradient": "bf16"}, r"weight_gradient of a Float8 must be 'float8' or 'compute', got 'bf16'"),
         ({"accumulate": "quick"}, r"must be 'fast' or 'precise' or 'fast_forward', got 'quick'; nearest: "),
@@ -353,7 +362,7 @@ class TestRecipe:
     @pytest.mark.parametrize(("text", "message"), [
         ("float7", r"must be 'float8' or 'float8\(FIELD=VALUE,…\)', got 'float7'; write matmul='float8'"),
         ("float8(", r"got 'float8\('"),
-        ("float8(min_dims=3)", r"must be FIELD=VALUE, each field once, got 'min_dims=3' in .*; fields, nearest first: 'min_dim'"),
+        ("float8(min_dims=3)", r"must be FIELD=VALUE, .* got 'min_dims=3' in .*; fields, nearest first: 'min_dim'"),
         ("float8(min_dim)", r"got 'min_dim' in"),
         ("float8(min_dim=1,min_dim=2)", r"each field once, got 'min_dim=2'"),
         ("float8(min_dim=-1)", r"must be a positive integer, .* got -1"),
@@ -395,7 +404,9 @@ class TestPolicy:
         assert str(jaxmp.jmp.Policy("f32", "bf16", "f32", matmul="float8")) == "p=full,c=bf16,o=full,matmul=float8"
 
     def test_maps_carry_it(self):
-        policies = PolicyMap("mixed_float8", {"**/head": "mixed_bfloat16", "**/up": "c=bf16,matmul=float8(min_dim=1,keep=compute)"})
+        policies = PolicyMap(
+            "mixed_float8", {"**/head": "mixed_bfloat16", "**/up": "c=bf16,matmul=float8(min_dim=1,keep=compute)"}
+        )
         assert policies.matmul == Float8() and policies.resolve(("head",))[0].matmul is None
         assert policies.resolve(("up",))[0].matmul == Float8(min_dim=1, keep="compute")
         assert get_policy(str(policies)) == policies
@@ -433,7 +444,9 @@ class TestDevice:
         monkeypatch.setattr(float8, "_warned", [])
 
     def test_a_device_without_float8_products_is_warned_of_once(self):
-        with pytest.warns(UserWarning, match=r"compute capability 8.9 or more, and cpu has none: .* JAXMP_FLOAT8=emulate"):
+        with pytest.warns(
+            UserWarning, match=r"compute capability 8.9 or more, and cpu has none: .* JAXMP_FLOAT8=emulate"
+        ):
             assert float8.available() == "no"
         assert float8.available() == "no"  # warnings are errors here
 
@@ -467,7 +480,9 @@ class TestDevice:
 
     def test_the_model_of_its_gain_is_that_of_the_measurements(self):
         # experiments' model of a layer: fast and precise sums
-        found = {width: [float8.speedup(width, "h200", kind) for kind in ("fast", "precise")] for width in (768, 2048, 4096)}
+        found = {
+            width: [float8.speedup(width, "h200", kind) for kind in ("fast", "precise")] for width in (768, 2048, 4096)
+        }
         assert found[768] == pytest.approx([0.95, 0.91], abs=0.02)
         assert found[2048] == pytest.approx([1.24, 1.18], abs=0.02)
         assert found[4096] == pytest.approx([1.44, 1.35], abs=0.04)
@@ -494,11 +509,15 @@ def calls(found):
     each = [step.text for _, step, _ in found.walk(into_fusions=True) if step.opcode in ("custom-call", "dot")]
     of = [re.search(r'custom_call_target="([^"]*)"', text) for text in each]
     names = [match[1] if match else "dot" for match in of]
-    return sum(name.endswith("matmul$f8") for name in names), sum("matmul" in n or "gemm" in n or n == "dot" for n in names)
+    return sum(name.endswith("matmul$f8") for name in names), sum(
+        "matmul" in n or "gemm" in n or n == "dot" for n in names
+    )
 
 
 def kernels(found):
-    return sum(step.opcode not in NO_KERNEL and not is_end(step.opcode) for _, step, _ in found.walk(into_fusions=False))
+    return sum(
+        step.opcode not in NO_KERNEL and not is_end(step.opcode) for _, step, _ in found.walk(into_fusions=False)
+    )
 
 
 def both_gradients(x, w, g, recipe=RECIPE):
@@ -554,7 +573,9 @@ class TestForAnH200:
 
     def test_the_scale_that_dequantises_is_the_one_that_quantised(self):
         """Rounded to bfloat16 as it is, it would be off by up to 0.4 % where XLA keeps to what is written."""
-        lowered = jax.jit(dot).trace(*targets.on(targets.device_of(targets.TARGETS["h200"].text()), (shape(T, K), shape(K, N))))
+        lowered = jax.jit(dot).trace(
+            *targets.on(targets.device_of(targets.TARGETS["h200"].text()), (shape(T, K), shape(K, N)))
+        )
         options = {**targets.COMPILER_OPTIONS, "xla_allow_excess_precision": False}
         text = lowered.lower(lowering_platforms=("cuda",)).compile(compiler_options=options).as_text()
         assert calls(Program(text)) == (1, 1)
@@ -568,7 +589,9 @@ class TestForAnH200:
 
             return jnp.sum(jax.lax.scan(layer, x, ws)[0].astype(jnp.float32))
 
-        text = targets.compiled(jax.jit(jax.grad(loss, (0, 1))), (shape(2048, 1024), shape(3, 1024, 1024)), "h200").as_text()
+        text = targets.compiled(
+            jax.jit(jax.grad(loss, (0, 1))), (shape(2048, 1024), shape(3, 1024, 1024)), "h200"
+        ).as_text()
         stacked = set(re.findall(r"\b(\w+\[3,2048,1024\])", text))
         assert stacked <= {"f8e4m3fn[3,2048,1024]", "bf16[3,2048,1024]"}
         assert "f8e4m3fn[3,2048,1024]" in stacked

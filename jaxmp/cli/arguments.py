@@ -18,7 +18,6 @@ _ARGUMENTS = "a function that returns the positional arguments as a tuple; run"
 _OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 
 
-
 def width(text: str) -> int:
     """A positive integer."""
     if (number := int(text)) < 1:
