@@ -231,7 +231,9 @@ def _product(dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | Non
 def _quantised(value: Any, dtype: str) -> tuple[Any, Any, Any]:
     """A value, the value in float8, and the scale of that."""
     scale = checkpoint_name(_scale(value, dtype), RESIDUALS)
-    return value, checkpoint_name(_cast(value, scale, dtype), RESIDUALS), scale
+    # What is kept by its name JAX rounds once more, as if e4m3fn had infinities: 256 would become one. Bits it leaves.
+    bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
+    return value, jax.lax.bitcast_convert_type(checkpoint_name(bits, RESIDUALS), dtype), scale
 
 
 def _scale(value: Any, dtype: str) -> Any:
@@ -239,10 +241,11 @@ def _scale(value: Any, dtype: str) -> Any:
     largest = _largest(jax.lax.stop_gradient(value))
     if axes := reading.manual_axes(value):
         largest = jax.lax.pmax(largest, axes)
-    scale = jnp.maximum(largest / float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny))
-    scale = jnp.where(largest > 0, scale, jnp.ones_like(scale))
-    # Rounded up to a bfloat16 number: what dequantises in bfloat16 is then what quantised.
-    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + np.uint32(0xFFFF)
+    scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
+    scale = jax.lax.select(largest > 0, scale, jnp.ones_like(scale))
+    # Rounded up to a bfloat16 number, but for what may be float32's own rounding: what dequantises in bfloat16 is then
+    # what quantised.
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + np.uint32(0xFFF0)
     return jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
 
 
@@ -257,9 +260,9 @@ def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
 
 
 def _cast(value: Any, scale: Any, dtype: str) -> Any:
-    largest = float(jnp.finfo(dtype).max)
+    largest = np.float32(jnp.finfo(dtype).max)
     scaled = jax.lax.stop_gradient(value).astype(jnp.float32) * (1 / scale)
-    return jnp.clip(scaled, -largest, largest).astype(dtype)
+    return jax.lax.clamp(-largest, scaled, largest).astype(dtype)
 
 
 @jax.custom_jvp

@@ -309,5 +309,5 @@ def manual_axes(value: Any) -> tuple[str, ...]:
     """The axes of the mesh over which ``value`` may differ in the ``shard_map`` that is traced."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if config._check_vma.value:
-        axes = [axis for axis in axes if axis in jax.typeof(value).vma]
+        axes = [axis for axis in axes if axis in jax.typeof(value).mat.varying]
     return tuple(axes)
