@@ -28,8 +28,9 @@ def make_train_step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> Train
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
         dict. It may write to the model's Variables, but not to those that are trained.
       **options: ``policy``, ``overrides``, ``accumulate_steps``, ``ema_decay``, ``clip_norm``, ``remat``, ``donate``,
-        ``max_consecutive_skips`` as for :func:`jaxmp.make_train_step`; ``ema_decay`` is for an
-        ``Optimizer(model, tx, ema=True)``. Donated are the arrays of model and optimizer, which an ``nnx.clone`` or an
+        ``max_consecutive_skips``, ``mesh``, ``specs``, ``reduce_dtype`` and ``reduce`` as for
+        :func:`jaxmp.make_train_step`; ``specs`` are ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``, and ``ema_decay``
+        is for an ``Optimizer(model, tx, ema=True)``. Donated are the arrays of model and optimizer, which an ``nnx.clone`` or an
         ``nnx.state`` of the model made before holds too: copy those, or pass ``donate=False``.
 
     Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
@@ -43,6 +44,8 @@ def make_train_step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> Train
     >>> losses[2] < losses[0], int(optimizer.step[...]), int(optimizer.skipped)
     (True, 3, 0)
     """
+    if options.get("specs") is not None:
+        options["specs"] = nnx.as_pure(options["specs"])
     return TrainStep(training.make_train_step(_of_arrays(loss_fn), **options))
 
 

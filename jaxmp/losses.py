@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._gathering import Plan, spread
 from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
 
@@ -177,7 +178,25 @@ def projected_cross_entropy(
     dtypes = tuple(None if array is None else np.dtype(array.dtype) for array in (x, weights, bias))
     options = _Options(classes, label_smoothing, z_loss)
     labels = _targets(labels, classes, ignore_index)
+    if (plan := spread()) is not None and len(x) % plan.devices == 0:
+        return _spread(plan, x, weights, bias, labels, options, chunks, dtypes)
     return _projected(x, weights, bias, labels, options, min(chunks, max(len(x), 1)), dtypes)
+
+
+def _spread(
+    plan: Plan, x: Any, weights: Any, bias: Any, labels: Any, options: _Options, chunks: int, dtypes: Any
+) -> jax.Array:
+    """The mean of tokens that a train step has spread over devices: each adds up what its own give the weights."""
+    x, labels = plan.parts(x), plan.parts(labels)
+    weights, bias = plan.copies(weights), None if bias is None else plan.copies(bias)
+
+    def mean(x: Any, weights: Any, bias: Any, labels: Any) -> jax.Array:
+        return _projected(x, weights, bias, labels, options, min(chunks, max(len(x), 1)), dtypes)
+
+    means = jax.vmap(mean, in_axes=(0, 0, None if bias is None else 0, 0))(x, weights, bias, labels)
+    with precision("float32"):
+        found = (labels != _IGNORED).sum(1)
+        return (means * (found / jnp.maximum(found.sum(), 1)).astype(means.dtype)).sum()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

@@ -24,12 +24,27 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_me
 
 from jaxmp import hlo, tables
 from jaxmp import tree as _tree
+from jaxmp._specs import (
+    Mesh,
+    as_tuple,
+    covers,
+    fitting,
+    following,
+    is_spec,
+    names_of,
+    parts_of,
+    require_axes,
+    require_match,
+    require_specs,
+    specs_in,
+    text_of,
+    without,
+)
 from jaxmp.dtypes import canonical_dtype, nearest
 from jaxmp.patterns import Path, is_class_pattern, matches
 from jaxmp.rounding import Float8Blocks
 from jaxmp.training import TrainState
 
-Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Rules = Mapping[str, PartitionSpec]
 
 
@@ -72,51 +87,29 @@ def fsdp_specs(
     """
     if isinstance(shapes, TrainState):
         own = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
-        return _following(shapes, shapes.params, own, mesh)
-    _require_axes(mesh, [axis], "axis")
-    rules, stacked = dict(rules or {}), _tuple(stacked)
+        return following(shapes, shapes.params, own, mesh)
+    require_axes(mesh, [axis], "axis")
+    rules, stacked = dict(rules or {}), as_tuple(stacked)
     leaves = jax.tree.leaves_with_path(shapes)
-    paths = [_parts(path) for path, _ in leaves]
+    paths = [parts_of(path) for path, _ in leaves]
     for pattern in (*rules, *stacked):
-        _require_match(pattern, paths)
+        require_match(pattern, paths)
     for pattern, rule in rules.items():
-        if not _is_spec(rule):
+        if not is_spec(rule):
             raise TypeError(f"a rule gives a PartitionSpec, got {rule!r} for {pattern!r}; write jax.P('{axis}'), say")
 
     def spec_of(path: Any, leaf: Any) -> PartitionSpec:
-        parts, shape = _parts(path), tuple(leaf.shape)
+        parts, shape = parts_of(path), tuple(leaf.shape)
         for pattern, spec in rules.items():
-            if _covers(pattern, parts):
-                return _fitting(spec, pattern, "/".join(parts), shape, mesh)
-        first = int(any(_covers(pattern, parts) for pattern in stacked))
+            if covers(pattern, parts):
+                return fitting(spec, pattern, "/".join(parts), shape, mesh)
+        first = int(any(covers(pattern, parts) for pattern in stacked))
         sizes = [(size, -dim) for dim, size in enumerate(shape) if dim >= first and size % mesh.shape[axis] == 0]
         if not sizes or math.prod(shape[first:]) < min_size or mesh.shape[axis] == 1:
             return PartitionSpec()
         return PartitionSpec(*[None] * -max(sizes)[1], axis)
 
     return jax.tree.map_with_path(spec_of, shapes)
-
-
-def _following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Specs of all of ``state``: a leaf whose path ends in that of a param of its shape has the param's spec."""
-    known = {
-        (_parts(path), tuple(leaf.shape)): spec
-        for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), _specs_in(specs), strict=True)
-    }
-
-    def spec_of(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, Float8Blocks):
-            codes = spec_of(path, leaf.codes)
-            whole = all(
-                size % _devices(entry, mesh) == 0 for size, entry in zip(leaf.scales.shape, codes, strict=False)
-            )
-            scales: Any = codes if whole else PartitionSpec()
-            return dataclasses.replace(leaf, codes=codes, scales=scales)
-        parts = _parts(path)
-        ends = ((parts[start:], tuple(leaf.shape)) for start in range(len(parts) + 1))
-        return next((known[end] for end in ends if end in known), PartitionSpec())
-
-    return jax.tree.map_with_path(spec_of, state, is_leaf=lambda node: isinstance(node, Float8Blocks))
 
 
 def init_state(
@@ -151,7 +144,7 @@ def init_state(
 
     shapes = jax.eval_shape(make, arrays)
     describe(shapes.params, specs, mesh)  # raises if they do not fit
-    shardings = [NamedSharding(mesh, spec) for spec in _specs_in(_following(shapes, shapes.params, specs, mesh))]
+    shardings = [NamedSharding(mesh, spec) for spec in specs_in(following(shapes, shapes.params, specs, mesh))]
     with jax.set_mesh(mesh):
         leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
@@ -196,9 +189,9 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
             "gather moves weights over a mesh, and none is set; write with jax.set_mesh(mesh): around the step, or "
             "call it inside jax.shard_map"
         )
-    axes, dtype, reduce_dtype = _tuple(axes), canonical_dtype(dtype), canonical_dtype(reduce_dtype)
-    _require_axes(mesh, axes, "axes")
-    _require_specs(tree, specs)
+    axes, dtype, reduce_dtype = as_tuple(axes), canonical_dtype(dtype), canonical_dtype(reduce_dtype)
+    require_axes(mesh, axes, "axes")
+    require_specs(tree, specs)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if len({types[name] for name in axes}) != 1:
         raise ValueError(
@@ -209,11 +202,11 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     how = {AxisType.Explicit: _resharded, AxisType.Manual: _collected, AxisType.Auto: _constrained}[types[axes[0]]]
 
     def gathered(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
-        if not _tree.is_float_array(leaf) or not set(_names_of(spec)) & set(axes):
+        if not _tree.is_float_array(leaf) or not set(names_of(spec)) & set(axes):
             return leaf
         name = _tree.path_name(path)
         if how is not _collected:  # there a leaf is one device's part
-            _fitting(spec, name, name, leaf.shape, mesh)
+            fitting(spec, name, name, leaf.shape, mesh)
         return how(leaf, spec, axes, dtype, reduce_dtype, name)
 
     return jax.tree.map_with_path(gathered, tree, specs)
@@ -224,7 +217,7 @@ def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:
-        return jax.sharding.reshard(leaf.astype(dtype), PartitionSpec(*_without(spec, over), reduced=set(over)))
+        return jax.sharding.reshard(leaf.astype(dtype), PartitionSpec(*without(spec, over), reduced=set(over)))
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
         return (
@@ -238,7 +231,8 @@ def _resharded(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
 def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, reduce_dtype: np.dtype, name: str) -> Any:
     """Inside shard_map."""
     dims = [
-        (dim, tuple(each for each in _tuple(entry) if each in over), _tuple(entry)) for dim, entry in enumerate(spec)
+        (dim, tuple(each for each in as_tuple(entry) if each in over), as_tuple(entry))
+        for dim, entry in enumerate(spec)
     ]
     for _, own, entry in dims:
         if entry[len(entry) - len(own) :] != own:
@@ -247,7 +241,7 @@ def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
                 f"for {name!r} and axes {over}; put {', '.join(own)} last"
             )
 
-    rest = tuple(each for each in over if each not in _names_of(spec))
+    rest = tuple(each for each in over if each not in names_of(spec))
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:
@@ -280,7 +274,7 @@ def _constrained(
             f"axis_types=(jax.sharding.AxisType.Explicit, …), or pass reduce_dtype={dtype.name!r}"
         )
     half = jax.lax.with_sharding_constraint(leaf.astype(dtype), spec)
-    return jax.lax.with_sharding_constraint(half, PartitionSpec(*_without(spec, over)))
+    return jax.lax.with_sharding_constraint(half, PartitionSpec(*without(spec, over)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,14 +328,14 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
     >>> description.bytes, description.replicated
     (512, ())
     """
-    _require_specs(shapes, specs)
+    require_specs(shapes, specs)
     rows = []
-    for (path, leaf), spec in zip(jax.tree.leaves_with_path(shapes), _specs_in(specs), strict=True):
+    for (path, leaf), spec in zip(jax.tree.leaves_with_path(shapes), specs_in(specs), strict=True):
         name = _tree.path_name(path)
-        _fitting(spec, name, name, tuple(leaf.shape), mesh)
-        parts = math.prod(mesh.shape[each] for each in _names_of(spec))
+        fitting(spec, name, name, tuple(leaf.shape), mesh)
+        parts = math.prod(mesh.shape[each] for each in names_of(spec))
         size = math.prod(leaf.shape) * leaf.dtype.itemsize // parts
-        rows.append(Row(name, tuple(leaf.shape), leaf.dtype.name, _text(spec), size, parts == 1))
+        rows.append(Row(name, tuple(leaf.shape), leaf.dtype.name, text_of(spec), size, parts == 1))
     return Description(tuple(sorted(rows, key=lambda row: -row.bytes)))
 
 
@@ -482,91 +476,5 @@ def _axis_of(groups: list[list[int]], mesh: Any) -> str:
     return f"{len(groups[0])} devices"
 
 
-def _text(spec: PartitionSpec) -> str:
-    return f"P({', '.join(map(repr, spec))})"
-
-
-def _parts(path: Any) -> Path:
-    return tuple(_tree.path_name(path).split("/")) if path else ()
-
-
-def _covers(pattern: str, path: Path) -> bool:
-    return any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
-
-
-def _require_match(pattern: str, paths: Sequence[Path]) -> None:
-    if is_class_pattern(pattern):
-        raise ValueError(
-            f"a pattern of shardings is a path such as '**/kernel', for params have no modules, got {pattern!r}"
-        )
-    if not any(_covers(pattern, path) for path in paths):
-        raise ValueError(
-            f"the pattern {pattern!r} matches no leaf; the nearest paths: "
-            f"{nearest(pattern, ['/'.join(path) for path in paths])}"
-        )
-
-
-def _require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
-    if missing := [name for name in names if name not in mesh.shape]:
-        raise ValueError(
-            f"{argument} must be of the mesh, which has {', '.join(map(repr, mesh.shape)) or 'none'}, got "
-            f"{missing[0]!r}; make it with jax.make_mesh((…,), ({missing[0]!r}, …))"
-        )
-
-
-def _require_specs(tree: Any, specs: Any) -> None:
-    given: Any = jax.tree.structure(specs, is_leaf=_is_spec)
-    own: Any = jax.tree.structure(tree)
-    if given != own or not all(map(_is_spec, jax.tree.leaves(specs, is_leaf=_is_spec))):
-        raise ValueError(
-            f"specs must be a tree of PartitionSpec of the structure of the arrays, {own}, got {given}; take "
-            "jaxmp.sharding.fsdp_specs of these arrays"
-        )
-
-
-def _fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """``spec`` itself, if it fits a leaf of ``shape``."""
-    names = _names_of(spec)
-    _require_axes(mesh, names, f"the axes of {key!r}")
-    if len(spec) > len(shape) or len(set(names)) < len(names):
-        raise ValueError(
-            "a spec names each axis of the mesh once, and has at most one entry for each axis of the leaf, got "
-            f"{_text(spec)} for {name!r} of shape {shape}; give {key!r} another"
-        )
-    for size, entry in zip(shape, spec, strict=False):
-        parts = _devices(entry, mesh)
-        if size % parts:
-            raise ValueError(
-                f"the devices must divide an axis that is split over them, got {size} over {parts} ({entry!r}) in "
-                f"{name!r} of shape {shape}; give {key!r} another spec"
-            )
-    return spec
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec)
-
-
-def _specs_in(specs: Any) -> list[PartitionSpec]:
-    return jax.tree.leaves(specs, is_leaf=_is_spec)
-
-
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)
-
-
-def _tuple(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _devices(entry: Any, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[name] for name in _tuple(entry))
-
-
-def _names_of(spec: PartitionSpec) -> list[str]:
-    return [name for entry in spec for name in _tuple(entry)]
-
-
-def _without(spec: PartitionSpec, over: tuple[str, ...]) -> list[Any]:
-    rest = (tuple(name for name in _tuple(entry) if name not in over) for entry in spec)
-    return [names[0] if len(names) == 1 else names or None for names in rest]

@@ -5,6 +5,7 @@ Params, optimizer, batch statistics and moving average go together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -12,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import float8
 from jaxmp import tree as _tree
+from jaxmp._gathering import Gathered, Held, plan_of, regather
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
@@ -52,6 +54,7 @@ _REMAT: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "float8": jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS),
+    "regather": regather,
 }
 _LAG = 4  # steps between a report of several processes and its reading
 _OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
@@ -220,6 +223,10 @@ def make_train_step(
     remat: str | Callable[..., Any] | None = None,
     donate: bool = True,
     max_consecutive_skips: int = 25,
+    mesh: Any = None,
+    specs: Any = None,
+    reduce_dtype: Any = "float32",
+    reduce: Literal["each", "once"] = "each",
 ) -> TrainStep:
     """A jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
 
@@ -249,13 +256,23 @@ def make_train_step(
         ``loss_scaling``, and take this for everything else: one word, and nothing that can stand in a wrong place.
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
-        ``jax.checkpoint_policies``, or such a policy.
+        ``jax.checkpoint_policies``, or such a policy. With ``specs`` None is ``"regather"``: all is kept but the gathered
+        weights, which are gathered again; so they are under each of the others but ``"none"``, which keeps them all.
       donate: whether the state's memory is reused; the state passed in is then deleted.
       max_consecutive_skips: how many skipped steps in a row with a scale that cannot fall end the run.
+      mesh: devices that the step is for, with ``specs``. The batch is split over its axes ``"data"`` and ``"fsdp"``.
+        The state and the batch are put there, if they were put nowhere else.
+      specs: where the params lie, as :func:`jaxmp.sharding.fsdp_specs` says. Each weight is gathered where the loss
+        function uses it, in the dtype in which it is used there, and once in a pass; docs/sharding.md has the rules.
+      reduce_dtype: in which the gradients are summed over the devices; each device sums its own in float32.
+      reduce: the gradients of ``"each"`` microbatch; or their sum ``"once"``, all weights being gathered once before:
+        less on the wire, but each device holds all weights in half and the sum of their gradients in float32.
 
     Raises (here, or from the step):
       ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``; ``overrides``
-        without autocast, or one that matched nothing; state and batch were put on different devices.
+        without autocast, or one that matched nothing; state and batch were put on different devices; ``mesh`` or
+        ``specs`` alone, or that do not fit each other, the params, or the batch; a param goes in half into what cannot
+        leave its gradient in ``reduce_dtype``.
       TypeError: the loss function takes or returns something else; the loss is float16 or no scalar; the state is no
         :class:`TrainState` (Flax's own, say).
       RuntimeError: the state was given to a donating step before.
@@ -279,8 +296,27 @@ def make_train_step(
         raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay}; 0.999 averages over about 1,000 steps")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float, np.number)) and 0 < clip_norm < np.inf):
         raise ValueError(f"clip_norm must be a positive finite number, got {clip_norm!r}; pass 1.0, say, or None")
-    loss_fn = _with_remat(_under_policy(_checked(loss_fn), policy, overrides), remat)
-    return TrainStep(loss_fn, accumulate_steps, ema_decay, clip_norm, donate, max_consecutive_skips)
+    if reduce not in ("each", "once") or (reduce == "once" and (mesh is None or accumulate_steps == 1)):
+        raise ValueError(
+            "reduce is 'each', or 'once' for the microbatches of a step on a mesh, got "
+            f"{reduce!r} with mesh={mesh!r} and accumulate_steps={accumulate_steps}; pass mesh=, specs= and "
+            "accumulate_steps=2, say, or leave it out"
+        )
+    if (mesh is None) != (specs is None) or (mesh is None and (reduce_dtype != "float32" or remat == "regather")):
+        raise ValueError(
+            "mesh=, and specs= of params on it, are given together, and reduce_dtype= and remat='regather' with them, "
+            f"got mesh={mesh!r}, specs={'None' if specs is None else 'a tree'}, reduce_dtype={reduce_dtype!r}, "
+            f"remat={remat!r}; take specs=jaxmp.sharding.fsdp_specs(params, mesh), or leave them all out"
+        )
+    loss_fn = _under_policy(_checked(loss_fn), policy, overrides)
+    gathered = None
+    if mesh is not None:
+        loss_fn = gathered = Gathered(plan_of(mesh, specs, reduce_dtype), loss_fn)
+        remat = "regather" if remat is None else remat
+    loss_fn = _with_remat(loss_fn, remat)
+    return TrainStep(
+        loss_fn, accumulate_steps, ema_decay, clip_norm, donate, max_consecutive_skips, gathered, reduce == "once"
+    )
 
 
 class TrainStep:
@@ -298,8 +334,12 @@ class TrainStep:
         clip_norm: float | None,
         donate: bool,
         max_consecutive_skips: int,
+        gathered: Gathered | None = None,
+        reduces_once: bool = False,
     ) -> None:
         self._loss_fn = loss_fn
+        self._gathered, self._reduces_once = gathered, reduces_once
+        self._plan = None if gathered is None else gathered.plan
         self._accumulate_steps = accumulate_steps
         self._ema_decay = ema_decay
         self._clip = {} if clip_norm is None else {"clip_norm": clip_norm}
@@ -318,9 +358,12 @@ class TrainStep:
         try:
             if self._reports:
                 self._read_reports(state, batch)
+            if self._plan is not None:
+                batch = self._batch_on_mesh(batch)
             if not self._stays or state is not self._returned():
                 state = self._placed(state, batch)
-            state, metrics, stuck = self.jitted(state, batch)
+            with contextlib.nullcontext() if self._plan is None else self._plan.set():
+                state, metrics, stuck = self.jitted(state, batch)
         except (RuntimeError, ValueError) as error:
             _tell_of_donation(state, error)
             _tell_of_devices(state, batch, error)
@@ -339,8 +382,15 @@ class TrainStep:
 
     def _placed(self, state: TrainState, batch: Any) -> TrainState:
         """``state``, with all of it where it or the batch is committed to; ``jitted`` becomes the function for it."""
+        if self._plan is not None and not _is_traced(state):
+            _require_train_state(state)
+            wanted = self._plan.shardings(state)
+            state = jax.tree.map_with_path(_at, state, wanted)
+            leaves, structure = jax.tree.flatten(wanted)
+            self.jitted, self._stays = self._jitted_for((structure, tuple(leaves))), True
+            return state
         home = _home_of((state, batch))
-        if home is not None and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+        if home is not None and not _is_traced(state):
             state = jax.tree.map(lambda leaf: _at_home(leaf, home), state)
             if isinstance(home, NamedSharding):
                 shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
@@ -348,6 +398,11 @@ class TrainStep:
                 return state
         self.jitted, self._stays = self._jitted_for(None), jax.device_count() == 1
         return state
+
+    def _batch_on_mesh(self, batch: Any) -> Any:
+        assert self._plan is not None
+        wanted = self._plan.shardings_of_batch(batch, self._accumulate_steps)
+        return batch if _is_traced(batch) else jax.tree.map(_moved_to, batch, wanted)
 
     def _jit(self, placement: tuple[Any, ...] | None) -> Any:
         """The compiled function; XLA alone would shard by the batch what it computes of it."""
@@ -381,13 +436,17 @@ class TrainStep:
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
 
+        held: Held | None = None
+
         def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics, Metrics]:
             self._warn_if_unscaled(state, model_state, batch, rng)
 
             def loss_fn(params: Any) -> Any:
+                params = params if held is None else Held(params[0], held.halves, params[1])
                 return self._loss_fn(params, model_state, batch, rng)
 
-            (loss, (new_model_state, metrics)), grads, seen = self._differentiated(loss_fn, state)
+            learned = state if held is None else state.replace(params=(held.params, held.taps))
+            (loss, (new_model_state, metrics)), grads, seen = self._differentiated(loss_fn, learned)
             return loss, grads, _require_same_structure(new_model_state, model_state), metrics, seen
 
         n = self._accumulate_steps
@@ -402,11 +461,16 @@ class TrainStep:
             return (total, _tree.select_tree(True, new_state, model_state)), (loss, metrics, seen)
 
         rngs = None if rng is None else jax.random.split(rng, n)
-        zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params))
         microbatches = jax.tree.map_with_path(lambda path, leaf: _split(path, leaf, n), batch)
+        if self._gathered is not None and self._reduces_once:
+            first = jax.tree.map(lambda leaf: leaf[0], (microbatches, rngs))
+            held = self._gathered.hold(state.params, state.model_state, *first)
+        zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params if held is None else (held.params, held.taps)))
         (total, model_state), (loss, metrics, seen) = jax.lax.scan(
             accumulate, (zeros, state.model_state), (microbatches, rngs)
         )
+        if self._gathered is not None and held is not None:
+            total = self._gathered.released(*total)
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
         return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, {**mean[1], **seen}
 
@@ -735,6 +799,30 @@ def _at_home(leaf: Any, home: Any) -> jax.Array:
 def _spread(home: Any) -> Any:
     """Puts an array that every process has onto the devices of all, where device_put takes no PRNG key."""
     return jax.jit(lambda leaf: leaf, out_shardings=home)
+
+
+def _at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
+    """``leaf`` as the specs of a step say.
+
+    Raises:
+      ValueError: it was put elsewhere.
+    """
+    if _is_put(leaf) and not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+        raise ValueError(
+            f"a state must lie as the mesh and specs of the step say, {wanted.spec} on {wanted.mesh.shape_tuple} for "
+            f"{_tree.path_name(path)!r}, got {leaf.sharding}; make it with jaxmp.sharding.init_state(…, mesh, specs)"
+        )
+    return _at_home(leaf, wanted)
+
+
+def _moved_to(leaf: Any, wanted: NamedSharding) -> Any:
+    if _is_put(leaf) and leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+        return leaf
+    return jax.device_put(leaf, wanted)
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _is_put(leaf: Any) -> bool:

@@ -129,7 +129,8 @@ class _CountingStep(TrainStep):
 
     def __init__(self, step: TrainStep) -> None:
         clip, donates = step._clip.get("clip_norm"), step._donated == 0
-        super().__init__(step._loss_fn, step._accumulate_steps, step._ema_decay, clip, donates, step._max_skips)
+        own = step._loss_fn, step._accumulate_steps, step._ema_decay, clip, donates, step._max_skips
+        super().__init__(*own, step._gathered, step._reduces_once)
         self.found: Any = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

@@ -1,0 +1,127 @@
+"""Specs of params: which axes of a mesh split which axes of an array."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxmp import tree as _tree
+from jaxmp.dtypes import nearest
+from jaxmp.patterns import Path, is_class_pattern, matches
+from jaxmp.rounding import Float8Blocks
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
+    """Specs of all of ``state``: a leaf whose path ends in that of a param of its shape has the param's spec."""
+    known = {
+        (parts_of(path), tuple(leaf.shape)): spec
+        for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), specs_in(specs), strict=True)
+    }
+
+    def spec_of(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Float8Blocks):
+            codes = spec_of(path, leaf.codes)
+            whole = all(
+                size % devices_in(entry, mesh) == 0 for size, entry in zip(leaf.scales.shape, codes, strict=False)
+            )
+            scales: Any = codes if whole else PartitionSpec()
+            return dataclasses.replace(leaf, codes=codes, scales=scales)
+        parts = parts_of(path)
+        ends = ((parts[start:], tuple(leaf.shape)) for start in range(len(parts) + 1))
+        return next((known[end] for end in ends if end in known), PartitionSpec())
+
+    return jax.tree.map_with_path(spec_of, state, is_leaf=lambda node: isinstance(node, Float8Blocks))
+
+
+def text_of(spec: PartitionSpec) -> str:
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def parts_of(path: Any) -> Path:
+    return tuple(_tree.path_name(path).split("/")) if path else ()
+
+
+def covers(pattern: str, path: Path) -> bool:
+    return any(matches(pattern, path[:end], None) for end in range(len(path) + 1))
+
+
+def require_match(pattern: str, paths: Sequence[Path]) -> None:
+    if is_class_pattern(pattern):
+        raise ValueError(
+            f"a pattern of shardings is a path such as '**/kernel', for params have no modules, got {pattern!r}"
+        )
+    if not any(covers(pattern, path) for path in paths):
+        raise ValueError(
+            f"the pattern {pattern!r} matches no leaf; the nearest paths: "
+            f"{nearest(pattern, ['/'.join(path) for path in paths])}"
+        )
+
+
+def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
+    if missing := [name for name in names if name not in mesh.shape]:
+        raise ValueError(
+            f"{argument} must be of the mesh, which has {', '.join(map(repr, mesh.shape)) or 'none'}, got "
+            f"{missing[0]!r}; make it with jax.make_mesh((…,), ({missing[0]!r}, …))"
+        )
+
+
+def require_specs(tree: Any, specs: Any) -> None:
+    given: Any = jax.tree.structure(specs, is_leaf=is_spec)
+    own: Any = jax.tree.structure(tree)
+    if given != own or not all(map(is_spec, jax.tree.leaves(specs, is_leaf=is_spec))):
+        raise ValueError(
+            f"specs must be a tree of PartitionSpec of the structure of the arrays, {own}, got {given}; take "
+            "jaxmp.sharding.fsdp_specs of these arrays"
+        )
+
+
+def fitting(spec: PartitionSpec, key: str, name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """``spec`` itself, if it fits a leaf of ``shape``."""
+    names = names_of(spec)
+    require_axes(mesh, names, f"the axes of {key!r}")
+    if len(spec) > len(shape) or len(set(names)) < len(names):
+        raise ValueError(
+            "a spec names each axis of the mesh once, and has at most one entry for each axis of the leaf, got "
+            f"{text_of(spec)} for {name!r} of shape {shape}; give {key!r} another"
+        )
+    for size, entry in zip(shape, spec, strict=False):
+        parts = devices_in(entry, mesh)
+        if size % parts:
+            raise ValueError(
+                f"the devices must divide an axis that is split over them, got {size} over {parts} ({entry!r}) in "
+                f"{name!r} of shape {shape}; give {key!r} another spec"
+            )
+    return spec
+
+
+def is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
+
+
+def specs_in(specs: Any) -> list[PartitionSpec]:
+    return jax.tree.leaves(specs, is_leaf=is_spec)
+
+
+def as_tuple(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def devices_in(entry: Any, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in as_tuple(entry))
+
+
+def names_of(spec: PartitionSpec) -> list[str]:
+    return [name for entry in spec for name in as_tuple(entry)]
+
+
+def without(spec: PartitionSpec, over: tuple[str, ...]) -> list[Any]:
+    rest = (tuple(name for name in as_tuple(entry) if name not in over) for entry in spec)
+    return [names[0] if len(names) == 1 else names or None for names in rest]
