@@ -31,8 +31,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.rebuild import bound, rebuilt
+from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._specs import Mesh, as_tuple, fitting, following, names_of, require_specs, specs_in, without
 from jaxmp.dtypes import canonical_dtype, is_half
+from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.engine.rules import BROADCAST
 from jaxmp.engine.trace import Program, arrays_in
 
@@ -234,14 +236,20 @@ class Gathered:
     plan: Plan
     loss_fn: Callable[..., Any]
 
+    @property
+    def is_split(self) -> bool:
+        """Whether a batch is split over more than one device."""
+        return self.plan.devices > 1
+
     def __call__(self, params: Any, *rest: Any) -> Any:
-        if self.plan.devices == 1:
+        if not self.is_split:
             return self.loss_fn(params, *rest)
-        held = params if isinstance(params, Held) else None
-        program, uses = self._uses(held.params if held else params, rest)
-        for number, use in enumerate(uses if held else ()):
-            use.source.half, use.source.tap, use.source.given = held.halves[number], held.taps[number], True
-        params = held.params if held else params
+        given: list[tuple[Any, Any]] = []
+        if isinstance(params, Held):
+            params, given = params.params, list(zip(params.halves, params.taps, strict=True))
+        program, uses = self._uses(params, rest)
+        for use, (half, tap) in zip(uses, given, strict=False):
+            use.source.half, use.source.tap, use.source.given = half, tap, True
         found = iter(uses)
         leaves = [next(found) if _tree.is_float_array(leaf) else leaf for leaf in jax.tree.leaves(params)]
         jaxpr, consts = program.jaxpr
@@ -275,14 +283,16 @@ class Gathered:
         with _while_tracing(plan):
             program = Program(self.loss_fn, (shapes, *rest))
         jaxpr, _ = program.jaxpr
-        uses = []
+        products = map(np.dtype, product_dtypes(jaxpr))
+        halves, uses = {dtype for dtype in products if is_half(dtype)}, []
         leaves = zip(jax.tree.leaves_with_path(params), specs_in(plan.specs), jaxpr.invars, strict=False)
         for (path, leaf), spec, var in leaves:
             if _tree.is_float_array(leaf):
                 dtypes, results = _read_in(jaxpr, var)
                 dtypes |= {np.dtype(jaxpr.outvars[end].aval.dtype) for end in results}
-                half = dtypes.pop() if len(dtypes) == 1 else None
-                dtype = half if half is not None and is_half(half) and plan.is_split(spec) else leaf.dtype
+                known = dtypes - {None} or halves
+                half = known.pop() if len(known) == 1 and plan.is_split(spec) else leaf.dtype
+                dtype = half if is_half(half) else leaf.dtype
                 uses.append(_Use(_Source(plan, _tree.path_name(path), leaf, spec, dtype, _is_alone(jaxpr, var))))
         return program, uses
 
@@ -430,26 +440,33 @@ def _is_alone(jaxpr: Any, var: Any) -> bool:
     return len(_readers(jaxpr, var)) == 1
 
 
-def _read_in(jaxpr: Any, var: Any) -> tuple[set[np.dtype], set[int]]:
-    """The dtypes that a weight, or rows of it, is read in, in this body and those within; the results that it is."""
-    dtypes, results = set[np.dtype](), set[int]()
+def _read_in(jaxpr: Any, var: Any, around: reading.Names = ()) -> tuple[set[Any], set[int]]:
+    """The dtypes that a weight, or rows of it, is read in, in this body and those within; the results that it is.
+
+    None among them are rows that autocast left as they were: it would look them up in half as well.
+    """
+    dtypes, results = set[Any](), set[int]()
     for eqn, position in _readers(jaxpr, var):
         bodies = None if eqn is None else reading.bodies_of(eqn)
+        names = around if eqn is None else (*around, *reading.names_of(eqn))
+        is_lookup = eqn is not None and eqn.primitive.name == "gather" and position == 0
         passed: list[Any] = []
         if eqn is None:
             results.add(position)
-        elif _is_copying(eqn) or (eqn.primitive.name == "gather" and position == 0):
+        elif is_lookup and DECIDED in names and region_of(names).level is None:
+            dtypes.add(None)
+        elif is_lookup or _is_copying(eqn):
             passed = eqn.outvars
         elif bodies is not None and (bodies.kind == "call" or _enters_scan(bodies, position)):
             inner, _ = reading.opened(bodies.jaxprs[0])
-            found, ends = _read_in(inner, inner.invars[position])
+            found, ends = _read_in(inner, inner.invars[position], names)
             dtypes |= found
             passed = [eqn.outvars[end] for end in ends]
         else:
             aval = eqn.invars[position].aval
             dtypes.add(np.dtype(eqn.params["dtype"] if eqn.primitive.name == "cast_repeated" else aval.dtype))
         for one in passed:
-            found, ends = _read_in(jaxpr, one)
+            found, ends = _read_in(jaxpr, one, around)
             dtypes, results = dtypes | found, results | ends
     return dtypes, results
 
@@ -509,7 +526,7 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         aval = eqn.invars[position].aval
         if bodies is not None and not all(are_fixed) and is_half(aval.dtype) and plan.reduce_dtype == _FLOAT32:
             raise ValueError(
-                f"the gradient of {use.source.name!r} cannot be reduced in float32: the param goes in {aval.dtype.name} "
+                f"the gradient of {use.source.name!r} cannot be reduced in float32: it goes in {aval.dtype.name} "
                 f"into {name} at {reading.user_source_of(eqn)}, which computes it in that dtype; pass it in float32 "
                 f"there, or make_train_step(…, reduce_dtype={aval.dtype.name!r})"
             )
@@ -534,7 +551,8 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
             continue
         source, spec = use.source, use.source.spec
         is_turn = bodies.kind == "scan" and position >= bodies.start + bodies.carry
-        if bodies.kind == "scan" and not _enters_scan(bodies, position) or (is_turn and (use.moves or any(spec[:1]))):
+        is_carried = bodies.kind == "scan" and not _enters_scan(bodies, position)
+        if is_carried or (is_turn and (use.moves or any(spec[:1]))):
             operands[position] = use.read(eqn.invars[position].aval.dtype)
             continue
         inside[position], operands[position] = use, source.param
@@ -560,9 +578,10 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
         is_carried = [bodies.kind == "scan" and not _enters_scan(bodies, n) for n in range(len(values))]
         return _results(jaxpr, consts, values, [f and not c for f, c in zip(are_fixed, is_carried, strict=True)])
 
-    return rebuilt(eqn, bodies, [run], None)(*operands)
+    return rebuilt(eqn, bodies, [run], _NO_RULE)(*operands)
 
 
+_NO_RULE: Any = None  # there are none in calls and scans
 _BY_ROWS = frozenset({("gather", 0), ("conv_general_dilated", 1)})
 
 

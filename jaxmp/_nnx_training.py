@@ -29,9 +29,9 @@ def make_train_step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> Train
         dict. It may write to the model's Variables, but not to those that are trained.
       **options: ``policy``, ``overrides``, ``accumulate_steps``, ``ema_decay``, ``clip_norm``, ``remat``, ``donate``,
         ``max_consecutive_skips``, ``mesh``, ``specs``, ``reduce_dtype`` and ``reduce`` as for
-        :func:`jaxmp.make_train_step`; ``specs`` are ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``, and ``ema_decay``
-        is for an ``Optimizer(model, tx, ema=True)``. Donated are the arrays of model and optimizer, which an ``nnx.clone`` or an
-        ``nnx.state`` of the model made before holds too: copy those, or pass ``donate=False``.
+        :func:`jaxmp.make_train_step`; ``ema_decay`` is for an ``Optimizer(model, tx, ema=True)``, and ``specs`` are
+        ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``. Donated are the arrays of model and optimizer, which an
+        ``nnx.clone`` or an ``nnx.state`` of the model made before holds too: copy those, or pass ``donate=False``.
 
     Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
       TypeError: the optimizer is not this module's; the loss function writes to what is trained.

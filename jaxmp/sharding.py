@@ -40,9 +40,7 @@ from jaxmp._specs import (
     text_of,
     without,
 )
-from jaxmp.dtypes import canonical_dtype, nearest
-from jaxmp.patterns import Path, is_class_pattern, matches
-from jaxmp.rounding import Float8Blocks
+from jaxmp.dtypes import canonical_dtype
 from jaxmp.training import TrainState
 
 Rules = Mapping[str, PartitionSpec]

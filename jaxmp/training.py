@@ -338,7 +338,7 @@ class TrainStep:
         reduces_once: bool = False,
     ) -> None:
         self._loss_fn = loss_fn
-        self._gathered, self._reduces_once = gathered, reduces_once
+        self._gathered, self._reduces_once = gathered, reduces_once and gathered is not None and gathered.is_split
         self._plan = None if gathered is None else gathered.plan
         self._accumulate_steps = accumulate_steps
         self._ema_decay = ema_decay
@@ -435,7 +435,6 @@ class TrainStep:
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
-
         held: Held | None = None
 
         def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics, Metrics]:
