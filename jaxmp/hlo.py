@@ -115,6 +115,7 @@ def path_of(op_name: str) -> str:
     scopes, _, _ = _TRANSFORM.sub("", _JIT.sub("", op_name.partition(";")[0])).rpartition("/")
     names = (name.strip("()") for name in scopes.split("/"))
     own = (name for name in names if name not in _JAX_SCOPES and not name.startswith(("jaxmp.", "branch_")))
+    own = (name for name in own if ":" not in name)  # what XLA made one of several
     return "/".join(name for name in own if name)
 
 
@@ -166,12 +167,15 @@ class Program:
       computations: name to instructions.
       entry: the name of the first one to run.
       aliases: results that are written into a parameter, by number.
+      partitions: the devices that run it together.
     """
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry, current = "", None
         header, *lines = text.splitlines() or [""]
+        partitions = re.search(r"num_partitions=(\d+)", header)
+        self.partitions = int(partitions[1]) if partitions else 1
         aliases = header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
         self.aliases = {int(result or 0): int(parameter) for result, parameter in _WRITES_INTO.findall(aliases)}
         self._frames: dict[str, dict[int, str]] = {}
@@ -238,6 +242,14 @@ class Program:
                 trips = TRIPS.search(instruction.text) if repeat_loops else None
                 inner = self.bodies(instruction)
                 stack += [(each, times * (int(trips[1]) if trips else 1)) for each in inner]
+
+    def joined(self, computation: str, instruction: Instruction) -> list[Array]:
+        """The arrays of its result; where it joins others to one, those."""
+        inside = self.inside(instruction) if instruction.opcode == "fusion" else [(computation, instruction)]
+        body, last = inside[-1]
+        if last.opcode != "concatenate":
+            return instruction.arrays
+        return [array for name in last.operands for array in self.computations[body][name].arrays]
 
     def dtypes(self, computation: str, instruction: Instruction) -> tuple[str, ...]:
         """The dtypes of an instruction's operands."""

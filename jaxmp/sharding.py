@@ -348,6 +348,9 @@ class Collective:
       count: how often a call runs it, turns of loops counted.
       bytes: of the whole array, once: what is gathered, or what each device has of a sum before it is reduced.
       wire: bytes that one device sends for all of them, by a ring: (n - 1)/n of the whole, of an all-reduce twice that.
+      path: the names of modules and scopes that they come from, ``/`` between.
+      source: the user's file and line; empty where the program does not say.
+      arrays: the bytes of each array, where one operation moves several.
     """
 
     kind: str
@@ -356,6 +359,9 @@ class Collective:
     count: int
     bytes: int
     wire: float
+    path: str
+    source: str
+    arrays: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,19 +383,56 @@ class Collectives(tables.Shown):
         """
         return self.wire / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
+    @property
+    def totals(self) -> dict[tuple[str, str, str], float]:
+        """``wire`` by kind, dtype and axis, the most first."""
+        totals: dict[tuple[str, str, str], float] = {}
+        for row in self.rows:
+            key = row.kind, row.dtype, row.axis
+            totals[key] = totals.get(key, 0.0) + row.wire
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
     def _shown(self) -> Any:
-        cells = [(round(row.wire), row.count, row.bytes, row.kind, row.dtype, row.axis) for row in self.rows]
-        columns = ("sent", "count", "whole", "kind", "dtype", "axis")
+        cells = [
+            (round(row.wire), row.count, row.bytes, row.kind, row.dtype, row.axis, row.path, row.source)
+            for row in self.rows
+        ]
+        columns = ("sent", "count", "whole", "kind", "dtype", "axis", "path", "source")
         return f"{self.wire:,.0f} bytes sent by a device", columns, cells, ()
 
 
-def collectives(compiled: jax.stages.Compiled) -> Collectives:
-    """What a compiled program moves between devices, by kind, dtype, axis of the mesh and size.
+def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
+    """Bytes that one device sends at least in a training step that keeps no gathered weight from pass to pass.
+
+    Each weight is gathered in 16 bits for the forward and for the backward pass, and its gradient reduced in float32:
+    8 (n - 1)/n bytes a param over n devices.
+
+    Args:
+      params: a tree of arrays or shapes, each with a ``NamedSharding``.
+      axes: of the mesh, over which the batch is split.
+
+    >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+    >>> ideal_wire(jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("fsdp"))))
+    224.0
+    """
+    axes, total = set(axes), 0.0
+    for leaf in jax.tree.leaves(params):
+        mesh, names = leaf.sharding.mesh, set(_names_of(leaf.sharding.spec))
+        parts, copies, others = (
+            math.prod(mesh.shape[name] for name in own) for own in (names & axes, axes - names, names - axes)
+        )
+        total += 8 * math.prod(leaf.shape) / others * ((parts - 1) / parts + (copies - 1) / copies / parts)
+    return total
+
+
+def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = None) -> Collectives:
+    """What a compiled program moves between devices, by kind, dtype, axis of the mesh, size and place.
 
     On a CPU XLA widens half collectives to float32, so for their dtypes compile for a GPU, which need not be there.
 
     Args:
       compiled: ``jax.jit(fun).lower(*args).compile()``, the arguments on a mesh.
+      program: its text, where that is read already.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))
@@ -398,26 +441,26 @@ def collectives(compiled: jax.stages.Compiled) -> Collectives:
     [('all-reduce', 'float32', 'fsdp', 4)]
     """
     mesh = next((s.mesh for s in jax.tree.leaves(compiled.input_shardings) if isinstance(s, NamedSharding)), None)
-    text = compiled.as_text() or ""
-    program, partitions = hlo.Program(text), re.search(r"num_partitions=(\d+)", text)
-    devices = int(partitions[1]) if partitions else 1
-    counts: collections.Counter[tuple[str, str, str, int, int]] = collections.Counter()
+    program = program or hlo.Program(compiled.as_text() or "")
+    counts: collections.Counter[Any] = collections.Counter()
     for computation, instruction, times in program.walk(repeat_loops=True):
         kind = instruction.opcode.removesuffix("-start")
         if kind not in _SENT:
             continue
-        groups = _groups(instruction.text) or [list(range(devices))]
+        groups = _groups(instruction.text) or [list(range(program.partitions))]
         axis, n = _axis_of(groups, mesh), len(groups[0])
-        sizes: collections.Counter[str] = collections.Counter()
+        sizes: dict[str, list[int]] = {}
         known = program.computations[computation]
         for name in instruction.operands:
-            for array in known[name].arrays if name in known else ():
-                sizes[hlo.dtype_name(array.dtype)] += int(array.bytes)
-        for dtype, size in sizes.items():
-            counts[kind, dtype, axis, n, size * (n if kind == "all-gather" else 1)] += times
+            for array in program.joined(computation, known[name]) if name in known else ():
+                whole = int(array.bytes) * (n if kind == "all-gather" else 1)
+                sizes.setdefault(hlo.dtype_name(array.dtype), []).append(whole)
+        for dtype, arrays in sizes.items():
+            place = instruction.path, program.source(instruction)
+            counts[kind, dtype, axis, n, tuple(sorted(arrays)), *place] += times
     rows = (
-        Collective(kind, dtype, axis, count, size, count * size * _SENT[kind](n))
-        for (kind, dtype, axis, n, size), count in counts.items()
+        Collective(kind, dtype, axis, count, sum(arrays), count * sum(arrays) * _SENT[kind](n), *place, arrays)
+        for (kind, dtype, axis, n, arrays, *place), count in counts.items()
     )
     return Collectives(tuple(sorted(rows, key=lambda row: (-row.wire, row.kind, row.dtype, row.axis))))
 

@@ -390,6 +390,20 @@ class TestCollectives:
         assert f"{found.wire:,.0f} bytes sent by a device" in str(found)
 
     @pytest.mark.parametrize(
+        ("sizes", "spec", "axes", "expected"),
+        [
+            ({"fsdp": 8}, P("fsdp"), ("fsdp",), 8 * 7 / 8),
+            ({"fsdp": 8}, P(), ("fsdp",), 2 * 4 * 7 / 8),  # one all-reduce
+            ({"data": 2, "fsdp": 4}, P("fsdp"), ("data", "fsdp"), 8 * 3 / 4 + 2 * 4 / 4 / 2),
+            ({"fsdp": 4, "tensor": 2}, P("fsdp", "tensor"), ("fsdp",), 8 / 2 * 3 / 4),
+        ],
+    )
+    def test_the_ideal_by_hand(self, sizes, spec, axes, expected):
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        leaf = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec))
+        assert sharding.ideal_wire([leaf, leaf], axes) == 2 * 64 * 64 * expected
+
+    @pytest.mark.parametrize(
         ("text", "groups"),
         [
             ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),

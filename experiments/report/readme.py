@@ -1,10 +1,11 @@
-"""Copies what was measured from experiments/results into the README and two pages of docs, between two markers.
+"""Copies what was measured from experiments/results into the README and three pages of docs, between two markers.
 
 python -m experiments.report.readme
 
 The README has a few of them: the sums of gradients, the filled rows of :mod:`experiments.report.headline`, and a
 sentence on the cost of loss scaling. docs/measured.md has all, with the facts of each run, results/demo/compare.md and
-every results/loss_scaling*/loss_scaling.md among them; docs/gradient_sums.md those on the sums.
+every results/loss_scaling*/loss_scaling.md among them; docs/gradient_sums.md those on the sums; docs/sharding.md what
+was compiled for many GPUs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.report import headline
+from jaxmp.inspect.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- results: written by `python -m experiments.report.readme` -->\n", "<!-- /results -->"
@@ -107,6 +109,26 @@ def gradient_sums_block(root: Path = ROOT) -> str:
     return "\n".join([*lines, NOTE, "", facts(next(iter(parts.values()))), ""])
 
 
+def sharding_block(root: Path = ROOT) -> str:
+    """The part of docs/sharding.md on the GPUs that a model needs, of the newest result below ``root``."""
+    source = headline.newest(root / "experiments" / "results", "sharded", lambda run: not run["smoke"])
+    if source is None:
+        return "Not compiled yet: `python -m experiments.benchmarks.compile_only --topology 1x1x8`.\n"
+    lines = [
+        "| GPUs | GiB of each | GB that each sends in a step | holds it, a tenth left free |",
+        "|---|---:|---:|---|",
+    ]
+    for row in (row for row in source.data["rows"] if row["setting"]["size"] == "7B"):
+        cards = [target.name for target in TARGETS.values() if row["peak"] <= 0.9 * target.memory_bytes]
+        how = f"{row['gpus']} ({row['topology']})"
+        lines.append(f"| {how} | {row['peak'] / 2**30:.1f} | {row['wire'] / 1e9:.1f} | {', '.join(cards) or 'none'} |")
+    parts = sections(source.path.with_suffix(".md"))
+    lines += ["", "All sizes, with 8 sequences of 1,024 tokens a GPU, of 7 B with 2 of 2,048:", ""]
+    return "\n".join([*lines, table(parts["Each GPU"]), "", source.data["about"], "", source.line(root), ""]).replace(
+        "](experiments/", "](../experiments/"
+    )
+
+
 def write(file: Path, text: str) -> None:
     """Replaces what is between the markers of ``file``."""
     before, begin, rest = file.read_text().partition(BEGIN)
@@ -124,5 +146,6 @@ if __name__ == "__main__":
         write(ROOT / "README.md", block())
         write(ROOT / "docs" / "measured.md", measured_block())
         write(ROOT / "docs" / "gradient_sums.md", gradient_sums_block())
+        write(ROOT / "docs" / "sharding.md", sharding_block())
     except ValueError as error:
         sys.exit(f"error: {error}")

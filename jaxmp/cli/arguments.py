@@ -13,8 +13,9 @@ def _named(name: str, **settings: Any) -> Arguments:
 
 _REPEATED: dict[str, Any] = {"action": "append", "default": []}
 _SHAPE = "a positional argument, such as float32[8,16], int32[] or key[] (a random key); repeat for more"
-_EXAMPLE = "a function that returns the positional arguments as a tuple (pytrees, for instance); traced, not run"
+_EXAMPLE = "a function that returns the positional arguments as a tuple (pytrees, shapes); traced, not run"
 _ARGUMENTS = "a function that returns the positional arguments as a tuple; run"
+_TOPOLOGY = "of so many: slices x hosts x GPUs of each host; the arguments lie on a mesh"
 _OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 
 
@@ -40,6 +41,7 @@ ARRAYS = (
 """A loss function that is run, and its arguments."""
 RUN = _named("run", metavar="RUN", help="the run's folder")
 DEVICE = _named("--device", metavar="NAME", help="a GPU that is not there: h200, h100, a100, b200, l4, t4")
+TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
 POLICY = _named("--policy", help="default: none, the function as it is written")
 AUTOCAST = (
     _named("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16")

@@ -20,6 +20,7 @@ from jaxmp.cli.arguments import (
     REFERENCE,
     RUN,
     SHAPES,
+    TOPOLOGY,
     Arguments,
 )
 from jaxmp.cli.errors import UsageError
@@ -29,15 +30,15 @@ from jaxmp.cli.printing import console, plot, print_json, print_rich, show
 def audit(options: argparse.Namespace) -> int:
     """Show which precision each product of a function has, and what is wrong with it; nothing is run but imports.
 
-    The function may be a train step. Exit code 0 if there are no findings, 1 if there are some, 2 if something is wrong
-    with the arguments.
+    The function may be a train step. With --topology, as for jaxmp memory, what devices send each other counts too.
+    Exit code 0 if there are no findings, 1 if there are some, 2 if something is wrong with the arguments.
 
     Example:
       jaxmp audit jax.numpy:matmul --policy mixed_bfloat16 --arg bfloat16[8,16] --arg bfloat16[16,8]
     """
     from jaxmp.inspect import audit
 
-    result = _of_shapes(options, lambda fun: audit(fun, options.policy, device=options.device))
+    result = _of_shapes(options, lambda fun: audit(fun, options.policy, **_where(options)))
     show(options, result)
     return 1 if result.findings else 0
 
@@ -46,15 +47,16 @@ def memory(options: argparse.Namespace) -> int:
     """Show the memory that a train step or any function needs, by kind and dtype, from compiling it; nothing is run.
 
     With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. With
-    --policy the function is put under autocast, which donates nothing. Exit code 2 if something is wrong with the
-    arguments.
+    --topology it is compiled for several of them and told for each, also what it sends: the shapes that --args returns
+    have shardings on a jax.sharding.AbstractMesh. With --policy the function is put under autocast, which donates
+    nothing. Exit code 2 if something is wrong with the arguments.
 
     Example:
-      jaxmp memory train:step --args train:shapes --device h200
+      jaxmp memory train:step --args train:shapes --device h200 --topology 1x1x8
     """
     from jaxmp.inspect import memory
 
-    result = _of_shapes(options, lambda fun: memory(_under(options.policy, fun), device=options.device))
+    result = _of_shapes(options, lambda fun: memory(_under(options.policy, fun), **_where(options)))
     show(options, result, lambda plots: plots.memory({options.function: result}))
     return 0
 
@@ -149,8 +151,8 @@ def watch(options: argparse.Namespace) -> int:
 
 
 COMMANDS: dict[Callable[[argparse.Namespace], int], Arguments] = {
-    audit: SHAPES | DEVICE | POLICY,
-    memory: SHAPES | DEVICE | POLICY | PLOT,
+    audit: SHAPES | DEVICE | TOPOLOGY | POLICY,
+    memory: SHAPES | DEVICE | TOPOLOGY | POLICY | PLOT,
     roofline: SHAPES | DEVICE | POLICY,
     numerics: ARRAYS | POLICY | LOSS_SCALE | PLOT,
     blame: ARRAYS | POLICY | LOSS_SCALE | NO_GRAD,
@@ -158,6 +160,10 @@ COMMANDS: dict[Callable[[argparse.Namespace], int], Arguments] = {
     watch: RUN | PLOT,
 }
 """What each command takes."""
+
+
+def _where(options: argparse.Namespace) -> dict[str, str | None]:
+    return {"device": options.device, "topology": options.topology}
 
 
 def _under(policy: str | None, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,12 +184,14 @@ def _of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]],
     import jax
 
     from jaxmp.cli.loading import in_current_folder, load, told, traced
+    from jaxmp.inspect.targets import within_mesh_of
 
     if options.device is not None:
         jax.config.update("jax_platforms", "cpu")  # with its CUDA plugin JAX would look for a GPU
     with in_current_folder():
         loaded = load(options.function, options.arg, options.args)
-        traced(options.function, *loaded)  # raises what the function itself does wrong
+        with within_mesh_of(loaded.operands):
+            traced(options.function, *loaded)  # raises what the function itself does wrong
         with told(ValueError, TypeError, ModuleNotFoundError):
             return make(loaded.function)(*loaded.operands)
 

@@ -51,7 +51,7 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
       shapes: the positional arguments, each as ``"float32[8,16]"``; a dtype alone is a scalar, ``"key[]"`` a
         random key.
       example: ``"module:function"`` of a function without arguments that returns the positional arguments as a tuple,
-        or the only one; it is traced, not run.
+        or the only one, arrays or ShapeDtypeStructs, which may lie on a mesh; it is traced, not run.
 
     Raises:
       UsageError: one of them is wrong.
@@ -61,13 +61,28 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
     operands: Any = tuple(map(_shape, shapes))
     fun, hint = function(name), ""
     if example is not None:
-        operands = traced(example, function(example), ())
+        operands = _shapes(example, function(example))
         if not isinstance(operands, tuple):
             got = "an array" if isinstance(operands, jax.ShapeDtypeStruct) else f"a {type(operands).__name__}"
             hint = f"; {example} returned {got}, which is one argument: return several as a tuple"
             operands = (operands,)
     check_count(name, fun, operands, hint)
     return Loaded(fun, operands, hint)
+
+
+def _shapes(name: str, fun: Callable[[], Any]) -> Any:
+    """The shapes of what a function returns; ShapeDtypeStructs as they are."""
+    given: Any = None
+
+    def arrays() -> Any:
+        nonlocal given
+        given = fun()
+        return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, given)
+
+    found = traced(name, arrays, ())
+    return jax.tree.map(
+        lambda leaf, own: own if leaf is None else leaf, found, given, is_leaf=lambda leaf: leaf is None
+    )
 
 
 @contextlib.contextmanager

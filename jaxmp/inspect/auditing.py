@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +19,14 @@ from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.dtypes import nearest
 from jaxmp.flops import flops_of
 from jaxmp.inspect import targets
-from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, findings, unaligned, weights_in, work
-from jaxmp.inspect.memory_plan import Memory, leaves_of, of_call, parameters_of
+from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, Sent, findings, unaligned, weights_in, work
+from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh, parameters_of
 from jaxmp.inspect.values import Read, Value, same_turn, values_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
 from jaxmp.policy import get_policy
+from jaxmp.sharding import Collective
+from jaxmp.sharding import _names_of as axes_of
 from jaxmp.tree import path_name
 
 
@@ -152,6 +154,7 @@ class Audit(tables.Shown):
             for each in self.products
         ]
         memory = [f"peak memory: {tables.short(self.memory.peak)}B"] if self.memory is not None else []
+        memory += [self.memory.sent] if self.memory is not None and self.memory.devices > 1 else []
         return title, _COLUMNS, rows, ["", *memory, *(map(str, self.findings) if self.findings else ["no findings"])]
 
     def _shares(self) -> str:
@@ -168,7 +171,12 @@ def _covers(kind: str, pattern: str, found: Finding) -> bool:
 
 
 def audit(
-    fun: Callable[..., Any], policy: Any = None, *, device: str | None = None, compile: bool = True
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    device: str | None = None,
+    topology: str | None = None,
+    compile: bool = True,
 ) -> Callable[..., Audit]:
     """A function of ``fun``'s arguments, or of their shapes, that returns its :class:`Audit`; nothing is executed.
 
@@ -178,10 +186,11 @@ def audit(
         but where :func:`jaxmp.linen.apply_policy` and its like put a module under one.
       device: what to compile for: None for the attached one, or the name of a GPU that is not there, such as
         ``"h200"`` (see :mod:`jaxmp.inspect.targets`).
+      topology: of a cluster of such GPUs, as for :func:`jaxmp.inspect.memory`.
       compile: whether to compile; what needs the compiled program is None otherwise, and findings that do are left out.
 
     Raises (here, or from the call):
-      ValueError: a policy or a device that there is not.
+      ValueError: a policy, a device or a topology that there is not, or that arguments do not fit.
       ModuleNotFoundError: what compiles for an absent GPU is not installed.
 
     >>> shapes = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
@@ -197,11 +206,12 @@ def audit(
         jitted, inputs = targets.call_of(fun, args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the loss has float16 products")  # a finding of its own
-            trace = targets.traced(jitted, inputs, device, compiles=compile)
+            trace = targets.traced(jitted, inputs, device, compile, topology)
         compiled = targets.compiled_of(trace, device) if compile else None
         values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has a class of its own
         program = None if compiled is None else hlo.Program(str(compiled.as_text()))
         ran = {} if program is None else _ran(program, values.all)
+        memory = None if program is None else of_call(jitted, inputs, compiled, program, device, topology)
         kinds = _kinds(jitted, inputs)
         weights = weights_in(values, kinds)
         products = [
@@ -220,15 +230,35 @@ def audit(
                 has_loss_scale=_has_loss_scale(inputs),
                 repeated=None if program is None else _Repeated(program),
                 on_cpu=chip.platform == "cpu",
+                sent=() if memory is None else tuple(_sent(memory.collectives.rows, inputs, kinds)),
             )
         )
         listed = tuple(product for _, product in products) + _inside_kernels(values, chip)
         flops = _shares(listed)
         half = sum(share for dtype, share in flops.items() if np.dtype(dtype).itemsize <= 2)
-        memory = None if compiled is None else of_call(jitted, inputs, compiled, device)
         return Audit(listed, flops, half if flops else None, memory, found)
 
     return audited
+
+
+def _sent(rows: Sequence[Collective], inputs: tuple[Any, ...], kinds: Sequence[str | None]) -> Iterator[Sent]:
+    """What devices send over axes of the batch; a weight has the size of an argument, or of a layer of one."""
+    leaves = [(leaf, kind, on_mesh(leaf)) for leaf, kind in zip(jax.tree.leaves(inputs), kinds, strict=True)]
+    over, split = set(batch_axes(leaf for leaf, kind, _ in leaves if kind == "batch")), dict[int, set[str]]()
+    known = {name for _, _, where in leaves if where for name in where.mesh.shape}
+    for leaf, kind, where in leaves:
+        if where and kind != "batch" and leaf.shape:
+            names = set(axes_of(where.spec))
+            size = leaf.size // math.prod(where.mesh.shape[name] for name in names - over)
+            for each in (size, size // max(leaf.shape[0], 1)):
+                split.setdefault(each, set()).update(names)
+    for row in rows:
+        axes, item = set(row.axis.split("+")), np.dtype(row.dtype).itemsize
+        if not over or axes & over or not axes <= known:
+            weights = {size: split[size // item] for size in row.arrays if size // item in split}
+            of_weights = sum(size for size in row.arrays if size in weights)
+            scattered = sum(size for size in row.arrays if axes & weights.get(size, set()))
+            yield Sent(row, of_weights, row.bytes - of_weights, scattered)
 
 
 def _has_loss_scale(args: Any) -> bool | None:

@@ -14,11 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp import tables
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.inspect.program import Place
 from jaxmp.inspect.values import JOIN, TURN, TURNS, Value, Values, constant, leading_to, made_of, origins
+from jaxmp.sharding import Collective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,23 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sent:
+    """What devices send each other.
+
+    Attributes:
+      row: the operations.
+      weights: bytes of the arrays that have the size of an argument other than the batch, or of one layer of it.
+      others: bytes of the rest.
+      split: of ``weights``, bytes of those that are split over axes that the operations go over.
+    """
+
+    row: Collective
+    weights: int
+    others: int
+    split: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Argument:
     """What an argument of the program is: ``"params"``, ``"optimizer"`` or ``"statistics"``, and its name."""
 
@@ -67,6 +86,7 @@ class Audited:
       has_loss_scale: None where no loss scale is among the arguments.
       repeated: the casts in loops of the compiled program; None where there is none.
       on_cpu: whether it was compiled for one.
+      sent: over the axes that the batch is split over; nothing where nothing was compiled.
     """
 
     values: Values
@@ -78,6 +98,7 @@ class Audited:
     has_loss_scale: bool | None
     repeated: Callable[[Value], bool] | None
     on_cpu: bool
+    sent: Sequence[Sent]
 
 
 _EXACT = {"float16": 2**11, "bfloat16": 2**8}
@@ -347,7 +368,7 @@ def _unscaled_float16(audited: Audited) -> Found:
 
 
 def _float64(audited: Audited) -> Found:
-    if not any(value.is_half for product, _ in audited.products for value in product.inputs):
+    if not _has_half_products(audited):
         return
     entered = set[str]()
     for value in audited.values.all:
@@ -376,6 +397,55 @@ def _compiled_otherwise(audited: Audited) -> Found:
         )
 
 
+def _has_half_products(audited: Audited) -> bool:
+    return any(value.is_half for product, _ in audited.products for value in product.inputs)
+
+
+def _float32_gathers(audited: Audited) -> Found:
+    for each in audited.sent if _has_half_products(audited) else ():
+        if each.row.kind == "all-gather" and each.row.dtype == "float32":
+            yield from _large(
+                audited,
+                each,
+                each.weights,
+                "weights are gathered in float32 in a program with half products",
+                "gather them with jaxmp.sharding.gather, which casts them first",
+            )
+
+
+def _activation_gathers(audited: Audited) -> Found:
+    for each in audited.sent:
+        if each.row.kind == "all-gather":
+            yield from _large(
+                audited,
+                each,
+                each.others,
+                "activations are gathered, not the weights that they meet",
+                "gather the weights (jaxmp.sharding.gather), and keep activations split along the batch, on axes of "
+                "type Auto by jax.lax.with_sharding_constraint",
+            )
+
+
+def _gradient_all_reduces(audited: Audited) -> Found:
+    for each in audited.sent:
+        if each.row.kind == "all-reduce":
+            yield from _large(
+                audited,
+                each,
+                each.split,
+                "gradients of weights that are split are summed whole on every device",
+                "gather the weights with jaxmp.sharding.gather, which reduces and scatters their gradients at once, "
+                "and outside of the loop that uses them, if one does",
+            )
+
+
+def _large(audited: Audited, sent: Sent, size: int, what: str, remedy: str) -> Found:
+    """A finding of more than 1 MB; none on a CPU, which sends half as float32 and sums what others scatter."""
+    row, times = sent.row, f"{sent.row.count} time{'s' * (sent.row.count > 1)} a call"
+    if size > 1e6 and not audited.on_cpu:
+        yield (row.path, row.source), f"{what}: {tables.short(size)}B of {row.dtype} over {row.axis}, {times}", remedy
+
+
 KINDS: dict[str, Callable[[Audited], Found]] = {
     "float32-product": _float32_products,
     "mixed-product": _mixed_products,
@@ -394,6 +464,9 @@ KINDS: dict[str, Callable[[Audited], Found]] = {
     "unscaled-float16": _unscaled_float16,
     "float64": _float64,
     "compiled-otherwise": _compiled_otherwise,
+    "float32-gather": _float32_gathers,
+    "activation-gather": _activation_gathers,
+    "gradient-all-reduce": _gradient_all_reduces,
 }
 """What finds each kind of finding."""
 

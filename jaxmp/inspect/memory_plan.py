@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
-from jaxmp import tables
+from jaxmp import sharding, tables
 from jaxmp.hlo import Array, Program, dtype_name
 from jaxmp.inspect import hlo_memory, targets
+from jaxmp.sharding import _names_of as axes_of
 from jaxmp.tree import path_name
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
@@ -52,7 +55,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Memory(tables.Shown):
-    """The memory that a compiled program needs, on each device.
+    """The memory that a compiled program needs, on each device, and what devices send each other.
 
     Attributes:
       device: its kind.
@@ -62,7 +65,12 @@ class Memory(tables.Shown):
         ``other`` are counters, keys, and results that are no new state.
       by_dtype: bytes by dtype; ``"unassigned"`` is what no array accounts for. Their sum is ``peak``.
       at_peak: the arrays, largest first; those of the compiler's are found by following its schedule.
-      batch: the size of axis 0 of the batch; None where there is no batch.
+      batch: the size of axis 0 of the batch, of all devices; None where there is no batch.
+      devices: how many there are.
+      collectives: what each of them sends.
+      ideal_wire: bytes that each has to send in a training step, see :func:`jaxmp.sharding.ideal_wire`; None where
+        params or batch lie on no mesh.
+      params: how many numbers the params are.
     """
 
     device: str
@@ -72,6 +80,11 @@ class Memory(tables.Shown):
     at_peak: tuple[Held, ...]
     batch: int | None
     _peak_with: Callable[[int], int] = dataclasses.field(repr=False, compare=False)
+    devices: int = 1
+    collectives: sharding.Collectives = dataclasses.field(default_factory=lambda: sharding.Collectives(()))
+    ideal_wire: float | None = None
+    params: int = 0
+    _parts: int = dataclasses.field(default=1, repr=False)
 
     def largest_batch(self, limit: int, *, multiple_of: int = 1) -> int:
         """The largest size of the batch's axis 0 with which the peak is at most ``limit`` bytes; 0 when nothing fits.
@@ -83,7 +96,8 @@ class Memory(tables.Shown):
 
         Args:
           limit: bytes, as of :attr:`jaxmp.inspect.targets.Target.memory_bytes`.
-          multiple_of: only such sizes are tried: for a step that accumulates gradients, or for tensor cores.
+          multiple_of: only such sizes are tried: for a step that accumulates gradients, or for tensor cores. Where the
+            batch is split over devices, those are tried that they divide, too.
 
         Raises:
           ValueError: there is no batch, its size makes no difference, or ``multiple_of`` is no positive integer.
@@ -98,7 +112,7 @@ class Memory(tables.Shown):
                 "largest_batch scales axis 0 of the batch, but no argument is one; pass the batch after the params or "
                 "the state, as an array or a pytree of arrays"
             )
-        step, peaks = int(multiple_of), {0: 0}
+        step, peaks = math.lcm(int(multiple_of), self._parts), {0: 0}
 
         def fits(turns: int) -> bool:
             if turns not in peaks:
@@ -138,17 +152,28 @@ class Memory(tables.Shown):
             return f"{count / size:,.1f}"
 
         batch = f", batch of {self.batch}" if self.batch is not None else ""
-        lines = [f"{number(self.peak)} {unit} at the peak on {self.device}{batch}"]
+        where = f"each of {self.devices} {self.device}" if self.devices > 1 else self.device
+        lines = [f"{number(self.peak)} {unit} at the peak on {where}{batch}"]
         for name, sizes in (("kind", self.by_kind), ("dtype", self.by_dtype)):
             lines.append(f"by {name}: " + ", ".join(f"{key} {number(size)}" for key, size in sizes.items() if size))
+        lines += [self.sent] if self.devices > 1 else []
         rows: list[tuple[Any, ...]] = [
             (number(each.bytes), each.kind, f"{each.dtype}[{','.join(map(str, each.shape))}]", each.path, each.source)
             for each in self.at_peak[:_SHOWN]
         ]
         return "\n".join(lines), (unit, "kind", "array", "path", "source"), rows, ()
 
+    @property
+    def sent(self) -> str:
+        """What each device sends, in a line: bytes, bytes a param beside the ideal, and by kind, dtype and axis."""
+        wire, a_param = self.collectives.wire, ""
+        if self.ideal_wire is not None:
+            a_param = f", {wire / self.params:.2f} bytes a param (ideal {self.ideal_wire / self.params:.2f})"
+        parts = (f"{' '.join(key)} {tables.short(size)}B" for key, size in self.collectives.totals.items())
+        return f"sent by each: {tables.short(wire)}B{a_param}: {', '.join(parts)}".removesuffix(": ")
 
-def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..., Memory]:
+
+def memory(fun: Callable[..., Any], *, device: str | None = None, topology: str | None = None) -> Callable[..., Memory]:
     """The memory that a call of ``fun`` needs, from its compiled program; nothing is executed.
 
     What is what is known from a ``TrainState``, an NNX model or optimizer, an optax state and Flax's collections; else
@@ -159,12 +184,16 @@ def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..
       fun: a train step, any function that JAX can compile, or a jitted one, whose donation counts.
       device: None for the attached device, or the name of a GPU that is not there (``"h200"``, ``"h100"``, ``"a100"``,
         ``"b200"``, ``"l4"``, ``"t4"``), for which the packages of the extra ``compile-only`` are needed.
+      topology: of a cluster of such GPUs, over which the arguments are split: slices × hosts × GPUs of each host,
+        ``"1x1x8"``, or ``"2 hosts x 4"``; None for one host. Arguments are arrays or shapes with a ``NamedSharding``,
+        whose mesh may be a ``jax.sharding.AbstractMesh``, and all is told of one device.
 
     Returns:
       A function of the arguments of ``fun``, arrays or shapes.
 
     Raises (from the call):
-      ValueError: an unknown name, or the compiler does not tell what it needs.
+      ValueError: an unknown name, a topology that is none, that does not fit the mesh, or arguments that lie on no
+        mesh; the compiler does not tell what it needs.
       ModuleNotFoundError: packages that compile for a GPU that is not there are missing.
 
     >>> shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)
@@ -174,33 +203,67 @@ def memory(fun: Callable[..., Any], *, device: str | None = None) -> Callable[..
     """
 
     def plan(*args: Any) -> Memory:
-        jitted, inputs = targets.call_of(fun, args)
-        return of_call(jitted, inputs, targets.compiled(jitted, inputs, device), device)
+        call, inputs = targets.call_of(fun, args)
+        compiled = targets.compiled(call, inputs, device, topology)
+        return of_call(call, inputs, compiled, Program(str(compiled.as_text())), device, topology)
 
     return plan
 
 
-def of_call(jitted: Any, inputs: tuple[Any, ...], compiled: jax.stages.Compiled, device: str | None) -> Memory:
-    """The memory of a call that is compiled already, as :func:`jaxmp.inspect.targets.call_of` has it."""
-    leaves = list(leaves_of(inputs, parameters_of(jitted)))
-    batch = next((np.shape(leaf.value)[0] for leaf in leaves if leaf.kind == "batch" and np.shape(leaf.value)), None)
+def of_call(
+    call: Any,
+    inputs: tuple[Any, ...],
+    compiled: jax.stages.Compiled,
+    program: Program,
+    device: str | None,
+    topology: str | None,
+) -> Memory:
+    """The memory of a call, as :func:`jaxmp.inspect.targets.call_of` has it, that is compiled and read already."""
+    leaves = list(leaves_of(inputs, parameters_of(call)))
+    first = next((leaf.value for leaf in leaves if leaf.kind == "batch" and np.shape(leaf.value)), None)
+    batch = None if first is None else np.shape(first)[0]
 
     def with_batch(size: int) -> int:
         scaled = [
-            jax.ShapeDtypeStruct((size, *value.shape[1:]), value.dtype)
+            jax.ShapeDtypeStruct((size, *value.shape[1:]), value.dtype, sharding=on_mesh(value))
             if kind == "batch" and tuple(np.shape(value))[:1] == (batch,)
             else value
             for value, kind, *_ in leaves
         ]
         resized = jax.tree.unflatten(jax.tree.structure(inputs), scaled)
         try:
-            return _peak(targets.compiled(jitted, resized, device).memory_analysis())
+            return _peak(targets.compiled(call, resized, device, topology).memory_analysis())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
                 raise
             return 2**62
 
-    return _read(compiled, leaves, batch, device, functools.cache(with_batch))
+    read = _read(compiled, program, leaves, batch, device, functools.cache(with_batch))
+    params = [leaf.value for leaf in leaves if leaf.kind == "params" and "ema_params" not in leaf.path.split("/")]
+    axes = batch_axes(leaf.value for leaf in leaves if leaf.kind == "batch")
+    is_known = bool(params and axes) and all(map(on_mesh, params))
+    return dataclasses.replace(
+        read,
+        devices=program.partitions,
+        collectives=sharding.collectives(compiled, program),
+        ideal_wire=sharding.ideal_wire(params, axes) if is_known else None,
+        params=sum(math.prod(np.shape(leaf)) for leaf in params),
+        _parts=math.prod(axes.values()),
+    )
+
+
+def on_mesh(leaf: Any) -> Any:
+    """Where on a mesh a leaf lies; None if it lies on none."""
+    where = getattr(leaf, "sharding", None)
+    return where if isinstance(where, NamedSharding) else None
+
+
+def batch_axes(batch: Iterable[Any]) -> dict[str, int]:
+    """The axes of the mesh that axis 0 of a batch is split over, and their sizes; none if it lies on none."""
+    found = (
+        {name: where.mesh.shape[name] for name in axes_of(where.spec[:1])} for where in map(on_mesh, batch) if where
+    )
+    return next(filter(None, found), {})
 
 
 def parameters_of(fun: Callable[..., Any]) -> list[str]:
@@ -224,6 +287,7 @@ def _peak(stats: Any) -> int:
 
 def _read(
     compiled: jax.stages.Compiled,
+    program: Program,
     leaves: Sequence[Leaf],
     batch: int | None,
     device: str | None,
@@ -231,7 +295,7 @@ def _read(
 ) -> Memory:
     """What a compiled program says of its flat arguments."""
     stats: Any = compiled.memory_analysis()
-    peak, program = _peak(stats), Program(str(compiled.as_text()))
+    peak = _peak(stats)
     temporaries, rest = _temporaries(program, int(stats.temp_size_in_bytes))
     held = [*_arguments(compiled, program, leaves), *_results(compiled, program), *temporaries]
     by_kind, by_dtype = Counter(dict.fromkeys(KINDS, 0)), Counter[str]()

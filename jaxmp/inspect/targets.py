@@ -162,12 +162,13 @@ def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
 
     Args:
       description: of one GPU.
-      topology: slices × hosts × GPUs of each host: ``"1x2x4"``.
+      topology: slices × hosts × GPUs of each host: ``"1x2x4"``, or ``"2 hosts x 4"``.
 
     Raises:
       ModuleNotFoundError: packages that compile are missing.
       ValueError: XLA can't read the description, or the topology is none.
     """
+    topology = re.sub(r"^(\d+) hosts? ?[x×] ?(\d+)$", r"1x\1x\2", topology)
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
         raise ValueError(
             f"a topology is slices × hosts × GPUs of each host, '1x2x4' for two hosts of four, got {topology!r}; "
@@ -246,9 +247,15 @@ def on_mesh(target: Target, tree: Any, topology: str | None = None) -> Any:
 
 
 def mesh_of(tree: Any) -> Any:
-    """The mesh of more than one device on which a leaf lies; None if there is none."""
+    """The mesh on which a leaf lies; None if there is none."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
-    return next((each.mesh for each in shardings if isinstance(each, NamedSharding) and each.mesh.size > 1), None)
+    return next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
+
+
+def within_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
+    """Within it the mesh on which a leaf lies, if one does, is the one that is set."""
+    mesh = mesh_of(tree)
+    return contextlib.nullcontext() if mesh is None else use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
 
 
 def _is_weak(leaf: Any) -> bool:
@@ -276,8 +283,8 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
     """
     if isinstance(fun, NNXStep):
         return fun._step.jitted, (_state_of(*args[:2]), *args[2:])
-    if isinstance(fun, TrainStep):
-        return fun.jitted, tuple(args)
+    if isinstance(fun, TrainStep):  # whose program goes by where the state lies
+        return fun, tuple(args)
     if hasattr(fun, "trace"):
         static = {n % len(args): args[n] for n in reading.static_arguments(fun) if -len(args) <= n < len(args)}
         arrays = tuple(None if n in static else arg for n, arg in enumerate(args))
@@ -330,18 +337,27 @@ def traced(
     """
     jitted, args = call_of(fun, args)
     mesh = mesh_of(args)
+    if topology is not None and device is None:
+        raise ValueError(
+            f"a topology is of GPUs that are not there, got {topology!r} without their name; add device=, one of "
+            f"{', '.join(map(repr, TARGETS))}"
+        )
+    if topology is not None and mesh is None:
+        raise ValueError(
+            f"what is compiled for the GPUs of a topology takes arguments that lie on a mesh, got {topology!r} and "
+            "none with a NamedSharding; pass jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))"
+            " with the mesh jax.sharding.AbstractMesh((8,), ('fsdp',)), say"
+        )
     if device is not None and compiles:
         target = target_of(device)
         args = on(device_of(target.text()), args) if mesh is None else on_mesh(target, args, topology)
-    if mesh is not None and isinstance(fun, TrainStep):
-        jitted = fun.jitted_for(args[0])
+    if isinstance(jitted, TrainStep):
+        jitted = jitted.jitted_for(args[0])
     with contextlib.ExitStack() as held:
+        held.enter_context(within_mesh_of(args))
         if device is not None:
             held.enter_context(with_cudnn(target_of(device).cudnn))
             held.enter_context(hardware.assumed(device))
-        if mesh is not None:
-            own = mesh_of(args)
-            held.enter_context(use_abstract_mesh(getattr(own, "abstract_mesh", own)))
         return jitted.trace(*args)
 
 

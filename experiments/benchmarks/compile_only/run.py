@@ -6,6 +6,10 @@ XLA compiles for a GPU that it is only told about, so that all but time can be k
 train step (forward, backward, clipping, AdamW, loss scaling, its state donated) by hand, under jaxmp's policies and
 under autocast. Peaks are compared with the one that torch.compile under AMP had on an H200. What was compiled stays in
 the run folder, which holds compile_only.md, .json and .png. It needs the packages of the extra compile-only.
+
+python -m experiments.benchmarks.compile_only --topology 1x1x8 --sizes 1558M 7B
+
+compiles GPT-2's sizes split over several GPUs instead, and tells of each its memory and what it sends.
 """
 
 from __future__ import annotations
@@ -14,12 +18,12 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
 
-from experiments.benchmarks.compile_only import report
+from experiments.benchmarks.compile_only import report, sharded
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row, rows_of
@@ -55,6 +59,12 @@ class Config(records.Small):
     """GPU to compile for, as in jaxmp/inspect/targets.py. What is not for the H200 is not compared with torch."""
     layers: int = 0
     """Blocks of a transformer; 0 for 12. With fewer nothing is compared with torch."""
+    topology: Annotated[tuple[str, ...], tyro.conf.arg(metavar="1x2x4", help_behavior_hint="")] = ()
+    """Clusters of the GPU, slices x hosts x GPUs of each host: of them are --sizes and --mesh, and no other flag."""
+    sizes: tuple[Literal["124M", "355M", "774M", "1558M", "7B"], ...] = ("124M", "355M", "774M", "1558M", "7B")
+    """Params of GPT-2, with 8 sequences of 1,024 tokens a GPU, the largest with 2 of 2,048."""
+    mesh: str = ""
+    """Axes of the mesh, as in data=2,fsdp=4. (default: fsdp alone)"""
     hlo: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also write the HLO of each step that is compiled."""
 
@@ -96,6 +106,8 @@ def measure(case: Workload, row: Row, device: Any, text: Path | None = None) -> 
 
 
 def main(config: Config) -> list[dict[str, Any]]:
+    if config.topology:
+        return sharded.main(config)
     with cli.bad_values_end_it():
         records.check(config)
         cases = {name: case_of(name, config) for name in config.models}

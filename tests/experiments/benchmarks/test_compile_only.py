@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarks.compile_only import report
+from experiments.benchmarks.compile_only import report, sharded
 from experiments.benchmarks.compile_only import run as compile_only
 from experiments.benchmarks.train_step.rows import rows_of
 from jaxmp.inspect import targets
@@ -121,6 +121,7 @@ def test_without_the_assembler_the_error_says_so(monkeypatch):
         ({"target": "h20"}, "one of h200, h100, a100"),
         ({"layers": -1}, "--layers must be at least 0, got -1"),
         ({"models": ()}, "the number of --models must be at least 1, got 0"),
+        ({"topology": ("1x8",)}, "slices × hosts × GPUs of each host"),
         (
             {"models": ("resnet50",), "variants": ("jaxmp-bf16-remat",)},
             "--variants jaxmp-bf16-remat are not of --models resnet50",
@@ -184,6 +185,33 @@ def test_the_benchmark_writes_a_table_a_picture_and_json_and_resumes(compiler, t
 
     monkeypatch.setattr(compile_only, "measure", compiles)
     assert compile_only.main(config) == written["results"]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp", "data=2,fsdp=4,", "fsdp=8 data=1"])
+def test_a_mesh_that_is_none_or_not_of_the_topology_is_refused(mesh):
+    with pytest.raises(ValueError, match=f"--mesh has the GPUs of --topology, .* got '{mesh}' for 8"):
+        sharded.mesh_of(mesh, 8)
+
+
+def test_sizes_split_over_many_gpus_make_a_table_and_go_on(compiler, tmp_path, capsys, monkeypatch):
+    config = compile_only.Config(topology=("1x1x2",), sizes=("124M",), smoke=True, run_dir=tmp_path)
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam
+        compile_only.main(config)
+        rows = compile_only.main(dataclasses.replace(config, topology=("1x2x2",), mesh="data=2,fsdp=2"))
+    assert [(row["topology"], row["gpus"], row["batch"]) for row in rows] == [
+        ("1x1x2", 2, "16×32"),
+        ("1x2x2", 4, "32×32"),
+    ]
+    for row in rows:
+        assert row["ideal"] == 8 * row["params"] * (1 - 1 / row["gpus"])
+        assert sum(row["by_kind"].values()) == row["peak"] and not row["findings"]
+    one, two = rows
+    assert {name.split()[2] for name in one["sent"]} == {"fsdp"} and "data" in "".join(two["sent"])
+    markdown, printed = (tmp_path / "sharded.md").read_text(), capsys.readouterr().out
+    for text in ("2 (1x1x2)", "4 (1x2x2)", "met: 124M on 1x2x2: findings of the audit is 0", "NVIDIA H200"):
+        assert text in markdown and text in printed
+    monkeypatch.setattr(sharded, "measure", None)  # what is there is not compiled again
+    assert compile_only.main(config) == json.loads((tmp_path / "sharded.json").read_text())["rows"] == rows
 
 
 @pytest.fixture

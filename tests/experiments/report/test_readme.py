@@ -33,6 +33,8 @@ def test_the_page_on_sums_has_what_the_script_writes():
     text = (readme.ROOT / "docs" / "gradient_sums.md").read_text()
     between = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
     assert between == f"\n{readme.gradient_sums_block()}\n", "run python -m experiments.report.readme"
+    _, _, rest = (readme.ROOT / "docs" / "sharding.md").read_text().partition(readme.BEGIN)
+    assert rest.partition(readme.END)[0] == f"\n{readme.sharding_block()}\n", "run python -m experiments.report.readme"
 
 
 def test_only_what_is_between_the_markers_is_replaced(tmp_path):

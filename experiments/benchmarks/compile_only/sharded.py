@@ -1,0 +1,91 @@
+"""What GPT-2's sizes and a model of 7 B need of each of several GPUs, and what these send each other."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from typing import Any
+
+from experiments.benchmarks.shared import records
+from experiments.measure.environment import environment
+from experiments.measure.sharded import measure
+from experiments.models import GPT2
+from experiments.models.stacked import SIZES
+from experiments.report.goals import Goal
+from experiments.report.progress import Progress
+from experiments.report.tables import Table
+from experiments.training import cli, kept
+from experiments.training.runs import run_folder
+from jaxmp.inspect import targets
+
+GIB = 2**30
+SMOKE = GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
+PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02
+"""GiB that a step may need at most on each of eight GPUs, and what it may send, of the ideal."""
+COLUMNS = ("params", "GPUs", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "sent by kind")
+ABOUT = (
+    "Compiled, not run: forward, backward, clipping and AdamW of experiments/models/stacked.py. All figures are of one "
+    "GPU. `peak`: arguments, results that reuse none of them, temporaries; nothing of CUDA's and NCCL's own. `state`: "
+    "params and optimizer, in float32. `sent`: in a step, by rings. `ideal`: weights gathered twice in 16 bits, "
+    "gradients reduced once in float32."
+)
+
+
+def mesh_of(text: str, gpus: int) -> dict[str, int]:
+    """The axes of ``--mesh``.
+
+    Raises:
+      ValueError: they are none, or not of so many GPUs.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", text or f"fsdp={gpus}")}
+    if math.prod(sizes.values()) != gpus or not re.fullmatch(r"(\w+=\d+(,(?=\w)|$))*", text):
+        raise ValueError(
+            f"--mesh has the GPUs of --topology, as in data=2,fsdp={-(-gpus // 2)}, got {text!r} for {gpus}"
+        )
+    return sizes
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """A row a model and cluster, and the goals."""
+    cells, goals = [], []
+    for row in rows:
+        sent, peak, params = row["sent"], row["peak"] / GIB, row["params"]
+        cells.append((
+            f"{params / 1e6:,.0f}M", f"{row['gpus']} ({row['topology']})", row["batch"], f"{peak:.1f}",
+            f"{(row['by_kind']['params'] + row['by_kind']['optimizer']) / GIB:.1f}", f"{row['wire'] / 1e9:.2f}",
+            f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}",
+            ", ".join(f"{name} {wire / 1e9:.2f}" for name, wire in sent.items() if wire >= 1e7),
+        ))  # fmt: skip
+        name = f"{row['setting']['size']} on {row['topology']}:"
+        if row["gpus"] == 8 and row["setting"]["size"] in PEAKS:
+            goals.append(Goal("peak", f"{name} GiB at the peak", peak, PEAKS[row["setting"]["size"]], form=".2f"))
+            goals.append(Goal("wire", f"{name} bytes sent / ideal", row["wire"] / row["ideal"], WIRE))
+        goals += [Goal("", f"{name} findings of the audit", len(row["findings"]), 0, form="d")]
+    return Table("Each GPU", COLUMNS, cells, 3, tuple(goal.sentence() for goal in goals))
+
+
+def main(config: Any) -> list[dict[str, Any]]:
+    """Compiles each of ``--sizes`` for each ``--topology``, and writes sharded.md and .json of all in the folder."""
+    with cli.bad_values_end_it():
+        records.check(config)
+        target = targets.target_of(config.target)
+        meshes = {each: mesh_of(config.mesh, len(targets.devices_of(target.text(), each))) for each in config.topology}
+        folder = run_folder("sharded", config.run_dir)
+        where = {"target": target.name, **environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc"))}
+        has = kept.Kept(folder, 0, where, smoke=config.smoke)
+    with Progress("sharded", len(config.sizes) * len(meshes)) as progress:
+        for size, (topology, mesh) in itertools.product(config.sizes, meshes.items()):
+            progress.advance(0, f"compiling {size}", topology)
+            find = functools.partial(measure, SMOKE if config.smoke else SIZES[size], config.target, topology, mesh)
+            name = "-".join([size, topology.replace(" ", ""), *(f"{axis}{n}" for axis, n in mesh.items())])
+            has.get(name, find, size=size)
+            progress.advance(1, size, topology)
+    rows = sorted(map(kept.read, folder.glob("*-*.json")), key=lambda row: (row["params"], row["gpus"]))
+    where, data = (
+        kept.joined([row["environment"] for row in rows]),
+        {"smoke": config.smoke, "rows": rows, "about": ABOUT},
+    )
+    records.record(folder, "sharded", "Train steps compiled for many GPUs", where, [table(rows)], data, [ABOUT])
+    return rows

@@ -1,0 +1,54 @@
+"""GPT-2 over stacked blocks that gather their weights is GPT-2, on one device and split over four."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from experiments.models import GPT2, stacked
+
+MODEL = GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
+TOKENS = np.random.default_rng(0).integers(0, 96, (8, 33))
+BATCH = {"inputs": TOKENS[:, :-1].astype(np.int32), "labels": TOKENS[:, 1:].astype(np.int32)}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Params by Linen's init, and the loss and the gradients of Linen's model, stacked."""
+    params = MODEL.init(jax.random.key(0), BATCH["inputs"][:1])["params"]
+    fun = jax.value_and_grad(lambda params: MODEL.apply({"params": params}, *BATCH.values(), method="loss"))
+    loss, gradients = jax.jit(fun)(params)
+    return stacked.stack(params), loss, stacked.stack(gradients)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"data": 2, "fsdp": 2}])
+def test_loss_and_gradients_are_those_of_the_module(reference, axes):
+    params, loss, gradients = reference
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+    specs = jaxmp.sharding.fsdp_specs(params, mesh, min_size=4096, stacked=["h"])
+    assert specs["h"]["mlp"]["c_fc"]["kernel"] == P(None, None, "fsdp") and specs["wte"]["embedding"] == P("fsdp")
+    loss_fn = stacked.loss_fn_of(MODEL, specs, tuple(axes), "float32")
+    split = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        batch = jax.device_put(BATCH, P(tuple(axes)))
+        found, own = jax.jit(jax.value_and_grad(lambda params: loss_fn(params, None, batch)[0]))(split)
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    for path, leaf in jax.tree.leaves_with_path(own):
+        expected = np.asarray(dict(jax.tree.leaves_with_path(gradients))[path])
+        np.testing.assert_allclose(leaf, expected, atol=2e-5 * np.abs(expected).max(), err_msg=str(path))
+
+
+def test_sizes_are_those_that_were_published():
+    counted = {
+        name: sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda model=model: stacked.make_params(model))))
+        for name, model in stacked.SIZES.items()
+        if name in ("124M", "7B")
+    }
+    # The published count and the 47 rows that make the vocabulary a multiple of 64.
+    assert counted == {"124M": 124_439_808 + 47 * 768, "7B": pytest.approx(6.66e9, rel=1e-3)}
+    assert jnp.float32 == jax.eval_shape(lambda: stacked.make_params(MODEL))["wte"]["embedding"].dtype

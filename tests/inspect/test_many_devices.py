@@ -1,0 +1,240 @@
+"""Programs for many GPUs that are not there: the memory of each, what each sends, and what is wrong with that."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import sharding
+from jaxmp.cli import main
+from jaxmp.inspect import audit, memory, targets
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+compiles = pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed")
+
+MESH = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+IN, OUT, BATCH = 512, 1024, 4096
+PARAMS = 3 * IN * OUT
+
+
+def placed(spec, *sizes, dtype="float32", mesh=MESH):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+
+WEIGHTS = {"up": placed(P("fsdp"), IN, OUT), "down": placed(P("fsdp"), OUT, IN), "head": placed(P("fsdp"), IN, OUT)}
+X = placed(P("fsdp"), BATCH, IN, dtype="bfloat16")
+
+
+def loss(params, batch, gather=sharding.gather):
+    weights = gather(params, {name: P("fsdp") for name in params}, "bfloat16")
+    x = jnp.tanh(batch @ weights["up"]) @ weights["down"]
+    return jnp.mean((x @ weights["head"]).astype("float32") ** 2)
+
+
+def gathered_wide(params, specs, dtype):
+    return {name: jax.sharding.reshard(leaf, P()).astype(dtype) for name, leaf in params.items()}
+
+
+class TestMemory:
+    @compiles
+    def test_it_is_of_each_device_and_says_what_that_sends(self):
+        plan = memory(jax.value_and_grad(loss), device="h200", topology="1x1x8")(WEIGHTS, X)
+        assert (plan.devices, plan.params, plan.batch) == (8, PARAMS, BATCH)
+        assert plan.by_kind["params"] == 4 * PARAMS // 8 and plan.by_kind["batch"] == 2 * BATCH * IN // 8
+        assert plan.ideal_wire == 8 * PARAMS * 7 / 8 == sharding.ideal_wire(WEIGHTS)
+        totals = plan.collectives.totals
+        assert totals["reduce-scatter", "float32", "fsdp"] == 4 * PARAMS * 7 / 8
+        assert totals["all-gather", "bfloat16", "fsdp"] == 2 * PARAMS * 7 / 8  # the backward pass has them still
+        assert plan.collectives.wire == sum(totals.values())
+        title, *lines = str(plan).splitlines()
+        assert title.endswith("MiB at the peak on each of 8 NVIDIA H200 141GB HBM3e, batch of 4096")
+        assert lines[2].startswith(
+            "sent by each: 8.26MB, 5.25 bytes a param (ideal 7.00): reduce-scatter float32 fsdp 5.5"
+        )
+        plain = json.loads(plan.to_json())
+        assert plain["devices"] == 8 and {row["axis"] for row in plain["collectives"]["rows"]} == {"fsdp"}
+
+    @compiles
+    def test_two_hosts_are_the_same_program_in_either_spelling(self):
+        one, two, spelled = (
+            memory(jax.grad(loss), device="h200", topology=topology)(WEIGHTS, X)
+            for topology in (None, "1x2x4", "2 hosts x 4")
+        )
+        assert one == two == spelled
+
+    @compiles
+    def test_the_largest_batch_is_split_over_all_devices(self):
+        def fun(params, batch):
+            return loss(params, batch) + 0 * jnp.sum(batch.astype("float32"))
+
+        plan = memory(jax.grad(fun), device="h200")(WEIGHTS, X)
+        largest = plan.largest_batch(2 * plan.peak)
+        assert largest > BATCH and largest % 8 == 0
+
+    @compiles
+    def test_a_train_step_is_planned_with_its_state_where_it_stays(self):
+        def loss_fn(params, model_state, batch, rng):
+            return loss(params, batch), model_state
+
+        tx = jaxmp.loss_scaling(optax.adamw(1e-3), jaxmp.DynamicLossScale())
+        zeros = {name: jnp.zeros(leaf.shape) for name, leaf in WEIGHTS.items()}
+        state = jax.eval_shape(lambda: jaxmp.TrainState.create(params=zeros, tx=tx, ema=True))
+        specs = sharding.fsdp_specs(state, MESH)
+        state = jax.tree.map(lambda leaf, spec: placed(spec, *leaf.shape, dtype=leaf.dtype), state, specs)
+        plan = memory(jaxmp.make_train_step(loss_fn, ema_decay=0.9), device="h200")(state, X)
+        assert plan.params == PARAMS and plan.ideal_wire == 7 * PARAMS  # the average is none of them
+        assert plan.by_kind["params"] == 2 * 4 * PARAMS // 8 and plan.by_kind["optimizer"] < 2 * 4 * PARAMS // 8 + 100
+
+    @compiles
+    def test_a_mesh_of_one_device_is_one_device(self):
+        mesh = jax.sharding.AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Explicit,))
+        weights = {name: placed(P(), *leaf.shape, mesh=mesh) for name, leaf in WEIGHTS.items()}
+        plan = memory(jax.grad(loss), device="h200", topology="1x1x1")(
+            weights, placed(P("fsdp"), BATCH, IN, dtype="bfloat16", mesh=mesh)
+        )
+        assert (plan.devices, plan.collectives.rows, plan.ideal_wire, plan.params) == (1, (), 0, PARAMS)
+        assert "sent by each" not in str(plan)
+
+
+def kinds(report):
+    return {each.kind for each in report.findings} & {"float32-gather", "activation-gather", "gradient-all-reduce"}
+
+
+@compiles
+class TestAudit:
+    def test_gathers_in_half_and_sums_that_are_scattered_are_clean(self):
+        report = audit(jax.grad(loss), "mixed_bfloat16", device="h200", topology="1x1x8")(WEIGHTS, X)
+        assert not kinds(report) and report.memory.devices == 8
+        assert "sent by each: 8.26MB, 5.25 bytes a param (ideal 7.00)" in str(report)
+
+    def test_a_weight_that_is_cast_after_it_is_gathered(self):
+        report = audit(jax.grad(lambda params, batch: loss(params, batch, gathered_wide)), device="h200")(WEIGHTS, X)
+        found = [each for each in report.findings if each.kind == "float32-gather"]
+        assert found and "in float32 in a program with half products: 6.29MB of float32 over fsdp" in found[0].what
+        assert found[0].remedy.startswith("gather them with jaxmp.sharding.gather")
+        assert "test_many_devices.py" in found[0].source
+
+    def test_it_is_none_in_a_program_of_float32(self):
+        def wide(params, batch):
+            return loss(params, batch, lambda params, *_: {n: jax.sharding.reshard(w, P()) for n, w in params.items()})
+
+        report = audit(jax.grad(wide), device="h200")(WEIGHTS, placed(P("fsdp"), BATCH, IN))
+        assert not kinds(report) & {"float32-gather"}
+        assert ("all-gather", "float32", "fsdp") in report.memory.collectives.totals
+
+    def test_activations_that_travel_in_place_of_weights(self):
+        def fun(params, batch):
+            whole = jax.sharding.reshard(batch, P())
+            return jnp.einsum("bi,io->bo", whole, params["up"].astype("bfloat16"), out_sharding=P(None, None)).sum()
+
+        weights = {"up": placed(P("fsdp"), IN, OUT)}
+        (found,) = [each for each in audit(fun, device="h200")(weights, X).findings if each.kind == "activation-gather"]
+        assert "4.19MB of bfloat16 over fsdp, 1 time a call" in found.what
+
+    def test_a_gradient_that_every_device_sums_whole(self):
+        def gradients(params, batch):
+            return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, P()), jax.grad(loss_whole)(params, batch))
+
+        def loss_whole(params, batch):
+            return loss(params, batch, gathered_wide)
+
+        report = audit(jax.jit(gradients), device="h200")(WEIGHTS, X)
+        assert kinds(report) >= {"gradient-all-reduce"} or ("reduce-scatter", "float32", "fsdp") in (
+            report.memory.collectives.totals
+        )
+
+
+def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    weights = {name: placed(P("fsdp"), *leaf.shape, mesh=mesh) for name, leaf in WEIGHTS.items()}
+    report = audit(jax.grad(loss))(weights, placed(P("fsdp"), BATCH, IN, dtype="bfloat16", mesh=mesh))
+    assert ("all-gather", "float32", "fsdp") in report.memory.collectives.totals and not kinds(report)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        (
+            (jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")),
+            {"device": "h200", "topology": "1x1x8"},
+            r"takes arguments that lie on a mesh, got '1x1x8' and none with a NamedSharding; pass "
+            r"jax\.ShapeDtypeStruct\(shape, dtype, sharding=.*AbstractMesh\(\(8,\), \('fsdp',\)\)",
+        ),
+        ((WEIGHTS, X), {"topology": "1x1x8"}, r"got '1x1x8' without their name; add device=, one of 'h200', 'h100'"),
+        (
+            (WEIGHTS, X),
+            {"device": "h200", "topology": "8 GPUs"},
+            r"slices × hosts × GPUs of each host, .* got '8 GPUs'; write '1x1x8' for one host of eight",
+        ),
+        pytest.param(
+            (WEIGHTS, X),
+            {"device": "h200", "topology": "1x2x2"},
+            r"must have the GPUs of the mesh, got '1x2x2' of 4 and a mesh of 8 \(fsdp=8\); make one fit the other",
+            marks=compiles,
+        ),
+    ],
+)
+@pytest.mark.parametrize("tool", [memory, audit])
+def test_what_does_not_fit_is_refused(tool, args, options, message):
+    with pytest.raises(ValueError, match=message):
+        tool(loss, **options)(*args)
+
+
+MODULE = """
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxmp.sharding import gather
+
+MESH = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+
+def step(params, batch):
+    return jax.grad(lambda params: (batch @ gather(params, P("fsdp"), "bfloat16")).astype("float32").sum())(params)
+
+def shapes():
+    where = NamedSharding(MESH, P("fsdp"))
+    return (
+        jax.ShapeDtypeStruct((1024, 512), "float32", sharding=where),
+        jax.ShapeDtypeStruct((64, 1024), "bfloat16", sharding=where),
+    )
+
+def plain():
+    return jnp.zeros((1024, 512)), jnp.zeros((64, 1024), "bfloat16")
+"""
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def module(self, tmp_path, monkeypatch):
+        (tmp_path / "sharded_program.py").write_text(MODULE)
+        monkeypatch.chdir(tmp_path)
+
+    def run(self, command, *flags, args="shapes"):
+        return main([command, "sharded_program:step", "--args", f"sharded_program:{args}", *flags])
+
+    @compiles
+    def test_shapes_on_a_mesh_come_from_a_function(self, capsys):
+        assert self.run("memory", "--device", "h200", "--topology", "1x1x8", "--json") == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["devices"] == 8 and plan["by_kind"]["params"] == 4 * 1024 * 512 // 8
+        assert self.run("audit", "--device", "h200", "--topology", "2 hosts x 4") == 0
+        assert "bytes a param (ideal 7.00): reduce-scatter float32 fsdp" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("args", "flags", "message"),
+        [
+            ("shapes", ("--topology", "1x1x8"), "got '1x1x8' without their name"),
+            ("shapes", ("--device", "h200", "--topology", "many"), "got 'many'"),
+            ("plain", ("--device", "h200", "--topology", "1x1x8"), "cannot be traced with these arguments"),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, capsys, args, flags, message):
+        assert self.run("memory", *flags, args=args) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("jaxmp memory: error: ") and message in error and error.count("\n") == 1
