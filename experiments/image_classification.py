@@ -30,7 +30,7 @@ import tyro
 import jaxmp
 from experiments import data, models
 from experiments.data import images
-from experiments.training import batch_size, cli, loop
+from experiments.training import batch_size, cli, loop, mesh
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.precision import (
@@ -165,6 +165,10 @@ def prepare(config: Config) -> Experiment:
       DataError: the data cannot be had, or a batch does not fit.
     """
     check(config)
+    devices = mesh.read(config.mesh)
+    mesh.require_rows(devices, config.batch_size, config.accumulate)
+    mesh.require_no_tensor(devices, f"--model {config.model}")
+    place = None if devices is None else functools.partial(mesh.spread, devices)
     policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
     autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
 
@@ -186,10 +190,14 @@ def prepare(config: Config) -> Experiment:
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
         return loss, model_state, {"accuracy": accuracy(logits, batch["label"])}
 
-    def create(params: Any) -> jaxmp.TrainState:
-        return jaxmp.TrainState.create(apply_fn=apply, params=params, tx=tx, model_state=init(0)[1], ema=config.ema > 0)
+    def fields() -> dict[str, Any]:
+        return {"apply_fn": apply, "model_state": init(0)[1], "ema": config.ema > 0}
 
-    jax.eval_shape(init, 0)  # a pattern that matches nothing is an error here, not after the folder is made
+    def create(params: Any) -> jaxmp.TrainState:
+        return jaxmp.TrainState.create(params=params, tx=tx, **fields())
+
+    params = jax.eval_shape(init, 0)[0]  # a pattern that matches nothing is an error here, not after the folder is made
+    specs = None if devices is None else jaxmp.sharding.fsdp_specs(params, devices)
     experiment = Experiment(
         loss_fn=jaxmp.autocast(loss_fn, **autocast) if autocast else loss_fn,
         step=jaxmp.make_train_step(
@@ -203,9 +211,9 @@ def prepare(config: Config) -> Experiment:
         init_params=lambda seed: init(seed)[0],
         create=create,
         train_batches=lambda seed, start=0: images.epochs(
-            train, config.batch_size, seed, config.shift, start, config.flip, pixels
+            train, config.batch_size, seed, config.shift, start, config.flip, pixels, place
         ),
-        test_batches=lambda: images.in_order(test, 1024 if shape[0] <= SMALL else config.batch_size, pixels),
+        test_batches=lambda: images.in_order(test, 1024 if shape[0] <= SMALL else config.batch_size, pixels, place),
         steps=steps,
         batch_size=config.batch_size,
         precision={
@@ -214,6 +222,8 @@ def prepare(config: Config) -> Experiment:
             "data": origin,
             "autocast": "yes" if autocast else "no",
         },
+        create_on_mesh=devices
+        and (lambda seed: jaxmp.sharding.init_state(lambda: init(seed)[0], tx, devices, specs, **fields())),
     )
     if autocast:
         require_matches(experiment)

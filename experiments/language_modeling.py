@@ -37,7 +37,7 @@ import tyro
 from experiments.data import DataError, text, tokens
 from experiments.models import GPT2, NextToken
 from experiments.models.weights import PUBLISHED_GPT2
-from experiments.training import batch_size, cli, loop, sampling, text_training
+from experiments.training import batch_size, cli, loop, mesh, sampling, text_training
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.text_training import Task
@@ -97,9 +97,12 @@ def prepare(config: Config) -> Experiment:
     config = text_training.settled(config, config.model)
     check(config)
     precision = text_training.read_precision(config)
+    devices, place = text_training.placing(config)
+    if config.model == "next_token":
+        mesh.require_no_tensor(devices, "--model next_token")
     held = load(config)
-    task = gpt2(config, held) if config.model == "gpt2" else next_token(config, held)
-    return text_training.build(config, task, precision, held.origin)
+    task = gpt2(config, held, place) if config.model == "gpt2" else next_token(config, held, place)
+    return text_training.build(config, task, precision, held.origin, devices)
 
 
 def load(config: Config) -> tokens.Text:
@@ -109,7 +112,7 @@ def load(config: Config) -> tokens.Text:
     return text_training.load(config)
 
 
-def next_token(config: Config, held: tokens.Text) -> Task:
+def next_token(config: Config, held: tokens.Text, place: text.Place | None = None) -> Task:
     """The little model; ``--batch-size`` counts tokens."""
     if len(held.test) <= config.context:
         raise DataError(
@@ -134,14 +137,16 @@ def next_token(config: Config, held: tokens.Text) -> Task:
         model=NextToken(config.vocabulary),
         losses=losses,
         optimizer=optax.adam(config.learning_rate),
-        train_batches=functools.partial(text.windows, held.train, config.context, config.batch_size),
-        test_batches=lambda: text.spread(held.test, config.context, config.batch_size, config.test_batches),
+        train_batches=functools.partial(text.windows, held.train, config.context, config.batch_size, place=place),
+        test_batches=lambda: text.spread(
+            held.test, config.context, config.batch_size, config.test_batches, place=place
+        ),
         tokens=config.batch_size,
         remat=config.remat,
     )
 
 
-def gpt2(config: Config, held: tokens.Text) -> Task:
+def gpt2(config: Config, held: tokens.Text, place: text.Place | None = None) -> Task:
     """GPT-2. A batch has a token more than the model sees: the last one is only to be predicted."""
     blocks, remat = text_training.split_remat(config.remat)
     vocabulary = config.vocabulary or held.tokenizer.size
@@ -165,12 +170,12 @@ def gpt2(config: Config, held: tokens.Text) -> Task:
         return loss_fn, eval_loss_fn
 
     def train_batches(seed: int, start: int = 0) -> Iterator[Batch]:
-        batches = text.sequences(held.train, config.context + 1, config.batch_size, seed, start)
+        batches = text.sequences(held.train, config.context + 1, config.batch_size, seed, start, place=place)
         return ({"tokens": batch} for batch in batches)
 
     def test_batches() -> Iterator[Batch]:
         rows = text_training.rows_to_evaluate(config)
-        batches = text.spread_sequences(held.test, config.context + 1, rows, config.test_batches)
+        batches = text.spread_sequences(held.test, config.context + 1, rows, config.test_batches, place=place)
         return ({"tokens": batch} for batch in batches)
 
     def closing(model: nn.Module, params: Any, test: dict[str, float]) -> Closing:
@@ -202,6 +207,7 @@ def gpt2(config: Config, held: tokens.Text) -> Task:
         remat=remat,
         weights=PUBLISHED_GPT2,
         closing=closing,
+        tensor=text_training.split_products(["c_attn", "c_fc"], ["c_proj"], ["wte"]),
     )
 
 

@@ -36,7 +36,7 @@ from experiments.data import text, tokens
 from experiments.data.masking import IGNORE, mask
 from experiments.models import BERT
 from experiments.models.weights import PUBLISHED_BERT
-from experiments.training import batch_size, cli, loop, text_training
+from experiments.training import batch_size, cli, loop, mesh, text_training
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.text_training import Task
@@ -59,11 +59,12 @@ def prepare(config: Config) -> Experiment:
     config = text_training.settled(config, "bert")
     text_training.check(config)
     precision = text_training.read_precision(config)
+    devices, place = text_training.placing(config)
     held = text_training.load(config)
-    return text_training.build(config, bert(config, held), precision, held.origin)
+    return text_training.build(config, bert(config, held, place), precision, held.origin, devices)
 
 
-def bert(config: Config, held: tokens.Text) -> Task:
+def bert(config: Config, held: tokens.Text, place: text.Place | None = None) -> Task:
     """BERT. Its vocabulary is the text's and [MASK].
 
     A batch says how many of its tokens are to be guessed, a row, so that every guess has the same weight in a step
@@ -103,12 +104,12 @@ def bert(config: Config, held: tokens.Text) -> Task:
 
     def train_batches(seed: int, start: int = 0) -> Iterator[Batch]:
         key = jax.random.split(jax.random.key(seed))[1]  # places and masks are drawn from keys of their own
-        batches = text.sequences(held.train, config.context, config.batch_size, seed, start)
+        batches = text.sequences(held.train, config.context, config.batch_size, seed, start, place=place)
         return (masked(key, step, batch) for step, batch in enumerate(batches, start))
 
     def test_batches() -> Iterator[Batch]:
         rows, key = text_training.rows_to_evaluate(config), jax.random.key(0)
-        batches = text.spread_sequences(held.test, config.context, rows, config.test_batches)
+        batches = text.spread_sequences(held.test, config.context, rows, config.test_batches, place=place)
         drawn = [masked(key, step, batch) for step, batch in enumerate(batches)]
         guesses = sum(batch["guesses"] for batch in drawn) / len(drawn)
         if not guesses.any():
@@ -122,7 +123,8 @@ def bert(config: Config, held: tokens.Text) -> Task:
         places = text.spread_sequences(held.test, config.context, _SHOWN, 1)
         batch = masked(jax.random.key(1), 0, next(places))
         guesses = jax.jit(functools.partial(_guess, model, size))(params, batch["tokens"])
-        shown = [np.asarray(leaf)[:, :_SHOWN_TOKENS] for leaf in (batch["tokens"], batch["targets"], guesses)]
+        shown = mesh.on_host([batch["tokens"], batch["targets"], guesses])
+        shown = [leaf[:, :_SHOWN_TOKENS] for leaf in shown]
         texts = [in_brackets(*row, held.tokenizer) for row in zip(*shown, strict=True)]
         return Closing({}, {"Guesses: [right], [wrong|what was there]": "\n\n".join(texts)})
 
@@ -136,6 +138,9 @@ def bert(config: Config, held: tokens.Text) -> Task:
         remat=remat,
         weights=PUBLISHED_BERT,
         closing=closing,
+        tensor=text_training.split_products(
+            ["query_key_value", "intermediate"], ["attention_output", "output"], ["word_embeddings"]
+        ),
     )
 
 

@@ -1,4 +1,8 @@
-"""Labelled images in batches: shuffled, augmented, normalised and resized on the device, under jit."""
+"""Labelled images in batches: shuffled, augmented, normalised and resized on the device, under jit.
+
+Where ``place`` is given, a batch lies on several devices, and each process sends the images of its own: see
+:mod:`experiments.data.text`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from experiments.data.pixels import AS_STORED, augmented, plain
 from experiments.data.pixels import Pixels as Pixels
 from experiments.data.pixels import statistics as statistics
 from experiments.data.source import Columns
+from experiments.data.text import Place
 
 Batch = dict[str, jax.Array]
 T = TypeVar("T")
@@ -36,6 +41,10 @@ class Images(NamedTuple):
     @property
     def on_host(self) -> bool:
         return isinstance(self.image, np.ndarray)
+
+    def from_host(self) -> Images:
+        """These on the host."""
+        return Images(np.asarray(self.image), np.asarray(self.label))
 
 
 def hold(columns: Columns, share: float = DEVICE_SHARE) -> Images:
@@ -69,6 +78,7 @@ def epochs(
     start: int = 0,
     flip: bool = False,
     pixels: Pixels = AS_STORED,
+    place: Place | None = None,
 ) -> Iterator[Batch]:
     """Batches for ever, the set shuffled anew in every epoch; a batch depends on the seed and its number only.
 
@@ -80,11 +90,13 @@ def epochs(
       start: number of the first batch, counted from 0.
       flip: whether every image is mirrored, left to right, with probability a half.
       pixels: what is made of them.
+      place: puts a batch on several devices.
 
     Yields:
       ``image``: ``pixels.dtype`` (batch, height, width, channels); ``label``: int32 (batch,).
     """
     steps, key = steps_per_epoch(images, batch_size), jax.random.key(seed)
+    images = images if place is None else images.from_host()
 
     def raw() -> Iterator[tuple[jax.Array, jax.Array, jax.Array, int]]:
         first_epoch, first_step = divmod(start, steps)
@@ -94,7 +106,7 @@ def epochs(
             order = np.asarray(order) if images.on_host else order
             for step in range(first_step if epoch == first_epoch else 0, steps):
                 if images.on_host:
-                    taken = _send(images, order[step * batch_size : (step + 1) * batch_size])
+                    taken = _send(images, order[step * batch_size : (step + 1) * batch_size], place)
                 else:
                     taken = _take(images, order, step * batch_size, batch_size)
                 yield *taken, shift_key, step
@@ -103,12 +115,15 @@ def epochs(
         yield {"image": augmented(image, shift_key, step, shift, flip, pixels), "label": label}
 
 
-def in_order(images: Images, batch_size: int, pixels: Pixels = AS_STORED) -> Iterator[Batch]:
+def in_order(
+    images: Images, batch_size: int, pixels: Pixels = AS_STORED, place: Place | None = None
+) -> Iterator[Batch]:
     """One pass over a split as it is, for evaluation; the last batch may be smaller."""
+    images = images if place is None else images.from_host()
     n = len(images.label)
     parts = (slice(start, min(start + batch_size, n)) for start in range(0, n, batch_size))
     if images.on_host:
-        raw = _ahead(_send(images, part) for part in parts)
+        raw = _ahead(_send(images, np.arange(n)[part], place) for part in parts)
     else:
         order = jnp.arange(n)
         raw = (_take(images, order, part.start, part.stop - part.start) for part in parts)
@@ -128,8 +143,10 @@ def _take(images: Images, order: jax.Array, start: int, count: int) -> tuple[jax
     return images.image[rows], images.label[rows]
 
 
-def _send(images: Images, rows: np.ndarray | slice) -> tuple[jax.Array, jax.Array]:
-    return jax.device_put((images.image[rows], images.label[rows]))
+def _send(images: Images, rows: np.ndarray, place: Place | None) -> tuple[jax.Array, jax.Array]:
+    if place is None:
+        return jax.device_put((images.image[rows], images.label[rows]))
+    return tuple(place((len(rows), *array.shape[1:]), lambda own, array=array: array[rows[own]]) for array in images)
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:

@@ -1,10 +1,15 @@
-"""Windows of a text's tokens, drawn at random on the device, under jit, or evenly spread for evaluation."""
+"""Windows of a text's tokens, drawn at random on the device, under jit, or evenly spread for evaluation.
+
+Where ``place`` is given, the windows of a batch lie on several devices, and each process cuts out those of its own:
+``place(shape, rows)`` makes an array of that shape from a function that has a slice of its rows. The batches are the
+same, bit for bit.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +18,12 @@ import numpy as np
 from experiments.data.errors import DataError
 
 Batch = dict[str, jax.Array]
+Place = Callable[[tuple[int, ...], Callable[[slice], np.ndarray]], jax.Array]
 
 
-def windows(tokens: jax.Array, context: int, batch_size: int, seed: int, start: int = 0) -> Iterator[Batch]:
+def windows(
+    tokens: jax.Array, context: int, batch_size: int, seed: int, start: int = 0, *, place: Place | None = None
+) -> Iterator[Batch]:
     """Batches for ever, of windows at random places; a batch depends on the seed and its number only.
 
     Args:
@@ -24,32 +32,56 @@ def windows(tokens: jax.Array, context: int, batch_size: int, seed: int, start: 
       batch_size: windows a batch.
       seed: of the places.
       start: number of the first batch, counted from 0.
+      place: puts a batch on several devices.
 
     Returns:
       ``context``: int32 (batch, context); ``target``: int32 (batch,), the token that follows.
     """
-    return map(_split, sequences(tokens, context + 1, batch_size, seed, start))
+    return map(_split, sequences(tokens, context + 1, batch_size, seed, start, place=place))
 
 
-def spread(tokens: jax.Array, context: int, batch_size: int, batches: int) -> Iterator[Batch]:
+def spread(
+    tokens: jax.Array, context: int, batch_size: int, batches: int, *, place: Place | None = None
+) -> Iterator[Batch]:
     """So many batches of windows evenly spread over the whole text, for evaluation: the same every time."""
-    return map(_split, spread_sequences(tokens, context + 1, batch_size, batches))
+    return map(_split, spread_sequences(tokens, context + 1, batch_size, batches, place=place))
 
 
-def sequences(tokens: jax.Array, length: int, batch_size: int, seed: int, start: int = 0) -> Iterator[jax.Array]:
+def sequences(
+    tokens: jax.Array, length: int, batch_size: int, seed: int, start: int = 0, *, place: Place | None = None
+) -> Iterator[jax.Array]:
     """Batches for ever, int32 (batch, length), from random places: each depends on the seed and its number only."""
     last = _last_start(tokens, length)
-    key = jax.random.key(seed)
+    window, key = _windows_on(place, tokens, length), jax.random.key(seed)
     for step in itertools.count(start):
-        yield _window(tokens, _random_starts(key, step, last, batch_size), length)
+        if place is None:
+            yield window(_random_starts(key, step, last, batch_size))
+            continue
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # to read it from a GPU is to wait for the steps
+            starts = np.asarray(_random_starts(jax.random.key(seed), step, last, batch_size))
+        yield window(starts)
 
 
-def spread_sequences(tokens: jax.Array, length: int, batch_size: int, batches: int) -> Iterator[jax.Array]:
+def spread_sequences(
+    tokens: jax.Array, length: int, batch_size: int, batches: int, *, place: Place | None = None
+) -> Iterator[jax.Array]:
     """So many batches, int32 (batch, length), evenly spread over the whole text: the same every time."""
     last = _last_start(tokens, length)
     starts = np.linspace(0, last, batches * batch_size).astype(np.int32).reshape(batches, batch_size)
-    for batch in starts:
-        yield _window(tokens, jnp.asarray(batch), length)
+    return map(_windows_on(place, tokens, length), starts)
+
+
+def _windows_on(place: Place | None, tokens: jax.Array, length: int) -> Callable[[np.ndarray | jax.Array], jax.Array]:
+    """From the places where windows start to the windows, on one device or on several."""
+    if place is None:
+        return lambda starts: _window(tokens, jnp.asarray(starts), length)
+    text = np.asarray(tokens)
+
+    def window(starts: np.ndarray | jax.Array) -> jax.Array:
+        starts = np.asarray(starts)
+        return place((len(starts), length), lambda rows: text[starts[rows, None] + np.arange(length)].astype(np.int32))
+
+    return window
 
 
 def _last_start(tokens: jax.Array, length: int) -> int:

@@ -20,6 +20,7 @@ import jax
 
 from experiments.measure import memory
 from experiments.measure.memory import NO_ROOM
+from experiments.training import processes
 from experiments.training.experiment import Experiment
 from experiments.training.loop import folder_to_resume
 
@@ -185,6 +186,8 @@ def settled(name: str, config: C, prepare: Callable[[C], Experiment], most: Call
         if flags.memory_limit is not None:
             raise ValueError(f"--memory-limit is for --batch-size auto, got --batch-size {flags.batch_size}")
         return config
+    if flags.mesh is not None or processes.several():
+        raise ValueError("--batch-size auto looks at one device alone; name a number beside --mesh and --processes")
     if flags.resume:
         began = json.loads((folder_to_resume(name, flags.run_dir) / "config.json").read_text())
         return dataclasses.replace(flags, batch_size=began["config"]["batch_size"])

@@ -6,16 +6,23 @@ holds what else a run needs. Orbax gives a folder its name once all is in it, so
 takes for a checkpoint. What Orbax may not see is a file that is damaged later: ``checksums.sha256``, which ``sha256sum
 --check`` reads too, tells. It begins with a comment that has the checksum of its own lines, so that damage in it is not
 taken for damage in a file that it lists.
+
+Several processes write a checkpoint together, each what its devices hold, into a folder that all see; the first one
+does the rest: it removes what was left half written, and adds the checksums when all have written. Any number of
+devices restores it, each process reading what its own will hold.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import json
 import logging
 import shlex
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -24,8 +31,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 import jaxmp
+from experiments.training import processes
 from jaxmp.optimizer import LossScalingState
 from jaxmp.tree import path_name
 
@@ -43,19 +52,42 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and found whole.
+    """A checkpoint that was found whole.
 
     Attributes:
       folder: where it lies.
       step: the steps trained before it.
       about: what :meth:`Checkpoints.save` was given, its ``precision`` among it.
-      leaves: the arrays of the state by their paths; those of the loss scale begin with ``loss_scale/``.
+      shapes: shapes and dtypes of the state's arrays by their paths; those of the loss scale begin with
+        ``loss_scale/``. An array without elements is here itself.
     """
 
     folder: Path
     step: int
     about: dict[str, Any]
-    leaves: dict[str, np.ndarray]
+    shapes: dict[str, jax.ShapeDtypeStruct | np.ndarray]
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, np.ndarray]:
+        """The arrays of the state, on the host."""
+        return self._read({})
+
+    def _read(self, places: dict[str, jax.sharding.Sharding]) -> dict[str, Any]:
+        """The arrays, those with a place there and the others on the host."""
+        targets = {
+            # A view of one number that has the shape asks for an array of NumPy's.
+            name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=places[name])
+            if name in places
+            else np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
+            for name, shape in self.shapes.items()
+            if isinstance(shape, jax.ShapeDtypeStruct)
+        }
+        with _quiet(), _orbax_failures_as_damage(self.folder):
+            # Never with the shardings that are in the file, which are those of other devices.
+            handler = ocp.StandardCheckpointHandler()
+            return self.shapes | handler.restore(
+                epath.Path(self.folder.absolute() / "state"), args=ocp.args.StandardRestore(targets)
+            )
 
     def restore(
         self, state: jaxmp.TrainState, precision: dict[str, str], override: Sequence[str] = ()
@@ -67,7 +99,7 @@ class Checkpoint:
         another class.
 
         Args:
-          state: a fresh one, of the same model and optimizer.
+          state: a fresh one, of the same model and optimizer. Its arrays say where those of the new one go.
           precision: what made it, with ``precision["policy"]`` the policy's name; for errors.
           override: the overrides of that policy, as ``PATTERN=POLICY``; for errors.
 
@@ -75,21 +107,21 @@ class Checkpoint:
           CheckpointError: the params, or anything else, have other paths, shapes or dtypes.
         """
         rest, scale = _split(state)
-        saved = {name: leaf for name, leaf in self.leaves.items() if not name.startswith(_LOSS_SCALE)}
+        saved = {name: shape for name, shape in self.shapes.items() if not name.startswith(_LOSS_SCALE)}
         fresh = {name: _data(leaf) for name, leaf in rest.items()}
         self._require_same_model(saved, fresh)
         self._require_same_dtypes(saved, fresh, precision["policy"], override)
-        rest = {name: _like(saved[name], leaf) for name, leaf in rest.items()}
 
-        saved_scale = {name: leaf for name, leaf in self.leaves.items() if name.startswith(_LOSS_SCALE)}
         goes_on = self.about["loss_scale"] == _kind(state)
-        if goes_on:
-            scale |= {name: _like(saved_scale[name], leaf) for name, leaf in scale.items() if name in saved_scale}
-        new = jax.tree.unflatten(jax.tree.structure(state), [{**rest, **scale}[name] for name in _names(state)])
+        wanted = rest | ({name: leaf for name, leaf in scale.items() if name in self.shapes} if goes_on else {})
+        places = {name: _data(leaf).sharding for name, leaf in wanted.items() if leaf.committed}
+        found = self._read(places)
+        leaves = scale | {name: _like(found[name], leaf) for name, leaf in wanted.items()}
+        new = jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in _names(state)])
         # What was counted is how often the old scale could not fall.
         return new if goes_on else new.replace(stuck=jnp.zeros_like(new.stuck))
 
-    def _require_same_model(self, saved: dict[str, np.ndarray], fresh: dict[str, jax.Array]) -> None:
+    def _require_same_model(self, saved: dict[str, Any], fresh: dict[str, jax.Array]) -> None:
         for name in sorted(saved.keys() | fresh.keys(), key=lambda name: (not name.startswith("params/"), name)):
             there, here = _shape(saved.get(name)), _shape(fresh.get(name))
             if there != here:
@@ -99,7 +131,7 @@ class Checkpoint:
                 )
 
     def _require_same_dtypes(
-        self, saved: dict[str, np.ndarray], fresh: dict[str, jax.Array], policy: str, override: Sequence[str]
+        self, saved: dict[str, Any], fresh: dict[str, jax.Array], policy: str, override: Sequence[str]
     ) -> None:
         for name, leaf in fresh.items():
             if saved[name].dtype != leaf.dtype:
@@ -114,8 +146,20 @@ class Checkpoint:
                 )
 
 
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, which never asks whether the job is to stop: the loop does, with numbers of steps that only rise.
+
+    Orbax would ask in the background for a step that lies behind, and the processes would agree on one that is over.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
 class Checkpoints:
     """Writes the checkpoints of one run, in the background. A context manager: it ends when the last one is written.
+
+    All processes make one, with the same arguments, and call its methods in the same order.
 
     Args:
       folder: where; made if need be. What an earlier process left half written there is removed.
@@ -131,15 +175,17 @@ class Checkpoints:
                 f"checkpoints need a path without [, ] and \\, got {folder.absolute()}; take another --run-dir, or "
                 "--checkpoint-every 0"
             )
-        for path in unfinished(folder):
-            shutil.rmtree(path)
+        if processes.first():
+            for path in unfinished(folder):
+                shutil.rmtree(path)
+        processes.wait()
         self._folder = folder
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep),
             # Called when all of a checkpoint is written, before it gets its name.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
         )
-        self._manager = ocp.CheckpointManager(folder.absolute(), item_names=_ITEMS, options=options)
+        self._manager = _Manager(folder.absolute(), item_names=_ITEMS, options=options)
         self._held = contextlib.ExitStack()
         self._held.enter_context(_quiet())
 
@@ -166,17 +212,25 @@ class Checkpoints:
           OSError: this checkpoint, or the one before, cannot be written.
         """
         rest, scale = _split(state)
-        # device_get may return a view of a CPU's buffer, which the next step overwrites.
-        leaves = {
-            name: np.array(leaf)
-            for name, leaf in jax.device_get({name: _data(leaf) for name, leaf in (rest | scale).items()}).items()
-        }
+        leaves = {name: _data(leaf) for name, leaf in (rest | scale).items()}
+        if jax.default_backend() == "cpu":  # Orbax takes a view of a CPU's memory, which the next step overwrites
+            leaves = {name: jnp.copy(leaf) for name, leaf in leaves.items()}
         filled = {name: leaf for name, leaf in leaves.items() if leaf.size}  # Orbax refuses to write nothing
         empty = {name: [str(leaf.dtype), leaf.shape] for name, leaf in leaves.items() if not leaf.size}
         record = {**about, "loss_scale": _kind(state), "empty": empty}
         items = ocp.args.Composite(state=ocp.args.StandardSave(filled), about=ocp.args.JsonSave(record))
+        self.wait()
         with self._failures_as_one_line():
             self._manager.save(step, args=items, force=True)
+
+    def check(self) -> None:
+        """Raises if what is being written cannot be; of several processes the others would wait for this one.
+
+        Raises:
+          OSError: it cannot be.
+        """
+        with self._failures_as_one_line():
+            self._manager.check_for_errors()
 
     def _write_checksums(self) -> None:
         (folder,) = unfinished(self._folder)
@@ -191,6 +245,9 @@ class Checkpoints:
         Raises:
           OSError: it cannot be.
         """
+        while processes.several() and self._manager.is_saving_in_progress():
+            self.check()  # or this one would wait for the others, and they for it
+            time.sleep(0.01)
         with self._failures_as_one_line():
             self._manager.wait_until_finished()
 
@@ -215,8 +272,8 @@ def unfinished(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if _UNFINISHED in path.name] if folder.is_dir() else []
 
 
-def read_last(folder: Path) -> Checkpoint:
-    """The last checkpoint in a folder.
+def read_last(folder: Path, check: bool = True) -> Checkpoint:
+    """The last checkpoint in a folder; with ``check`` every file of it is what was written.
 
     Raises:
       CheckpointError: there is none, or it is damaged. The error names it, and the last one that is whole.
@@ -224,7 +281,7 @@ def read_last(folder: Path) -> Checkpoint:
     damaged: list[tuple[Path, str]] = []
     for step in reversed(steps(folder)):
         try:
-            checkpoint = read(folder, step)
+            checkpoint = read(folder, step, check)
         except CheckpointError as error:
             damaged.append((folder / str(step), str(error)))
             continue
@@ -240,25 +297,30 @@ def read_last(folder: Path) -> Checkpoint:
     raise CheckpointError("; ".join([*(text for _, text in damaged), remedy]))
 
 
-def read(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint of a step, once every file of it was found to be what was written.
+def read(folder: Path, step: int, check: bool = True) -> Checkpoint:
+    """The checkpoint of a step, with ``check`` once every file of it was found to be what was written.
 
     Raises:
       CheckpointError: it is damaged.
     """
     path = folder / str(step)
-    if problem := _damage(path):
+    if check and (problem := _damage(path)):
         raise CheckpointError(f"the checkpoint {path} is damaged: {problem}")
+    with _quiet(), _orbax_failures_as_damage(path):
+        about = json.loads((path / "about" / "metadata").read_text())
+        saved = ocp.StandardCheckpointHandler().metadata(epath.Path(path.absolute() / "state")).tree
+        shapes: dict[str, Any] = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in saved.items()}
+        shapes |= {name: np.zeros(shape, jnp.dtype(dtype)) for name, (dtype, shape) in about.pop("empty").items()}
+    return Checkpoint(path, step, about, shapes)
+
+
+@contextlib.contextmanager
+def _orbax_failures_as_damage(folder: Path) -> Iterator[None]:
     try:
-        with _quiet(), ocp.CheckpointManager(folder.absolute(), item_names=_ITEMS) as manager:
-            items = ocp.args.Composite(state=ocp.args.StandardRestore(), about=ocp.args.JsonRestore())
-            restored = manager.restore(step, args=items)
-    except Exception as error:  # whatever Orbax makes of the files of its own around the two items
+        yield
+    except Exception as error:  # whatever it makes of the files
         what = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {what}") from error
-    about, leaves = dict(restored["about"]), dict(restored["state"])
-    leaves |= {name: np.zeros(shape, jnp.dtype(dtype)) for name, (dtype, shape) in about.pop("empty").items()}
-    return Checkpoint(path, step, about, leaves)
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {type(error).__name__}: {what}") from error
 
 
 @contextlib.contextmanager
@@ -342,11 +404,16 @@ def _data(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _like(value: np.ndarray, leaf: jax.Array) -> jax.Array:
-    """A copy of ``value`` on the device, of the kind and in the place of ``leaf``."""
-    array = jax.device_put(value, _data(leaf).sharding) if leaf.committed else jnp.array(value)
+def _like(value: np.ndarray | jax.Array, leaf: jax.Array) -> jax.Array:
+    """``value`` on the devices, of the kind and in the place of ``leaf``."""
+    if isinstance(value, jax.Array):
+        array = value
+    elif leaf.committed:  # without elements
+        array = jax.make_array_from_callback(value.shape, leaf.sharding, lambda index: value[index])
+    else:
+        array = jnp.array(value)
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
 
 
-def _shape(leaf: np.ndarray | jax.Array | None) -> str:
+def _shape(leaf: Any) -> str:
     return "is missing" if leaf is None else f"has shape {leaf.shape}"

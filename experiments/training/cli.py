@@ -8,16 +8,17 @@ import math
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-import jax
 import tyro
 
 from experiments.measure.environment import program_line
+from experiments.training import processes
 from experiments.training.allocator import keep_freed_memory
 
 C = TypeVar("C")
@@ -78,6 +79,20 @@ class Training:
     policy (if the params keep their dtype), the loss scale (which goes on from its value if it is of the same kind:
     static, dynamic or headroom, whatever its parameters) and what does not touch training may be others. The data may
     have moved, but must be the same."""
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="data=N,fsdp=N,tensor=N", help_behavior_hint="")] = None
+    """How the devices of all processes share the work: data have a copy of the params each and rows of the batch of
+    their own, fsdp rows of their own and a part of params and optimizer, tensor a part of each product (gpt2 and bert).
+    The numbers left away are 1. (default: one device, or data for all those of several processes)"""
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None
+    """Where process 0 waits for the others, with --processes and --process-id. (default: one process, or as many as
+    SLURM or Kubernetes has started)"""
+    processes: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """How many processes there are. (default: see --coordinator)"""
+    process_id: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """Which of them this is, from 0. (default: see --coordinator)"""
+    stall_seconds: int = 40
+    """Of several processes, one that makes no step for so long ends itself and says where it hangs, for the others wait
+    for it; what is not a step (compiling, evaluating, saving) may take 20 times as long. 0 waits for ever."""
     data_dir: Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
     run_dir: Folder = None
@@ -111,6 +126,7 @@ def check(config: Any) -> None:
     require("--evaluate-every", config.evaluate_every, 0)
     require("--checkpoint-every", config.checkpoint_every, 0)
     require("--keep", config.keep, 1)
+    require("--stall-seconds", config.stall_seconds, 0)
     if not 0 < config.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be positive and finite, got {config.learning_rate:g}")
     if config.batch_size % config.accumulate:
@@ -137,6 +153,7 @@ def bad_values_end_it() -> Iterator[None]:
 def fail(message: str, code: int = 2) -> NoReturn:
     """Ends the process with one line on stderr."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    processes.leave(code)
     raise SystemExit(code)
 
 
@@ -169,9 +186,16 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
             stream.reconfigure(errors="replace")
     keep_freed_memory()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read when JAX first looks for a device
+    if isinstance(config, Training):
+        with bad_values_end_it():
+            processes.start(config)
+            processes.require_alike(dataclasses.asdict(config))
+        if not processes.first():
+            warnings.showwarning = lambda *_, **__: None  # as the first one has them
     try:
         train(config)
         sys.stdout.flush()
+        processes.end()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing may be flushed into it any more
         if isinstance(error, BrokenPipeError):  # the reader (head, less) has seen enough
@@ -183,10 +207,17 @@ def main(config_type: type[C], train: Callable[[C], Any], description: str) -> N
         os._exit(130)  # at once: threads of XLA's that still compile crash when the interpreter is taken down
     except FloatingPointError as error:  # NonFiniteTrainingError
         fail(str(error), 1)
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+    except Exception as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            fail(f"out of memory{_remedy(config_type)} ({(str(error).splitlines() or [type(error).__name__])[0]})", 1)
+        if not processes.several():
             raise
-        fail(f"out of memory{_remedy(config_type)} ({(str(error).splitlines() or [type(error).__name__])[0]})", 1)
+        traceback.print_exc()
+        fail(
+            "this process cannot go on; if another one has ended, its output says why. Once all have ended, start all "
+            "again with --resume",
+            1,
+        )
 
 
 def _remedy(config_type: Any) -> str:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import jaxmp
+from experiments.training import mesh
 
 Batch = dict[str, jax.Array]
 
@@ -40,6 +41,7 @@ class Experiment:
       precision: what the policy and the loss scale are, as text, and under ``data`` what the examples are, if known.
       unit: what is counted a second, ``"examples"`` or ``"tokens"``.
       closing: the trained state and its held-out metrics to what the summary says too, a sample say.
+      create_on_mesh: seed to the state that training starts from, on several devices; None for one device.
     """
 
     loss_fn: Callable[..., Any]
@@ -54,9 +56,12 @@ class Experiment:
     precision: dict[str, str]
     unit: str = "examples"
     closing: Callable[[jaxmp.TrainState, dict[str, float]], Closing] = lambda state, test: Closing({}, {})
+    create_on_mesh: Callable[[int], jaxmp.TrainState] | None = None
 
     def init(self, seed: int) -> jaxmp.TrainState:
         """A fresh state."""
+        if self.create_on_mesh is not None:
+            return self.create_on_mesh(seed)
         return self.create(self.init_params(seed))
 
     def examples(self, seed: int) -> str:
@@ -64,8 +69,8 @@ class Experiment:
 
         Floats are left out, because a policy may round them.
         """
-        leaves = jax.tree.leaves(next(self.train_batches(seed)))
-        whole = [np.asarray(leaf).tobytes() for leaf in leaves if np.issubdtype(leaf.dtype, np.integer)]
+        leaves = jax.tree.leaves(mesh.on_host(next(self.train_batches(seed))))
+        whole = [leaf.tobytes() for leaf in leaves if np.issubdtype(leaf.dtype, np.integer)]
         return hashlib.sha256(b"".join(whole)).hexdigest()[:12]
 
     def evaluate(self, state: jaxmp.TrainState) -> dict[str, float]:

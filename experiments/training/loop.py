@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from experiments.training import cli
+from experiments.training import cli, processes
 from experiments.training.experiment import Experiment
 from experiments.training.runs import Run, alone_in, checkpoints_folder, run_folder, strict_json
 
@@ -23,7 +24,7 @@ C = TypeVar("C", bound=cli.Training)
 # Flags in which runs of one experiment differ: a comparison sets them itself, and a resumed run may have others.
 OF_A_RUN = frozenset(
     ("policy", "loss_scale", "opt_level", "autocast", "checkpoint_every", "keep", "resume", "data_dir", "run_dir",
-     "watch", "tensorboard")
+     "watch", "tensorboard", "mesh", "coordinator", "processes", "process_id", "stall_seconds")
 )  # fmt: skip
 # Flags that a resumed run may have otherwise. Those of precision are held against the checkpoint's dtypes instead.
 MAY_CHANGE = OF_A_RUN | {
@@ -46,8 +47,9 @@ def train(name: str, config: C, prepare: Callable[[C], Experiment]) -> dict[str,
 def running(name: str, config: C, prepare: Callable[[C], Experiment]) -> Iterator[Any]:
     """A run in its folder, from the first step or from the last checkpoint on: a loop over its batches trains it.
 
-    When the block ends it is evaluated, and ``run.summary`` says what came out. A folder that can no longer be written
-    to ends the process with one line.
+    When the block ends it is evaluated, and ``run.summary`` says what came out; not if SIGTERM stopped it before its
+    last step. A folder that can no longer be written to ends the process with one line. Each of several processes runs
+    this: the first one makes the folder, writes to it and shows progress.
 
     Args:
       name: the experiment's, for the run's folder.
@@ -57,45 +59,65 @@ def running(name: str, config: C, prepare: Callable[[C], Experiment]) -> Iterato
     with contextlib.ExitStack() as held:
         with cli.bad_values_end_it():
             checkpoint = summary = None
+            if processes.several() and config.watch:
+                raise ValueError("--watch reads values of one process alone; leave it away beside --processes")
             if config.resume:
-                folder = folder_to_resume(name, config.run_dir)
-                held.enter_context(alone_in(folder))
-                checkpoint = to_resume(name, config, folder)
-            experiment = prepare(config)
+                folder = processes.folder_of_first(
+                    lambda: held.enter_context(alone_in(folder_to_resume(name, config.run_dir)))
+                )
+                checkpoint = processes.together(lambda: to_resume(name, config, folder))
+            experiment = processes.together(lambda: prepare(config))
             if checkpoint:
                 require_same_data(checkpoint, experiment, config.seed)
                 summary = finished(folder, checkpoint, experiment)
             else:
-                folder = run_folder(name, config.run_dir)
-                held.enter_context(alone_in(folder))
-                require_new(folder)
+
+                def begun() -> Path:
+                    folder = held.enter_context(alone_in(run_folder(name, config.run_dir)))
+                    require_new(folder)
+                    return folder
+
+                folder = processes.folder_of_first(begun)
             if summary is None:
                 state = experiment.init(config.seed)
                 if checkpoint:
                     state = checkpoint.restore(state, experiment.precision, config.override)
-                    print(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
+                    tell(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
                 run = Run(name, config, experiment, state, folder, checkpoint)
         del checkpoint  # frees the host's copy of the state
         if summary is not None:
-            print(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
+            tell(f"{folder} has had its {experiment.steps} steps; raise --steps to train on")
             yield Finished(summary)
             return
         del state  # the first step takes it over
         try:
             with run:
                 yield run
-                run.finish()
+                if not run.stopped:
+                    run.finish()
         except OSError as error:
             from experiments.training import checkpoints
 
             remedy = "go on with --resume" if checkpoints.steps(checkpoints_folder(folder)) else "start again"
             cli.fail(f"the run in {folder} cannot go on: {error}; once there is room, {remedy}", 1)
-    print(
+    if run.stopped:
+        tell(
+            f"stopped by SIGTERM after step {run.step}, which is saved; to go on, start the same again with --resume "
+            f"--run-dir {shlex.quote(str(folder))}"
+        )
+        return
+    tell(
         f"held-out accuracy {run.summary['test_accuracy']:.2%}, loss {run.summary['test_loss']:.4f}, "
         f"{run.summary['skipped']} of {run.summary['steps']} steps skipped; written to {folder}"
     )
     for title, text in run.summary.get("texts", {}).items():
-        print(f"\n{title}\n\n{text}")
+        tell(f"\n{title}\n\n{text}")
+
+
+def tell(text: str, **options: Any) -> None:
+    """Prints what all processes would say alike."""
+    if processes.first():
+        print(text, **options)
 
 
 class Finished(NamedTuple):
@@ -152,8 +174,8 @@ def to_resume(name: str, config: cli.Training, folder: Path) -> Checkpoint:
     from experiments.training import checkpoints
 
     for path in checkpoints.unfinished(checkpoints_folder(folder)):
-        print(f"warning: {path} was not finished when its process ended, and is left out", file=sys.stderr)
-    checkpoint = checkpoints.read_last(checkpoints_folder(folder))
+        tell(f"warning: {path} was not finished when its process ended, and is left out", file=sys.stderr)
+    checkpoint = checkpoints.read_last(checkpoints_folder(folder), check=processes.first())
     require_same_flags(name, config, checkpoint)
     metrics, size = folder / "metrics.csv", checkpoint.about["metrics_bytes"]
     if not metrics.is_file() or metrics.stat().st_size < size:

@@ -7,10 +7,14 @@ import csv
 import dataclasses
 import datetime
 import fcntl
+import functools
 import itertools
 import json
 import math
+import os
+import signal
 import tempfile
+import threading
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -24,7 +28,7 @@ import jaxmp
 from experiments.measure.environment import environment
 from experiments.report import plots
 from experiments.report.progress import Progress
-from experiments.training import cli
+from experiments.training import cli, processes
 from experiments.training.experiment import Batch, Experiment
 from experiments.training.metrics import Late
 from experiments.training.watching import Watching, tensorboard
@@ -74,8 +78,10 @@ def _told_of_folder(folder: Path, rule: str, remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keeps every other process from training in a folder; the kernel lets go when this one ends, however it does.
+def alone_in(folder: Path) -> Iterator[Path]:
+    """The folder, with every other process kept from training there.
+
+    The kernel lets go when this process ends, however it does.
 
     Raises:
       ValueError: another process trains there.
@@ -88,13 +94,21 @@ def alone_in(folder: Path) -> Iterator[None]:
                 f"one process trains in a folder, but another process trains in {folder}; wait until it ends, or take "
                 "another --run-dir"
             ) from None
-        yield
+        yield folder
 
 
 class Run:
     """One training run, from its first step or from a checkpoint on.
 
     A context manager: when it ends, the bar stops, the last checkpoint is written and the metrics' file is closed.
+    SIGTERM has the step at hand saved, by all processes the same, and ends the batches. Of several processes the first
+    one writes.
+
+    Attributes:
+      experiment, state: what is trained, and where it is now.
+      folder: the run's.
+      summary: what came out, once it has finished.
+      stopped: whether SIGTERM ended it before its last step.
 
     Args:
       name: the experiment's.
@@ -116,6 +130,9 @@ class Run:
     ) -> None:
         self.experiment, self.state, self.folder = experiment, state, folder
         self.summary: dict[str, Any] = {}
+        self.stopped = False
+        self._terminated, self._held = threading.Event(), contextlib.ExitStack()
+        self._writes = processes.first()
         self._name, self._config = name, config
         self._environment = environment()
         self._record = {"config": dataclasses.asdict(config), "precision": experiment.precision}
@@ -128,16 +145,17 @@ class Run:
         self._start = self._step = checkpoint.step if checkpoint else 0
         self._rows: list[dict[str, Any]] = []
         self._file = self._open(checkpoint.about["metrics_bytes"] if checkpoint else 0)
-        write_json(folder / "config.json", {**self._record, "environment": self._environment})
+        if self._writes:
+            write_json(folder / "config.json", {**self._record, "environment": self._environment})
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
         if not checkpoint:
             self._writer.writeheader()
         self._watch = Watching(experiment.step, config, folder, self._start) if config.watch else None
-        if not self._watch and not checkpoint:
+        if not self._watch and not checkpoint and self._writes:
             (folder / FILE).unlink(missing_ok=True)  # of a run that was stopped before its first checkpoint
         if self._watch:
             self.experiment = dataclasses.replace(experiment, step=self._watched)
-        self._board = tensorboard(folder, self._start) if config.tensorboard else None
+        self._board = tensorboard(folder, self._start) if config.tensorboard and self._writes else None
         self._late = Late()
         self._progress = Progress(name, experiment.steps, self._start)
         self._skipped = int(sum(row.get("skipped", 0) for row in self._rows))
@@ -146,28 +164,39 @@ class Run:
         self._test: dict[str, float] = {}
 
     def __enter__(self) -> Self:
-        (self.folder / "summary.json").unlink(missing_ok=True)  # of a finished run that trains on
-        self._progress.__enter__()
+        if self._writes:
+            (self.folder / "summary.json").unlink(missing_ok=True)  # of a finished run that trains on
+            self._progress.__enter__()
+        # Several processes have JAX's own handler. A second SIGTERM finds what was there before.
+        if self._checkpoints and not processes.several() and threading.current_thread() is threading.main_thread():
+            restore = functools.partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+            signal.signal(signal.SIGTERM, lambda *_: (self._terminated.set(), restore()))
+            self._held.callback(restore)
+        processes.alive(processes.LONG)  # the first step compiles
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *args: Any) -> None:
+        self._held.close()
+        if processes.several() and kind is not None and not issubclass(kind, FloatingPointError):
+            return  # others may be gone, and what is to be read or written waits for them
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # what ended the run comes first
             self._read(self._late.drain())  # the last steps of a run that was stopped
             if self._watch:
                 self._watch.write(self._board)
-        self._progress.__exit__(*args)
+        if self._writes:
+            self._progress.__exit__(kind, *args)
         if self._board:
             self._board.close()
         try:
             self._file.close()
         finally:
             if self._checkpoints:
-                self._checkpoints.__exit__(*args)
+                self._checkpoints.__exit__(kind, *args)
 
     def batches(self) -> Iterator[Batch]:
         """The batches of the steps there are, timing how long each is waited for."""
         batches = self.experiment.train_batches(self._config.seed, self._start)
-        while self._step < self.experiment.steps:
+        while self._step < self.experiment.steps and not self.stopped:
             self._step += 1
             started = time.perf_counter()
             batch = next(batches)
@@ -189,7 +218,7 @@ class Run:
     def log(self, metrics: dict[str, jax.Array]) -> None:
         """Takes a step's metrics, still on the device, and writes those of some steps ago; evaluates and saves.
 
-        Both are done every so many steps, as the flags say, and after the last one.
+        Both are done every so many steps, as the flags say, and after the last one. SIGTERM has it saved, too.
         """
         if self._step == self._start + 1:  # the first call compiles: the clock starts when its step is done
             jax.block_until_ready(metrics)
@@ -201,8 +230,20 @@ class Run:
         self._read(self._late.push(self._step, metrics))
         if self._due(self._config.evaluate_every):
             self.log_evaluation(self.state)
-        if self._checkpoints is not None and self._due(self._config.checkpoint_every):
-            self.save(self.state)
+        if self._checkpoints is not None:
+            asked = self._terminated.is_set() or processes.asked_to_stop(self._step - self._start)
+            self.stopped = asked and self._step < self.experiment.steps
+            if self.stopped or self._due(self._config.checkpoint_every):
+                self.save(self.state)
+            elif processes.several():
+                self._checkpoints.check()
+        if self._step > self._start + 1:  # the second step may be compiled, too, for the places that the first returns
+            processes.alive()
+
+    @property
+    def step(self) -> int:
+        """How many steps the run has had."""
+        return self._step
 
     def _due(self, every: int) -> bool:
         return self._step == self.experiment.steps or (every > 0 and self._step % every == 0)
@@ -223,7 +264,7 @@ class Run:
             self._file.flush()  # a resumed run goes on after these rows
             if self._watch:
                 self._watch.write(self._board)
-            size = (self.folder / "metrics.csv").stat().st_size
+            size = (self.folder / "metrics.csv").stat().st_size if self._writes else 0
             about = {**self._record, "experiment": self._name, "batches": self._step, "metrics_bytes": size}
             self._checkpoints.save(self._step, state, strict_json(about))
         self._saving_s += self._paused_s - waited
@@ -232,6 +273,7 @@ class Run:
     def _pause(self) -> Iterator[None]:
         self._read(self._late.drain())
         started = time.perf_counter()
+        processes.alive(processes.LONG)
         yield
         pause = time.perf_counter() - started
         self._paused_s += pause
@@ -241,6 +283,7 @@ class Run:
         """Writes the curves and the summary."""
         state = self.state
         self._read(self._late.drain())
+        processes.alive(processes.LONG)
         seconds = time.perf_counter() - self._started - self._paused_s
         timed = self._step - self._start - 1  # the first step compiles
         if self._checkpoints:
@@ -264,6 +307,8 @@ class Run:
             **self.experiment.precision,
             **self._environment,
         }
+        if not self._writes:
+            return
         texts = {title: _readable(text) for title, text in closing.texts.items()}
         if texts:
             summary["texts"] = texts
@@ -292,6 +337,8 @@ class Run:
                 for tag in metrics:
                     self._board.add_scalar(f"train/{tag}", metrics[tag], step)
             timed = step - self._start - 1  # the first step compiles
+            if not self._writes:
+                continue
             rate = f"{timed * self.experiment.batch_size / max(training, 1e-9):,.0f} {self.experiment.unit}/s  "
             accuracy = f"accuracy {row['accuracy']:.1%}  " if "accuracy" in row else ""
             self._progress.advance(
@@ -302,6 +349,8 @@ class Run:
 
     def _open(self, size: int) -> TextIO:
         """The metrics' file with its first ``size`` bytes, the rows up to the checkpoint, which are read."""
+        if not self._writes:
+            return open(os.devnull, "w")
         path = self.folder / "metrics.csv"
         if size:
             try:

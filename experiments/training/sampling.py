@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.training import mesh
+
 
 def sample(
     apply: Callable[[Any, jax.Array], jax.Array],
@@ -43,7 +45,7 @@ def sample(
     seen = np.asarray(prompt, np.int32)[-context:]
     window = jnp.asarray(np.pad(seen, (0, context - len(seen))))
     run = jax.jit(functools.partial(_run, apply, count, temperature, top_k))
-    return np.asarray(run(params, window, jnp.asarray(len(seen)), jax.random.key(seed))).tolist()
+    return mesh.on_host(run(params, window, jnp.asarray(len(seen)), jax.random.key(seed))).tolist()
 
 
 def _run(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import tyro
+from jax.sharding import Mesh, PartitionSpec
 
 import jaxmp
 from experiments import data
@@ -19,7 +23,7 @@ from experiments.data.tokens import Kind, Text
 from experiments.data.tokens import load as load_text
 from experiments.models.transformer import Remat
 from experiments.models.weights import Published
-from experiments.training import cli
+from experiments.training import cli, mesh, processes
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.precision import (
     read_autocast,
@@ -204,6 +208,7 @@ class Task(NamedTuple):
       remat: of the step.
       weights: reads and writes the model's published form; None if it has none.
       closing: the model, params and held-out metrics to what the summary says too.
+      tensor: patterns of params to how the axis ``tensor`` of a mesh splits them.
     """
 
     model: nn.Module
@@ -215,10 +220,32 @@ class Task(NamedTuple):
     remat: str
     weights: Published | None = None
     closing: Callable[[nn.Module, Any, dict[str, float]], Closing] = lambda model, params, test: Closing({}, {})
+    tensor: Mapping[str, PartitionSpec] = MappingProxyType({})
 
 
-def build(config: Any, task: Task, precision: Precision, origin: str) -> Experiment:
-    """The experiment of a task under its precision.
+def split_products(first: Sequence[str], second: Sequence[str], embeddings: Sequence[str]) -> dict[str, PartitionSpec]:
+    """How the axis ``tensor`` splits a transformer: the first of two layers by its columns, the second by its rows."""
+    return {
+        **{f"**/{name}/kernel": PartitionSpec("fsdp", "tensor") for name in first},
+        **{f"**/{name}/bias": PartitionSpec("tensor") for name in first},
+        **{f"**/{name}/kernel": PartitionSpec("tensor", "fsdp") for name in second},
+        **{f"{name}/embedding": PartitionSpec("tensor", "fsdp") for name in embeddings},
+    }
+
+
+def placing(config: Any) -> tuple[Mesh | None, Any]:
+    """The mesh of the flags, settled, and what puts a batch on it; twice None for one device.
+
+    Raises:
+      ValueError: the devices do not make the mesh, or do not divide a batch.
+    """
+    devices = mesh.read(config.mesh)
+    mesh.require_rows(devices, config.batch_size, config.accumulate)
+    return devices, devices and functools.partial(mesh.spread, devices)
+
+
+def build(config: Any, task: Task, precision: Precision, origin: str, devices: Mesh | None) -> Experiment:
+    """The experiment of a task under its precision, on a mesh or on one device.
 
     Raises:
       ValueError: a pattern of an override matches nothing, ``--remat`` is unknown, or the weights are another model's.
@@ -237,12 +264,27 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
         return model.init(jax.random.key(seed), jnp.zeros((1, config.context), jnp.int32))["params"]
 
     params = jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error before the folder is made
-    begin = init_params
+    fields = {"apply_fn": model.apply, "ema": config.ema > 0}
+    begin, create_on_mesh = init_params, None
+    if devices is not None:
+        rules = task.tensor if devices.shape["tensor"] > 1 else None
+        specs = jaxmp.sharding.fsdp_specs(params, devices, rules=rules)
+
+        def create_on_mesh(seed: int) -> jaxmp.TrainState:
+            return jaxmp.sharding.init_state(lambda: init_params(seed), tx, devices, specs, **fields)
+
     if config.weights is not None and task.weights is not None:
         loaded = task.weights.load_for(params, config.weights)
 
         def begin(seed: int) -> Any:
             return jax.tree.map(lambda array, param: jnp.array(array, param.dtype), loaded, params)
+
+        if devices is not None:
+
+            def create_on_mesh(seed: int) -> jaxmp.TrainState:
+                cast = jax.tree.map(lambda array, param: np.asarray(array, param.dtype), loaded, params)
+                placed = mesh.place(cast, specs, devices)
+                return jaxmp.TrainState.create(params=placed, tx=tx, **fields)
 
     to_train = to_evaluate = autocast
     if autocast.get("overrides"):
@@ -255,7 +297,9 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
         if state.ema_params is not None:
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
         if config.save_weights is not None and task.weights is not None:
-            task.weights.save(params, config.save_weights, vocabulary=task.model.vocabulary)
+            whole = mesh.on_host(params)
+            if processes.first():
+                task.weights.save(whole, config.save_weights, vocabulary=task.model.vocabulary)
         return task.closing(model, params, test)
 
     return Experiment(
@@ -269,7 +313,7 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
         ),
         eval_step=jaxmp.make_eval_step(eval_loss_fn, use_ema=config.ema > 0, **to_evaluate),
         init_params=begin,
-        create=lambda params: jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx, ema=config.ema > 0),
+        create=lambda params: jaxmp.TrainState.create(params=params, tx=tx, **fields),
         train_batches=task.train_batches,
         test_batches=task.test_batches,
         steps=config.steps,
@@ -282,4 +326,5 @@ def build(config: Any, task: Task, precision: Precision, origin: str) -> Experim
         },
         unit="tokens",
         closing=closing,
+        create_on_mesh=create_on_mesh,
     )

@@ -1,0 +1,109 @@
+"""The flag --mesh: the devices of all processes as a mesh, the rows of a batch on them, and what is read from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from experiments.training import processes
+
+AXES = ("data", "fsdp", "tensor")
+_ROWS = ("data", "fsdp")  # axes over which a batch is split
+
+
+def read(text: str | None) -> Mesh | None:
+    """The mesh of all devices that ``text`` describes; None for one process that is asked for none.
+
+    Several processes without the flag have a copy of the params each.
+
+    Raises:
+      ValueError: it is no mesh, or not one of so many devices as there are.
+    """
+    if text is None and not processes.several():
+        return None
+    devices = jax.device_count()
+    sizes = dict.fromkeys(AXES, 1)
+    parts = [f"data={devices}"] if text is None else text.split(",")
+    names = [part.partition("=")[0].strip() for part in parts]
+    for name, part in zip(names, parts, strict=True):
+        size = part.partition("=")[2].strip()
+        if name not in sizes or names.count(name) > 1 or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"--mesh is a number of devices for each of {', '.join(AXES)}, or some of them, got {text!r}; write "
+                "--mesh data=2,fsdp=4, say"
+            )
+        sizes[name] = int(size)
+    if math.prod(sizes.values()) != devices:
+        raise ValueError(
+            f"the numbers of --mesh must make all devices, got {text} for {devices} of {jax.process_count()} "
+            f"processes; write --mesh fsdp={devices}, say"
+        )
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def require_rows(mesh: Mesh | None, batch_size: int, accumulate: int) -> None:
+    """Checks that the devices divide a microbatch.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if mesh is not None and batch_size % (accumulate * _row_devices(mesh)):
+        raise ValueError(
+            f"--batch-size must divide by --accumulate times the {_row_devices(mesh)} devices of --mesh that a batch "
+            f"is split over, got {batch_size} and --accumulate {accumulate}; take "
+            f"{math.ceil(batch_size / accumulate / _row_devices(mesh)) * accumulate * _row_devices(mesh)}, say"
+        )
+
+
+def require_no_tensor(mesh: Mesh | None, model: str) -> None:
+    """Checks that a model whose products nobody has said how to split is not asked for it.
+
+    Raises:
+      ValueError: it is.
+    """
+    if mesh is not None and mesh.shape["tensor"] > 1:
+        raise ValueError(
+            f"{model} has no products to split over the axis tensor of --mesh, got tensor={mesh.shape['tensor']}; take "
+            "data and fsdp"
+        )
+
+
+def _row_devices(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in _ROWS)
+
+
+def spread(mesh: Mesh, shape: tuple[int, ...], rows: Callable[[slice], np.ndarray]) -> jax.Array:
+    """An array on the mesh, of which each process asks for the rows that lie on its own devices.
+
+    Args:
+      mesh: the devices.
+      shape: of the whole array; rows that the devices do not divide lie whole on each.
+      rows: a slice of the first axis to these rows.
+    """
+    spec = PartitionSpec(_ROWS if shape[0] % _row_devices(mesh) == 0 else None)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda index: rows(index[0]))
+
+
+def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """NumPy's arrays, which every process has, on the mesh, as the specs say."""
+
+    def placed(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+
+    return jax.tree.map(placed, tree, specs)
+
+
+def on_host(tree: Any) -> Any:
+    """The arrays of ``tree`` whole, as NumPy's. All processes must call it for arrays that none has whole."""
+
+    def whole(leaf: Any) -> Any:
+        if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)
+
+    return jax.device_get(jax.tree.map(whole, tree))

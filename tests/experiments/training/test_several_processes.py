@@ -1,0 +1,175 @@
+"""Two processes of two devices: they train as one does, are killed and go on, stop together, and none hangs."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_tools import bits, last, rows
+from process_tools import Job, flags, losses, saving, steps
+
+from experiments import language_modeling
+from experiments.training import checkpoints, cli, mesh, processes
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processes")
+
+
+def arguments(folder: Path, run: str, *more: str, steps: int = STEPS, mesh: str = "fsdp=4") -> list[str]:
+    return [*flags(folder), "--run-dir", str(folder / run), "--mesh", mesh, "--steps", str(steps), *more]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Job:
+    """A job that nobody disturbs."""
+    job = Job(folder, arguments(folder, "alone"))
+    assert job.end() == [0, 0], [job.output(n) for n in range(2)]
+    return job
+
+
+def test_two_processes_learn_what_one_learns(alone, folder):
+    one = Job(folder, arguments(folder, "one", steps=8), processes=1, devices=4)
+    assert one.end() == [0], one.output(0)
+    np.testing.assert_allclose(losses(folder / "alone")[:8], losses(folder / "one"), rtol=2e-3)
+    assert last(folder / "alone").leaves["opt_state/skipped"] > 0
+    one, two = (json.loads((folder / run / "config.json").read_text()) for run in ("one", "alone"))
+    assert one["precision"] == two["precision"]
+
+
+def test_the_first_process_alone_shows_and_writes(alone, folder):
+    assert "held-out accuracy" in alone.output(0) and "24/24" in alone.output(0)
+    assert [line for line in alone.output(1).splitlines() if "[Gloo]" not in line] == []
+    assert len(losses(folder / "alone")) == STEPS
+    assert {path.name for path in (folder / "alone").iterdir()} == {
+        ".lock", "checkpoints", "config.json", "curves.png", "metrics.csv", "summary.json", "summary.md",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_what_two_processes_saved_any_number_of_devices_restores_bit_for_bit(alone, folder, devices):
+    checkpoint = checkpoints.read(folder / "alone" / "checkpoints", 12)
+    on = jax.make_mesh((1, devices, 1), mesh.AXES, devices=jax.devices()[:devices])
+    config = cli.parse(language_modeling.Config, "", arguments(folder, "none", mesh=f"fsdp={jax.device_count()}"))
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setattr(mesh, "read", lambda _: on if devices > 1 else None)
+        experiment = language_modeling.prepare(config)
+        fresh = experiment.init(0)
+        restored = checkpoint.restore(fresh, experiment.precision)
+    kernel = restored.params["h_0"]["mlp"]["c_fc"]["kernel"]
+    assert len(kernel.sharding.device_set) == devices
+    assert kernel.addressable_shards[0].data.size == kernel.size // devices
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, fresh)
+    found, _ = checkpoints._split(restored)
+    for name, leaf in found.items():
+        assert np.asarray(checkpoints._data(leaf)).tobytes() == checkpoint.leaves[name].tobytes(), name
+
+
+def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_ends(alone, folder):
+    run = folder / "killed"
+
+    job = Job(folder, arguments(folder, "killed"))
+    job.wait_for(lambda: steps(run) > 5 and saving(run))
+    job.send(1, signal.SIGKILL)
+    killed, other = reversed(job.end(60))
+    assert killed == -signal.SIGKILL and other not in (0, None)
+
+    job = Job(folder, arguments(folder, "killed", "--resume"))
+    begun = steps(run)
+    job.wait_for(lambda: steps(run) > begun + 2)
+    job.send(0, signal.SIGKILL)
+    killed, other = job.end(60)
+    assert killed == -signal.SIGKILL and other not in (0, None)
+
+    job = Job(folder, arguments(folder, "killed", "--resume"))
+    begun = steps(run)
+    job.wait_for(lambda: steps(run) > begun + 2)
+    job.send(1, signal.SIGTERM)
+    assert job.end(60) == [0, 0], [job.output(n) for n in range(2)]
+    said = re.search(r"stopped by SIGTERM after step (\d+), which is saved; .* --resume --run-dir (\S+)", job.output(0))
+    assert said and int(said[1]) == last(run).step < STEPS and said[2] == str(run)
+    assert len(losses(run)) == int(said[1]) and not (run / "summary.json").exists()
+
+    job = Job(folder, arguments(folder, "killed", "--resume"))
+    assert job.end() == [0, 0], [job.output(n) for n in range(2)]
+    assert f"resuming {run} at step {said[1]}" in job.output(0)
+    one, other = last(folder / "alone"), last(run)
+    assert one.step == other.step == STEPS and bits(one) == bits(other)
+    assert rows(folder / "alone") == rows(run) and not saving(run)
+
+
+def test_a_process_that_hangs_ends_all_and_says_where(alone, folder):
+    job = Job(folder, arguments(folder, "hangs", "--stall-seconds", "4"), hang_at=12)
+    begun = time.monotonic()
+    assert all(code not in (0, None) for code in job.end(90))
+    assert time.monotonic() - begun < 60
+    said = job.output(1)
+    assert "error: this process has made no step for longer than --stall-seconds allows" in said
+    assert "start all again with --resume" in said and "in hanging" in said.split("Where it hangs:")[1]
+
+
+# --- what a user gets wrong ------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_one_error_on_every_process_and_none_hangs(alone, folder):
+    job = Job(folder, [str(folder), str(folder / "bad")], module="process_errors")
+    assert job.end(60) == [2, 2], [job.output(n) for n in range(2)]
+    expected = {
+        "mesh": "the numbers of --mesh must make all devices, got data=3 for 4 devices of 2 processes; write --mesh",
+        "axis": "--mesh is a number of devices for each of data, fsdp, tensor, or some of them, got 'row=4'; write",
+        "batch": "times the 4 devices of --mesh that a batch is split over, got 6 and --accumulate 1; take",
+        "flags": "must have the same flags and the same code, but --batch-size is 8 on process 0 and 16 on process 1",
+        "data": "no such text (on process 1 of 2)",
+        "folder": "all processes must see the folder of the run, but ",
+    }
+    for number in range(2):
+        found: dict[str, Any] = json.loads(job.output(number).split("found ")[1].splitlines()[0])
+        assert found.keys() == expected.keys()
+        for name, text in expected.items():
+            assert text in found[name], (name, found[name])
+    assert job.errors() == ["error: the same on both"] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"coordinator": "a:1"}, "--coordinator, --processes and --process-id go together, got a:1, None and None; gi"),
+        ({"coordinator": "a", "processes": 2, "process_id": 0}, "--coordinator is HOST:PORT of process 0, got 'a'; wr"),
+        ({"coordinator": "a:1", "processes": 2, "process_id": 2}, "counts from 0 to one less .* got 2 of 2 processes"),
+    ],
+)
+def test_flags_of_processes_that_cannot_be_are_an_error_before_anybody_waits(given, message):
+    with pytest.raises(ValueError, match=message):
+        processes.start(language_modeling.Config(**given))
+
+
+def test_one_process_under_slurm_is_one_process(monkeypatch):
+    for name in processes._SLURM:
+        monkeypatch.setenv(name, "1")
+    assert not processes._detected()
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert processes._detected()
+    monkeypatch.delenv("SLURM_PROCID")
+    assert not processes._detected()
+
+
+def test_one_process_saves_at_sigterm_and_goes_on(alone, folder):
+    run = folder / "terminated"
+    job = Job(folder, arguments(folder, "terminated", steps=100_000), processes=1, devices=4)
+    job.wait_for(lambda: steps(run) > 2)
+    job.send(0, signal.SIGTERM)
+    assert job.end(60) == [0], job.output(0)
+    step = last(run).step
+    assert f"stopped by SIGTERM after step {step}, which is saved" in job.output(0)
+    job = Job(folder, arguments(folder, "terminated", "--resume", steps=step + 2), processes=1, devices=4)
+    assert job.end() == [0] and last(run).step == step + 2, job.output(0)

@@ -1,0 +1,142 @@
+"""Jobs of several processes with CPU devices, which meet over gloo: scripts of the experiments, to be killed or not."""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import checkpoint_tools
+import jax
+
+from experiments.training import checkpoints, cli
+
+PATIENCE_S = 120
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def flags(folder: Path) -> list[str]:
+    """Of a small GPT-2 that skips steps now and then, with a text of its own in ``folder``."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}.\n" for n in range(2000)))
+    return (
+        f"--model gpt2 --dataset {text} --tokens bytes --layers 1 --heads 2 --width 128 --context 16 --batch-size 8 "
+        "--policy mixed_float16 --loss-scale dynamic:loss_scale=65536,period=4 --ema 0.9 --schedule constant "
+        f"--evaluate-every 0 --test-batches 1 --sample-tokens 0 --data-dir {folder} --checkpoint-every 4 --keep 99"
+    ).split()
+
+
+class Job:
+    """A script in so many processes of so many devices each, all with the same flags."""
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        processes: int = 2,
+        devices: int = 2,
+        hang_at: int | None = None,
+        module: str = "experiments.language_modeling",
+    ) -> None:
+        context, at = checkpoint_tools.processes(), f"127.0.0.1:{free_port()}"
+        self._started = time.monotonic()
+        self._outputs = [folder / f"output-{time.monotonic_ns()}-{n}" for n in range(processes)]
+        self.processes = []
+        for n, output in enumerate(self._outputs):
+            own = f"--coordinator {at} --processes {processes} --process-id {n}".split() if processes > 1 else []
+            hang = hang_at if n == processes - 1 else None
+            target = (module, [*arguments, *own], output, devices, folder / "compiled", hang)
+            self.processes.append(context.Process(target=run_script, args=target, daemon=True))
+            self.processes[-1].start()
+
+    def wait_for(self, happened: Callable[[], Any]) -> None:
+        """Returns when something has happened, which must be while all processes live."""
+        while not happened():
+            assert time.monotonic() < self._started + PATIENCE_S, "it does not happen"
+            assert all(process.is_alive() for process in self.processes), self.errors()
+            time.sleep(0.002)
+
+    def send(self, number: int, kind: signal.Signals) -> None:
+        os.kill(self.processes[number].pid, kind)
+
+    def end(self, seconds: float = PATIENCE_S) -> list[int | None]:
+        """The exit codes, once all processes have ended, which must be soon."""
+        limit = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0, limit - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+        assert None not in codes, f"a process goes on: {codes}\n{self.errors()}"
+        return codes
+
+    def output(self, number: int) -> str:
+        return self._outputs[number].read_text()
+
+    def errors(self) -> list[str]:
+        """What each process said was its error."""
+        return ["\n".join(line for line in self.output(n).splitlines() if line.startswith("error: "))
+                for n in range(len(self._outputs))]  # fmt: skip
+
+
+def run_script(module: str, arguments: list[str], output: Path, devices: int, cache: Path, hang_at: int | None) -> None:
+    """A script as a shell would run it, its output in a file; perhaps it hangs before a batch of that number."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
+    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    os.environ["XLA_FLAGS"] = " ".join([*others, f"--xla_force_host_platform_device_count={devices}"])
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if hang_at is not None:
+        _hang(hang_at)
+    script: Any = importlib.import_module(module)
+    sys.argv = [module, *arguments]
+    cli.main(script.Config, script.train, script.__doc__)
+    atexit._run_exitfuncs()  # which a child of multiprocessing leaves out
+
+
+def _hang(batch: int) -> None:
+    from experiments.training import mesh
+
+    spread, calls = mesh.spread, 0
+
+    def hanging(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == batch:
+            time.sleep(10 * PATIENCE_S)
+        return spread(*args)
+
+    mesh.spread = hanging
+
+
+def steps(run: Path) -> int:
+    """How many rows of training the metrics of a run have."""
+    file = run / "metrics.csv"
+    return file.read_text().count(",train,") if file.exists() else 0
+
+
+def losses(run: Path) -> list[float]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file) if row["split"] == "train"]
+
+
+def saving(run: Path) -> bool:
+    return bool(checkpoints.unfinished(run / "checkpoints"))
