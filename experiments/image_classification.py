@@ -30,7 +30,7 @@ import tyro
 import jaxmp
 from experiments import data, models
 from experiments.data import images
-from experiments.training import batch_size, cli, loop, mesh
+from experiments.training import batch_size, cli, loop, mesh, processes
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.precision import (
@@ -172,7 +172,8 @@ def prepare(config: Config) -> Experiment:
     policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
     autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
 
-    train, test, mean, std, origin = load(config.dataset, config.data_dir)
+    held = processes.together(lambda: load(config.dataset, config.data_dir), first_before=True)
+    train, test, mean, std, origin = held
     cli.require("--shift", config.shift, 0, train.image.shape[1])
     epoch = images.steps_per_epoch(train, config.batch_size)
     steps = config.steps or config.epochs * epoch
@@ -198,6 +199,7 @@ def prepare(config: Config) -> Experiment:
 
     params = jax.eval_shape(init, 0)[0]  # a pattern that matches nothing is an error here, not after the folder is made
     specs = None if devices is None else jaxmp.sharding.fsdp_specs(params, devices)
+    loss_fn = mesh.gathered(loss_fn, devices, specs)
     experiment = Experiment(
         loss_fn=jaxmp.autocast(loss_fn, **autocast) if autocast else loss_fn,
         step=jaxmp.make_train_step(

@@ -57,7 +57,7 @@ def sequences(
         if place is None:
             yield window(_random_starts(key, step, last, batch_size))
             continue
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # to read it from a GPU is to wait for the steps
+        with jax.default_device(_host()):  # to read it from a GPU is to wait for its steps
             starts = np.asarray(_random_starts(jax.random.key(seed), step, last, batch_size))
         yield window(starts)
 
@@ -82,6 +82,13 @@ def _windows_on(place: Place | None, tokens: jax.Array, length: int) -> Callable
         return place((len(starts), length), lambda rows: text[starts[rows, None] + np.arange(length)].astype(np.int32))
 
     return window
+
+
+def _host() -> jax.Device | None:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return None
 
 
 def _last_start(tokens: jax.Array, length: int) -> int:

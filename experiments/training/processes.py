@@ -134,8 +134,12 @@ def wait() -> None:
         exchange("")
 
 
-def together(make: Callable[[], T]) -> T:
+def together(make: Callable[[], T], *, first_before: bool = False) -> T:
     """What ``make`` returns. If it raises on one process, it is the same error on all; ``make`` waits for no other.
+
+    Args:
+      make: what each process does for itself.
+      first_before: whether the first process does it before the others, which then find on disk what it has put there.
 
     Raises:
       ValueError: what was raised, by the first process that did.
@@ -143,10 +147,14 @@ def together(make: Callable[[], T]) -> T:
     if not several():
         return make()
     error, made = "", []
+    if first_before and not first():
+        wait()
     try:
         made.append(make())
     except (ValueError, TypeError, OSError, ImportError) as raised:
         error = str(raised) or type(raised).__name__
+    if first_before and first():
+        wait()
     said = exchange(error)
     failed = [number for number, text in enumerate(said) if text]
     if failed:

@@ -257,7 +257,6 @@ def build(config: Any, task: Task, precision: Precision, origin: str, devices: M
         model = jaxmp.linen.apply_policy(model, policy, read_overrides(config.override))
     optimizer = read_low_precision(task.optimizer, config.low_precision, config.seed)
     tx = jaxmp.loss_scaling(optimizer, precision.loss_scale)
-    loss_fn, eval_loss_fn = task.losses(model)
 
     @jax.jit
     def init_params(seed: int) -> Any:
@@ -265,13 +264,15 @@ def build(config: Any, task: Task, precision: Precision, origin: str, devices: M
 
     params = jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error before the folder is made
     fields = {"apply_fn": model.apply, "ema": config.ema > 0}
-    begin, create_on_mesh = init_params, None
+    begin, create_on_mesh, specs = init_params, None, None
     if devices is not None:
         rules = task.tensor if devices.shape["tensor"] > 1 else None
         specs = jaxmp.sharding.fsdp_specs(params, devices, rules=rules)
 
         def create_on_mesh(seed: int) -> jaxmp.TrainState:
             return jaxmp.sharding.init_state(lambda: init_params(seed), tx, devices, specs, **fields)
+
+    loss_fn, eval_loss_fn = (mesh.gathered(each, devices, specs) for each in task.losses(model))
 
     if config.weights is not None and task.weights is not None:
         loaded = task.weights.load_for(params, config.weights)

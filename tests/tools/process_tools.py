@@ -19,7 +19,7 @@ import jax
 
 from experiments.training import checkpoints, cli
 
-PATIENCE_S = 120
+PATIENCE_S = 300
 
 
 def free_port() -> int:

@@ -121,7 +121,7 @@ def test_a_process_that_hangs_ends_all_and_says_where(alone, folder):
 # --- what a user gets wrong ------------------------------------------------------------------------------------------
 
 
-def test_bad_input_is_one_error_on_every_process_and_none_hangs(alone, folder):
+def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
     job = Job(folder, [str(folder), str(folder / "bad")], module="process_errors")
     assert job.end(60) == [2, 2], [job.output(n) for n in range(2)]
     expected = {
@@ -163,7 +163,7 @@ def test_one_process_under_slurm_is_one_process(monkeypatch):
     assert not processes._detected()
 
 
-def test_one_process_saves_at_sigterm_and_goes_on(alone, folder):
+def test_one_process_saves_at_sigterm_and_goes_on(folder):
     run = folder / "terminated"
     job = Job(folder, arguments(folder, "terminated", steps=100_000), processes=1, devices=4)
     job.wait_for(lambda: steps(run) > 2)
