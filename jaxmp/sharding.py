@@ -417,7 +417,7 @@ def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
     """
     axes, total = set(axes), 0.0
     for leaf in jax.tree.leaves(params):
-        mesh, names = leaf.sharding.mesh, set(_names_of(leaf.sharding.spec))
+        mesh, names = leaf.sharding.mesh, set(names_of(leaf.sharding.spec))
         parts, copies, others = (
             math.prod(mesh.shape[name] for name in own) for own in (names & axes, axes - names, names - axes)
         )

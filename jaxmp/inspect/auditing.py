@@ -16,6 +16,7 @@ from flax import nnx
 from jaxmp import hardware, hlo, tables
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
+from jaxmp._specs import names_of as axes_of
 from jaxmp.dtypes import nearest
 from jaxmp.flops import flops_of
 from jaxmp.inspect import targets
@@ -26,7 +27,6 @@ from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
 from jaxmp.policy import get_policy
 from jaxmp.sharding import Collective
-from jaxmp.sharding import _names_of as axes_of
 from jaxmp.tree import path_name
 
 

@@ -18,9 +18,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxmp import sharding, tables
+from jaxmp._specs import names_of as axes_of
 from jaxmp.hlo import Array, Program, dtype_name
 from jaxmp.inspect import hlo_memory, targets
-from jaxmp.sharding import _names_of as axes_of
 from jaxmp.tree import path_name
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
