@@ -11,6 +11,8 @@ from places import ROOT
 
 import jaxmp
 
+pytestmark = pytest.mark.once
+
 # What a benchmark does without until it uses it; JAX, Flax, optax, Rich and tyro are what every one needs.
 HIDDEN = (
     "PIL", "array_record", "jmp", "keras", "matplotlib", "orbax", "safetensors", "sklearn", "tensorflow",

@@ -11,6 +11,8 @@ import pytest
 import jaxmp
 from jaxmp import losses
 
+pytestmark = pytest.mark.once
+
 OPTIONS = ("ignore_index", "label_smoothing", "z_loss")
 cross_entropy = jax.jit(losses.cross_entropy, static_argnames=OPTIONS)
 projected_cross_entropy = jax.jit(losses.projected_cross_entropy, static_argnames=("classes", "chunks", *OPTIONS))

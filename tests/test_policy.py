@@ -20,6 +20,8 @@ import jaxmp
 from jaxmp import Policy, PolicyMap, get_policy
 from jaxmp.policy import PRESETS
 
+pytestmark = pytest.mark.once
+
 F32, F16, BF16 = (np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 

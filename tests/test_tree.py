@@ -13,6 +13,8 @@ from optimizer_tools import same_bits
 
 from jaxmp import tree
 
+pytestmark = pytest.mark.once
+
 HALF = [jnp.float16, jnp.bfloat16]
 
 

@@ -14,6 +14,8 @@ from flax import nnx
 import jaxmp
 from jaxmp.overrides import UnknownOperationError
 
+pytestmark = pytest.mark.once
+
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 
 

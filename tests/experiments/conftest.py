@@ -1,4 +1,4 @@
-"""What of the experiments the newest Python runs too: models, what compiles for a GPU, and a run from start to end."""
+"""What of the experiments the newest Python runs too: attention, what compiles for a GPU, and a run of a script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 HERE = Path(__file__).parent
 NEWEST = (
     "models/test_attention.py",
-    "models/test_models.py",
     "benchmarks/test_compile_only.py",
     "test_runs.py::test_image_classification_trains_two_steps",
 )

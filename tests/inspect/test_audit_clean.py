@@ -34,9 +34,9 @@ LINEN = {
 }
 UNDER = {"policy": jaxmp.linen.apply_policy, "autocast": jaxmp.linen.autocast}
 FORMS = [
-    pytest.param("policy", "mixed_float16", marks=pytest.mark.once),
+    ("policy", "mixed_float16"),
     ("autocast", "mixed_bfloat16"),
-    pytest.param("step", "mixed_float16", marks=pytest.mark.once),
+    ("step", "mixed_float16"),
 ]
 
 

@@ -213,7 +213,7 @@ def in_custom_vjp(fault: Any, dtype: Any) -> tuple[Any, Any]:
 STYLES = {"functional": functional, "linen": linen, "nnx": of_nnx, "scan": in_scan, "custom_vjp": in_custom_vjp}
 # Each fault in a function and in one other style, and each style with several faults.
 PLANTED = [
-    pytest.param(*fault, style, id=f"{fault[1].__name__}-{style}")
+    pytest.param(*fault, style, id=f"{fault[1].__name__}-{style}", marks=[pytest.mark.once] * (style == "functional"))
     for number, fault in enumerate(FAULTS)
     for style in ("functional", list(STYLES)[1 + number % 4])
 ]

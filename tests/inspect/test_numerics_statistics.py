@@ -14,6 +14,8 @@ from jaxmp import formats
 from jaxmp.inspect import statistics
 from jaxmp.inspect.statistics import statistics_of
 
+pytestmark = pytest.mark.once
+
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 # Sizes at once, so that the record of each is compiled once.
 SIZE = 256

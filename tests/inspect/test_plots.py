@@ -15,6 +15,8 @@ from jaxmp.inspect import Memory, Watch, compare, memory, numerics, plots
 from jaxmp.inspect.statistics import statistics_of
 from jaxmp.inspect.watch import FILE, line
 
+pytestmark = pytest.mark.once
+
 
 def bars(axes):
     """Left edge to width times height of its rectangles that have a size."""

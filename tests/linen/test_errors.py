@@ -17,6 +17,8 @@ import jaxmp
 from jaxmp import _linen_run
 from jaxmp.linen import apply_policy
 
+pytestmark = pytest.mark.once
+
 X = data(2, 4)
 
 

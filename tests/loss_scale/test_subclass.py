@@ -21,6 +21,8 @@ from optimizer_tools import bits, problem, train_loss
 import jaxmp
 from jaxmp import DynamicLossScale, LossScale, TrainState, loss_scaling, make_train_step
 
+pytestmark = pytest.mark.once
+
 
 class Plain(LossScale):
     """An ordinary class; a counter, a name and a function beside the scale."""

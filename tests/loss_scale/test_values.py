@@ -22,6 +22,8 @@ from jaxmp.loss_scale import (
     StaticLossScale,
 )
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize(
     "scale", [StaticLossScale(2.0**15), DynamicLossScale(), HeadroomLossScale()], ids=lambda s: type(s).__name__

@@ -14,6 +14,8 @@ from optimizer_tools import standard
 import jaxmp
 from jaxmp import DynamicLossScale, loss_scaling, scaled_value_and_grad
 
+pytestmark = pytest.mark.once
+
 
 def tx_of(inner=None):
     return loss_scaling(inner or optax.sgd(0.1), DynamicLossScale())

@@ -15,6 +15,8 @@ from optimizer_tools import bits, loss_fn, problem, replace_element, same_bits, 
 import jaxmp
 from jaxmp import DynamicLossScale, loss_scaling, scaled_value_and_grad
 
+pytestmark = pytest.mark.once
+
 BAD = [np.inf, -np.inf, np.nan]
 
 
@@ -270,4 +272,4 @@ class AnySequenceOfSteps(RuleBasedStateMachine):
 
 
 AnySequenceOfSteps.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
-TestAnySequenceOfSteps = pytest.mark.once(AnySequenceOfSteps.TestCase)
+TestAnySequenceOfSteps = AnySequenceOfSteps.TestCase

@@ -19,6 +19,8 @@ import jaxmp
 from jaxmp import DynamicLossScale, get_loss_scale, loss_scaling, scaled_value_and_grad
 from jaxmp.optimizer import get_loss_scaling_state, has_loss_scale
 
+pytestmark = pytest.mark.once
+
 SCALES = [
     jaxmp.NoOpLossScale(),
     jaxmp.StaticLossScale(2.0**10),

@@ -15,6 +15,8 @@ from optimizer_tools import problem, standard, train_loss
 import jaxmp
 from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_eval_step, make_train_step
 
+pytestmark = pytest.mark.once
+
 
 def state_of(params=1.0, **fields):
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
