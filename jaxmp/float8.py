@@ -192,7 +192,8 @@ def _product(dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | Non
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # what goes in is kept, and not what it is dequantised to
     def tangent(tangents: Any, operands: Any) -> Any:
-        in_float8, in_compute = [], []
+        in_float8: list[Any] = []
+        in_compute: list[Any] = []
         for side, given in enumerate(tangents):
             if given is None:  # it is zero
                 continue
@@ -203,8 +204,8 @@ def _product(dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | Non
             else:
                 quantised = _cast(value, scale, recipe.forward) if quantised is None else quantised
                 other = _dequantised(value, quantised, scale)
-            sides = [given.astype(_COMPUTE), other]
-            part = dot(*(sides if side == 0 else sides[::-1]), not is_exact and recipe.accumulate != "fast")
+            lhs, rhs = (given.astype(_COMPUTE), other) if side == 0 else (other, given.astype(_COMPUTE))
+            part = dot(lhs, rhs, not is_exact and recipe.accumulate != "fast")
             (in_compute if is_exact else in_float8).append(part)
         parts = [functools.reduce(jnp.add, each) for each in (in_float8, in_compute) if each]
         if in_float8:
@@ -261,7 +262,7 @@ def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
 
 def _cast(value: Any, scale: Any, dtype: str) -> Any:
     largest = np.float32(jnp.finfo(dtype).max)
-    scaled = jax.lax.stop_gradient(value).astype(jnp.float32) * (1 / scale)
+    scaled = jax.lax.stop_gradient(value).astype(jnp.float32) / scale
     return jax.lax.clamp(-largest, scaled, largest).astype(dtype)
 
 

@@ -56,6 +56,7 @@ class Target:
       shared_bytes: shared memory of a multiprocessor.
       threads: that a multiprocessor holds.
       cudnn: version of the library that the programs are to run with.
+      cuda: likewise, of CUDA; XLA makes no float8 product where it is not told.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Target:
     shared_bytes: int
     threads: int = 2048
     cudnn: tuple[int, int, int] = (9, 19, 0)
+    cuda: tuple[int, int, int] = (13, 0, 0)
 
     def text(self) -> str:
         """The description for XLA."""
@@ -99,6 +101,9 @@ class Target:
             "device_address_bits": 64,
             "device_vendor": '"NVIDIA Corporation"',
             "name": f'"{self.name}"',
+            **dict.fromkeys(
+                ("driver_version", "runtime_version", "compile_time_toolkit_version"), '"{}.{}.{}"'.format(*self.cuda)
+            ),
         }
         lines = [f"  {key}: {value}" for key, value in facts.items()]
         lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} "
