@@ -15,7 +15,7 @@ def _blocks(page: str) -> list[str]:
 
 def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = _blocks("README.md")
-    own_step, in_nnx, nnx_step_of_jaxmp, unedited, less = _blocks("docs/guide.md")
+    own_step, in_nnx, nnx_step_of_jaxmp, unedited, less, float8, assumed = _blocks("docs/guide.md")
     scope: dict[str, object] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not strict about dtypes
         exec(example, scope)
@@ -32,6 +32,9 @@ def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsy
         plan = capsys.readouterr().out
         exec(less, scope)
         assert "nu/w: bfloat16, rounded stochastically" in capsys.readouterr().out
+        exec(float8, scope)
+        exec(assumed, scope)
+        assert capsys.readouterr().out == "float8(accumulate=precise,min_dim=1024)\nnative\n"
     assert plan.count("\ndot_general") == 2 and "cross-entropy" in plan
     assert {leaf.dtype.name for leaf in jax.tree.leaves(scope["grads"])} == {"float32"}
     assert jax.tree.structure(params) == jax.tree.structure(state.params)
