@@ -50,7 +50,7 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     narrowed = _put_casts_off(nodes)
     groups.find_activations(nodes)
     groups.extend(nodes, graph.groups)
-    _hold_sums(nodes)
+    _hold_sums(nodes, frozenset(written))
     products = [node for node in products if node.kind is Kind.HALF]
     _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
@@ -76,15 +76,17 @@ def _mark(flag: str, nodes: Iterable[Node]) -> None:
         setattr(node, flag, True)
 
 
-def _hold_sums(nodes: Sequence[Node]) -> None:
-    """Makes float32 each carry that adds up: arithmetic on its way round, but no product."""
+def _hold_sums(nodes: Sequence[Node], written: frozenset[Node]) -> None:
+    """Makes float32 each carry that adds up: no product on its way round, or ``written`` ones and none before."""
     carries = [node for node in nodes if node.kind is Kind.JOIN and node.name == "carry"]
     for cycle in _cycles(nodes) if carries else ():
         kinds = {node.kind for node in cycle if node.kind is not Kind.INFER or node.name not in COMBINES}
-        if Kind.HALF not in kinds and not kinds.isdisjoint((Kind.FULL, Kind.INFER)):
-            for node in cycle:
-                if node.kind is Kind.JOIN:
-                    node.kind, node.reason = Kind.FULL, "a carry that adds up, with no product on its way round"
+        joins = [node for node in cycle if node.kind is Kind.JOIN]
+        starts = {join.inputs[0] for join in joins}.difference(cycle) if not written.isdisjoint(cycle) else ()
+        flows = any(start.is_cast_once for start in starts)  # no weight or argument: a stream of activations
+        if Kind.HALF not in kinds and not flows and not kinds.isdisjoint((Kind.FULL, Kind.INFER)):
+            for join in joins:
+                join.kind, join.reason = Kind.FULL, "a carry that adds up, with no product on its way round"
 
 
 def _cycles(nodes: Sequence[Node]) -> Iterable[list[Node]]:

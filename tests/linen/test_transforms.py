@@ -248,6 +248,28 @@ def test_a_scanned_cell_without_a_dtype_field_keeps_the_dtype_of_its_carry(carry
     assert loop.outvars[0].aval.dtype == carry_dtype
 
 
+class Residual(nn.Module):
+    """A layer with a ``dtype`` field, added to the stream."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
+        return x + nn.Dense(4)(x), None
+
+
+def test_a_stream_with_no_products_but_those_of_layers_is_half_in_a_loop_too():
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            loop = nn.scan(Residual, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return nn.Dense(4)(loop()(nn.Dense(4)(x), None)[0])
+
+    model = apply_policy(Deep(), "mixed_bfloat16")
+    for apply in (model.apply, jaxmp.autocast(Deep().apply, "mixed_bfloat16")):
+        jaxpr = jax.make_jaxpr(apply)(shapes(model, X), X)
+        (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+        assert loop.outvars[0].aval.dtype == jnp.bfloat16
+
+
 def test_a_carry_keeps_its_integers_and_its_structure():
     class Count(nn.Module):
         @nn.compact
