@@ -70,8 +70,8 @@ class Float8Blocks:
 
     Attributes:
       codes: float8_e4m3fn, of the array's shape.
-      scales: float32, of the array's shape with the last axis divided by the block.
-      squared: whether it stands for the squares of what code and scale say, as for second moments.
+      scales: float32, the largest size in each block; of the array's shape with the last axis divided by the block.
+      squared: whether the codes are those of its root, as of second moments.
     """
 
     codes: jax.Array
@@ -80,13 +80,12 @@ class Float8Blocks:
 
     def decoded(self) -> jax.Array:
         """The array, float32. Of a positive second moment never 0, for an optimizer divides by its root."""
-        codes = self.codes.astype(jnp.float32)
-        block = codes.shape[-1] // self.scales.shape[-1]
-        values = _merged(_split(codes, block) * self.scales[..., None], codes)
+        shares = self.codes.astype(jnp.float32) / _LARGEST
+        scales = _spread(self.scales, shares)
         if not self.squared:
-            return values
+            return shares * scales
         tiny = jnp.float32(np.finfo(np.float32).tiny)
-        return jnp.where(self.codes == 0, jnp.float32(0), jnp.maximum(values * values, tiny))
+        return jnp.where(self.codes == 0, jnp.float32(0), jnp.maximum(shares * shares * scales, tiny))
 
 
 def low_precision(
@@ -164,14 +163,14 @@ def low_precision(
             compensation = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if _is_rounded(leaf) else None, weights)
         return LowPrecisionState(count, encode(inner_state, count), compensation)
 
-    def encode(state: Any, count: jax.Array) -> Any:
-        """The optimizer's state as it is stored."""
+    def encode(state: Any, count: jax.Array, scales: Any = None) -> Any:
+        """The optimizer's state as it is stored; ``scales`` are those of its leaves where they are known."""
         if moments == "float32":
             return state
-        leaves, (structure, kinds) = jax.tree.leaves(state), (jax.tree.structure(state), _kinds(state))
+        leaves, structure = jax.tree.flatten(state)
         stored = [
-            _stored(leaf, kind, moments, block, _Draw(seed, count, name)) if kind else leaf
-            for leaf, (name, kind) in zip(leaves, kinds, strict=True)
+            _stored(leaf, kind, moments, block, _Draw(seed, count, name), known) if kind else leaf
+            for leaf, (name, kind), known in zip(leaves, _kinds(state), scales or [None] * len(leaves), strict=True)
         ]
         return jax.tree.unflatten(structure, stored)
 
@@ -182,15 +181,21 @@ def low_precision(
             raise ValueError("low_precision rounds params, got none; write tx.update(grads, opt_state, params)")
         _require_dtypes(weights)
         grads, wide = widen(updates), widen(weights)
-        changes, inner_state = inner.update(grads, decoded(state.inner_state), wide, **extra_args)
+        stored, scales = state.inner_state, None
+        if moments == "float8":
+            # Codes wait for their block's largest number. New moments in float32 that wait are 8 bytes a param, written
+            # once and read twice. Computed twice, from codes between which XLA sees no link, they never exist.
+            _, once = inner.update(grads, decoded(stored), wide, **extra_args)
+            stored, scales = _held(stored, once, block)
+        changes, inner_state = inner.update(grads, decoded(stored), wide, **extra_args)
         landing = functools.partial(_landing, params, seed, state.count)
         if params == "kahan":
             both = jax.tree.map_with_path(landing, weights, changes, _filled(state.compensation, weights))
         else:
             both = jax.tree.map_with_path(landing, weights, changes)
         new_updates, lost = (jax.tree.map(lambda _, pair, n=n: pair[n], weights, both) for n in (0, 1))
-        count = optax.safe_int32_increment(state.count)
-        return new_updates, LowPrecisionState(count, encode(inner_state, count), lost if params == "kahan" else None)
+        count, compensation = optax.safe_int32_increment(state.count), lost if params == "kahan" else None
+        return new_updates, LowPrecisionState(count, encode(inner_state, count, scales), compensation)
 
     tx = LowPrecision(init, update)
     tx.wrap, tx.shown = wrap, functools.partial(_shown, inner, params, moments, seed, block)
@@ -235,7 +240,7 @@ def _landing(params: str, seed: int, count: jax.Array, path: Any, weight: Any, c
     return update, ((old - new) + wanted).astype(jnp.bfloat16) if params == "kahan" else None
 
 
-def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw) -> Any:
+def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw, scales: Any = None) -> Any:
     """A moment as it is stored."""
     if leaf.dtype != jnp.float32 or not leaf.size:
         return leaf
@@ -247,13 +252,35 @@ def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw) -> Any:
         return leaf
     squared = kind == "second"
     values = jnp.sqrt(leaf) if squared else leaf
-    blocks = _split(values, block)
-    scales = jnp.max(jnp.abs(blocks), axis=-1) / _LARGEST
-    scaled = _merged(jnp.where(scales[..., None] > 0, blocks / scales[..., None], blocks), values)
+    scales = _largest(leaf, block) if scales is None else scales
+    spread = _spread(scales, values)
+    spread = (jnp.sqrt(spread) if squared else spread) / _LARGEST
+    scaled = jnp.where(spread > 0, values / spread, values)
     codes = _stochastic_float8(scaled, draw.bits(leaf.shape)[1])
     if squared:
         codes = jnp.where((values > 0) & (codes == 0), jnp.float32(_SMALLEST), codes)
     return Float8Blocks(codes.astype(jnp.float8_e4m3fn), scales, squared)
+
+
+def _largest(leaf: jax.Array, block: int) -> jax.Array:
+    """The largest size of a number in each block."""
+    return jnp.max(jnp.abs(_split(leaf, block)), axis=-1)
+
+
+def _held(stored: Any, new: Any, block: int) -> tuple[Any, list[Any]]:
+    """A stored state as it can be read once the scales of the new one are known, and those of each leaf."""
+    old, structure = jax.tree.flatten(stored, is_leaf=_is_blocks)
+    pairs = [
+        jax.lax.optimization_barrier((leaf, _largest(moment, block))) if _is_blocks(leaf) else (leaf, None)
+        for leaf, moment in zip(old, jax.tree.leaves(new), strict=True)
+    ]
+    return jax.tree.unflatten(structure, [leaf for leaf, _ in pairs]), [scales for _, scales in pairs]
+
+
+def _spread(scales: jax.Array, like: jax.Array) -> jax.Array:
+    """The scale of each number of an array, from those of its blocks."""
+    block = like.shape[-1] // scales.shape[-1]
+    return _merged(jnp.broadcast_to(scales[..., None], (*scales.shape, block)), like)
 
 
 def _split(array: jax.Array, block: int) -> jax.Array:

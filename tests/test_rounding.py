@@ -258,6 +258,25 @@ class TestMoments:
         assert np.linalg.norm(second - exact**2) / np.linalg.norm(exact**2) < 0.09
         assert abs(signed.mean() - exact.mean()) < 1e-3
 
+    def test_codes_are_of_the_moments_that_the_update_makes(self):
+        rng, block = np.random.default_rng(3), 16
+        weights = {"w": jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16)}
+        inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+        tx = jaxmp.low_precision(inner, moments="float8", block=block)
+        state = tx.init(weights)
+        for _ in range(3):
+            grads = {"w": jnp.asarray(rng.normal(size=(8, 64)), jnp.float32)}
+            _, exact = inner.update(grads, rounding.decoded(state.inner_state), weights)
+            _, state = jax.jit(tx.update)(grads, state, weights)
+            for name, root in (("mu", np.asarray), ("nu", np.sqrt)):
+                want, found = (getattr(each[1][0], name)["w"] for each in (exact, state.inner_state))
+                largest = np.abs(want).reshape(8, 4, block).max(-1)
+                np.testing.assert_allclose(found.scales, largest, rtol=1e-6)
+                want = np.abs(root(want)).reshape(8, 4, block) / root(largest)[..., None] * 448
+                codes = np.abs(np.asarray(found.codes, np.float32).reshape(want.shape))
+                step = np.maximum(2.0 ** np.floor(np.log2(np.maximum(codes, 2.0**-6)) - 3), 2.0**-9)
+                assert np.all(np.abs(codes - want) <= 2 * step)
+
     def test_bits_a_param(self):
         weights = {"w": jnp.ones((256, 512), jnp.bfloat16)}
 
