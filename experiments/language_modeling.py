@@ -10,7 +10,7 @@ takes about 30 s on two CPU cores; the text is the standard library's own source
 
 --model gpt2 trains a transformer of GPT-2's kind: on a GPU 12 layers of 768 with 16 sequences of 1,024 tokens, which is
 124M params with GPT-2's tokens and 86M with bytes; elsewhere a small one (4 layers of 128, 16×128 tokens, 250 steps)
-that takes a minute or two. At the end it writes.
+that takes a minute or two. --size has larger ones, up to 7B. At the end it writes.
 
 The run folder holds config.json, metrics.csv, curves.png, checkpoints/, summary.json and summary.md; --resume goes on
 with a run that was stopped.
@@ -42,6 +42,18 @@ from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.text_training import Task
 
+Size = Literal["124M", "355M", "774M", "1558M", "1.3B", "1.8B", "7B"]
+SIZES: dict[str, dict[str, int]] = {
+    "124M": {"layers": 12, "heads": 12, "width": 768, "context": 1024},
+    "355M": {"layers": 24, "heads": 16, "width": 1024, "context": 1024},
+    "774M": {"layers": 36, "heads": 20, "width": 1280, "context": 1024},
+    "1558M": {"layers": 48, "heads": 25, "width": 1600, "context": 1024},
+    "1.3B": {"layers": 24, "heads": 16, "width": 2048, "context": 2048},
+    "1.8B": {"layers": 8, "heads": 32, "width": 4096, "context": 2048},
+    "7B": {"layers": 32, "heads": 32, "width": 4096, "context": 2048},
+}
+"""Params with GPT-2's tokens; the first four are those that were published (Radford et al. 2019, table 2)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(text_training.TextTraining):
@@ -50,6 +62,12 @@ class Config(text_training.TextTraining):
     model: Literal["next_token", "gpt2"] = "next_token"
     """next_token sees 4 pairs of bytes and has one hidden layer; of the sizes below it has --context and --vocabulary,
     and its optimizer is Adam. gpt2 is the transformer."""
+    size: Annotated[
+        Size | None, tyro.conf.arg(metavar="{124M,355M,774M,1558M,1.3B,1.8B,7B}", help_behavior_hint="(default: none)")
+    ] = None
+    """Params of gpt2 with its own tokens, for --layers, --heads, --width and --context where these are not given: the
+    four published sizes, 24 layers of 2048 (1.3B), 8 of 4096 (1.8B) and 32 of 4096 (7B), the last three with a context
+    of 2048."""
     sample_tokens: int = 200
     """Tokens that gpt2 writes at the end; 0 for none."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: an empty line)")] = ""
@@ -58,6 +76,12 @@ class Config(text_training.TextTraining):
     """What their logits are divided by; 0 takes the likeliest token."""
     top_k: int = 40
     """They are drawn from so many of the likeliest; 0 draws from all."""
+
+
+def settled(config: Config) -> Config:
+    """The flags with those of ``--size``, and what suits model and device, in place of what was not given."""
+    own = {name: value for name, value in SIZES.get(config.size or "", {}).items() if getattr(config, name) is None}
+    return text_training.settled(dataclasses.replace(config, **own), config.model)
 
 
 def check(config: Config) -> None:
@@ -75,7 +99,7 @@ def check(config: Config) -> None:
     cli.check(config)
     cli.require("--steps", config.steps, 1)
     cli.require("--context", config.context, 1)
-    for name in ("layers", "heads", "width", "weight_decay", "clip", "weights", "save_weights"):
+    for name in ("size", "layers", "heads", "width", "weight_decay", "clip", "weights", "save_weights"):
         if getattr(config, name) is not None:
             raise ValueError(
                 f"--model next_token has no --{name.replace('_', '-')}, got {getattr(config, name)}; --model gpt2 has"
@@ -94,7 +118,7 @@ def prepare(config: Config) -> Experiment:
       ValueError: a flag has a value that cannot be.
       DataError: the data cannot be had, or a window does not fit.
     """
-    config = text_training.settled(config, config.model)
+    config = settled(config)
     check(config)
     precision = text_training.read_precision(config)
     devices, place = text_training.placing(config)
@@ -219,8 +243,7 @@ def most(config: Config) -> int:
 
 def train(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
-        config = text_training.settled(config, config.model)
-        config = batch_size.settled("language_modeling", config, prepare, most)
+        config = batch_size.settled("language_modeling", settled(config), prepare, most)
     with loop.running("language_modeling", config, prepare) as run:
         for batch in run.batches():
             run.state, metrics = run.experiment.step(run.state, batch)

@@ -112,6 +112,27 @@ def test_what_is_not_given_is_what_suits_the_model_and_the_device(monkeypatch):
     assert text_training.settled(language_modeling.Config(), "bert").context == 512
 
 
+@pytest.mark.parametrize("size", language_modeling.SIZES)
+def test_a_size_has_the_params_that_its_name_says(config, size):
+    flags = dataclasses.replace(
+        config, size=size, vocabulary=50257, **dict.fromkeys(("layers", "heads", "width", "context"))
+    )
+    flags = language_modeling.settled(flags)
+    short = dataclasses.replace(flags, context=16)  # as the text is; a token more is a row of width numbers more
+    model = language_modeling.gpt2(short, text_training.load(short)).model.clone(sequence=flags.context)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    count, unit = sum(leaf.size for leaf in jax.tree.leaves(shapes)), {"M": 10**6, "B": 10**9}[size[-1]]
+    assert f"{count / unit:.{len(size.partition('.')[2][:-1])}f}" == size[:-1]
+    assert flags.context == (1024 if unit == 10**6 else 2048) and model.width // model.heads in (64, 128)
+
+
+def test_flags_beside_a_size_are_kept_and_the_little_model_has_none():
+    flags = language_modeling.settled(language_modeling.Config(model="gpt2", size="7B", layers=2))
+    assert (flags.layers, flags.heads, flags.width, flags.context) == (2, 32, 4096, 2048)
+    with pytest.raises(ValueError, match="--model next_token has no --size, got 7B; --model gpt2 has"):
+        language_modeling.prepare(language_modeling.Config(size="7B"))
+
+
 def test_remat_is_the_models_own_or_the_steps():
     assert text_training.split_remat("attention") == ("attention", "none")
     assert text_training.split_remat("dots_saveable") == ("none", "dots_saveable")
