@@ -235,6 +235,7 @@ class Gathered:
 
     plan: Plan
     loss_fn: Callable[..., Any]
+    gathers_again: bool = True  # and not only where a body is computed again
 
     @property
     def is_split(self) -> bool:
@@ -249,7 +250,8 @@ class Gathered:
             params, given = params.params, list(zip(params.halves, params.taps, strict=True))
         program, uses = self._uses(params, rest)
         for use, (half, tap) in zip(uses, given, strict=False):
-            use.source.half, use.source.tap, use.source.given = half, tap, True
+            source = use.source
+            source.half, source.tap, source.given, source.gathers_again = half, tap, True, False
         found = iter(uses)
         leaves = [next(found) if _tree.is_float_array(leaf) else leaf for leaf in jax.tree.leaves(params)]
         jaxpr, consts = program.jaxpr
@@ -293,7 +295,8 @@ class Gathered:
                 known = dtypes - {None} or halves
                 half = known.pop() if len(known) == 1 and plan.is_split(spec) else leaf.dtype
                 dtype = half if is_half(half) else leaf.dtype
-                uses.append(_Use(_Source(plan, _tree.path_name(path), leaf, spec, dtype, _is_alone(jaxpr, var))))
+                name, is_alone = _tree.path_name(path), _is_alone(jaxpr, var)
+                uses.append(_Use(_Source(plan, name, leaf, spec, dtype, is_alone, self.gathers_again)))
         return program, uses
 
 
@@ -316,6 +319,7 @@ class _Source:
     spec: PartitionSpec
     dtype: np.dtype  # that it is gathered in
     is_alone: bool  # one equation of the body reads it
+    gathers_again: bool  # the backward pass does, for what was gathered before is freed
     given: bool = False  # it was gathered before
     half: Any = None
     tap: Any = None
@@ -539,7 +543,7 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
 
 
 def _weight(plan: Plan, name: str, value: Any) -> _Use:
-    return _Use(_Source(plan, name, value, PartitionSpec(), value.dtype, False))
+    return _Use(_Source(plan, name, value, PartitionSpec(), value.dtype, False, False))
 
 
 def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
@@ -562,6 +566,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
                 operands[position] = source.param, half, jnp.moveaxis(tap, 1, 0)
         elif bodies.kind == "scan" or not source.is_alone:
             source.gathered()
+            source.gathers_again &= bodies.kind != "scan"  # or each turn would
 
     def run(*args: Any) -> list[Any]:
         values = list(args)
@@ -574,6 +579,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
                 own = dataclasses.replace(source, param=param, is_alone=_is_alone(jaxpr, var), half=half, tap=tap)
                 if is_turn:
                     own.spec = PartitionSpec(*source.spec[1:])
+                own.gathers_again &= eqn.primitive.name != "remat2"  # which frees what it saw
                 values[position] = dataclasses.replace(use, source=own)
         is_carried = [bodies.kind == "scan" and not _enters_scan(bodies, n) for n in range(len(values))]
         return _results(jaxpr, consts, values, [f and not c for f, c in zip(are_fixed, is_carried, strict=True)])
@@ -608,12 +614,21 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
         cotangent = cotangent.astype(_FLOAT32) if name == "gather" else cotangent
         return use.moved_back(_in_float32(lambda cotangent: pull(cotangent)[0], cotangent))
 
+    source = use.source
+    keeps = not (source.gathers_again and plan.is_split(source.spec))
+
     @jax.custom_vjp
-    def by_rows(target: Any, half: Any, *others: Any) -> Any:
+    def by_rows(target: Any, half: Any, param: Any, *others: Any) -> Any:
         return forward(half, others)
+
+    def forward_and_kept(target: Any, half: Any, param: Any, *others: Any) -> tuple[Any, Any]:
+        return forward(half, others), (half if keeps else param, others)
 
     def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
         half, others = kept
+        if not keeps:
+            half = jax.lax.optimization_barrier(half)  # or XLA would keep the first
+            half = plan.whole(half, source.spec, source.dtype)
         floats = [n for n, value in enumerate(others) if _tree.is_float_array(value)]
 
         def of_floats(*values: Any) -> Any:
@@ -631,10 +646,10 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
             row, *rows = dims
             part = plan.over_rows(lambda *args: of_weight(*args)[None], plan.rows, row, *rows)
             gradient = part(cotangent, *others)
-        return gradient, None, *rest
+        return gradient, None, None, *rest
 
-    by_rows.defvjp(lambda target, half, *others: (forward(half, others), (half, others)), backward)
-    return by_rows(use.source.param if dims is None else tap, half, *others)
+    by_rows.defvjp(forward_and_kept, backward)
+    return by_rows(source.param if dims is None else tap, half, jax.lax.stop_gradient(source.param), *others)
 
 
 def _rows_of(eqn: Any, position: int, other: Any, plan: Plan) -> tuple[int, int] | None:
@@ -682,11 +697,6 @@ def _in_float32(fun: Callable[[Any], Any], cotangent: Any) -> Any:
             results = bound(eqn, operands, eqn.params)
         env.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars[0]).astype(_FLOAT32)
-
-
-def regather(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The checkpoint policy that saves all but gathered weights: not what lays them out, nor casts."""
-    return primitive.name not in ("sharding_constraint", "reshard", "convert_element_type")
 
 
 def plan_of(mesh: Any, specs: Any, reduce_dtype: Any) -> Plan:

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import float8
 from jaxmp import tree as _tree
-from jaxmp._gathering import Gathered, Held, plan_of, regather
+from jaxmp._gathering import Gathered, Held, plan_of
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import autocast, policy_and_exceptions
@@ -54,7 +54,6 @@ _REMAT: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "float8": jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS),
-    "regather": regather,
 }
 _LAG = 4  # steps between a report of several processes and its reading
 _OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
@@ -256,8 +255,8 @@ def make_train_step(
         ``loss_scaling``, and take this for everything else: one word, and nothing that can stand in a wrong place.
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
-        ``jax.checkpoint_policies``, or such a policy. With ``specs`` None is ``"regather"``: all is kept but the gathered
-        weights, which are gathered again; so they are under each of the others but ``"none"``, which keeps them all.
+        ``jax.checkpoint_policies``, or such a policy. With ``specs`` None is ``"regather"``: nothing is computed again,
+        but weights are gathered again, as they are under each of the others but ``"none"``, which keeps them all gathered.
       donate: whether the state's memory is reused; the state passed in is then deleted.
       max_consecutive_skips: how many skipped steps in a row with a scale that cannot fall end the run.
       mesh: devices that the step is for, with ``specs``. The batch is split over its axes ``"data"`` and ``"fsdp"``.
@@ -311,9 +310,8 @@ def make_train_step(
     loss_fn = _under_policy(_checked(loss_fn), policy, overrides)
     gathered = None
     if mesh is not None:
-        loss_fn = gathered = Gathered(plan_of(mesh, specs, reduce_dtype), loss_fn)
-        remat = "regather" if remat is None else remat
-    loss_fn = _with_remat(loss_fn, remat)
+        loss_fn = gathered = Gathered(plan_of(mesh, specs, reduce_dtype), loss_fn, remat is None or remat == "regather")
+    loss_fn = _with_remat(loss_fn, None if remat == "regather" else remat)
     return TrainStep(
         loss_fn, accumulate_steps, ema_decay, clip_norm, donate, max_consecutive_skips, gathered, reduce == "once"
     )

@@ -1,0 +1,428 @@
+"""Train steps on a mesh: weights gathered where they are used, gradients reduced once, numbers of one device."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from experiments.models import nnx as nnx_models
+from experiments.models.gpt2 import GPT2
+from jaxmp import sharding
+from jaxmp._jaxpr.walk import equations
+from jaxmp.inspect import targets
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+VOCABULARY, SEQUENCE, WIDTH, LAYERS, BATCH = 64, 8, 32, 3, 8
+MODEL = GPT2(vocabulary=VOCABULARY, sequence=SEQUENCE, layers=1, heads=2, width=WIDTH)
+
+
+def mesh_of(kind=AxisType.Auto, **sizes):
+    sizes = sizes or {"fsdp": 4}
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def tokens(n=BATCH):
+    return np.random.default_rng(0).integers(0, VOCABULARY, (n, SEQUENCE + 1)).astype(np.int32)
+
+
+def linen_params(model=MODEL):
+    return model.init(jax.random.key(0), jnp.zeros((1, SEQUENCE), jnp.int32))["params"]
+
+
+def linen_loss(model=MODEL):
+    def loss_fn(params, model_state, batch, rng):
+        return model.apply({"params": params}, batch[:, :-1], batch[:, 1:], method="loss"), model_state
+
+    return loss_fn
+
+
+def stacked_params():
+    rng = np.random.default_rng(0)
+
+    def normal(*sizes):
+        return jnp.asarray(rng.normal(size=sizes) / WIDTH**0.5, jnp.float32)
+
+    return {
+        "table": normal(VOCABULARY, WIDTH),
+        "layers": {"up": normal(LAYERS, WIDTH, 2 * WIDTH), "down": normal(LAYERS, WIDTH, 2 * WIDTH)},
+        "bias": normal(LAYERS, 2 * WIDTH),
+    }
+
+
+def stacked_loss(params, model_state, batch, rng):
+    """Layers in a scan, one weight transposed, the table looked up and used as a product."""
+
+    def layer(x, params):
+        weights, bias = params
+        h = jnp.tanh(x @ weights["up"] + bias)
+        return x + h @ weights["down"].T, None
+
+    x = jnp.einsum("bv,vd->bd", jax.nn.one_hot(batch[:, 0], VOCABULARY), params["table"])
+    x, _ = jax.lax.scan(layer, x, (params["layers"], params["bias"]))
+    logits = x @ params["table"].T
+    return jnp.mean(jaxmp.losses.cross_entropy(logits, batch[:, 1])), model_state
+
+
+def tx_of(scale=None):
+    return jaxmp.loss_scaling(optax.sgd(0.05, momentum=0.9), scale or jaxmp.DynamicLossScale())
+
+
+def specs_of(make_params, mesh, **options):
+    return sharding.fsdp_specs(jax.eval_shape(make_params), mesh, min_size=512, **options)
+
+
+def pair(make_params, loss_fn, mesh, specs, step_options=(), **options):
+    """The steps and states of one device, and of the mesh."""
+    common = {"donate": False, **dict(step_options)}
+    one = jaxmp.TrainState.create(params=make_params(), tx=tx_of())
+    many = sharding.init_state(make_params, tx_of(), mesh, specs)
+    steps = (
+        jaxmp.make_train_step(loss_fn, **common),
+        jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, **options, **common),
+    )
+    return steps, (one, many)
+
+
+def differences(one, many):
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True)
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
+    return max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
+
+
+def after_five(steps, states, batch):
+    states = list(states)
+    for _ in range(5):
+        for n, step in enumerate(steps):
+            states[n], metrics = step(states[n], batch)
+            assert not metrics["skipped"]
+    assert steps[1].jitted._cache_size() == 1
+    return states
+
+
+class TestNumbers:
+    """In float32 those of one device."""
+
+    @pytest.mark.parametrize(
+        ("sizes", "options", "more"),
+        [
+            ({"fsdp": 4}, {}, {}),
+            ({"data": 2, "fsdp": 2}, {}, {"remat": "full"}),
+            ({"fsdp": 4}, {"reduce": "once"}, {"accumulate_steps": 2}),
+            ({"fsdp": 4}, {}, {"accumulate_steps": 2, "remat": "dots"}),
+        ],
+    )
+    def test_linen(self, sizes, options, more):
+        mesh = mesh_of(**sizes)
+        specs = specs_of(linen_params, mesh)
+        steps, states = pair(linen_params, linen_loss(), mesh, specs, more, **options)
+        one, many = after_five(steps, states, tokens())
+        assert differences(one.params, many.params) <= 2e-6
+        for leaf, spec in zip(jax.tree.leaves(many.params), sharding.specs_in(specs), strict=True):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize("options", [{}, {"reduce": "once"}], ids=["each", "once"])
+    def test_layers_in_a_scan(self, kind, options):
+        mesh = mesh_of(kind)
+        specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
+        assert specs["layers"]["up"] == P(None, None, "fsdp") and specs["bias"] == P()
+        more = {"accumulate_steps": 2} if options else {}
+        steps, states = pair(stacked_params, stacked_loss, mesh, specs, more, **options)
+        one, many = after_five(steps, states, tokens())
+        assert differences(one.params, many.params) <= 2e-6
+
+    def test_convolutions_and_statistics_of_the_whole_batch(self):
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.Conv(32, (3, 3), use_bias=False)(x)
+                x = nn.BatchNorm(use_running_average=False)(x)
+                return nn.Dense(8)(nn.relu(x).reshape(len(x), -1))
+
+        def loss_fn(params, model_state, batch, rng):
+            logits, new = Net().apply({"params": params, **model_state}, batch, mutable=["batch_stats"])
+            return jnp.mean(logits**2), new
+
+        images = np.random.default_rng(0).normal(size=(BATCH, 4, 4, 3)).astype(np.float32)
+        variables = Net().init(jax.random.key(0), images)
+        params, rest = variables["params"], {"batch_stats": variables["batch_stats"]}
+        mesh = mesh_of()
+        specs = specs_of(lambda: params, mesh)
+        states = [jaxmp.TrainState.create(params=params, tx=tx_of(), model_state=rest) for _ in range(2)]
+        steps = [jaxmp.make_train_step(loss_fn, donate=False, **more) for more in ({}, {"mesh": mesh, "specs": specs})]
+        one, many = after_five(steps, states, images)
+        assert differences((one.params, one.model_state), (many.params, many.model_state)) <= 2e-6
+
+    def test_nnx(self):
+        mesh = mesh_of()
+
+        def made():
+            model = nnx_models.GPT2(VOCABULARY, SEQUENCE, 1, WIDTH, rngs=nnx.Rngs(0))
+            return model, jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=jaxmp.DynamicLossScale())
+
+        def loss_fn(model, batch):
+            return jnp.mean(jaxmp.losses.cross_entropy(model(batch[:, :-1]), batch[:, 1:]))
+
+        specs = sharding.fsdp_specs(nnx.state(made()[0], nnx.Param), mesh, min_size=512)
+        found = []
+        for options in ({}, {"mesh": mesh, "specs": specs}):
+            (model, optimizer), step = made(), jaxmp.nnx.make_train_step(loss_fn, **options)
+            for _ in range(5):
+                step(model, optimizer, tokens())
+            found.append(nnx.as_pure(nnx.state(model, nnx.Param)))
+        assert differences(*found) <= 2e-6
+        split = [leaf for leaf in jax.tree.leaves(found[1]) if not leaf.sharding.is_fully_replicated]
+        assert len(split) == 5
+
+    def test_what_is_made_of_weights_is_a_weight(self):
+        """A low-rank update: the gradient of its product is that of a weight, summed over all rows first."""
+
+        def make_params():
+            rng = np.random.default_rng(0)
+            shapes = {"w": (WIDTH, WIDTH), "a": (WIDTH, 32), "b": (32, WIDTH)}
+            return {name: jnp.asarray(rng.normal(size=size) / 6, jnp.float32) for name, size in shapes.items()}
+
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((batch @ (params["w"] + 0.5 * (params["a"] @ params["b"]))) ** 2), model_state
+
+        mesh = mesh_of()
+        steps, states = pair(make_params, loss_fn, mesh, specs_of(make_params, mesh))
+        batch = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
+        one, many = after_five(steps, states, batch)
+        assert differences(one.params, many.params) <= 2e-6
+
+    def test_half_policies_stay_near_one_device(self):
+        mesh = mesh_of()
+        model = jaxmp.linen.apply_policy(MODEL, "mixed_bfloat16")
+        steps, states = pair(linen_params, linen_loss(model), mesh, specs_of(linen_params, mesh))
+        states = [step(state, tokens())[0] for step, state in zip(steps, states, strict=True)]
+        start = linen_params()
+        for key in ("wte", "h_0"):
+            moved = [
+                jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), s.params[key], start[key]) for s in states
+            ]
+            for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
+                assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a) + 1e-6
+
+    def test_an_infinity_in_one_shard_skips_the_step_on_all(self):
+        mesh = mesh_of()
+
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((batch @ params["w"]) ** 2), model_state
+
+        params = {"w": jnp.ones((WIDTH, WIDTH))}
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs={"w": P("fsdp")}, donate=False)
+        state = jaxmp.TrainState.create(params=params, tx=tx_of())
+        batch = np.ones((BATCH, WIDTH), np.float32)
+        batch[-1, 0] = np.inf
+        state, metrics = step(state, batch)
+        assert metrics["skipped"] and float(jaxmp.optimizer.get_loss_scale(state.opt_state).loss_scale) == 2**14
+        np.testing.assert_array_equal(np.asarray(state.params["w"]), 1)
+
+
+def wire(step, state, batch, mesh):
+    """The dtypes in which weights are gathered, by shape, and those in which gradients are reduced."""
+    with jax.set_mesh(mesh):
+        program = jax.make_jaxpr(step._step)(state, batch)
+    gathers, reductions = {}, set()
+    for eqn in equations(program):
+        if eqn.primitive.name in ("sharding_constraint", "reshard"):
+            aval = eqn.outvars[0].aval
+            gathers.setdefault(aval.shape, set()).add(aval.dtype.name)
+        if eqn.primitive.name in ("reduce_scatter", "psum", "psum_invariant"):
+            reductions |= {var.aval.dtype.name for var in eqn.invars}
+    return gathers, reductions
+
+
+class TestDtypes:
+    """In the program: a CPU widens half collectives."""
+
+    @pytest.mark.parametrize("how", ["linen", "autocast"])
+    @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+    def test_weights_are_gathered_in_half_and_gradients_reduced_as_asked(self, how, reduce_dtype):
+        mesh, specs = mesh_of(), specs_of(linen_params, mesh_of())
+        options = {"mesh": mesh, "specs": specs, "reduce_dtype": reduce_dtype}
+        if how == "linen":
+            step = jaxmp.make_train_step(linen_loss(jaxmp.linen.apply_policy(MODEL, "mixed_bfloat16")), **options)
+        else:
+            step = jaxmp.make_train_step(linen_loss(), policy="mixed_bfloat16", **options)
+        state = sharding.init_state(linen_params, tx_of(), mesh, specs)
+        gathers, reductions = wire(step, state, tokens(), mesh)
+        shapes = {
+            leaf.shape
+            for leaf, spec in zip(jax.tree.leaves(state.params), sharding.specs_in(specs), strict=True)
+            if spec
+        }
+        split = {(VOCABULARY, WIDTH), (WIDTH, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)}
+        assert shapes == split
+        for size in split:
+            assert gathers[size] == {"bfloat16"}, size
+        assert reductions == {reduce_dtype}
+
+    def test_an_override_to_float32_is_gathered_in_float32(self):
+        mesh, specs = mesh_of(), specs_of(linen_params, mesh_of())
+        model = jaxmp.linen.apply_policy(MODEL, "mixed_bfloat16", {"h_0/mlp/c_fc": "float32"})
+        step = jaxmp.make_train_step(linen_loss(model), mesh=mesh, specs=specs)
+        state = sharding.init_state(linen_params, tx_of(), mesh, specs)
+        gathers, _ = wire(step, state, tokens(), mesh)
+        assert gathers[WIDTH, 4 * WIDTH] == {"float32"} and gathers[4 * WIDTH, WIDTH] == {"bfloat16"}
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_slices_of_a_scan_are_gathered_in_its_body(self, kind):
+        mesh = mesh_of(kind)
+        specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
+        step = jaxmp.make_train_step(stacked_loss, mesh=mesh, specs=specs, policy="mixed_bfloat16")
+        state = sharding.init_state(stacked_params, tx_of(), mesh, specs)
+        batch = jax.device_put(tokens(), NamedSharding(mesh, P("fsdp")))
+        gathers, reductions = wire(step, state, batch, mesh)
+        assert gathers[WIDTH, 2 * WIDTH] == gathers[VOCABULARY, WIDTH] == {"bfloat16"}
+        assert (LAYERS, WIDTH, 2 * WIDTH) not in gathers and reductions == {"float32"}
+
+
+class TestErrors:
+    def loss(self, params, model_state, batch, rng):
+        return jnp.mean((batch @ params["w"]) ** 2), model_state
+
+    def step(self, specs=None, mesh=None, **options):
+        return jaxmp.make_train_step(self.loss, mesh=mesh or mesh_of(), specs=specs or {"w": P("fsdp")}, **options)
+
+    def state(self):
+        return jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"mesh": True}, r"mesh=, and specs= of params on it, are given together, .* got mesh=Mesh.*specs=None"),
+            ({"specs": {"w": P()}}, r"are given together, .* mesh=None, specs=a tree"),
+            ({"reduce_dtype": "bfloat16"}, r"and reduce_dtype= and remat='regather' with them, .*'bfloat16'"),
+            ({"remat": "regather"}, r"are given together, .* remat='regather'"),
+            ({"reduce": "once"}, r"'once' for the microbatches of a step on a mesh, got 'once' with mesh=None"),
+            ({"mesh": True, "specs": {}, "reduce": "once"}, r"got 'once' with mesh=Mesh.* and accumulate_steps=1"),
+            ({"mesh": True, "specs": {}, "reduce": "twice"}, r"reduce is 'each', or 'once' .* got 'twice'"),
+            (
+                {"mesh": True, "specs": {}, "reduce_dtype": "float64"},
+                "reduced in float32 or a half dtype, got .*float64",
+            ),
+            ({"mesh": True, "specs": {}, "reduce_dtype": "int8"}, "dtypes must be floating, got int8"),
+        ],
+    )
+    def test_arguments(self, options, message):
+        options = {**options, "mesh": mesh_of()} if "mesh" in options else options
+        with pytest.raises(ValueError, match=message):
+            jaxmp.make_train_step(self.loss, **options)
+
+    def test_a_mesh_without_axes_for_the_batch(self):
+        with pytest.raises(ValueError, match=r"split over the axes 'data' and 'fsdp' .* this one \(x=4\) has none"):
+            self.step(mesh=mesh_of(x=4))
+        with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 4; make it with jax.make_mesh"):
+            self.step(mesh=4)
+
+    def test_axes_of_two_types(self):
+        kinds = (AxisType.Auto, AxisType.Explicit)
+        mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kinds)
+        with pytest.raises(ValueError, match="all be of type Auto or all of type Explicit, got 'data' of type Auto"):
+            self.step(mesh=mesh)
+
+    @pytest.mark.parametrize(
+        ("specs", "message"),
+        [
+            ({"v": P()}, r"specs must be a tree of PartitionSpec of the structure of the arrays"),
+            ({"w": P("tensor")}, r"which has 'fsdp', got 'tensor'"),
+            ({"w": P(None, None, "fsdp")}, r"at most one entry for each axis of the leaf"),
+        ],
+    )
+    def test_specs_that_do_not_fit(self, specs, message):
+        with pytest.raises(ValueError, match=message):
+            self.step(specs)(self.state(), np.ones((BATCH, WIDTH), np.float32))
+
+    def test_a_batch_that_does_not_divide(self):
+        with pytest.raises(
+            ValueError, match=r"the 4 devices of 'fsdp' must divide the batch, got 6 .* use a batch of 8"
+        ):
+            self.step()(self.state(), np.ones((6, WIDTH), np.float32))
+        message = (
+            r"must divide the batch for each of 2 microbatches, got 12 examples in batch entry 'x'; use .* 16, say"
+        )
+        with pytest.raises(ValueError, match=message):
+            self.step(accumulate_steps=2)(self.state(), {"x": np.ones((12, WIDTH), np.float32)})
+
+    def test_a_state_that_lies_elsewhere(self):
+        mesh = mesh_of()
+        state = jax.device_put(self.state(), NamedSharding(mesh, P()))
+        with pytest.raises(ValueError, match=r"a state must lie as .* say, P.*'fsdp'.* got NamedSharding.*init_state"):
+            self.step(mesh=mesh)(state, np.ones((BATCH, WIDTH), np.float32))
+
+    def test_a_gradient_that_comes_in_half_from_code_of_its_own(self):
+        @jax.custom_vjp
+        def product(x, w):
+            return x @ w
+
+        product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
+
+        def loss_fn(params, model_state, batch, rng):
+            half = product(batch.astype("bfloat16"), params["w"].astype("bfloat16"))
+            return jnp.mean(half.astype("float32") ** 2), model_state
+
+        batch, options = np.ones((BATCH, WIDTH), np.float32), {"mesh": mesh_of(), "specs": {"w": P("fsdp")}}
+        message = (
+            r"the gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into custom_vjp_call at .*py:\d+"
+        )
+        with pytest.raises(ValueError, match=message):
+            jaxmp.make_train_step(loss_fn, **options)(self.state(), batch)
+        step = jaxmp.make_train_step(loss_fn, reduce_dtype="bfloat16", **options)
+        assert not step(self.state(), batch)[1]["skipped"]
+
+
+@pytest.mark.skipif(targets.missing() is not None, reason="the packages that compile for a GPU are not installed")
+class TestForEightGPUs:
+    """Compiled for H200s that are not there."""
+
+    @pytest.mark.parametrize("how", ["linen", "autocast", "nnx"])
+    def test_what_a_device_sends_is_the_least(self, how):
+        mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+        vocabulary, sequence, width = 2048, 64, 256
+        tx = jaxmp.loss_scaling(optax.adamw(1e-3), jaxmp.NoOpLossScale())
+
+        def placed(leaf, spec):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        if how == "nnx":
+            abstract = nnx.eval_shape(lambda: nnx_models.GPT2(vocabulary, sequence, 2, width, rngs=nnx.Rngs(0)))
+            graphdef, shapes = nnx.split(jaxmp.nnx.apply_policy(abstract, "mixed_bfloat16"))
+            shapes = nnx.as_pure(shapes)
+
+            def loss_fn(params, model_state, batch, rng):
+                logits = nnx.merge(graphdef, params)(batch[0])
+                return jnp.mean(jaxmp.losses.cross_entropy(logits, batch[1])), model_state
+        else:
+            model = GPT2(vocabulary=vocabulary, sequence=sequence, layers=2, heads=4, width=width)
+            shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, sequence), jnp.int32))["params"]
+            own = model if how == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
+
+            def loss_fn(params, model_state, batch, rng):
+                return own.apply({"params": params}, *batch, method="loss"), model_state
+
+        specs = sharding.fsdp_specs(shapes, mesh, min_size=8192)
+        policy = {"policy": "mixed_bfloat16"} if how == "autocast" else {}
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, **policy)
+        state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), shapes)
+        state = jax.tree.map(placed, state, sharding.fsdp_specs(state, mesh, min_size=8192))
+        batch = 2 * (placed(jax.ShapeDtypeStruct((16, sequence), "int32"), P("fsdp")),)
+        found = sharding.collectives(targets.compiled(step, (state, batch), "h200"))
+        split = sum(
+            leaf.size for leaf, spec in zip(jax.tree.leaves(shapes), sharding.specs_in(specs), strict=True) if spec
+        )
+        gathers = [row for row in found.rows if row.kind == "all-gather"]
+        assert {row.dtype for row in gathers} == {"bfloat16"}
+        assert found.wire <= 1.02 * 7.00 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        reduced = [row for row in found.rows if row.kind == "reduce-scatter"]
+        assert {row.dtype for row in reduced} == {"float32"} and sum(row.bytes for row in reduced) == 4 * split
