@@ -199,17 +199,20 @@ def prepare(config: Config) -> Experiment:
 
     params = jax.eval_shape(init, 0)[0]  # a pattern that matches nothing is an error here, not after the folder is made
     specs = None if devices is None else jaxmp.sharding.fsdp_specs(params, devices)
-    loss_fn = mesh.gathered(loss_fn, devices, specs)
     experiment = Experiment(
         loss_fn=jaxmp.autocast(loss_fn, **autocast) if autocast else loss_fn,
         step=jaxmp.make_train_step(
             loss_fn,
             accumulate_steps=config.accumulate,
             ema_decay=config.ema or None,
-            remat=config.remat,
+            remat=None if config.remat == "none" else config.remat,  # on a mesh weights are gathered again
+            mesh=devices,
+            specs=specs,
             **autocast,
         ),
-        eval_step=jaxmp.make_eval_step(functools.partial(loss_fn, train=False), use_ema=config.ema > 0, **autocast),
+        eval_step=jaxmp.make_eval_step(
+            mesh.gathered(functools.partial(loss_fn, train=False), devices, specs), use_ema=config.ema > 0, **autocast
+        ),
         init_params=lambda seed: init(seed)[0],
         create=create,
         train_batches=lambda seed, start=0: images.epochs(

@@ -272,7 +272,8 @@ def build(config: Any, task: Task, precision: Precision, origin: str, devices: M
         def create_on_mesh(seed: int) -> jaxmp.TrainState:
             return jaxmp.sharding.init_state(lambda: init_params(seed), tx, devices, specs, **fields)
 
-    loss_fn, eval_loss_fn = (mesh.gathered(each, devices, specs) for each in task.losses(model))
+    loss_fn, eval_loss_fn = task.losses(model)
+    eval_loss_fn = mesh.gathered(eval_loss_fn, devices, specs)
 
     if config.weights is not None and task.weights is not None:
         loaded = task.weights.load_for(params, config.weights)
@@ -309,7 +310,9 @@ def build(config: Any, task: Task, precision: Precision, origin: str, devices: M
             loss_fn,
             accumulate_steps=config.accumulate,
             ema_decay=config.ema or None,
-            remat=task.remat,
+            remat=None if task.remat == "none" else task.remat,  # on a mesh weights are gathered again
+            mesh=devices,
+            specs=specs,
             **to_train,
         ),
         eval_step=jaxmp.make_eval_step(eval_loss_fn, use_ema=config.ema > 0, **to_evaluate),
