@@ -45,7 +45,10 @@ HALVES = [
 ]
 
 # Tests of up to a minute each: begun last, one of them would run alone.
-LONG = ("test_notebooks", "test_checkpoints_kill", "test_runs", "test_audit_clean", "test_image_classification")
+LONG = (
+    "test_notebooks", "test_several_processes", "test_checkpoints_kill", "test_runs", "test_audit_clean",
+    "test_image_classification",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at

@@ -16,6 +16,7 @@ import pytest
 from experiments import data
 from experiments.data import bpe, corpus, text, tokens
 from experiments.data.masking import IGNORE, mask
+from experiments.training import mesh
 
 PAIRS = [b"abababcdc", b"", b"x", b"ababefef"]  # an odd last byte belongs to no pair
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -287,6 +288,24 @@ def test_sequences_are_cut_from_the_text_and_go_on_where_they_stopped():
     np.testing.assert_array_equal(spread[:, 0], [0, 15, 30, 45])
     with pytest.raises(data.DataError, match="shorter than the text of 50 tokens, got --context 50"):
         next(text.sequences(held, 51, 1, seed=0))
+
+
+def test_on_several_devices_the_batches_are_the_same_and_each_device_has_rows_of_its_own():
+    held, devices = jnp.arange(50, dtype=jnp.uint16), mesh.read("data=2,fsdp=2")
+    asked = []
+
+    def place(shape, rows):
+        return mesh.spread(devices, shape, lambda own: asked.append(own) or rows(own))
+
+    for a, b in itertools.islice(
+        zip(text.windows(held, 4, 8, 3, 5), text.windows(held, 4, 8, 3, 5, place=place), strict=False), 2
+    ):
+        for name in ("context", "target"):
+            np.testing.assert_array_equal(a[name], b[name])
+            assert a[name].dtype == b[name].dtype and b[name].addressable_shards[0].data.shape[0] == 2
+    assert {(own.start, own.stop) for own in asked} == {(0, 2), (2, 4), (4, 6), (6, 8)}
+    for a, b in zip(text.spread(held, 4, 3, 2), text.spread(held, 4, 3, 2, place=place), strict=True):
+        np.testing.assert_array_equal(a["context"], b["context"])  # three rows lie whole on each of four devices
 
 
 # --- masking --------------------------------------------------------------------------------------------------------

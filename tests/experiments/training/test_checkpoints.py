@@ -78,6 +78,19 @@ def test_sharded_params_come_back_where_they_were(tmp_path):
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, saved)
 
 
+def test_a_checkpoint_from_before_there_were_several_devices_comes_back_on_four(tmp_path, monkeypatch):
+    saved = state(seed=1)
+    monkeypatch.setattr(checkpoints.jnp, "copy", np.array)  # then arrays went to the host before they were written
+    save(tmp_path, saved, 1)
+    monkeypatch.undo()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    kernel = jax.device_put(jnp.zeros((3, 4)), NamedSharding(mesh, PartitionSpec(None, "data")))
+    fresh = state(params={**saved.params, "dense": {"kernel": kernel, "bias": jnp.zeros(4)}})
+    restored = read_last(tmp_path).restore(fresh, ABOUT["precision"])
+    assert same(restored, saved)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, fresh)
+
+
 def test_a_state_may_be_donated_while_it_is_written(tmp_path):
     experiment = prepare(Config(ballast=1_000_000))
     with jax.numpy_dtype_promotion("standard"), Checkpoints(tmp_path, keep=3) as manager:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,6 +96,32 @@ def test_a_run_that_was_killed_before_its_summary_gets_one(whole, run, tmp_path)
     summary = train(run)
     assert summary["test_loss"] == whole[1]["test_loss"] and (run.run_dir / "summary.md").is_file()
     assert rows(run.run_dir) == rows(whole[0].run_dir)
+
+
+def test_sigterm_saves_the_step_at_hand_and_the_run_goes_on_from_there(whole, tmp_path, capsys):
+    def terminated(config: Config) -> Any:
+        experiment = prepare(config)
+
+        def train_batches(seed: int, start: int = 0) -> Any:
+            for step, batch in enumerate(experiment.train_batches(seed, start), start + 1):
+                if step == 3:
+                    assert signal.getsignal(signal.SIGTERM) is not before  # or it would end the tests
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        return dataclasses.replace(experiment, train_batches=train_batches)
+
+    before = signal.getsignal(signal.SIGTERM)
+    config = dataclasses.replace(whole[0], run_dir=tmp_path / "a run")
+    with jax.numpy_dtype_promotion("standard"):
+        assert loop.train(NAME, config, terminated) == {}
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert checkpoints.steps(config.run_dir / "checkpoints") == [2, 3]
+    assert not (config.run_dir / "summary.json").exists()
+    said = "stopped by SIGTERM after step 3, which is saved; to go on, start the same again with --resume --run-dir "
+    assert f"{said}'{config.run_dir}'\n" in capsys.readouterr().out
+    assert train(dataclasses.replace(config, resume=True))["resumed_at_step"] == 3
+    assert bits(last(config.run_dir)) == bits(last(whole[0].run_dir)) and rows(config.run_dir) == rows(whole[0].run_dir)
 
 
 def test_a_finished_run_says_so_and_is_left_alone(whole, capsys):
