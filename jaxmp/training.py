@@ -256,7 +256,7 @@ def make_train_step(
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
         ``jax.checkpoint_policies``, or such a policy. With ``specs`` None is ``"regather"``: nothing is computed again,
-        but weights are gathered again, as they are under each of the others but ``"none"``, which keeps them all gathered.
+        but weights are gathered again, as they are under each of the others but ``"none"``, which keeps them all.
       donate: whether the state's memory is reused; the state passed in is then deleted.
       max_consecutive_skips: how many skipped steps in a row with a scale that cannot fall end the run.
       mesh: devices that the step is for, with ``specs``. The batch is split over its axes ``"data"`` and ``"fsdp"``.
