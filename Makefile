@@ -9,6 +9,7 @@ MINUTES ?= 9
 PYTEST := -m pytest -q -n logical --maxprocesses 8 --dist worksteal
 SOURCES := jaxmp experiments tests notebooks docs .ci
 export PYTHON
+export PYTHONDONTWRITEBYTECODE := # tests start a hundred processes: none compiles our own sources again
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 help: ## this list

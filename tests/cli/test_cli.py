@@ -78,6 +78,7 @@ def test_version_is_the_packages(capsys):
     assert capsys.readouterr().out == f"jaxmp {jaxmp.__version__}\n"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("word", "nearest"), [("doctr", "'doctor', 'audit'"), ("format", "'formats', 'audit'")])
 def test_an_unknown_command_exits_with_2_and_lists_the_nearest_first(word, nearest, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -86,6 +87,7 @@ def test_an_unknown_command_exits_with_2_and_lists_the_nearest_first(word, neare
     assert f"there is no command '{word}'; commands, nearest first: {nearest}" in capsys.readouterr().err
 
 
+@pytest.mark.once
 def test_an_unknown_option_exits_with_2_and_says_which(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["formats", "--yaml"])
@@ -93,6 +95,7 @@ def test_an_unknown_option_exits_with_2_and_says_which(capsys):
     assert "unrecognized arguments: --yaml" in capsys.readouterr().err
 
 
+@pytest.mark.once
 def test_help_and_version_do_not_wait_for_jax():
     loaded = "main({!r}); print('jax' in sys.modules or 'rich' in sys.modules)"
     assert run(python=f"from jaxmp.cli import main; {loaded.format([])}")[1].endswith("False\n")
@@ -101,6 +104,7 @@ def test_help_and_version_do_not_wait_for_jax():
 # --- formats
 
 
+@pytest.mark.once
 def test_formats_prints_every_value_of_every_format(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["formats"]) == 0
@@ -115,6 +119,7 @@ def test_formats_prints_every_value_of_every_format(capsys, monkeypatch):
     assert all(len(values) == 7 for values in by_name.values())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("columns", ["200", "80", "40", "10"])
 def test_formats_cuts_no_value_at_any_width(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
@@ -127,6 +132,7 @@ def test_formats_cuts_no_value_at_any_width(columns, capsys, monkeypatch):
     assert max(map(len, out.splitlines()[:12])) <= max(int(columns), 33)
 
 
+@pytest.mark.once
 def test_formats_as_json_are_the_rows_in_full_precision(capsys):
     assert main(["formats", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
@@ -135,6 +141,7 @@ def test_formats_as_json_are_the_rows_in_full_precision(capsys):
     assert list(rows) == [row.name for row in formats()]
 
 
+@pytest.mark.once
 def test_output_survives_a_pipe_that_closes_and_an_ascii_terminal():
     command = f'"{sys.executable}" -m jaxmp.cli formats | head -n 1'
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -144,6 +151,7 @@ def test_output_survives_a_pipe_that_closes_and_an_ascii_terminal():
     assert (code, err) == (0, "") and "? unset JAX_PLATFORMS" in out
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("arguments", [["formats"], ["formats", "--json"], ["plan", "jax.numpy:sin", "--arg", "f32"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_is_one_line_and_exit_code_1(arguments, unbuffered):
@@ -222,6 +230,7 @@ def test_doctor_as_json_has_the_device_the_versions_and_what_to_fix(healthy, mon
     assert {"python", "jaxmp", "jax", "jaxlib", "flax", "optax", "numpy"} <= set(report["versions"])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("columns", [None, "100", "30", "8"])
 def test_doctor_on_a_gpu_loses_no_word_at_any_width(columns, healthy, monkeypatch, capsys):
     monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
@@ -233,6 +242,7 @@ def test_doctor_on_a_gpu_loses_no_word_at_any_width(columns, healthy, monkeypatc
         assert text.replace(" ", "") in out
 
 
+@pytest.mark.once
 def test_doctor_tells_of_a_gpu_that_jax_does_not_use(healthy, monkeypatch):
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: True)
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2")
@@ -253,6 +263,7 @@ def test_doctor_tells_of_a_gpu_that_jax_does_not_use(healthy, monkeypatch):
     assert doctor.diagnose().findings == ()
 
 
+@pytest.mark.once
 def test_doctor_tells_of_versions_that_do_not_go_together(healthy, monkeypatch):
     versions_are(monkeypatch)
     assert problems() == []
@@ -272,6 +283,7 @@ def test_doctor_tells_of_versions_that_do_not_go_together(healthy, monkeypatch):
     assert finding.remedy == 'pip install "jax[cuda12]==0.11.2"'
 
 
+@pytest.mark.once
 def test_doctor_tells_of_settings_that_change_what_a_policy_means(healthy, monkeypatch):
     versions_are(monkeypatch)
     with jax.enable_x64(True):
@@ -296,6 +308,7 @@ def test_doctor_exits_with_1_when_jax_does_not_start(forced):
     assert "none: JAX does not start" in out and f"JAX_PLATFORMS={forced} is set" in out
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("missing", "text"), [("jaxlib", "JAX does not start: ModuleNotFoundError"), ("flax", "No module")]
 )

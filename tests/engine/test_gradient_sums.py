@@ -185,9 +185,22 @@ def test_an_operation_that_the_walk_does_not_know_is_named():
 
 # --- every layer and every model, under a policy and under autocast ---------------------------------------------------
 
+# Programs that others here repeat are looked at on the default Python, and not computed as well.
+REPEATED = {
+    *(
+        "Linen: ResNet",
+        "Linen: MLP of the zoo",
+        "Linen: GPT2 with remat",
+        "NNX: ResNet",
+        "NNX: RNN of OptimizedLSTMCell",
+    ),
+    *("NNX: Bidirectional of LSTMCell and GRUCell", *(f"NNX: {name}" for name in zoo.WRITTEN)),
+}
+EACH = [pytest.param(name, marks=[pytest.mark.once] * (name in REPEATED)) for name in CASES]
+
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_no_sum_of_more_than_256_terms_in_half_leads_to_the_gradient_of_a_param(name, way):
     sums = half_sums(traced(name, way).jaxpr)
     assert not sums, "\n".join(map(str, sums))
@@ -249,17 +262,6 @@ def test_cotangents_are_rounded_where_xla_may_sum_them_in_their_kernel_and_kept_
 
 # XLA has no float16 kernel for what jax.nn.dot_product_attention asks of a CPU.
 NO_KERNEL = {"NNX: MultiHeadAttention"}
-# Programs that others here repeat are looked at above, and not computed as well.
-REPEATED = {
-    *(
-        "Linen: ResNet",
-        "Linen: MLP of the zoo",
-        "Linen: GPT2 with remat",
-        "NNX: ResNet",
-        "NNX: RNN of OptimizedLSTMCell",
-    ),
-    *("NNX: Bidirectional of LSTMCell and GRUCell", *(f"NNX: {name}" for name in zoo.WRITTEN)),
-}
 MEASURED = [
     *((name, "apply_policy") for name in CASES if name not in NO_KERNEL | REPEATED),
     *((f"Linen: {name}", "autocast") for name in (*zoo.WRITTEN, "GPT2")),

@@ -22,6 +22,8 @@ from jaxmp.inspect import AuditError, audit, findings
 from jaxmp.inspect.auditing import _ran, _Repeated
 from jaxmp.inspect.values import values_of
 
+pytestmark = pytest.mark.once
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 

@@ -24,7 +24,8 @@ from jaxmp.inspect import Watch, numerics
 from jaxmp.inspect.watch import FILE, read
 from jaxmp.inspect.watch import metrics as metrics_of
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
+# Optax's own Adam needs promotion. What a watched step evaluates and counts is in test_program.py and test_numerics.py.
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
 
 
 BOARDS = []
@@ -68,7 +69,6 @@ def run(tmp_path_factory):
         return loop.train("language_modeling", config, language_modeling.prepare), folder / "run", config
 
 
-@pytest.mark.once  # a run of a script
 def test_a_share_of_the_gradients_of_a_real_model_vanishes_in_float16_and_a_scale_keeps_it(run):
     _, _, config = run
     config = dataclasses.replace(config, vocabulary=2048, learning_rate=1e-2)
@@ -87,7 +87,6 @@ def test_a_share_of_the_gradients_of_a_real_model_vanishes_in_float16_and_a_scal
     assert share(1) > 0.3 and share(8) < 0.7 * share(1) and share(found.recommended_scale()) < 0.1 * share(1)
 
 
-@pytest.mark.once  # a run of a script
 def test_a_watched_run_writes_what_was_counted_with_the_metrics(run):
     summary, folder, _ = run
     rows = read(folder)
@@ -97,7 +96,6 @@ def test_a_watched_run_writes_what_was_counted_with_the_metrics(run):
     assert rows[-1]["ratio"]["Dense_0/kernel"] > 0
 
 
-@pytest.mark.once  # a run of a script
 def test_the_command_shows_a_run(run, capsys):
     _, folder, _ = run
     assert cli.main(["watch", str(folder)]) == 0
@@ -107,7 +105,6 @@ def test_the_command_shows_a_run(run, capsys):
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [2, 4]
 
 
-@pytest.mark.once  # a run of a script
 def test_the_command_says_what_it_needs(run, tmp_path, capsys):
     assert cli.main(["watch", str(tmp_path)]) == 2
     assert "a run's folder has metrics.csv" in capsys.readouterr().err
@@ -138,7 +135,6 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     assert read(tmp_path) == [{"step": 1}]
 
 
-@pytest.mark.once  # a run of a script
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(run, tmp_path):
     _, _, config = run
     experiment = language_modeling.prepare(config)
@@ -294,7 +290,6 @@ def test_the_command_counts_a_function(tmp_path, monkeypatch, capsys):
     assert "jaxmp numerics: error: a loss scale is a power of two here" in capsys.readouterr().err
 
 
-@pytest.mark.once  # a run of a script
 def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run, monkeypatch):
     _, folder, _ = run
     (board,) = BOARDS

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx import bridge
-from linen_zoo import data, products, same_bits
+from linen_zoo import data, products, quick_jit, same_bits
 from nnx_zoo import model_products, values
 
 import jaxmp
@@ -109,19 +109,24 @@ def of_linen(model, variables):
         out = model.apply({**variables, "params": params}, X)
         return jnp.sum(out.astype("float32") ** 2), out
 
-    (_, out), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    (_, out), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
     return out, grads
 
 
 def of_nnx(model):
     """The same of a model in NNX."""
+    graph, state = nnx.split(model)
 
     def loss(model):
         out = model(X)
         return jnp.sum(out.astype("float32") ** 2), out
 
-    (_, out), grads = nnx.value_and_grad(loss, has_aux=True)(model)
-    return out, nnx.to_pure_dict(nnx.as_pure(grads))
+    @quick_jit
+    def run(state):
+        (_, out), grads = nnx.value_and_grad(loss, has_aux=True)(nnx.merge(graph, state))
+        return out, nnx.to_pure_dict(nnx.as_pure(grads))
+
+    return run(state)
 
 
 @pytest.mark.parametrize(("adapter", "policy", "overrides"), CASES, ids=str)

@@ -16,6 +16,8 @@ import jaxmp
 from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
 from jaxmp.training import NonFiniteTrainingError
 
+pytestmark = pytest.mark.once
+
 
 class Net(nn.Module):
     """BatchNorm and Dropout, as on any image."""
