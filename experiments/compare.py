@@ -30,7 +30,7 @@ import tyro
 import jaxmp
 from experiments import image_classification, language_modeling, masked_lm
 from experiments.comparison import report as comparison_report
-from experiments.comparison.outcomes import AUTOCAST, BASELINE, RESERVED, Outcome, Task, compare
+from experiments.comparison.outcomes import BASELINE, RESERVED, Outcome, Task, compare, read_variant
 from experiments.comparison.picture import picture
 from experiments.measure.environment import environment
 from experiments.report.progress import Progress
@@ -63,7 +63,7 @@ class Config:
     """Flags of the task's own script, as in 'model=resnet18 flip'; see its --help."""
     policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]")] = ("mixed_float16", "mixed_bfloat16")
     """Policies beside float32, each perhaps with its loss scale after an @. autocast:mixed_bfloat16 leaves the model in
-    float32 and runs the loss function under jaxmp.autocast."""
+    float32 and runs the loss function under jaxmp.autocast; bfloat16_sr+float8 has --low-precision float8."""
     loss_scales: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SCALE")] = ("none", "dynamic")
     """Loss scales for policies that compute in float16 and name none: none, static:4096, dynamic, headroom."""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="SEED")] = (0, 1, 2)
@@ -95,10 +95,10 @@ def variants(policies: tuple[str, ...], loss_scales: tuple[str, ...]) -> list[tu
     found = [BASELINE]
     for text in policies:
         policy, at, own = text.partition("@")
-        half = compute_dtype(read_policy(policy.removeprefix(AUTOCAST), own or "none")[0]) == jnp.float16
+        half = compute_dtype(read_policy(read_variant(policy)[0], own or "none")[0]) == jnp.float16
         found += [(policy, scale) for scale in ([own] if at else loss_scales if half else ["none"])]
     for policy, scale in found:
-        read_policy(policy.removeprefix(AUTOCAST), scale)
+        read_policy(read_variant(policy)[0], scale)
     return list(dict.fromkeys(found))
 
 

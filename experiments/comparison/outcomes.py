@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import tyro
 
 import jaxmp
@@ -23,11 +24,24 @@ from experiments.report.progress import Progress
 from experiments.training import loop
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import Late
+from experiments.training.precision import read_low_precision
 
 BASELINE = ("float32", "none")
 AUTOCAST = "autocast:"  # before a policy: the loss function runs under autocast, and the model has no policy
 RESERVED = loop.OF_A_RUN | {"seed"}
 """Flags of a training script that every comparison sets itself."""
+
+
+def read_variant(text: str) -> tuple[str, str]:
+    """The policy and the ``--low-precision`` of a text such as ``autocast:mixed_float16`` or ``bfloat16_sr+kahan``.
+
+    Raises:
+      ValueError: there is nothing like what follows the plus.
+    """
+    policy, plus, low = text.removeprefix(AUTOCAST).partition("+")
+    if plus:
+        read_low_precision(optax.identity(), low, 0)
+    return policy, low or "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +71,17 @@ class Task:
         return flags
 
     def prepare(self, flags: Any, policy: str, loss_scale: str) -> Experiment:
-        """The task under a policy, or under autocast.
+        """The task under a policy, as :func:`read_variant` reads it.
 
         Raises:
           ValueError: a flag has a value that cannot be.
           DataError: the data cannot be had.
         """
+        own, low = read_variant(policy)
+        low = low if low != "none" else flags.low_precision
         autocast = policy.startswith(AUTOCAST)
         return self.script.prepare(
-            dataclasses.replace(flags, policy=policy.removeprefix(AUTOCAST), autocast=autocast, loss_scale=loss_scale)
+            dataclasses.replace(flags, policy=own, autocast=autocast, loss_scale=loss_scale, low_precision=low)
         )
 
 

@@ -24,6 +24,8 @@ class GPT2(nn.Module):
       heads: attention heads in each.
       width: of the residual stream.
       remat: what each block computes again in its backward pass, see :class:`experiments.models.transformer.Block`.
+      loop: whether the blocks are a loop over stacked params: compiled as fast as one block, but not with the published
+        weights' names.
 
     >>> model = GPT2(vocabulary=50, sequence=8, layers=1, heads=2, width=16)
     >>> tokens = jnp.zeros((2, 8), jnp.int32)
@@ -38,11 +40,13 @@ class GPT2(nn.Module):
     heads: int = 12
     width: int = 768
     remat: Remat = "none"
+    loop: bool = False
 
     def setup(self) -> None:
         self.wte = transformer.embed(transformer.aligned(self.vocabulary), self.width)
         self.wpe = transformer.embed(self.sequence, self.width)
-        self.h = [Block(self.heads, self.width, self.remat, self.layers) for _ in range(self.layers)]
+        kind, count = (Loop, 1) if self.loop else (Block, self.layers)
+        self.h = [kind(self.heads, self.width, self.remat, self.layers) for _ in range(count)]
         self.ln_f = nn.LayerNorm(1e-5)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -96,6 +100,23 @@ class Block(transformer.Block):
     def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         x = x + self.attn.c_proj(attended)
         return x + self.mlp(self.ln_2(x))
+
+
+class Loop(nn.Module):
+    """So many blocks as ``depth`` says, one after the other; their params have that as their first dimension."""
+
+    heads: int
+    width: int
+    remat: Remat
+    depth: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, batch: int) -> jax.Array:
+        def turn(block: Block, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return block(x, batch), None
+
+        turns = nn.scan(turn, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth)
+        return turns(Block(self.heads, self.width, self.remat, self.depth, name="block"), x, None)[0]
 
 
 class Attention(nn.Module):

@@ -59,9 +59,9 @@ class Training:
     memory that JAX takes, or of the memory of a machine without one)"""
     seed: int = 0
     """Seed of the params and of the order of the examples."""
-    low_precision: Literal["none", "bfloat16", "float8"] = "none"
-    """How the optimizer's moments are stored. Unless none, bfloat16 params (--policy bfloat16_sr) are rounded
-    stochastically, too, and learn without float32 copies."""
+    low_precision: Literal["none", "nearest", "kahan", "stochastic", "bfloat16", "float8"] = "none"
+    """How bfloat16 params (--policy bfloat16_sr) are rounded, so that they learn without float32 copies; bfloat16 and
+    float8: stochastically, with the optimizer's moments stored so."""
     watch: int = 0
     """Steps between those in which the values of weights, activations and gradients are counted (watch.jsonl; jaxmp
     watch RUN shows it); 0 for none. Such a step is the training step itself, in a program that counts, too."""

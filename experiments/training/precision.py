@@ -98,7 +98,11 @@ def read_autocast(autocast: bool, opt_level: str | None, policy: Any, override: 
 
 def read_low_precision(inner: Any, low_precision: str, seed: int) -> Any:
     """The optimizer ``inner`` as ``--low-precision`` has it; ``none`` is ``inner`` itself."""
-    return inner if low_precision == "none" else jaxmp.low_precision(inner, moments=low_precision, seed=seed)
+    if low_precision == "none":
+        return inner
+    if low_precision in ("nearest", "kahan", "stochastic"):
+        return jaxmp.low_precision(inner, params=low_precision, seed=seed)
+    return jaxmp.low_precision(inner, moments=low_precision, seed=seed)
 
 
 def require_matches(experiment: Any) -> None:

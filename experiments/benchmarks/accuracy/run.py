@@ -78,7 +78,8 @@ class Config(records.Pieces, records.Small):
     """images: ResNet-50 on CIFAR-10 at 224×224, batch 256. gpt2: 124M params, 16×1024 tokens. bert: Base, 64×512."""
     policies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="POLICY[@SCALE]", help_behavior_hint="")] = ()
     """Policies, each perhaps with its loss scale after an @; without, it is dynamic where the policy computes in
-    float16. autocast:mixed_bfloat16 leaves the model in float32 and runs the loss function under jaxmp.autocast.
+    float16. autocast:mixed_bfloat16 leaves the model in float32 and runs the loss function under jaxmp.autocast;
+    bfloat16_sr+float8 has --low-precision float8.
     (default: float32 mixed_float16 mixed_bfloat16 autocast:mixed_float16 autocast:mixed_bfloat16 O2 O3@none bfloat16,
     with --smoke half of them)"""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="SEED", help_behavior_hint="")] = ()
@@ -88,7 +89,8 @@ class Config(records.Pieces, records.Small):
     flags: Annotated[
         tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLAG[=VALUE] ...")
     ] = ()
-    """Other flags of the script of the one task in --tasks, as in 'epochs=30 no-flip'; see that script's --help."""
+    """Other flags of the script of the one task in --tasks, as in 'epochs=30 no-flip'; see that script's --help. With
+    some any device will do."""
     data_dir: cli.Folder = None
     """Folder of the prepared data sets. (default: ~/.cache/jaxmp/data)"""
 
@@ -229,7 +231,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         for run in missing:
             has.require_alike(f"{run.task}-*-seed*.json", **run.setting)
         if missing:
-            require_gpu(config.smoke)
+            require_gpu(config.smoke or bool(config.flags))
         # First, so that data that cannot be had are an error before anything is trained.
         flags = {run.task: run.flags for run in missing}
         baselines = {task: TASKS[task].prepare(flags[task], *BASELINE) for task in flags}

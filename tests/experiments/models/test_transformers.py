@@ -88,6 +88,22 @@ def test_params_start_with_gpt2s_deviations():
     np.testing.assert_allclose(params["wte"]["embedding"].std(), 0.02, rtol=0.05)
 
 
+def test_blocks_in_a_loop_compute_what_they_do_one_by_one():
+    params = made(GPT2(*SIZES))["params"]
+    own = {name: leaf for name, leaf in params.items() if not name.startswith("h_")}
+    own["h_0"] = {"block": jax.tree.map(lambda *leaves: jnp.stack(leaves), params["h_0"], params["h_1"])}
+    loop = GPT2(*SIZES, remat="full", loop=True)
+    shapes = jax.eval_shape(loop.init, jax.random.key(0), TOKENS)["params"]
+    assert jax.tree.map(jnp.shape, own) == jax.tree.map(lambda leaf: leaf.shape, shapes)
+    found, want = (
+        jax.jit(jax.value_and_grad(loss_of(model)), compiler_options=SOON)(values)
+        for model, values in ((loop, own), (GPT2(*SIZES), params))
+    )
+    assert float(found[0]) == pytest.approx(float(want[0]), rel=1e-6)
+    kernels = [want[1][f"h_{i}"]["mlp"]["c_fc"]["kernel"] for i in range(2)]
+    np.testing.assert_allclose(found[1]["h_0"]["block"]["mlp"]["c_fc"]["kernel"], kernels, rtol=1e-4, atol=1e-6)
+
+
 def test_bert_sees_everything_but_what_is_masked():
     model = BERT(*SIZES)
     variables, mask = made(model), np.arange(8) < np.array([[8], [5]])

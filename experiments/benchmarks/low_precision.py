@@ -1,0 +1,124 @@
+"""What an optimizer's update moves, keeps and takes, by how params and moments are stored, beside AdamW in float32.
+
+python -m experiments.benchmarks.low_precision --device h200 --run-dir experiments/results/low_precision
+
+The update is AdamW's of a matrix with a float32 gradient, its state donated. A ratio is one round's time over the same
+round's of float32, median over the rounds. A step is GPT-2's, 24 layers of 2048 in a loop, 8×2048 tokens, all computed
+again in the backward pass; it is compiled, on a GPU or for one: MiB are the most that it needs. With --device nothing
+is run. The run folder holds low_precision.md and low_precision.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+
+import jaxmp
+from experiments.benchmarks.shared import records
+from experiments.measure import memory, programs, timing
+from experiments.measure.environment import environment
+from experiments.models import GPT2, attention
+from experiments.report.goals import Goal
+from experiments.report.tables import Table
+from experiments.training import cli
+from experiments.training.runs import run_folder
+from jaxmp import hlo
+from jaxmp.inspect import targets
+
+REFERENCE = ("float32", "float32")
+VARIANTS = (REFERENCE, *itertools.product(("stochastic", "kahan", "nearest"), ("float32", "bfloat16", "float8")))
+GOALS = {"bfloat16": 0.57, "float8": 0.47}
+FIGURES = {"kept": ".2f", "moved": ".2f", "temporary": ".2f", "step": ",.0f", "of": ".3f", "ms": ".3g", "ratio": ".3f"}
+COLUMNS = ("params", "moments", "B a param: kept", "moved", "temporary", "step MiB", "/ float32", "ms", "ratio")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(records.Timed, records.Small):
+    """Flags of the benchmark."""
+
+    rows: int = 8192
+    """Of the matrix of 2048 columns."""
+    device: Annotated[str | None, tyro.conf.arg(metavar="GPU", help_behavior_hint="(default: run on this one)")] = None
+    """A GPU that is not there, h200 say, to compile for."""
+
+
+def optimizer(params: Any, moments: Any) -> optax.GradientTransformation:
+    """AdamW; the reference is as it comes."""
+    inner = optax.adamw(3e-4, weight_decay=0.1)
+    return inner if params == "float32" else jaxmp.low_precision(inner, params=params, moments=moments)
+
+
+def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], Any]:
+    """Bytes a param of an update, and what does it once; None where nothing is run."""
+    tx, dtype = optimizer(*variant), jnp.float32 if variant == REFERENCE else jnp.bfloat16
+
+    def start() -> Any:
+        params = jnp.full((config.rows, 2048), 0.02, dtype)
+        return (params, tx.init(params)), jnp.ones(params.shape)
+
+    def step(state: Any, grads: Any) -> Any:
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), None
+
+    args = jax.eval_shape(start)
+    compiled = targets.compiled(jax.jit(step, donate_argnums=0), args, config.device)
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args[0]))
+    moved = programs.traffic(hlo.Program(compiled.as_text()))[0]
+    found = {"kept": kept, "moved": moved, "temporary": compiled.memory_analysis().temp_size_in_bytes}
+    turn = None if config.device else timing.turn(compiled, *jax.jit(start)())
+    return {name: n / args[1].size for name, n in found.items()}, turn
+
+
+def step_mib(config: Config, variant: tuple[str, str]) -> float:
+    """What a train step needs at most."""
+    length, layers, width, batch = (32, 2, 256, 2) if config.smoke else (2048, 24, 2048, 8)
+    model = GPT2(50257, length, layers, width // 128, width, "full", loop=True)
+    model = jaxmp.linen.apply_policy(model, "mixed_bfloat16" if variant == REFERENCE else "bfloat16_sr")
+
+    def start() -> Any:
+        params = model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32), method="hidden")["params"]
+        return jaxmp.TrainState.create(params=params, tx=optimizer(*variant)), jnp.zeros((batch, length), jnp.int32)
+
+    step = jaxmp.make_train_step(lambda p, own, x, rng: (model.apply({"params": p}, x, x, method="loss"), own))
+    args = jax.eval_shape(start)
+    with attention.implementation("cudnn" if config.device else None):
+        return memory.of_compiled(targets.compiled(step, args, config.device)) / 2**20
+
+
+def main(config: Config) -> dict[tuple[str, str], Any]:
+    with cli.bad_values_end_it():
+        records.check(config, rows=1, rounds=2)
+        where = {"target": targets.target_of(config.device).name} if config.device else {}
+        folder = run_folder("low_precision", config.run_dir)
+    found = {variant: update(config, variant) for variant in VARIANTS}
+    rows: dict[tuple[str, str], Any] = {variant: row for variant, (row, _) in found.items()}
+    if not config.device:
+        times = timing.interleaved({name: turn for name, (_, turn) in found.items()}, config.rounds, config.block_ms)
+        for variant, row in timing.against(times, REFERENCE).items():
+            rows[variant] |= {"ms": row["ms"][1], "ratio": row["ratio"][1], "quartiles": row["ratio"]}
+    goals = list[str]()
+    for variant in VARIANTS[:4] if config.smoke or config.device or jax.default_backend() == "gpu" else ():
+        rows[variant]["step"] = step_mib(config, variant)
+        rows[variant]["of"] = of = rows[variant]["step"] / rows[REFERENCE]["step"]
+        if variant[1] in GOALS and not config.smoke:
+            goals.append(Goal("", f"step MiB, {', '.join(variant)} / float32", of, GOALS[variant[1]]).sentence())
+    cells = [
+        (*variant, *(f"{row[key]:{form}}" if key in row else "" for key, form in FIGURES.items()))
+        for variant, row in rows.items()
+    ]
+    title = f"{'SMOKE TEST, no result: ' if config.smoke else ''}AdamW of {config.rows}×2048, and a step of GPT-2"
+    where |= environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc") if config.device else ())
+    data = {"smoke": config.smoke, "variants": {" ".join(v): row for v, row in rows.items()}}
+    tables = [Table(title, COLUMNS, cells, 2, tuple(goals))]
+    records.record(folder, "low_precision", "An update in low precision", where, tables, data)
+    return rows
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

@@ -1,0 +1,55 @@
+"""Every way to store params and moments has its figures; compiled for a GPU no update moves more than it must."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from experiments.benchmarks import low_precision
+from jaxmp.inspect import targets
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+SMALL = {"smoke": True, "rows": 8, "rounds": 2, "block_ms": 0.1}
+
+
+def test_every_way_is_kept_and_timed_and_a_step_of_some_is_compiled(tmp_path, capsys):
+    rows = low_precision.main(low_precision.Config(run_dir=tmp_path, **SMALL))
+    assert list(rows) == list(low_precision.VARIANTS) and len(rows) == 10
+    kept = {" ".join(variant): round(row["kept"], 1) for variant, row in rows.items()}
+    assert kept["float32 float32"] == 12 and kept["kahan bfloat16"] == 8
+    assert [kept[f"stochastic {moments}"] for moments in ("float32", "bfloat16", "float8")] == [10, 6, 4]
+    assert rows[low_precision.REFERENCE]["ratio"] == 1 and all(row["ms"] > 0 for row in rows.values())
+    steps = [row["step"] for row in rows.values() if "step" in row]
+    assert len(steps) == 4 and min(steps) > 0
+    written = json.loads((tmp_path / "low_precision.json").read_text())
+    assert written["variants"]["nearest float8"]["kept"] == pytest.approx(4, abs=0.1)
+    text = (tmp_path / "low_precision.md").read_text()
+    assert "SMOKE TEST, no result: AdamW of 8×2048" in text and "the goal" not in text
+    assert "| stochastic | bfloat16 | 6.00 |" in text and "/ float32" in capsys.readouterr().out
+
+
+def test_on_a_gpu_an_update_moves_what_it_must(monkeypatch, tmp_path):
+    if reason := targets.missing():
+        pytest.skip(reason)
+    monkeypatch.setattr(low_precision, "step_mib", lambda config, variant: {"float8": 40.0}.get(variant[1], 100.0))
+    rows = low_precision.main(low_precision.Config(device="h200", rows=1024, run_dir=tmp_path))
+    moved = {" ".join(variant): round(row["moved"], 1) for variant, row in rows.items()}
+    # The gradient 4, the param 2 + 2, each moment as often as it is read and written; float8 reads gradient and codes
+    # once more, and has a scale for 256.
+    assert [moved[f"stochastic {moments}"] for moments in ("float32", "bfloat16", "float8")] == [24, 16, 18.2]
+    assert max(row["temporary"] for row in rows.values()) < 0.1
+    assert "ms" not in rows[low_precision.REFERENCE]
+    text = (tmp_path / "low_precision.md").read_text()
+    assert "NOT MET: step MiB, stochastic, bfloat16 / float32 is 1.000, the goal at most 0.57" in text
+    assert "met: step MiB, stochastic, float8 / float32 is 0.400, the goal at most 0.47" in text
+    assert "- target: NVIDIA H200 141GB HBM3e" in text and "jax-cuda13-plugin" in text
+
+
+def test_an_unknown_gpu_ends_it_with_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        low_precision.main(low_precision.Config(device="h20"))
+    error = capsys.readouterr().err
+    assert "one of h200, h100, a100" in error and error.count("\n") == 1
+    assert jax.default_backend() == "cpu"
