@@ -11,39 +11,45 @@ import itertools
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from checkpoint_tools import bits, last, rows
-from process_tools import Job, flags, saving, steps
+from process_tools import PATIENCE_S, Job, flags, saving
 
 from experiments.training import checkpoints
 
 
 def main(kills: int) -> None:
     with tempfile.TemporaryDirectory() as name:
-        folder, apart = Path(name), 7
+        folder = Path(name)
+        run, cases = folder / "killed", itertools.cycle(itertools.product((0, 1), (False, True)))
 
-        def begin(run: str, *more: str) -> Job:
-            own = ["--run-dir", str(folder / run), "--mesh", "fsdp=4", "--steps", str(apart * (kills + 3))]
+        def begin(run: str, steps: int, *more: str) -> Job:
+            own = ["--run-dir", str(folder / run), "--mesh", "fsdp=4", "--steps", str(steps)]
             return Job(folder, [*flags(folder), *own, *more])
 
-        assert begin("alone").end() == [0, 0]
-        run, cases = folder / "killed", itertools.cycle(itertools.product((0, 1), (False, True)))
+        def done() -> int:
+            return max(checkpoints.steps(run / "checkpoints"), default=0)
+
         for number, in_save in itertools.islice(cases, kills):
-            before = checkpoints.steps(run / "checkpoints")
-            job = begin("killed", *(["--resume"] if before else []))
-            stale, begun = steps(run), before[-1] if before else 0
-            job.wait_for(lambda stale=stale: steps(run) != stale)  # one that is resumed cuts off its last rows
-            job.wait_for(lambda begun=begun: steps(run) > begun + 1)
-            if in_save:
-                job.wait_for(lambda: saving(run))
+            before = done()
+            job = begin("killed", 100_000, *(["--resume"] if before else []))
+            job.wait_for(lambda before=before: done() > before)
+            job.wait_for(lambda in_save=in_save: saving(run) == in_save)
             job.send(number, signal.SIGKILL)
+            killed = time.monotonic()
             codes = job.end(60)
-            inside, after = saving(run), checkpoints.steps(run / "checkpoints")
-            print(f"killed process {number}{' in a save' if inside else ''}: exit {codes}, checkpoints {after[-2:]}")
-        assert begin("killed", "--resume").end() == [0, 0]
+            print(
+                f"killed process {number} in {'a save' if in_save else 'training'} after step {done()}: exit {codes} "
+                f"within {time.monotonic() - killed:.0f} s",
+                flush=True,
+            )
+        steps = done() + 4
+        assert begin("killed", steps, "--resume").end() == [0, 0]
+        assert begin("alone", steps).end(10 * PATIENCE_S) == [0, 0]
         assert bits(last(folder / "alone")) == bits(last(run)) and rows(folder / "alone") == rows(run)
-        print(f"after {kills} kills the same, bit for bit")
+        print(f"after {kills} kills and {steps} steps the same as left alone, bit for bit")
 
 
 if __name__ == "__main__":
