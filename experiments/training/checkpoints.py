@@ -90,7 +90,7 @@ class Checkpoint:
             )
 
     def restore(
-        self, state: jaxmp.TrainState, precision: dict[str, str], override: Sequence[str] = ()
+        self, state: jaxmp.TrainState, precision: dict[str, str], override: Sequence[str] = (), *, free: bool = False
     ) -> jaxmp.TrainState:
         """The state that was saved, bit for bit, in the place of the fresh ``state``.
 
@@ -102,6 +102,7 @@ class Checkpoint:
           state: a fresh one, of the same model and optimizer. Its arrays say where those of the new one go.
           precision: what made it, with ``precision["policy"]`` the policy's name; for errors.
           override: the overrides of that policy, as ``PATTERN=POLICY``; for errors.
+          free: whether what takes the place of arrays of ``state`` may have their memory: they are deleted.
 
         Raises:
           CheckpointError: the params, or anything else, have other paths, shapes or dtypes.
@@ -115,6 +116,8 @@ class Checkpoint:
         goes_on = self.about["loss_scale"] == _kind(state)
         wanted = rest | ({name: leaf for name, leaf in scale.items() if name in self.shapes} if goes_on else {})
         places = {name: _data(leaf).sharding for name, leaf in wanted.items() if leaf.committed}
+        for leaf in wanted.values() if free else ():
+            leaf.delete()
         found = self._read(places)
         leaves = scale | {name: _like(found[name], leaf) for name, leaf in wanted.items()}
         new = jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in _names(state)])

@@ -81,7 +81,7 @@ def running(name: str, config: C, prepare: Callable[[C], Experiment]) -> Iterato
             if summary is None:
                 state = experiment.init(config.seed)
                 if checkpoint:
-                    state = checkpoint.restore(state, experiment.precision, config.override)
+                    state = checkpoint.restore(state, experiment.precision, config.override, free=True)
                     tell(f"resuming {folder} at step {checkpoint.step}", file=sys.stderr)
                 run = Run(name, config, experiment, state, folder, checkpoint)
         del checkpoint  # frees the host's copy of the state

@@ -76,6 +76,8 @@ def test_sharded_params_come_back_where_they_were(tmp_path):
     restored = read_last(tmp_path).restore(saved, ABOUT["precision"])
     assert same(restored, saved)
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, saved)
+    again = read_last(tmp_path).restore(restored, ABOUT["precision"], free=True)
+    assert same(again, saved) and restored.params["kernel"].is_deleted()
 
 
 def test_a_checkpoint_from_before_there_were_several_devices_comes_back_on_four(tmp_path, monkeypatch):
