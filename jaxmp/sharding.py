@@ -456,11 +456,10 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = Non
                 whole = int(array.bytes) * (n if kind == "all-gather" else 1)
                 sizes.setdefault(hlo.dtype_name(array.dtype), []).append(whole)
         for dtype, arrays in sizes.items():
-            place = instruction.path, program.source(instruction)
-            counts[kind, dtype, axis, n, tuple(sorted(arrays)), *place] += times
+            counts[kind, dtype, axis, n, tuple(sorted(arrays)), instruction.path, program.source(instruction)] += times
     rows = (
-        Collective(kind, dtype, axis, count, sum(arrays), count * sum(arrays) * _SENT[kind](n), *place, arrays)
-        for (kind, dtype, axis, n, arrays, *place), count in counts.items()
+        Collective(kind, dtype, axis, count, sum(arrays), count * sum(arrays) * _SENT[kind](n), path, source, arrays)
+        for (kind, dtype, axis, n, arrays, path, source), count in counts.items()
     )
     return Collectives(tuple(sorted(rows, key=lambda row: (-row.wire, row.kind, row.dtype, row.axis))))
 

@@ -162,7 +162,7 @@ COMMANDS: dict[Callable[[argparse.Namespace], int], Arguments] = {
 """What each command takes."""
 
 
-def _where(options: argparse.Namespace) -> dict[str, str | None]:
+def _where(options: argparse.Namespace) -> dict[str, Any]:
     return {"device": options.device, "topology": options.topology}
 
 

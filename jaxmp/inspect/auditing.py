@@ -207,11 +207,13 @@ def audit(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the loss has float16 products")  # a finding of its own
             trace = targets.traced(jitted, inputs, device, compile, topology)
-        compiled = targets.compiled_of(trace, device) if compile else None
         values = values_of(getattr(trace, "traced", trace).jaxpr)  # nnx.jit has a class of its own
-        program = None if compiled is None else hlo.Program(str(compiled.as_text()))
+        program = memory = None
+        if compile:
+            compiled = targets.compiled_of(trace, device)
+            program = hlo.Program(str(compiled.as_text()))
+            memory = of_call(jitted, inputs, compiled, program, device, topology)
         ran = {} if program is None else _ran(program, values.all)
-        memory = None if program is None else of_call(jitted, inputs, compiled, program, device, topology)
         kinds = _kinds(jitted, inputs)
         weights = weights_in(values, kinds)
         products = [

@@ -117,9 +117,9 @@ class TestAudit:
     def test_a_weight_that_is_cast_after_it_is_gathered(self):
         report = audit(jax.grad(lambda params, batch: loss(params, batch, gathered_wide)), device="h200")(WEIGHTS, X)
         found = [each for each in report.findings if each.kind == "float32-gather"]
-        assert found and "in float32 in a program with half products: 6.29MB of float32 over fsdp" in found[0].what
+        assert found and "gathered in float32 in a program with half products: " in found[0].what
+        assert "MB of float32 over fsdp, 1 time a call" in found[0].what
         assert found[0].remedy.startswith("gather them with jaxmp.sharding.gather")
-        assert "test_many_devices.py" in found[0].source
 
     def test_it_is_none_in_a_program_of_float32(self):
         def wide(params, batch):
@@ -146,9 +146,9 @@ class TestAudit:
             return loss(params, batch, gathered_wide)
 
         report = audit(jax.jit(gradients), device="h200")(WEIGHTS, X)
-        assert kinds(report) >= {"gradient-all-reduce"} or ("reduce-scatter", "float32", "fsdp") in (
-            report.memory.collectives.totals
-        )
+        (found,) = [each for each in report.findings if each.kind == "gradient-all-reduce"]
+        assert "are summed whole on every device: 3.15MB of bfloat16 over fsdp" in found.what
+        assert "test_many_devices.py" in found.source
 
 
 def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():
@@ -195,7 +195,10 @@ from jaxmp.sharding import gather
 MESH = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
 
 def step(params, batch):
-    return jax.grad(lambda params: (batch @ gather(params, P("fsdp"), "bfloat16")).astype("float32").sum())(params)
+    def loss(params):
+        return ((batch @ gather(params, P("fsdp"), "bfloat16")).astype("float32") ** 2).sum()
+
+    return jax.grad(loss)(params)
 
 def shapes():
     where = NamedSharding(MESH, P("fsdp"))
