@@ -30,7 +30,8 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int]) -> d
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (AxisType.Explicit,) * len(axes))
     tx = jaxmp.loss_scaling(optax.adamw(3e-4), jaxmp.NoOpLossScale())
     state = jax.eval_shape(lambda: jaxmp.TrainState.create(params=stacked.make_params(model), tx=tx))
-    specs = jaxmp.sharding.fsdp_specs(state, mesh, stacked=["h"])
+    rules = {"**/kernel": P(None, "fsdp")}  # the first axis of a block's: what XLA gathers without another layout
+    specs = jaxmp.sharding.fsdp_specs(state, mesh, rules=rules, stacked=["h"])
     step = jaxmp.make_train_step(stacked.loss_fn_of(model, specs.params, axes), clip_norm=1.0)
 
     def placed(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
