@@ -23,7 +23,7 @@ from jaxmp._jaxpr.reading import loop_of
 from jaxmp.dtypes import is_half
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.classes import CASTABLE
-from jaxmp.engine.marks import computing, precision, widened
+from jaxmp.engine.marks import computing, widened
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import Program, arrays_in, is_array
 from jaxmp.overrides import levels_of
@@ -58,7 +58,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
                 f"so, but the one for {pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write "
                 "'float32' or 'half' there"
             )
-    return policies, levels_of(operations, half)
+    return policies, levels_of(operations, half, policies.root.matmul)
 
 
 def adapter_of(library: str) -> Any:
@@ -173,8 +173,9 @@ class Treatment:
     def mark(self) -> contextlib.AbstractContextManager[None]:
         """What tells the engine how to compute the code of a method."""
         if self.mode == "autocast":
-            return precision(self.asked) if self.asked else contextlib.nullcontext()
-        return computing(None if self.mode == "written" else self.policy.compute_dtype, self.policy.matmul_precision)
+            return jax.named_scope(f"jaxmp.precision({self.asked})") if self.asked else contextlib.nullcontext()
+        dtype = None if self.mode == "written" else self.policy.compute_dtype
+        return computing(dtype, self.policy.matmul_precision, self.policy.matmul)
 
     def products(self, caller: Treatment | None, ambient: str | None) -> contextlib.AbstractContextManager[Any]:
         """The precision of products, where it is not that of the module that calls; ``ambient``: that around them all.

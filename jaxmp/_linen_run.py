@@ -76,7 +76,9 @@ class Root:
     @property
     def rules(self) -> Rules:
         """What is asked of the engine; each module has its own half dtype but under autocast."""
-        return Rules(self.policies.compute_dtype if self.autocast else None, dict(self.operations))
+        if not self.autocast:
+            return Rules(None)
+        return Rules(self.policies.compute_dtype, dict(self.operations), matmul=self.policies.root.matmul)
 
     def mark(self, module: nn.Module) -> None:
         """Marks the scope of ``module``, and so every scope below that is still to come, as belonging to this root."""
@@ -253,7 +255,7 @@ class Run:
         return _Decision(
             policy=policy,
             mode=mode,
-            asked=level_of(policy) if self.autocast and pattern is not None else None,
+            asked=level_of(policy, self.policies.root.matmul) if self.autocast and pattern is not None else None,
             kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
             param_dtype=None if is_made else dtypes.get("param_dtype", policy.param_dtype),

@@ -148,6 +148,7 @@ def dot_general(
     *,
     preferred_element_type: Any = None,
     weight: str | None = None,
+    is_fused: bool = False,
 ) -> jax.Array:
     """``jax.lax.dot_general`` of operands in float8, and its derivatives likewise, under every transformation.
 
@@ -162,6 +163,8 @@ def dot_general(
       recipe: the formats, the sums, and what is kept.
       preferred_element_type: the dtype of the result; by default that of the operands.
       weight: ``"lhs"`` or ``"rhs"``, whose gradient ``recipe.weight_gradient`` is about; None for neither.
+      is_fused: whether XLA may add to the result in the product's own kernel. It dies of a bfloat16 GELU of the tanh
+        form there, so that nobody who does not know what reads the result should say so.
 
     >>> x, w = jax.numpy.full((16, 32), 0.25), jax.numpy.ones((32, 16))
     >>> float(dot_general(x, w, (((1,), (0,)), ((), ())), jaxmp.Float8())[0, 0])
@@ -170,11 +173,13 @@ def dot_general(
     contracting, batch = dimension_numbers
     dimensions = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
-    return _product(dimensions, recipe, np.dtype(dtype), weight)(lhs, rhs)
+    return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused)(lhs, rhs)
 
 
 @functools.cache
-def _product(dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None) -> Callable[[Any, Any], Any]:
+def _product(
+    dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool
+) -> Callable[[Any, Any], Any]:
     """The product for those arguments of :func:`dot_general`: one function, so that JAX traces it once."""
 
     def dot(lhs: Any, rhs: Any, is_precise: bool, out: Any = _COMPUTE) -> Any:
@@ -185,7 +190,7 @@ def _product(dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | Non
         out = _COMPUTE if dtype == _COMPUTE else jnp.float32
         result = dot(_dequantised(*lhs), _dequantised(*rhs), recipe.accumulate == "precise", out)
         # Without it XLA fuses a GELU into the product, and dies of the float8 GELU_AUX that it made.
-        return jax.lax.optimization_barrier(result).astype(dtype)
+        return (result if is_fused else jax.lax.optimization_barrier(result)).astype(dtype)
 
     def transpose(cotangent: Any) -> Any:
         return _dequantised(*_quantised(cotangent, recipe.gradient))
@@ -231,9 +236,11 @@ def _product(dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | Non
 
 def _quantised(value: Any, dtype: str) -> tuple[Any, Any, Any]:
     """A value, the value in float8, and the scale of that."""
-    scale = checkpoint_name(_scale(value, dtype), RESIDUALS)
+    # Or XLA drops the rounding to bfloat16, and writes in float32 what the scale and the quantisation share.
+    rounded = jax.lax.reduce_precision(value, 8, 7) if value.dtype == _COMPUTE else value
+    scale = checkpoint_name(_scale(rounded, dtype), RESIDUALS)
     # What is kept by its name JAX rounds once more, as if e4m3fn had infinities: 256 would become one. Bits it leaves.
-    bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(_cast(rounded, scale, dtype), jnp.uint8)
     return value, jax.lax.bitcast_convert_type(checkpoint_name(bits, RESIDUALS), dtype), scale
 
 
@@ -252,7 +259,9 @@ def _scale(value: Any, dtype: str) -> Any:
 
 @custom_vmap
 def _largest(value: Any) -> Any:
-    return jnp.max(jnp.abs(value), initial=0).astype(jnp.float32)
+    # By columns first, as a bias's gradient is summed, in whose kernel it is then; XLA would make one maximum of both.
+    columns = jnp.max(jnp.abs(value), tuple(range(value.ndim - 1)), initial=0)
+    return jnp.max(jax.lax.optimization_barrier(columns), initial=0).astype(jnp.float32)
 
 
 @_largest.def_vmap

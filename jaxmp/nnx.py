@@ -183,7 +183,7 @@ def _decide(policies: PolicyMap, by_autocast: bool, node: _Node, graph: _Graph) 
     return Decision(
         policy=policies.root if by_autocast else policy,
         mode=mode,
-        asked=level_of(policy) if by_autocast and overridden else None,
+        asked=level_of(policy, policies.root.matmul) if by_autocast and overridden else None,
         kept=kept_from_half(policy, policy.compute_dtype if own is None else np.dtype(own), pattern),
         is_root=node is graph.nodes[0],
         given=tuple((name, node.given[name]) for name in filled),

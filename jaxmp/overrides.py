@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from jaxmp.dtypes import nearest
-from jaxmp.engine.classes import Class, classify, primitives_of
-from jaxmp.patterns import OPERATIONS
-from jaxmp.policy import Policy, get_policy
+from jaxmp.engine.classes import CASTABLE, Class, classify, primitives_of
+from jaxmp.patterns import OPERATIONS, is_class_pattern, pattern_text
+from jaxmp.policy import Policy, PolicyMap, get_policy
 
 LEVELS = ("float32", "tensorfloat32", "half")
 _FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
@@ -25,13 +25,40 @@ class UnknownOperationError(ValueError):
     """An override that names a primitive or class that there is not."""
 
 
-def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, str]:
+def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
+    """The policy of a function and the exceptions from it: ``overrides``, then those of a PolicyMap.
+
+    Raises:
+      ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
+    """
+    policies = PolicyMap("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
+    if policies.compute_dtype not in CASTABLE:
+        raise ValueError(
+            f"autocast computes in float16, bfloat16 or float32, got the compute dtype {policies.compute_dtype.name}; "
+            "use 'mixed_bfloat16' or 'mixed_float16'"
+        )
+    exceptions: dict[Any, Any] = dict(overrides or {})
+    for pattern, exception in policies.rules:
+        if is_class_pattern(pattern):
+            half = policies.compute_dtype.name
+            remedy = "float32" if half == "float32" else f"mixed_{half}"
+            raise TypeError(
+                f"a policy for autocast has no exceptions by class, for a function has no modules, got {policy!r} with "
+                f"one for {pattern_text(pattern)!r}; use {remedy!r} (autocast keeps norms in float32 by itself), or "
+                "jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy on the model"
+            )
+        exceptions.setdefault(pattern, exception)
+    return policies.root, levels_of(exceptions, policies.compute_dtype, policies.root.matmul)
+
+
+def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any = None) -> dict[str, str]:
     """The level that each key asks for.
 
     Args:
       overrides: ``"**/head"`` (a path of modules or scopes), ``"primitive:exp"`` or ``"class:accumulation"`` to one of
         ``LEVELS`` or a policy that computes at one.
       half: the compute dtype of the policy at hand.
+      matmul: the recipe of its float8 products.
 
     Raises:
       UnknownOperationError: an override names a primitive or a class that there is not.
@@ -46,7 +73,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
                 f"an override of autocast is a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
                 f"{key!r}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
             )
-        levels[key] = _level(value, half)
+        levels[key] = _level(value, half, matmul)
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
@@ -61,12 +88,14 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None) -> dict[str, 
     return levels
 
 
-def _level(value: Any, half: np.dtype | None) -> str:
+def _level(value: Any, half: np.dtype | None, matmul: Any) -> str:
+    if str(value).startswith("policy;"):  # as levels_of returns it
+        return str(value)
     if value not in LEVELS:
         with contextlib.suppress(ValueError, TypeError):
             policy = get_policy(value)
             if isinstance(policy, Policy) and policy.compute_dtype in (np.float32, half):
-                return level_of(policy)
+                return level_of(policy, matmul)
     return checked_level(value)
 
 
@@ -80,10 +109,13 @@ def checked_level(level: Any) -> str:
     )
 
 
-def level_of(policy: Policy) -> str:
-    """The level at which a policy computes, where its half dtype is that of the policy at hand."""
+def level_of(policy: Policy, matmul: Any = None) -> str:
+    """The level at which a policy computes, where its half dtype is that of the policy at hand.
+
+    Where one of the two has a recipe of float8 products it is none of ``LEVELS``: ``"policy;matmul=…"`` changes that.
+    """
     if policy.compute_dtype != np.float32:
-        return "half"
+        return "half" if policy.matmul is None and matmul is None else f"policy;matmul={policy.matmul}"
     return "tensorfloat32" if policy.matmul_precision == "tensorfloat32" else "float32"
 
 

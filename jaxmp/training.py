@@ -27,7 +27,7 @@ from jaxmp import tree as _tree
 from jaxmp._gathering import Gathered, Held, plan_of
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp.dtypes import nearest
-from jaxmp.engine.autocast import autocast, policy_and_exceptions
+from jaxmp.engine.autocast import autocast
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
     described,
@@ -44,6 +44,7 @@ from jaxmp.optimizer import (
     unscaled_norm,
     warn_if_behind,
 )
+from jaxmp.overrides import policy_and_exceptions
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
 """``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""

@@ -40,15 +40,13 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.engine.classes import CASTABLE
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
 from jaxmp.engine.marks import DECIDED, precision
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import traced
-from jaxmp.overrides import level_of, levels_of
-from jaxmp.patterns import is_class_pattern, pattern_text
-from jaxmp.policy import Policy, PolicyMap
+from jaxmp.overrides import level_of, policy_and_exceptions
+from jaxmp.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -102,7 +100,8 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
             with precision(level_of(one_policy)), one_policy.precision():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
-        rules = Rules(one_policy.compute_dtype, exceptions, {} if reading.is_tracing() else programs)
+        made = {} if reading.is_tracing() else programs
+        rules = Rules(one_policy.compute_dtype, exceptions, made, one_policy.matmul)
         return computed(fun, rules, args, kwargs, one_policy)
 
     return cast(F, wrapped)
@@ -129,32 +128,6 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
         results = evaluated(graph, rules, operands, dtypes, force=policy is None)
     rules.check()
     return program.unflatten(results)
-
-
-def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
-    """The policy of a function and the exceptions from it: ``overrides``, then those of a PolicyMap.
-
-    Raises:
-      ValueError, TypeError: as :func:`autocast`, at once.
-    """
-    policies = PolicyMap("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
-    if policies.compute_dtype not in CASTABLE:
-        raise ValueError(
-            f"autocast computes in float16, bfloat16 or float32, got the compute dtype {policies.compute_dtype.name}; "
-            "use 'mixed_bfloat16' or 'mixed_float16'"
-        )
-    exceptions: dict[Any, Any] = dict(overrides or {})
-    for pattern, exception in policies.rules:
-        if is_class_pattern(pattern):
-            half = policies.compute_dtype.name
-            remedy = "float32" if half == "float32" else f"mixed_{half}"
-            raise TypeError(
-                f"a policy for autocast has no exceptions by class, for a function has no modules, got {policy!r} with "
-                f"one for {pattern_text(pattern)!r}; use {remedy!r} (autocast keeps norms in float32 by itself), or "
-                "jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy on the model"
-            )
-        exceptions.setdefault(pattern, exception)
-    return policies.root, levels_of(exceptions, policies.compute_dtype)
 
 
 def require_function(fun: Any, name: str) -> None:

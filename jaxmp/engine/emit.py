@@ -17,7 +17,7 @@ from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.classes import Kind, is_castable
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build, walk
-from jaxmp.engine.marks import OF_POLICY, marks_in
+from jaxmp.engine.marks import OF_POLICY, WITH_RULE, marks_in
 from jaxmp.engine.rules import BROADCAST, Rules
 from jaxmp.engine.trace import tracing
 
@@ -54,7 +54,7 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
 
 def _derived(rules: Rules, step: Step, jaxpr: reading.Opened, args: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """A derivative rule, or a part of a solver; its operands come, and its results go, in those dtypes."""
-    graph = build(*jaxpr, rules, step.names, in_rule=step.eqn.primitive.name == "custom_vjp_call")
+    graph = build(*jaxpr, rules, (*step.names, WITH_RULE), in_rule=step.eqn.primitive.name == "custom_vjp_call")
     return evaluated(graph, rules, args, dtypes, force=True)
 
 
@@ -151,6 +151,9 @@ class _Evaluation:
             return results
         if step.bodies is not None:
             return self.results_of_bodies(step, step.bodies, operands)
+        if step.float8:
+            results, step.bound = step.float8.emit(operands)
+            return results
         params = eqn.params
         if node is not None and node.compute is not None:
             if eqn.primitive.name == "custom_linear_solve" and node.compute != node.written:
@@ -235,7 +238,7 @@ def _stands(step: Step) -> bool:
     if step.stands is None:
         known = [node for node in (*step.operands, *step.nodes) if node is not None]
         has_rules = step.eqn.primitive.name in _WITH_RULES and step.region.level != "written"  # decided when they run
-        is_changed = any(node.late is not None or node.dtype != node.written for node in known)
+        is_changed = any(node.late is not None or node.dtype != node.written for node in known) or bool(step.float8)
         if is_changed or reading.asks_for_what_is_missing(step.eqn.params) or (step.bodies is not None and has_rules):
             step.stands = False
         elif step.bodies is not None:
@@ -314,5 +317,6 @@ def _signature(step: Step, rules: Rules) -> Any:
 def _decisions(step: Step) -> Any:
     own = tuple((node.compute, node.dtype, node.late) for node in step.nodes if node is not None)
     shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
+    own = (*own, *step.float8.decision) if step.float8 else own
     # What is wanted of comparisons depends on constants too.
     return (own, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

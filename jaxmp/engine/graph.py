@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmp import _float8_products
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.classes import Kind, is_castable
-from jaxmp.engine.marks import DECIDED, Region, region_of
+from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, region_of
 from jaxmp.engine.rules import Rules, range_of
 
 
@@ -86,6 +88,7 @@ class Step:
     kind: Kind = Kind.KEPT
     reason: str = ""
     region: Region = _UNMARKED
+    float8: _float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
     bodies: reading.Bodies | None = None
     inner: list[Body] = dataclasses.field(default_factory=list)
     # Whether each operand is made of constants only: the positions of a sequence, the same for every example.
@@ -243,7 +246,8 @@ class _Builder:
         return step, [value._replace(is_fixed=True) for value in results] if all(fixed) else results
 
     def inner(self, step: Step, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
-        body, results = self.body(*reading.opened(jaxpr), values, step.names)
+        names = (*step.names, WITH_RULE) if step.eqn.primitive.name.startswith("custom_") else step.names
+        body, results = self.body(*reading.opened(jaxpr), values, names)
         step.inner.append(body)
         self.region = step.region
         return results
@@ -301,6 +305,7 @@ class _Builder:
         name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
         step.kind, step.reason, asked, has_epsilon = self.rules.kind_of(eqn, constants, step.names)
+        step.float8 = _float8_products.asked(step, self.rules) if name in PRODUCTS else None
         key = None if eqn.effects else (name, *eqn.params.values(), *(value.number for value in values))
         for position, var in enumerate(eqn.outvars):
             reads = inputs

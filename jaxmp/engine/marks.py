@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ _WIDENED = "jaxmp.widened"
 SPECIAL = "jaxmp.special"
 """The scope around a special function, whose parts are polynomials and series that nobody would round."""
 OF_POLICY = "the policy of its module"
-_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)\)")
+WITH_RULE = "jaxmp.rule"
+"""The scope of the body of a function that has a derivative rule, and of the rule."""
+_MARK = re.compile(r"jaxmp\.(precision|compute)\((\w+):?(\w*)(?:;.*)?\)")  # and the recipe of float8 products
 
 
 class Region(NamedTuple):
@@ -57,9 +59,12 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
     return jax.named_scope(f"jaxmp.precision({checked_level(level)})")
 
 
-def computing(dtype: np.dtype | None, products: str | None = None) -> contextlib.AbstractContextManager[None]:
+def computing(
+    dtype: np.dtype | None, products: str | None = None, matmul: Any = None
+) -> contextlib.AbstractContextManager[None]:
     """Marks the code of a module: decided on the graph in the compute dtype of its policy; None: left as written."""
-    return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''})")
+    recipe = f";matmul={matmul}" if matmul else ""
+    return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''}{recipe})")
 
 
 def widened(value: jax.Array) -> jax.Array:
@@ -80,6 +85,8 @@ def region_of(names: Names) -> Region:
     region = Region(products=next((products for kind, _, products in marks if kind == "compute"), ""))
     for kind, text, _ in marks:
         if kind == "precision" and region.level is None:
+            if text == "policy":  # it has the last word
+                return region
             region = region._replace(level=text, asked_by=f"region jaxmp.precision({text!r})")
         elif kind == "compute" and region.half is None:
             if text in ("written", "float32"):
@@ -96,4 +103,4 @@ def marks_in(names: Names) -> Names:
 @functools.lru_cache(maxsize=4096)
 def path_of(names: Names) -> Names:
     """The scopes without the marks: modules and the author's own."""
-    return tuple(part for part in names if not _MARK.fullmatch(part) and part not in (_WIDENED, SPECIAL))
+    return tuple(part for part in names if not _MARK.fullmatch(part) and part not in (_WIDENED, SPECIAL, WITH_RULE))

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmp import tables
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in
-from jaxmp.engine.autocast import check_backend, policy_and_exceptions, require_function
+from jaxmp.engine.autocast import check_backend, require_function
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import Node, Step, build, walk
@@ -24,8 +24,9 @@ from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import traced
 from jaxmp.flops import flops_of
+from jaxmp.overrides import policy_and_exceptions
 
-_HALF = {"float16", "bfloat16"}
+_HALF = {"float16", "bfloat16", "float8_e4m3fn"}
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")
 _LINE = "{:<24} {:<36} {:>8} {:>8}  {:<12} {} | {} | {}"  # no width depends on another row
 
@@ -229,7 +230,8 @@ def cast_plan(
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
-        rules = Rules(one_policy.compute_dtype, exceptions, programs=None)  # each equation is emitted, and notes it
+        # Each equation is emitted, and notes it.
+        rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.matmul)
         program, operands = traced(fun, args, kwargs, rules)
         graph, dtypes = build(*program.jaxpr, rules), program.result_dtypes(one_policy)
         rules.check()
@@ -259,7 +261,7 @@ def _rows(
             cls=str(classify(name) or "unknown"),
             operands=tuple(map(_name, step.bound or (atom.aval for atom in eqn.invars))),
             result=", ".join(_name(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
-            why=reasons.of(step),
+            why=reasons.of(step) + (step.float8.why if step.float8 is not None else ""),
             source=reading.source_of(eqn),
             flops=flops or 0,
             casts=len(casts),

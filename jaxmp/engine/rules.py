@@ -64,11 +64,13 @@ class Rules:
       overrides: the levels of paths, primitives and classes, by :func:`jaxmp.overrides.levels_of`; of several paths the
         first that matches wins, as in a PolicyMap.
       programs: what was made of parts of the program before, to be used again; None to make each part anew.
+      matmul: the recipe of float8 products of code in no marked module; None for products in half.
     """
 
     half: np.dtype | None
     overrides: dict[str, str] = dataclasses.field(default_factory=dict)
     programs: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
+    matmul: Any = None
 
     def __post_init__(self) -> None:
         self.paths = [key for key in self.overrides if not key.startswith(OPERATIONS)]
@@ -144,14 +146,20 @@ class Rules:
 
     def asked_of(self, name: str, names: reading.Names) -> tuple[str, str] | None:
         """The level that a region or an override asks of a primitive in these scopes, and which one it is."""
-        region, keys = region_of(names), list[str]()
-        if self.overrides:
-            of_operation = (f"primitive:{name}", f"class:{classify(name)}")
-            keys = [*self._path_rules(path_of(names)), *(key for key in of_operation if key in self.overrides)]
-            self.matched.update(keys)
+        region, keys = region_of(names), self.keys_of(name, names)
         if region.level is not None:
             return region.level, region.asked_by
-        return (self.overrides[keys[0]], f"override {keys[0]!r}") if keys else None
+        key = next((key for key in keys if not self.overrides[key].startswith("policy;")), None)
+        return None if key is None else (self.overrides[key], f"override {key!r}")
+
+    def keys_of(self, name: str, names: reading.Names) -> list[str]:
+        """The overrides of a primitive in these scopes: of the paths the first, then those of operations."""
+        if not self.overrides:
+            return []
+        of_paths, of_operation = self._path_rules(path_of(names)), (f"primitive:{name}", f"class:{classify(name)}")
+        keys = [*of_paths[:1], *(key for key in of_operation if key in self.overrides)]
+        self.matched.update(of_paths, keys)
+        return keys
 
     def _find_path_rules(self, path: reading.Names) -> list[str]:
         prefixes = [path[:depth] for depth in range(1, len(path) + 1)]

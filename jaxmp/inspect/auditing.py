@@ -42,7 +42,7 @@ class Product:
       path: the modules and scopes that it is in, ``/`` between.
       source: the user's file and line.
       primitive: that of JAX.
-      operands: the names of the two operands' dtypes, as written.
+      operands: the names of the two operands' dtypes, as written; of float8 values times their scales, float8.
       result: that of the result.
       ran: that of the operands in the compiled program; None if it can't be told.
       flops: of one time; a multiplication and an addition are two, padding and a dilation's zeros are none.
@@ -322,9 +322,10 @@ def _kinds(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
 
 def _product(value: Value, ran: str | None, chip: hardware.Hardware, weights: Sequence[int]) -> Product:
     place, (left, right) = value.at, value.inputs[:2]
-    operands = left.dtype.name, right.dtype.name
+    operands = _multiplied(left), _multiplied(right)
     flops = flops_of(place.eqn, counts_padding=False) or 0
-    size = sum(math.prod(each.shape) * each.dtype.itemsize for each in (left, right, value))
+    names = zip((left, right, value), (*operands, value.dtype.name), strict=True)
+    size = sum(math.prod(each.shape) * np.dtype(name).itemsize for each, name in names)
     return Product(
         path=place.path,
         source=place.source,
@@ -339,6 +340,12 @@ def _product(value: Value, ran: str | None, chip: hardware.Hardware, weights: Se
         aligned=not unaligned(value, weights),
         phase=place.phase,
     )
+
+
+def _multiplied(operand: Value) -> str:
+    """The dtype of what a product multiplies: float8, where the operand is float8 values times their scale."""
+    factors = [each.inputs[0].dtype for each in operand.inputs if operand.name == "mul" and each.is_cast]
+    return next((dtype.name for dtype in factors if dtype.name.startswith("float8")), operand.dtype.name)
 
 
 def _inside_kernels(values: Any, chip: hardware.Hardware) -> tuple[Product, ...]:

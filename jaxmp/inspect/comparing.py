@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import tables
-from jaxmp.engine.autocast import autocast, policy_and_exceptions
+from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.calls import AS_WRITTEN, argument_paths, differentiated, loss_and_rest, named
 from jaxmp.inspect.evaluate import evaluate, is_whole
 from jaxmp.inspect.program import Key, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, returned, values_of
+from jaxmp.overrides import policy_and_exceptions
 from jaxmp.tree import widen
 
 _REFERENCES = ("float32", "float64")

@@ -1,0 +1,481 @@
+"""Products of weights are float8 where a policy says so, by every route and under every transformation."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxmp
+from experiments.measure import programs
+from experiments.models import attention, gpt2
+from jaxmp import float8, hlo
+from jaxmp.inspect import targets
+from tests.tools.autocast_tools import compiled, cosine, normal
+from tests.tools.plan_tools import doubled, plan, shape
+
+SMALL = "params=float32,compute=bfloat16,output=float32,matmul=float8(min_dim=16,min_tokens=16)"
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+FORWARD, BACKWARD, HALF = (E4M3, E4M3), {E4M3, E5M2}, ("bfloat16", "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+
+
+def told(fun, *args, policy=SMALL, overrides=None):
+    """The operands of each product, and what the plan says of it."""
+    rows = plan(fun, *args, policy=policy, overrides=overrides).rows
+    return [(row.operands, row.why) for row in rows if row.cls == "half"]
+
+
+def multiplied(fun, *args):
+    """What each product of a traced function multiplies."""
+    return [each.operands for each in jaxmp.inspect.audit(fun, compile=False)(*args).products]
+
+
+def in_float8(fun, *args):
+    """Of the forward and of the backward pass, how many products are float8, and how many are not."""
+    products = jaxmp.inspect.audit(fun, compile=False)(*args).products
+    found = {"forward": [0, 0], "backward": [0, 0]}
+    for each in products:
+        formats = FORWARD if each.phase == "forward" else BACKWARD
+        found[each.phase][set(each.operands) != set(formats)] += 1
+    return found["forward"], found["backward"]
+
+
+def tied(table, w, tokens):
+    return jnp.tanh(table[tokens] @ w) @ table.T
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+class TestWhichProducts:
+    @pytest.mark.parametrize(
+        ("fun", "args", "reasons"),
+        [
+            (jnp.matmul, [shape(2, 16, 16), shape(16, 32)], [None]),
+            (lambda w, x: w @ jnp.tanh(x), [shape(32, 16), shape(16, 16)], [None]),
+            (lambda x, w: jnp.einsum("bthd,hdk->btk", jnp.tanh(x), w), [shape(2, 8, 2, 8), shape(2, 8, 16)], [None]),
+            (lambda x, a, b: jnp.tanh(x) @ jnp.concatenate([a.T, b], 1), [shape(16, 16)] * 3, [None]),
+            (layer, [shape(16, 16), shape(16, 8)], ["8 < 16"]),
+            (layer, [shape(8, 16), shape(16, 16)], ["8 tokens < 16"]),
+            (layer, [shape(16, 24), shape(24, 16)], ["24 % 16"]),
+            (lambda x, w: jnp.tanh(x) @ jnp.tanh(w), [shape(16, 16)] * 2, ["two activations"]),
+            (lambda x, w: jnp.einsum("bij,bjk->bik", jnp.tanh(x), w), [shape(2, 16, 16)] * 2, ["batched"]),
+            (tied, [shape(32, 16), shape(16, 16), shape(16, dtype="int32")], [None, "tied"]),
+            (lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"), [shape(1, 16, 8, 8), shape(16, 16, 3, 3)],
+             ["a convolution"]),
+            (doubled, [shape(16, 16)] * 2, ["in a function with a derivative rule"]),
+            (jax.grad(lambda w, x: jnp.sum(layer(x, w))), [shape(16, 16)] * 2,
+             [None, "a derivative that is spelled out"]),
+            (lambda x, w: jax.lax.scan(lambda x, w: (layer(x, w), None), x, w), [shape(16, 16), shape(3, 16, 16)],
+             [None]),
+            (lambda x, w: jax.checkpoint(layer)(x, w), [shape(16, 16)] * 2, [None]),
+        ],
+        ids=["a weight", "on the left", "two contracted", "of two", "small", "few tokens", "no multiple", "no weight",
+             "batched", "tied", "convolution", "derivative rule", "derivative", "scan", "checkpoint"],
+    )  # fmt: skip
+    def test_the_plan_says_of_every_product_whether_it_is_float8_and_why_not(self, fun, args, reasons):
+        found = told(fun, *args)
+        assert [operands for operands, _ in found] == [HALF if reason else FORWARD for reason in reasons]
+        assert [why.partition("; ")[2] for _, why in found] == [
+            f"no float8: {reason}" if reason else "float8" for reason in reasons
+        ]
+
+    def test_by_default_weights_are_1536_wide_and_meet_1024_tokens(self):
+        def fun(x, small, odd, large):
+            return jnp.tanh(x[:, :768]) @ small, jnp.tanh(x) @ odd, jnp.tanh(x[:512]) @ large, jnp.tanh(x) @ large
+
+        args = [shape(8192, 2048), shape(768, 3072), shape(2048, 50257), shape(2048, 2048)]
+        reasons = [why for _, why in told(fun, *args, policy="mixed_float8")]
+        assert [reason.partition("; ")[2] for reason in reasons] == [
+            "no float8: 768 < 1536", "no float8: 50257 % 16", "no float8: 512 tokens < 1024", "float8",
+        ]  # fmt: skip
+
+    def test_what_somebody_asked_to_be_float32_is(self):
+        def fun(x, w):
+            with jaxmp.precision("float32"):
+                x = layer(x, w)
+            return layer(x, w)
+
+        assert told(fun, shape(16, 16), shape(16, 16)) == [
+            (("float32", "float32"), "region jaxmp.precision('float32')"), (FORWARD, "product; float8"),
+        ]  # fmt: skip
+
+    def test_a_device_without_float8_computes_in_bfloat16_and_says_so_once(self, monkeypatch):
+        monkeypatch.delenv("JAXMP_FLOAT8")
+        monkeypatch.setattr(float8, "_warned", [])
+        args = [shape(16, 16)] * 2
+        with pytest.warns(UserWarning, match="are bfloat16 here"):
+            assert told(layer, *args) == [(HALF, "product; no float8: not on this device")]
+        assert told(layer, *args) == [(HALF, "product; no float8: not on this device")]
+        with jaxmp.hardware.assumed("h200"):
+            assert told(layer, *args) == [(FORWARD, "product; float8")]
+        with jaxmp.hardware.assumed("a100"):
+            assert told(layer, *args) == [(HALF, "product; no float8: not on this device")]
+
+    def test_without_a_recipe_nothing_is_said(self):
+        assert told(layer, *[shape(16, 16)] * 2, policy="mixed_bfloat16") == [(HALF, "product")]
+
+    def test_equal_layers_of_one_jitted_body_are_told_apart(self):
+        dot = jax.jit(jnp.matmul)
+
+        def fun(x, w):
+            return dot(jnp.tanh(x), w), dot(jnp.tanh(x), jnp.tanh(w))
+
+        args = normal(0, 16, 16), normal(1, 16, 16)
+        assert multiplied(jaxmp.autocast(fun, SMALL), *args) == [FORWARD, HALF]
+        eager = jaxmp.autocast(fun, SMALL)(*args)
+        np.testing.assert_array_equal(eager, compiled(jaxmp.autocast(fun, SMALL))(*args))
+
+
+class Linen(nn.Module):
+    """Two layers that have a dtype field, and a head without one."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = jnp.tanh(nn.Dense(32)(x))
+        return Head(name="head")(x)
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 16))
+
+
+class NNX(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(n, 32, rngs=rngs) for n in (16, 32)])
+        self.head = NNXHead(rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return self.head(x)
+
+
+class NNXHead(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (32, 16)))
+
+    def __call__(self, x):
+        return x @ self.w[...]
+
+
+def linen_loss(model):
+    variables = nn.Module.init(Linen(), jax.random.key(0), jnp.ones((16, 16)))
+    return lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2), variables["params"]
+
+
+def nnx_loss(make):
+    model = make(NNX(nnx.Rngs(0)))
+    graphdef, params = nnx.split(model)
+    return lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x) ** 2), params
+
+
+ROUTES = {
+    "linen.apply_policy": lambda overrides=None: linen_loss(jaxmp.linen.apply_policy(Linen(), SMALL, overrides)),
+    "linen.autocast": lambda overrides=None: linen_loss(jaxmp.linen.autocast(Linen(), SMALL, overrides)),
+    "nnx.apply_policy": lambda overrides=None: nnx_loss(lambda net: jaxmp.nnx.apply_policy(net, SMALL, overrides)),
+    "nnx.autocast": lambda overrides=None: nnx_loss(lambda net: jaxmp.nnx.autocast(net, SMALL, overrides)),
+    "autocast": lambda overrides=None: _under_autocast(overrides),
+}
+
+
+def _under_autocast(overrides):
+    loss, params = linen_loss(Linen())
+    return jaxmp.autocast(loss, SMALL, overrides), params
+
+
+@pytest.mark.parametrize("route", ROUTES)
+class TestRoutes:
+    def test_all_products_of_weights_are_float8_forward_and_backward(self, route):
+        loss, params = ROUTES[route]()
+        assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([3, 0], [5, 0])
+
+    @pytest.mark.parametrize("value", ["mixed_bfloat16", "float32"])
+    def test_an_override_by_path_turns_it_off_there(self, route, value):
+        loss, params = ROUTES[route]({"**/head": value})
+        assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([2, 1], [3, 2])
+
+    def test_an_override_by_path_turns_it_on_there(self, route):
+        loss, params = ROUTES[route]({"**/head": SMALL, "**": "mixed_bfloat16"})
+        assert in_float8(jax.grad(loss), params, normal(0, 16, 16)) == ([1, 2], [2, 3])
+        loss, params = ROUTES[route]({"**/head": SMALL, "**": "float32"})
+        forward = multiplied(loss, params, normal(0, 16, 16))
+        assert forward == [("float32", "float32")] * 2 + [FORWARD]
+
+
+def test_of_two_recipes_each_part_has_its_own():
+    overrides = {"**/head": SMALL.replace("min_dim", "gradient=float8_e4m3fn,min_dim")}
+    for route in ROUTES:
+        loss, params = ROUTES[route](overrides)
+        products = jaxmp.inspect.audit(jax.grad(loss), compile=False)(params, normal(0, 16, 16)).products
+        formats = {each.path.endswith("head"): {*each.operands} for each in products if each.phase == "backward"}
+        assert formats == {True: {E4M3}, False: {E4M3, E5M2}}
+
+
+def by_hand(x, w):
+    """The product as the engine writes it."""
+    half = [each.astype(jnp.bfloat16) for each in (x, w)]
+    recipe = jaxmp.Float8(min_dim=16, min_tokens=16)
+    return float8.dot_general(*half, (((x.ndim - 1,), (0,)), ((), ())), recipe, weight="rhs")
+
+
+def mlp(params, x):
+    return jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+def hand_mlp(params, x):
+    return by_hand(jnp.tanh(by_hand(x, params["up"])), params["down"]).astype(jnp.float32)
+
+
+MLP = {"up": normal(1, 16, 64, scale=0.25), "down": normal(2, 64, 32, scale=0.125)}
+
+
+def loss_of(fun):
+    return lambda params, x: jnp.mean(fun(params, x) ** 2)
+
+
+class TestNumbers:
+    def test_they_are_those_of_the_products_by_hand_bit_for_bit(self):
+        x = normal(0, 4, 16, 16)
+        ours, hand = (
+            compiled(lambda *args, fun=fun: (fun(*args), jax.grad(loss_of(fun))(*args)))(MLP, x)
+            for fun in (jaxmp.autocast(mlp, SMALL), hand_mlp)
+        )
+        jax.tree.map(np.testing.assert_array_equal, ours, hand)
+        assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(ours))
+
+    def test_they_are_near_those_of_float32_and_not_those_of_bfloat16(self):
+        x = normal(0, 64, 16)
+        exact, ours, half = (
+            jax.jit(jax.grad(loss_of(fun)))(MLP, x)
+            for fun in (mlp, jaxmp.autocast(mlp, SMALL), jaxmp.autocast(mlp, "mixed_bfloat16"))
+        )
+        assert 1e-4 < 1 - cosine(ours, exact) < 1e-2
+        assert 1 - cosine(half, exact) < 1e-4
+
+    def test_what_is_not_finite_stays_so(self):
+        step = jaxmp.make_train_step(lambda p, s, batch, r: (loss_of(mlp)(p, batch), s), policy=SMALL, donate=False)
+        state = jaxmp.TrainState.create(params=MLP, tx=optax.sgd(0.1))
+        for bad in (np.nan, np.inf):
+            new, metrics = step(state, normal(0, 16, 16).at[3, 3].set(bad))
+            assert metrics["skipped"] and not np.isfinite(metrics["grad_norm"])
+            jax.tree.map(np.testing.assert_array_equal, new.params, state.params)
+        assert not step(state, normal(0, 16, 16))[1]["skipped"]
+
+
+def reference(x):
+    return compiled(jax.grad(loss_of(hand_mlp)))(MLP, x)
+
+
+class TestTransformations:
+    def test_vmap_has_one_scale_for_all(self):
+        x = normal(0, 4, 16, 16)
+        mapped = jax.vmap(jaxmp.autocast(mlp, SMALL), (None, 0))
+        np.testing.assert_array_equal(compiled(mapped)(MLP, x), compiled(hand_mlp)(MLP, x))
+        outer = jaxmp.autocast(jax.vmap(mlp, (None, 0)), SMALL)
+        np.testing.assert_array_equal(compiled(outer)(MLP, x), compiled(hand_mlp)(MLP, x))
+        gradients = compiled(jax.grad(loss_of(mapped)))(MLP, x)
+        assert in_float8(jax.grad(loss_of(mapped)), MLP, x) == ([2, 0], [3, 0])
+        assert 1 - cosine(gradients, reference(x)) < 1e-4
+
+    @pytest.mark.parametrize("inside", [False, True], ids=["autocast of scan", "scan of autocast"])
+    def test_scan_over_layers(self, inside):
+        weights = normal(1, 3, 16, 16, scale=0.25)
+
+        def scanned(one):
+            return lambda weights, x: jax.lax.scan(lambda x, w: (one(x, w), None), x, weights)[0]
+
+        ours = scanned(jaxmp.autocast(layer, SMALL)) if inside else jaxmp.autocast(scanned(layer), SMALL)
+
+        def unrolled(weights, x):
+            for w in weights:
+                x = jnp.tanh(by_hand(x, w))
+            return x.astype(jnp.float32)
+
+        x = normal(0, 32, 16)
+        assert in_float8(jax.grad(loss_of(ours)), weights, x) == ([1, 0], [2, 0])
+        got, expected = (compiled(jax.grad(loss_of(fun)))(weights, x) for fun in (ours, unrolled))
+        assert 1 - cosine(got, expected) < (1e-3 if inside else 1e-4)
+
+    @pytest.mark.parametrize("remat", ["full", "float8", "dots"])
+    def test_remat_computes_the_same(self, remat):
+        def loss_fn(params, model_state, batch, rng):
+            return loss_of(mlp)(params, batch), model_state
+
+        found = []
+        for kind in (None, remat):
+            step = jaxmp.make_train_step(loss_fn, policy=SMALL, remat=kind, donate=False)
+            state = jaxmp.TrainState.create(params=MLP, tx=optax.sgd(1.0))
+            found.append(compiled(step.jitted)(state, normal(0, 32, 16))[0].params)
+        jax.tree.map(np.testing.assert_array_equal, *found)
+
+    def test_remat_float8_keeps_the_operands_in_float8_and_nothing_else(self):
+        policy = jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS)
+        fun = jax.checkpoint(jaxmp.autocast(mlp, SMALL), policy=policy)
+        kept = jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], MLP, normal(0, 128, 16))
+        large = {(leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(kept) if leaf.size > 1}
+        weights = {("float32", leaf.size) for leaf in MLP.values()}
+        assert large == {("uint8", size) for size in (128 * 16, 128 * 64, 16 * 64, 64 * 32)} | weights | {
+            ("float32", 128 * 16)
+        }
+
+    def test_a_function_with_a_rule_of_its_own_between_two_products(self):
+        @jax.custom_vjp
+        def double(x):
+            return 2 * x
+
+        double.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
+        fun = jaxmp.autocast(lambda p, x: double(x @ p["up"]) @ p["down"], SMALL)
+        assert in_float8(jax.grad(loss_of(fun)), MLP, normal(0, 16, 16)) == ([2, 0], [3, 0])
+
+    def test_shards_have_one_scale(self):
+        mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+        whole, split = PartitionSpec(), PartitionSpec("data")
+        x = normal(0, 64, 16) * jnp.repeat(jnp.array([1.0, 4.0, 16.0, 64.0]), 16)[:, None]
+        fun = jaxmp.autocast(mlp, SMALL)
+        mapped = jax.shard_map(fun, mesh=mesh, in_specs=(whole, split), out_specs=split)
+        expected = compiled(hand_mlp)(MLP, x)
+        np.testing.assert_array_equal(compiled(mapped)(MLP, x), expected)
+        outer = jaxmp.autocast(jax.shard_map(mlp, mesh=mesh, in_specs=(whole, split), out_specs=split), SMALL)
+        np.testing.assert_array_equal(compiled(outer)(MLP, x), expected)
+        placed = jax.device_put(x, jax.NamedSharding(mesh, split))
+        np.testing.assert_array_equal(compiled(fun)(MLP, placed), expected)
+
+
+def test_an_autocast_inside_keeps_its_own_products():
+    inner = jaxmp.autocast(layer, "mixed_bfloat16")
+    outer = jaxmp.autocast(lambda x, w: inner(layer(x, w), w), SMALL)
+    assert multiplied(outer, *[normal(0, 16, 16)] * 2) == [FORWARD, HALF]
+    outer = jaxmp.autocast(lambda x, w: jaxmp.autocast(layer, SMALL)(layer(x, w), w), "mixed_bfloat16")
+    assert multiplied(outer, *[normal(0, 16, 16)] * 2) == [HALF, FORWARD]
+
+
+def test_the_audit_finds_no_fault_with_float8_products():
+    report = jaxmp.inspect.audit(jax.grad(loss_of(jaxmp.autocast(mlp, SMALL))), "mixed_bfloat16")(
+        MLP, normal(0, 32, 16)
+    )
+    assert report.findings == () and report.half_flops == 1 and report.flops[E5M2] + report.flops[E4M3] == 1
+
+
+class Blocks(nn.Module):
+    def setup(self):
+        self.h = [gpt2.Block(16, 2048, "none", 2) for _ in range(2)]
+
+    def __call__(self, x):
+        for block in self.h:
+            x = block(x, 8)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+class NNXBlock(nnx.Module):
+    def __init__(self, width, rngs):
+        self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
+        sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+        for name, size in sizes.items():
+            setattr(self, name, nnx.Linear(*size, rngs=rngs))
+
+    def __call__(self, x):
+        heads = (8, 2048, 16, 128)
+        q, k, v = (part.reshape(heads) for part in jnp.split(self.qkv(self.norms[0](x)), 3, axis=-1))
+        x = x + self.out(attention.attention(q, k, v, causal=True).reshape(x.shape))
+        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+
+
+class NNXBlocks(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([NNXBlock(2048, rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+@pytest.mark.skipif(targets.missing() is not None, reason="the packages that compile for a GPU are not installed")
+class TestForTheH200:
+    """Compiled for a GPU that is not there: what XLA makes of the products."""
+
+    @pytest.fixture(autouse=True)
+    def native(self, monkeypatch, emulated):
+        monkeypatch.delenv("JAXMP_FLOAT8")
+
+    @staticmethod
+    @functools.cache
+    def compiled(route, policy):
+        """The training step of two blocks of GPT-2, 2048 wide, on 8 sequences of 2048 tokens."""
+        x = shape(16384, 2048, dtype="bfloat16")
+
+        def loss_and_params(blocks):
+            if not isinstance(blocks, nn.Module):
+                graphdef, params = nnx.split(blocks)
+                return lambda params, x: nnx.merge(graphdef, params)(x), params
+            params = jax.eval_shape(Blocks().init, jax.random.key(0), x)["params"]
+            return lambda params, x: blocks.apply({"params": params}, x), params
+
+        blocks = {
+            "linen": lambda: jaxmp.linen.apply_policy(Blocks(), policy),
+            "autocast": Blocks,
+            "nnx": lambda: nnx.eval_shape(lambda: jaxmp.nnx.apply_policy(NNXBlocks(nnx.Rngs(0)), policy)),
+        }[route]()
+        with attention.implementation("cudnn"), jax.numpy_dtype_promotion("standard"):
+            run, params = loss_and_params(blocks)
+            run = jaxmp.autocast(run, policy) if route == "autocast" else run
+
+            def step(params, x):
+                grads = jax.grad(run)(params, x)
+                return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads)
+
+            text = targets.compiled(jax.jit(step, donate_argnums=0), (params, x), "h200").as_text()
+        return text, hlo.Program(text)
+
+    @pytest.mark.parametrize("route", ["linen", "autocast", "nnx"])
+    def test_all_24_products_of_two_blocks_are_float8(self, route):
+        text, program = self.compiled(route, "mixed_float8")
+        dtypes = Counter(kind for kind in programs.products(program).elements() if kind.startswith("dot"))
+        assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == sum(dtypes.values()) == 24
+        assert dtypes == {"dot f8e4m3fn×f8e4m3fn": 8, "dot f8e5m2×f8e4m3fn": 8, "dot f8e4m3fn×f8e5m2": 8}
+
+    def test_what_quantising_adds_is_bounded(self):
+        found = {}
+        for policy in ("mixed_bfloat16", "mixed_float8"):
+            _, program = self.compiled("linen", policy)
+            found[policy] = programs.traffic(program)[0], programs.launches(program)
+        (half, fewer), (ours, more) = found.values()
+        assert ours < 1.51 * half and (more - fewer) / 24 < 6
+
+    def test_a_gelu_in_half_that_keeps_its_input_compiles_in_a_scan(self):
+        @jax.custom_vjp
+        def gelu(x):
+            return jax.nn.gelu(x)
+
+        gelu.defvjp(lambda x: (gelu(x), x), lambda x, ct: jax.vjp(jax.nn.gelu, x)[1](ct))
+
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + nn.Dense(64)(gelu(nn.Dense(128)(x))), None
+
+        scanned = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+        args = shape(64, 64, dtype="bfloat16"), None
+        variables = jax.eval_shape(scanned.init, jax.random.key(0), shape(64, 64), None)
+        model = jaxmp.linen.apply_policy(scanned, SMALL)
+        loss = jax.jit(jax.grad(lambda v: jnp.sum(model.apply(v, jnp.ones(args[0].shape, "bfloat16"), None)[0])))
+        text = targets.compiled(loss, (variables,), "h200").as_text()
+        assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 6
