@@ -271,7 +271,10 @@ def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
 
 def _cast(value: Any, scale: Any, dtype: str) -> Any:
     largest = np.float32(jnp.finfo(dtype).max)
-    scaled = jax.lax.stop_gradient(value).astype(jnp.float32) / scale
+    # Else XLA takes the float32 numbers that were rounded to `value`, and computes them once more to have them.
+    format = jnp.finfo(value.dtype)
+    rounded = jax.lax.reduce_precision(jax.lax.stop_gradient(value), format.nexp, format.nmant)
+    scaled = rounded.astype(jnp.float32) / scale
     return jax.lax.clamp(-largest, scaled, largest).astype(dtype)
 
 

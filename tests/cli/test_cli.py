@@ -243,6 +243,24 @@ def test_doctor_on_a_gpu_loses_no_word_at_any_width(columns, healthy, monkeypatc
 
 
 @pytest.mark.once
+def test_doctor_says_what_float8_would_gain_and_at_which_width_it_is_nothing(healthy, monkeypatch, capsys):
+    monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
+    assert main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["float8"]
+    assert "not measured" in said and "nothing at 768, where products stay bfloat16 (in float8 0.9" in said
+    assert re.search(r"1\.[12]\d× at 2048, 1\.3\d× at 4096; auto never picks it", said)
+    assert main(["doctor", "--json", "--width", "8192"]) == 0
+    assert re.search(r"by their width: 1\.[45]\d× at 8192;", json.loads(capsys.readouterr().out)["float8"])
+    for name, found in (("a100", "nothing: NVIDIA A100-SXM4-80GB has no float8 products"), ("l4", "nothing at 768")):
+        assert found in doctor.gain_of_float8(hardware.detect(name), [768])
+    unknown = hardware.detect(types.SimpleNamespace(**{**vars(H200), "device_kind": "NVIDIA H300"}))
+    assert doctor.gain_of_float8(unknown, [768]).startswith("not known: jaxmp has no peak rates of NVIDIA H300")
+    with pytest.raises(SystemExit):
+        main(["doctor", "--width", "0"])
+    assert "argument --width: invalid width value: '0'" in capsys.readouterr().err
+
+
+@pytest.mark.once
 def test_doctor_tells_of_a_gpu_that_jax_does_not_use(healthy, monkeypatch):
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: True)
     versions_are(monkeypatch, jax="0.11.2", jaxlib="0.11.2")
