@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jaxmp
 from experiments.measure import programs
 from experiments.models import attention, gpt2
+from experiments.models.nnx import GPT2 as NNXGPT2
 from jaxmp import float8, hlo
 from jaxmp.inspect import targets
 from tests.tools.autocast_tools import compiled, cosine, normal
@@ -372,6 +373,45 @@ def test_the_audit_finds_no_fault_with_float8_products():
         MLP, normal(0, 32, 16)
     )
     assert report.findings == () and report.half_flops == 1 and report.flops[E5M2] + report.flops[E4M3] == 1
+
+
+@functools.cache
+def losses(library, policy, steps=40):
+    """Those of training a small GPT-2 on a text that repeats."""
+    tokens = jnp.asarray(np.random.default_rng(0).permutation(64)[np.arange(9 * 32) % 37].reshape(9, 32))
+    batch = {"tokens": tokens[:8], "targets": jnp.roll(tokens[:8], -1, axis=1)}
+    if library == "linen":
+        model = jaxmp.linen.apply_policy(gpt2.GPT2(64, 32, layers=2, heads=2, width=32), policy)
+        params = model.init(jax.random.key(0), tokens[:1])["params"]
+
+        def loss(params, batch):
+            return model.apply({"params": params}, batch["tokens"], batch["targets"], method="loss")
+    else:
+        graphdef, params = nnx.split(jaxmp.nnx.apply_policy(NNXGPT2(64, 32, 2, 32, rngs=nnx.Rngs(0)), policy))
+
+        def loss(params, batch):
+            logits = nnx.merge(graphdef, params)(batch["tokens"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+    step = jaxmp.make_train_step(lambda params, state, batch, rng: (loss(params, batch), state), accumulate_steps=2)
+    state = jaxmp.TrainState.create(params=params, tx=optax.adam(1e-2))
+    products = multiplied(step, state, batch)
+    found = []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return found, products
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_a_small_gpt2_trains_as_in_bfloat16(library):
+    with jax.numpy_dtype_promotion("standard"):
+        ours, products = losses(library, SMALL)
+        half, _ = losses(library, "mixed_bfloat16")
+    assert sum(operands == FORWARD for operands in products) == 8
+    assert sum({*operands} == BACKWARD for operands in products) == 16
+    assert half[-1] < 0.5 * half[0] and abs(ours[-1] - half[-1]) < 0.05 * half[0]
+    assert ours != half
 
 
 class Blocks(nn.Module):
