@@ -89,11 +89,12 @@ class Plan:
         """The parts of a batch."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
-    @functools.cached_property
+    @property
     def is_explicit(self) -> bool:
-        """Whether types say where arrays lie."""
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        return types[self.axes[0]] is AxisType.Explicit
+        """Whether types say where arrays lie, in what is traced now."""
+        mesh = jax.sharding.get_abstract_mesh()
+        mesh = self.mesh if mesh.empty else mesh
+        return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[self.axes[0]] is AxisType.Explicit
 
     @functools.cached_property
     def rows(self) -> PartitionSpec:
@@ -258,6 +259,16 @@ class Gathered:
         others = arrays_in(jax.tree.leaves(rest))
         are_fixed = [True] * (len(leaves) + len(arrays_in(jax.tree.leaves(rest[:1]))))  # the model state's too
         return program.unflatten(_results(jaxpr, consts, [*leaves, *others], are_fixed))
+
+    def is_typed(self, *args: Any) -> bool:
+        """Whether JAX can tell where all that the loss computes lies; Flax says it of no embedding."""
+        try:
+            self._uses(*args[:1], args[1:])
+        except Exception as error:
+            if type(error).__name__ != "ShardingTypeError":
+                raise
+            return False
+        return True
 
     def hold(self, params: Any, *rest: Any) -> Held:
         """The params, all gathered."""

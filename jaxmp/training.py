@@ -26,6 +26,7 @@ from jaxmp import float8
 from jaxmp import tree as _tree
 from jaxmp._gathering import Gathered, Held, plan_of
 from jaxmp._jaxpr.walk import product_dtypes
+from jaxmp._specs import specs_in
 from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import autocast
 from jaxmp.loss_scale import NoOpLossScale
@@ -416,7 +417,7 @@ class TrainStep:
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        loss, grads, model_state, metrics = self._gradients(state, batch, step_rng)
+        loss, grads, model_state, metrics = self._placed_gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
         scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
         apply = functools.partial(
@@ -431,6 +432,16 @@ class TrainStep:
         skipped = new_state.skipped > state.skipped
         own = dict(zip(_OWN_METRICS, (loss, norm, scale, skipped), strict=True))
         return new_state, {**own, **metrics}, new_state.stuck
+
+    def _placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        """As ``_gradients``; on axes of type Explicit by those of type Auto where the loss has no types."""
+        if self._gathered is None or not self._gathered.plan.is_explicit:
+            return self._gradients(state, batch, rng)
+        if self._gathered.is_typed(state.params, state.model_state, batch, rng):
+            return self._gradients(state, batch, rng)
+        whole = PartitionSpec()
+        specs = jax.tree.unflatten(jax.tree.structure(state.params), specs_in(self._gathered.plan.specs))
+        return jax.sharding.auto_axes(self._gradients, out_sharding=(whole, specs, whole, whole))(state, batch, rng)
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""

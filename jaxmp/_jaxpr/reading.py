@@ -300,6 +300,12 @@ def has_explicit_axes(value: Any) -> bool:
     return bool(jax.typeof(value).sharding.mesh.explicit_axes)
 
 
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """An abstract value to trace for, which lies where types say that it does."""
+    sharding = aval.sharding if aval.sharding.mesh.explicit_axes else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
 def context() -> Any:
     """What JAX's own caches of traces depend on: its configuration, the mesh, the precision of products."""
     return config.trace_context()

@@ -18,7 +18,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
-from jaxmp._jaxpr.reading import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened
+from jaxmp._jaxpr.reading import Bodies, Opened, asks_for_highest, in_dtype_of_scatter, opened, shape_of
 from jaxmp._jaxpr.walk import PRODUCTS
 
 Values = Sequence[Any]
@@ -294,7 +294,7 @@ def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
             present[:] = [isinstance(ct, (jax.Array, np.ndarray)) for ct in cts]
             return [ct for ct, here in zip(cts, present, strict=True) if here]
 
-        avals = [jax.ShapeDtypeStruct(written[n].shape, written[n].dtype) for n in floating]
+        avals = [shape_of(written[n]) for n in floating]
         with rule.tracing():
             traced = opened(jax.make_jaxpr(flat)(*avals))
         wanted = [dtype for dtype, here in zip(dtypes, present, strict=True) if here]
