@@ -18,6 +18,8 @@ from rich.console import Console
 import jaxmp
 from jaxmp.inspect import Blame, first_nonfinite
 
+pytestmark = pytest.mark.once
+
 FILE = Path(__file__).name
 X = jnp.array([1.0, 2.0, 100.0])
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx import bridge
-from linen_zoo import data, products, quick_jit, same_bits
+from linen_zoo import data, products, same_bits
 from nnx_zoo import model_products, values
 
 import jaxmp
@@ -91,6 +91,15 @@ def dtypes(tree):
 
 
 ADAPTERS = ["apply_policy", "autocast"]
+
+
+def of_each_adapter(cases):
+    """The newest Python has the first case of each adapter, and the one in which a layer is half against its author."""
+    first = [next(case for case in cases if case[0] == adapter) for adapter in ADAPTERS]
+    kept = [case for case in cases if case in first or "half" in (case[2] or {}).values()]
+    return [pytest.param(*case, marks=[pytest.mark.once] * (case not in kept)) for case in cases]
+
+
 CASES = [
     ("apply_policy", "mixed_float16", {"**/b": "float32"}),
     ("apply_policy", "mixed_bfloat16", {nn.Dense: "float32"}),
@@ -109,27 +118,22 @@ def of_linen(model, variables):
         out = model.apply({**variables, "params": params}, X)
         return jnp.sum(out.astype("float32") ** 2), out
 
-    (_, out), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+    (_, out), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
     return out, grads
 
 
 def of_nnx(model):
     """The same of a model in NNX."""
-    graph, state = nnx.split(model)
 
     def loss(model):
         out = model(X)
         return jnp.sum(out.astype("float32") ** 2), out
 
-    @quick_jit
-    def run(state):
-        (_, out), grads = nnx.value_and_grad(loss, has_aux=True)(nnx.merge(graph, state))
-        return out, nnx.to_pure_dict(nnx.as_pure(grads))
-
-    return run(state)
+    (_, out), grads = nnx.value_and_grad(loss, has_aux=True)(model)
+    return out, nnx.to_pure_dict(nnx.as_pure(grads))
 
 
-@pytest.mark.parametrize(("adapter", "policy", "overrides"), CASES, ids=str)
+@pytest.mark.parametrize(("adapter", "policy", "overrides"), of_each_adapter(CASES), ids=str)
 def test_a_wrapped_linen_module_computes_as_under_linens_own_adapter(adapter, policy, overrides):
     model = getattr(jaxmp.nnx, adapter)(to_nnx(), policy, overrides)
     linen = getattr(jaxmp.linen, adapter)(Linen(), policy, overrides)
@@ -252,7 +256,7 @@ NNX_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("adapter", "policy", "overrides"), NNX_CASES, ids=str)
+@pytest.mark.parametrize(("adapter", "policy", "overrides"), of_each_adapter(NNX_CASES), ids=str)
 def test_a_wrapped_nnx_module_computes_as_under_nnxs_own_adapter(adapter, policy, overrides):
     linen = getattr(jaxmp.linen, adapter)(bridge.ToLinen(Nnx), policy, overrides)
     variables = linen.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)

@@ -18,6 +18,8 @@ from optimizer_tools import bits
 import jaxmp
 from jaxmp.nnx import Optimizer, apply_policy, scaled_value_and_grad
 
+pytestmark = pytest.mark.once
+
 IMAGE, TARGET = data(4, 5, 5, 3), data(4, 8, seed=8)
 BAD = IMAGE.at[1].set(jnp.nan)
 

@@ -18,6 +18,8 @@ from properties_zoo import NNX, SEQUENCE, Linen, X, each_api, mixed, pure
 import jaxmp
 from jaxmp._jaxpr.walk import equations
 
+pytestmark = pytest.mark.once
+
 # --- 10: evaluation ---------------------------------------------------------------------------------------------------
 
 
