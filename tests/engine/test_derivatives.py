@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, compiled, cosine, half, layer_norm, normal, operations, products
+from autocast_tools import compiled, cosine, half, in_turn, layer_norm, normal, operations, products
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
@@ -339,8 +339,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("limit", "policy"), in_turn(LIMITS))
 def test_a_limit_of_what_is_float32_passes_its_gradient_inside_and_outside(limit, policy):
     def loss(w):
         return jnp.mean((LIMITS[limit](layer_norm(X @ w)) @ W) ** 2)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_tools import HALVES, compiled, cosine, half, layer_norm, normal, products
+from autocast_tools import HALVES, compiled, cosine, half, in_turn, layer_norm, normal, products
 
 from jaxmp._jaxpr.reading import bodies_of
 from jaxmp._jaxpr.walk import equations
@@ -105,8 +105,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "policy"), in_turn(LOOPS))
 def test_4096_uses_of_a_weight_have_a_gradient_of_4096(loop, policy):
     for gradient in (jax.grad(half(LOOPS[loop], policy)), half(jax.grad(LOOPS[loop]), policy)):
         assert set(products(gradient, ONES)) == {HALVES[policy]}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_tools import in_turn
 from jax import lax
 from linen_zoo import (
     INPUTS,
@@ -164,8 +165,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(("factor", "policy"), in_turn(FACTORS))
 def test_a_model_with_a_factorisation_behind_a_layer_is_made_where_it_is_applied(factor, policy):
     class Factored(nn.Module):
         @nn.compact
@@ -191,8 +191,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(("solver", "policy"), in_turn(SOLVERS))
 def test_a_solver_behind_a_layer_is_float32_with_its_derivative_and_under_vmap(solver, policy):
     class Solved(nn.Module):
         @nn.compact

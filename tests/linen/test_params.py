@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from autocast_tools import in_turn
 from flax import serialization
 from jax import lax
 from linen_zoo import (
@@ -121,8 +122,7 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("policy", HALVES)
-@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize(("leaf", "policy"), in_turn(LEAVES))
 def test_a_module_without_a_dtype_field_is_decided_as_autocast_decides(leaf, policy):
     make, x = LEAVES[leaf]
     model = apply_policy(make(), policy)

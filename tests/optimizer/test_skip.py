@@ -271,5 +271,5 @@ class AnySequenceOfSteps(RuleBasedStateMachine):
         assert int(self.state.skipped) == self.skipped and int(self.state.consecutive_skipped) == self.consecutive
 
 
-AnySequenceOfSteps.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
+AnySequenceOfSteps.TestCase.settings = settings(max_examples=20, stateful_step_count=20)
 TestAnySequenceOfSteps = AnySequenceOfSteps.TestCase

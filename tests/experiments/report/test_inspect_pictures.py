@@ -1,5 +1,9 @@
 """The pictures of docs/inspect.md: the script runs in small, and writes between the markers of the page alone."""
 
+import functools
+import sysconfig
+from pathlib import Path
+
 import pytest
 
 from experiments.models.workloads import workload
@@ -14,7 +18,10 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("standard_promotion")]
     [("training", {"underflow", "exponents"}), ("compare", {"errors"}), ("scale", {"loss_scale"}), ("plan", {"casts"}),
      ("memory", {"memory"})],
 )  # fmt: skip
-def test_the_script_draws_in_small(name, pictures, tmp_path, capsys):
+def test_the_script_draws_in_small(name, pictures, tmp_path, capsys, monkeypatch):
+    sources = str(Path(sysconfig.get_path("stdlib"), "asyncio"))  # the whole library is read for 15 seconds
+    small = functools.partial(inspect_pictures.language_model, dataset=sources)
+    monkeypatch.setattr(inspect_pictures, "language_model", small)
     inspect_pictures.main(inspect_pictures.Config(pictures=(name,), smoke=True, run_dir=tmp_path))
     assert {file.stem for file in tmp_path.glob("*.png")} == {f"inspect_{picture}" for picture in pictures}
     shown = capsys.readouterr().out
