@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxmp import tree as _tree
@@ -37,11 +39,15 @@ def items(node: Any) -> Iterator[tuple[str, Any]]:
                 yield _tree.path_name(path), value
 
 
+# What a module has most: nothing is in them.
+_LEAVES = frozenset({type(None), bool, int, float, str, np.dtype, types.FunctionType, nnx.Param})
+
+
 def own(node: Any) -> Iterator[Any]:
     """What belongs to a module itself, that in its containers included; its submodules, but not what they hold."""
     for _, value in items(node):
         yield value
-        if not is_module(value):
+        if type(value) not in _LEAVES and not is_module(value):
             yield from own(value)
 
 
