@@ -26,6 +26,8 @@ _EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 _ROUNDINGS = frozenset({"floor", "ceil", "round"})
 _LOGARITHMS = frozenset({"log", "log1p", "log2"})
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is the derivative of max
+_READ_PLACES = _COMPARISONS | _ROUNDINGS | {"sin", "cos", "tan", "rem"}
+_SQUARES = frozenset({"square", "integer_pow", "abs", "mul", "pow"})
 _SUMS = frozenset({"add", "sub", "add_any"})
 _SCALES = frozenset({"mul", "div", "neg"})
 _MEANS = _SCALES | {"reduce_sum"}
@@ -225,9 +227,11 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
             return
     terms = [node, *walk(node.inputs, _terms)]
     products = {term: [_origin(each, _SCALES) for each in term.inputs] for term in terms if term.name in PRODUCTS}
+    if not products:
+        return
     summed = set(walk((term for term in terms if term.name == "reduce_sum"), _terms))
     parts = summed.union(walk((term for term in terms if term.name in ("gather", "slice", "dynamic_slice")), _terms))
-    for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms] if products else ():
+    for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms]:
         is_whole = bool(products.get(norm)) and len(norm.shape) >= len(norm.inputs[0].shape)  # not a number a vector
         if vector is None or (is_whole and norm not in parts):
             continue
@@ -297,6 +301,8 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
     Nothing but moves, offsets and scales lies between. In bfloat16 a place of 300.4 is 300, and a phase of 300.4 noise.
     """
     products = [node for node in graph.nodes if node.name in PRODUCTS]
+    if not products or not any(map(_hands_places, steps)):
+        return
     computed = set(walk(products, lambda node: node.users))
     keeping = {node for node in graph.nodes if _keeps_places(node, computed)}
 
@@ -345,6 +351,14 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
     for node in [*filter(_is_product, found)]:
         yield Group("coordinates", (node, *found), reason)
         found = []  # the first says it of all between
+
+
+def _hands_places(step: Step) -> bool:
+    """Whether an operation may be one that places are handed to, or a complex number."""
+    name, node = step.eqn.primitive.name, step.node
+    kind = step.eqn.outvars[0].aval.dtype.kind if name in (_CAST, "complex", "mul", "neg", "exp") else ""
+    is_read = any(step.operands) and (name in _READ_PLACES or (name == _CAST and kind in "iu"))
+    return is_read or kind == "c" or (node is not None and name in _SQUARES and len(_square(node)) > 1)
 
 
 def _keeps_places(node: Node, computed: Collection[Node]) -> bool:
