@@ -30,6 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import bound, rebuilt
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._specs import Mesh, as_tuple, fitting, following, names_of, require_specs, specs_in, without
@@ -502,18 +503,19 @@ def _results(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], are_fixed: 
         return atom.val if reading.is_literal(atom) else env[atom]
 
     fixed = {*jaxpr.constvars, *(var for var, is_fixed in zip(jaxpr.invars, are_fixed, strict=False) if is_fixed)}
+    places = Places()
     for eqn in jaxpr.eqns:
         given = [read(atom) for atom in eqn.invars]
         known = [
             isinstance(value, _Use) or reading.is_literal(atom) or atom in fixed
             for value, atom in zip(given, eqn.invars, strict=True)
         ]
-        with reading.in_place_of(eqn):
-            if any(isinstance(value, _Use) for value in given):
-                results = _rewritten(eqn, given, known)
-            else:
-                results = bound(eqn, given, eqn.params)
-                fixed.update(eqn.outvars if all(known) else ())
+        places.at(eqn)
+        if any(isinstance(value, _Use) for value in given):
+            results = places.within(_rewritten, eqn, given, known)
+        else:
+            results = places.repeated(given)
+            fixed.update(eqn.outvars if all(known) else ())
         env.update(zip(eqn.outvars, results, strict=True))
     return [_plain(read(atom), atom.aval.dtype) for atom in jaxpr.outvars]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import linecache
 import os
@@ -97,6 +96,19 @@ def elements_of(constant: Any) -> np.ndarray | None:
     return np.asarray(constant)
 
 
+def extremes_of(constant: Any) -> tuple[float, float] | None:
+    """The smallest magnitude but 0 among :func:`elements_of` a constant, and the largest; None if it has none."""
+    elements = elements_of(constant)
+    return None if elements is None else _extremes(elements.tobytes(), elements.dtype)
+
+
+@functools.lru_cache(maxsize=128)  # a program has the same numbers again and again
+def _extremes(data: bytes, dtype: np.dtype) -> tuple[float, float]:
+    magnitudes = np.abs(np.frombuffer(data, dtype).astype(np.float32))
+    finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
 def names_of(eqn: Any) -> Names:
     """The scopes around an equation, outermost first: modules and named scopes, without ``jvp``, ``vmap`` and such."""
     return _scopes(eqn.source_info.name_stack)
@@ -125,6 +137,7 @@ def scopes_and_transforms(eqn: Any) -> tuple[Names, tuple[str, ...]]:
     return names, tuple(transforms)
 
 
+@functools.lru_cache(maxsize=4096)
 def _scopes(stack: Any) -> Names:
     scopes = (entry for entry in stack.stack if isinstance(entry, source_info_util.Scope))
     return tuple(part for scope in scopes for part in scope.name.split("/"))
@@ -228,15 +241,6 @@ def in_dtype_of_scatter(jaxpr: Any, dtype: Any) -> Any | None:
         return None
     scalars = [jax.ShapeDtypeStruct((), dtype) for _ in jaxpr.invars]
     return opened(jax.make_jaxpr(lambda *args: evaluate(jaxpr, [], args))(*scalars))[0]
-
-
-@contextlib.contextmanager
-def in_place_of(eqn: Any) -> Iterator[None]:
-    """Equations bound here have the source, the scopes and the context of ``eqn``."""
-    info = eqn.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield
 
 
 def is_tracing() -> bool:

@@ -13,6 +13,7 @@ made in the kernel that computes the cotangent, beside its half copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,11 +26,12 @@ _cast = Primitive("cast_repeated")
 
 
 def cast_repeated(
-    value: Any, dtype: np.dtype, shape: tuple[int, ...], like: Any = None, is_normalised: bool = False
+    bind: Callable[..., Any], value: Any, dtype: np.dtype, shape: tuple[int, ...], like: Any, is_normalised: bool
 ) -> Any:
     """``value`` in ``dtype``, repeated along leading axes and those of size 1 up to ``shape``.
 
     Args:
+      bind: binds a primitive to operands and parameters.
       value: a floating array.
       dtype: a floating dtype.
       shape: that of the result.
@@ -38,8 +40,8 @@ def cast_repeated(
         bias: XLA finds no room there for a third sum in float32, which gets a kernel of its own.
     """
     axes = tuple(range(len(shape) - value.ndim, len(shape)))
-    others = () if like is None else (like,)
-    return _cast.bind(value, *others, dtype=dtype, shape=shape, axes=axes, is_normalised=is_normalised)
+    params = {"dtype": dtype, "shape": shape, "axes": axes, "is_normalised": is_normalised}
+    return bind(_cast, (value,) if like is None else (value, like), params)
 
 
 def _forward(value: Any, *_: Any, dtype: np.dtype, shape: tuple[int, ...], axes: tuple[int, ...], **__: Any) -> Any:

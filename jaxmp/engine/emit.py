@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.rebuild import Rule, bound, linear_solve, params_in_dtype, rebuilt
+from jaxmp._jaxpr.places import Places
+from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.classes import Kind, is_castable
@@ -32,12 +33,8 @@ _MAX_PROGRAMS = 256
 def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
     """The results of a program as the engine decides; its steps and bodies note what is emitted for them.
 
-    Args:
-      graph: the program as its author wrote it.
-      rules: what is asked of its operations.
-      args: its arguments, which may have other dtypes than those it was traced with.
-      dtypes: those that its results shall have; None for as they come.
-      force: decide although it has no product.
+    ``args`` may have other dtypes than those it was traced with; ``dtypes`` are those that its results shall have, None
+    for as they come. With ``force`` all is decided although it has no product.
     """
     for node, value in zip(graph.sources, args, strict=True):
         if node is not None:
@@ -67,6 +64,7 @@ class _Evaluation:
         self.env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
         self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
         self.shared: dict[Any, Any] = {}
+        self.places = Places()
         # Of what the author widened what was half, and its node: who wants half reads that.
         self.narrow: dict[Any, tuple[Any, Any]] = {}
 
@@ -74,11 +72,12 @@ class _Evaluation:
         """The results of the body, each in the dtype of its node."""
         for step in self.body.steps:
             self.casts = step.casts = []
-            with reading.in_place_of(step.eqn):
-                results = self.results_of(step)
+            self.places.at(step.eqn)
+            results = self.results_of(step)
             self.env.update(zip(step.eqn.outvars, results, strict=True))
-            if _is_widening(step):
+            if step.eqn.primitive.name == _CAST and _is_widening(step):
                 self.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], step.operands[0]
+        self.places.at(None)
         self.casts = self.body.casts
         return [self.read(atom) for atom in self.body.jaxpr.outvars]
 
@@ -86,18 +85,13 @@ class _Evaluation:
         """The value as it is."""
         return atom.val if reading.is_literal(atom) else self.env[atom]
 
-    def read_as(self, atom: Any, node: Node, dtype: np.dtype, repeat: tuple[Step, Any] | None = None) -> Any:
-        """The value in ``dtype``, for an operation that may repeat it.
-
-        Args:
-          atom: the variable or literal.
-          node: its node.
-          dtype: the dtype that is wanted.
-          repeat: the step of the operation and another operand of it; None if it repeats nothing.
-        """
+    def read_as(self, atom: Any, node: Node, dtype: np.dtype, repeat: tuple[Step, Sequence[Any]] | None = None) -> Any:
+        """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
         value = self.read(atom)
         if reading.is_literal(atom):
             return self.cast(value, dtype)
+        if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray):
+            return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
             return self.read_as(*self.narrow[atom], dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
@@ -108,7 +102,7 @@ class _Evaluation:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
         if repeat is not None and dtype.itemsize < value.dtype.itemsize and node.late in (None, dtype):
-            return self.repeated(value, dtype, *repeat)
+            return self.repeated(value, dtype, repeat[0], _met(*repeat))
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
@@ -120,7 +114,7 @@ class _Evaluation:
         if value.dtype == dtype:
             return value
         self.casts.append(value.size * dtype.itemsize)
-        return jax.lax.convert_element_type(value, dtype)
+        return self.places.cast(value, dtype)
 
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
         """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of what it meets."""
@@ -128,14 +122,14 @@ class _Evaluation:
         if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
         self.casts.append(value.size * dtype.itemsize)
-        return cast_repeated(value, dtype, shape, like, step.node is not None and _is_normalised(step.node))
+        return cast_repeated(self.places.bind, value, dtype, shape, like, bool(step.node and _is_normalised(step.node)))
 
     def results_of(self, step: Step) -> Sequence[Any]:
         """Those of an equation."""
-        eqn, node, given = step.eqn, step.node, [self.read(atom) for atom in step.eqn.invars]
+        eqn, node, given, places = step.eqn, step.node, [self.read(atom) for atom in step.eqn.invars], self.places
         if _stands(step):
-            return bound(eqn, given, eqn.params)
-        repeat = (step, _met(step, given)) if eqn.primitive.name in BROADCAST else None
+            return places.repeated(given)
+        repeat = (step, given) if eqn.primitive.name in BROADCAST else None
         wanted = zip(given, eqn.invars, step.operands, _wants(step), strict=True)
         operands = [
             value if dtype is None or operand is None else self.read_as(atom, operand, dtype, repeat)
@@ -150,19 +144,19 @@ class _Evaluation:
                 del self.casts[-1:]  # which is the author's
             return results
         if step.bodies is not None:
-            return self.results_of_bodies(step, step.bodies, operands)
+            return places.within(self.results_of_bodies, step, step.bodies, operands)
         if step.float8:
-            results, step.bound = step.float8.emit(operands)
+            results, step.bound = places.within(step.float8.emit, operands)
             return results
         params = eqn.params
         if node is not None and node.compute is not None:
             if eqn.primitive.name == "custom_linear_solve" and node.compute != node.written:
-                return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
+                return places.within(linear_solve, eqn, functools.partial(_derived, self.rules, step), operands)
             is_exact = node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
             params = params_in_dtype(eqn, node.compute, is_exact)
         if reading.asks_for_what_is_missing(params):
             params = {**params, "precision": None}
-        results = bound(eqn, operands, params)
+        results = places.bound(operands, params)
         return results if node is None or node.compute in (None, node.dtype) else [self.cast(results[0], node.dtype)]
 
     def results_of_bodies(self, step: Step, bodies: reading.Bodies, operands: Sequence[Any]) -> Sequence[Any]:
@@ -236,9 +230,9 @@ def _is_normalised(node: Node) -> bool:
 def _stands(step: Step) -> bool:
     """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
     if step.stands is None:
-        known = [node for node in (*step.operands, *step.nodes) if node is not None]
         has_rules = step.eqn.primitive.name in _WITH_RULES and step.region.level != "written"  # decided when they run
-        is_changed = any(node.late is not None or node.dtype != node.written for node in known) or bool(step.float8)
+        known = filter(None, (*step.operands, *step.nodes))
+        is_changed = any([node.late is not None or node.dtype != node.written for node in known]) or bool(step.float8)
         if is_changed or reading.asks_for_what_is_missing(step.eqn.params) or (step.bodies is not None and has_rules):
             step.stands = False
         elif step.bodies is not None:

@@ -68,11 +68,6 @@ class Node:
         """The dtype that its readers see."""
         return self.late or self.dtype
 
-    def read(self, node: Node) -> None:
-        """Adds an input."""
-        self.inputs.append(node)
-        node.users.append(self)
-
 
 _UNMARKED = Region()
 
@@ -97,11 +92,7 @@ class Step:
     stands: bool | None = None
     bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
     casts: list[int] = dataclasses.field(default_factory=list)  # the bytes of each cast that is added for it
-
-    @property
-    def node(self) -> Node | None:
-        """The node of the first floating result."""
-        return next((node for node in self.nodes if node is not None), None)
+    node: Node | None = None  # that of the first floating result
 
     @property
     def joins(self) -> list[Node | None]:
@@ -195,17 +186,16 @@ class _Builder:
             return None
         half = self.region.half or self.rules.half
         node = Node(kind, name, aval.dtype, aval.shape, reason, asked, half, self.loop, self.in_rule)
+        node.inputs += inputs
         for operand in inputs:
-            node.read(operand)
+            operand.users.append(node)
         self.nodes.append(node)
         return node
 
     def source(self, aval: Any, value: Any = None) -> Node | None:
         node = self.node(Kind.SOURCE, "source", aval, ())
-        if node is not None and value is not None and (elements := reading.elements_of(value)) is not None:
-            magnitudes = np.abs(elements.astype(np.float32))
-            finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]  # the rest exists in every format
-            node.const = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+        if node is not None and value is not None:
+            node.const = reading.extremes_of(value)
         return node
 
     def body(
@@ -243,6 +233,7 @@ class _Builder:
             if not any(body.has_floats for body in step.inner):
                 step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
         step.nodes = [value.node for value in results]
+        step.node = next(filter(None, step.nodes), None)
         return step, [value._replace(is_fixed=True) for value in results] if all(fixed) else results
 
     def inner(self, step: Step, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
@@ -274,7 +265,8 @@ class _Builder:
         self.loop = around
         for join, value in zip(carry, results, strict=False):
             if join.node is not None and value.node is not None:
-                join.node.read(value.node)
+                join.node.inputs.append(value.node)
+                value.node.users.append(join.node)
                 self.check_range(join.node)
         key = ("turns", *(value.number for value in (*carry, *results)))
         ends = [self.value(join.node, (n, *key)) for n, join in enumerate(carry)]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import Rule, bound, rebuilt
 from jaxmp.inspect.program import Key
 
@@ -82,8 +83,10 @@ class _Evaluation:
         def read(atom: Any) -> Any:
             return atom.val if reading.is_literal(atom) else env[atom]
 
+        places = Places()
         for number, eqn in enumerate(jaxpr.eqns):
-            with reading.in_place_of(eqn):
+            places.at(eqn)
+            with places.here():
                 results = self.equation(eqn, [read(atom) for atom in eqn.invars], (*key, number), given, records)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars], records
