@@ -20,14 +20,6 @@ from experiments.models.activations import gelu
 from experiments.models.attention import attention
 from experiments.models.gpt2 import GPT2
 
-SIZES = {
-    "124M": GPT2(),
-    "355M": GPT2(layers=24, heads=16, width=1024),
-    "774M": GPT2(layers=36, heads=20, width=1280),
-    "1558M": GPT2(layers=48, heads=25, width=1600),
-    "7B": GPT2(sequence=2048, layers=32, heads=32, width=4096),
-}
-"""By params with GPT-2's tokens: the published sizes (Radford et al. 2019, table 2), and that of Llama's smallest."""
 _CHUNK = 128
 """The tokens of a sequence whose logits are there at once."""
 

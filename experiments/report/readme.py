@@ -119,7 +119,7 @@ def sharding_block(root: Path = ROOT) -> str:
         "|---|---:|---:|---|",
     ]
     for row in (row for row in source.data["rows"] if row["setting"]["size"] == "7B"):
-        cards = [target.name for target in TARGETS.values() if row["peak"] <= 0.9 * target.memory_bytes]
+        cards = [name.upper() for name, target in TARGETS.items() if row["peak"] <= 0.9 * target.memory_bytes]
         how = f"{row['gpus']} ({row['topology']})"
         lines.append(f"| {how} | {row['peak'] / 2**30:.1f} | {row['wire'] / 1e9:.1f} | {', '.join(cards) or 'none'} |")
     parts = sections(source.path.with_suffix(".md"))

@@ -18,11 +18,12 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import tyro
 
+from experiments import language_modeling
 from experiments.benchmarks.compile_only import report, sharded
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps
@@ -61,8 +62,8 @@ class Config(records.Small):
     """Blocks of a transformer; 0 for 12. With fewer nothing is compared with torch."""
     topology: Annotated[tuple[str, ...], tyro.conf.arg(metavar="1x2x4", help_behavior_hint="")] = ()
     """Clusters of the GPU, slices x hosts x GPUs of each host: of them are --sizes and --mesh, and no other flag."""
-    sizes: tuple[Literal["124M", "355M", "774M", "1558M", "7B"], ...] = ("124M", "355M", "774M", "1558M", "7B")
-    """Params of GPT-2, with 8 sequences of 1,024 tokens a GPU, the largest with 2 of 2,048."""
+    sizes: tuple[language_modeling.Size, ...] = ("124M", "355M", "774M", "1558M", "7B")
+    """Params of GPT-2, with 8 sequences of 1,024 tokens a GPU, or 2 of 2,048."""
     mesh: str = ""
     """Axes of the mesh, as in data=2,fsdp=4. (default: fsdp alone)"""
     hlo: tyro.conf.FlagCreatePairsOff[bool] = False

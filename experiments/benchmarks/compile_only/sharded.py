@@ -8,11 +8,11 @@ import math
 import re
 from typing import Any
 
+from experiments import language_modeling
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
 from experiments.measure.sharded import measure
 from experiments.models import GPT2
-from experiments.models.stacked import SIZES
 from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
@@ -31,6 +31,12 @@ ABOUT = (
     "params and optimizer, in float32. `sent`: in a step, by rings. `ideal`: weights gathered twice in 16 bits, "
     "gradients reduced once in float32."
 )
+
+
+def model(size: str) -> GPT2:
+    """A model of that size."""
+    own = language_modeling.SIZES[size]
+    return GPT2(sequence=own["context"], layers=own["layers"], heads=own["heads"], width=own["width"])
 
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
@@ -78,7 +84,7 @@ def main(config: Any) -> list[dict[str, Any]]:
     with Progress("sharded", len(config.sizes) * len(meshes)) as progress:
         for size, (topology, mesh) in itertools.product(config.sizes, meshes.items()):
             progress.advance(0, f"compiling {size}", topology)
-            find = functools.partial(measure, SMOKE if config.smoke else SIZES[size], config.target, topology, mesh)
+            find = functools.partial(measure, SMOKE if config.smoke else model(size), config.target, topology, mesh)
             name = "-".join([size, topology.replace(" ", ""), *(f"{axis}{n}" for axis, n in mesh.items())])
             has.get(name, find, size=size)
             progress.advance(1, size, topology)
