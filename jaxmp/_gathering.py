@@ -93,7 +93,7 @@ class Plan:
     @property
     def is_explicit(self) -> bool:
         """Whether types say where arrays lie, in what is traced now."""
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh: Mesh = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if mesh.empty else mesh
         return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[self.axes[0]] is AxisType.Explicit
 
@@ -264,7 +264,7 @@ class Gathered:
     def is_typed(self, *args: Any) -> bool:
         """Whether JAX can tell where all that the loss computes lies; Flax says it of no embedding."""
         try:
-            self._uses(*args[:1], args[1:])
+            self._uses(args[0], args[1:])
         except Exception as error:
             if type(error).__name__ != "ShardingTypeError":
                 raise
