@@ -260,8 +260,8 @@ def _scale(value: Any, dtype: str) -> Any:
 @custom_vmap
 def _largest(value: Any) -> Any:
     # By columns first, as a bias's gradient is summed, in whose kernel it is then; XLA would make one maximum of both.
-    columns = jnp.max(jnp.abs(value), tuple(range(value.ndim - 1)), initial=0)
-    return jnp.max(jax.lax.optimization_barrier(columns), initial=0).astype(jnp.float32)
+    columns = jax.lax.reduce_max(jnp.abs(value), tuple(range(value.ndim - 1)))
+    return jax.lax.reduce_max(jax.lax.optimization_barrier(columns), tuple(range(columns.ndim))).astype(jnp.float32)
 
 
 @_largest.def_vmap

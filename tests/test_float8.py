@@ -149,6 +149,8 @@ class TestNumbers:
         assert not np.any(found)
         dx, dw = pull(jnp.zeros((16, 16), jnp.bfloat16))
         assert not np.any(dx) and not np.any(dw)
+        none, pull = jax.vjp(dot, jnp.zeros((0, 32), jnp.bfloat16), w)
+        assert none.shape == (0, 16) and not np.any(pull(none)[1])
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     @pytest.mark.parametrize("where", ["x", "w", "gradient"])
