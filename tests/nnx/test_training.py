@@ -63,6 +63,7 @@ def compiled(step: Any) -> int:
 # ---- the same numbers
 
 
+@pytest.mark.once
 def test_a_step_gives_the_numbers_of_gradients_and_update_by_hand():
     (model, optimizer), (twin, twin_optimizer) = setup(), setup()
 
@@ -219,6 +220,7 @@ def test_autocast_of_the_loss_function_puts_its_products_in_half_and_keeps_what_
         )
 
 
+@pytest.mark.once
 def test_steps_compile_once_never_wait_and_reuse_the_memory_of_the_model():
     model, optimizer = setup(ema=True)
     kernel, moment = model.conv.kernel[...], jax.tree.leaves(nnx.as_pure(optimizer.opt_state.inner_state))[1]

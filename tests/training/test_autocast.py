@@ -63,6 +63,7 @@ def test_the_step_and_the_evaluation_multiply_in_the_compute_dtype(policy, dtype
     assert dtypes_in(jaxmp.make_eval_step(loss_fn, policy=policy)) == {dtype}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", [None, "float32", "O0", "tensorfloat32"])
 def test_a_float32_policy_means_no_autocast(policy):
     assert dtypes_in(make(policy)) == {"float32"}
@@ -131,6 +132,7 @@ def test_overrides_reach_the_autocast():
     assert dtypes_in(evaluate) == {"float16", "float32"}
 
 
+@pytest.mark.once
 def test_float16_products_of_autocast_without_a_loss_scale_are_warned_of_once():
     step, state = make("O1"), new_state(jaxmp.NoOpLossScale())
     with pytest.warns(UserWarning, match=r"float16 products but the optimizer no loss scale"):
@@ -168,6 +170,7 @@ def test_an_override_that_matches_nothing_is_an_error_of_the_step():
         step(new_state(), BATCH)
 
 
+@pytest.mark.once
 def test_an_o1_model_in_the_loss_function_is_left_as_it_is():
     model = jaxmp.linen.apply_policy(NET, "O1", {"head": "float32"})
 
