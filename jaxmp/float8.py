@@ -236,11 +236,9 @@ def _product(
 
 def _quantised(value: Any, dtype: str) -> tuple[Any, Any, Any]:
     """A value, the value in float8, and the scale of that."""
-    # Or XLA drops the rounding to bfloat16, and writes in float32 what the scale and the quantisation share.
-    rounded = jax.lax.reduce_precision(value, 8, 7) if value.dtype == _COMPUTE else value
-    scale = checkpoint_name(_scale(rounded, dtype), RESIDUALS)
+    scale = checkpoint_name(_scale(value, dtype), RESIDUALS)
     # What is kept by its name JAX rounds once more, as if e4m3fn had infinities: 256 would become one. Bits it leaves.
-    bits = jax.lax.bitcast_convert_type(_cast(rounded, scale, dtype), jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
     return value, jax.lax.bitcast_convert_type(checkpoint_name(bits, RESIDUALS), dtype), scale
 
 
@@ -271,7 +269,7 @@ def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
 
 def _cast(value: Any, scale: Any, dtype: str) -> Any:
     largest = np.float32(jnp.finfo(dtype).max)
-    # Else XLA takes the float32 numbers that were rounded to `value`, and computes them once more to have them.
+    # Else XLA takes the float32 numbers that were rounded to `value`: it writes them, or computes them twice.
     format = jnp.finfo(value.dtype)
     rounded = jax.lax.reduce_precision(jax.lax.stop_gradient(value), format.nexp, format.nmant)
     scaled = rounded.astype(jnp.float32) / scale
