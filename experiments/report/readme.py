@@ -115,11 +115,12 @@ def sharding_block(root: Path = ROOT) -> str:
     if source is None:
         return "Not compiled yet: `python -m experiments.benchmarks.compile_only --topology 1x1x8`.\n"
     lines = [
-        "| GPUs | GiB of each | GB that each sends in a step | holds it, a tenth left free |",
+        "| GPUs | GiB of each | GB that each sends in a step | held by, with a tenth of it free |",
         "|---|---:|---:|---|",
     ]
     for row in (row for row in source.data["rows"] if row["setting"]["size"] == "7B"):
-        cards = [name.upper() for name, target in TARGETS.items() if row["peak"] <= 0.9 * target.memory_bytes]
+        able = {name.upper(): target for name, target in TARGETS.items() if target.capability >= (8, 0)}  # of bfloat16
+        cards = [name for name, target in able.items() if row["peak"] <= 0.9 * target.memory_bytes]
         how = f"{row['gpus']} ({row['topology']})"
         lines.append(f"| {how} | {row['peak'] / 2**30:.1f} | {row['wire'] / 1e9:.1f} | {', '.join(cards) or 'none'} |")
     parts = sections(source.path.with_suffix(".md"))
