@@ -166,9 +166,9 @@ def dot_general(
       is_fused: whether XLA may add to the result in the product's own kernel. It dies of a bfloat16 GELU of the tanh
         form there, so that nobody who does not know what reads the result should say so.
 
-    >>> x, w = jax.numpy.full((16, 32), 0.25), jax.numpy.ones((32, 16))
+    >>> x, w = jax.numpy.full((16, 32), 0.4375), jax.numpy.full((32, 16), 0.875)  # 448 times a power of two: exact
     >>> float(dot_general(x, w, (((1,), (0,)), ((), ())), jaxmp.Float8())[0, 0])
-    8.0
+    12.25
     """
     contracting, batch = dimension_numbers
     dimensions = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
@@ -367,7 +367,7 @@ def speedup(width: int, device: Any = None, accumulate: str = "fast_forward") ->
       ValueError: there are no rates of float8 products of the device.
 
     >>> f"{speedup(768, 'h200'):.2f} {speedup(4096, 'h200'):.2f}"
-    '0.91 1.35'
+    '0.92 1.33'
     """
     found = device if isinstance(device, hardware.Hardware) else hardware.detect(device)
     if _E4M3 not in found.peak_tflops or found.peak_bandwidth is None:

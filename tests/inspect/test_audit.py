@@ -209,7 +209,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
     product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
     for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):
         seen = findings.Audited(
-            values, [(value, product)], [None, None], [None, None], lambda each: [1], None, None, None, on_cpu
+            values, [(value, product)], [None, None], [None, None], lambda each: [1], None, None, None, on_cpu, ()
         )
         assert [each.kind for each in findings.findings(seen)] == kinds
 

@@ -163,7 +163,7 @@ def test_remat_computes_again_what_it_says_and_changes_no_gradient(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unknown_remat_and_sequences_that_are_too_long_are_refused(kind):
-    with pytest.raises(ValueError, match="remat must be one of none, attention, dots, full, got 'some'"):
+    with pytest.raises(ValueError, match="remat must be one of none, attention, dots, float8, full, got 'some'"):
         jax.eval_shape(kind(*SIZES, remat="some").init, jax.random.key(0), TOKENS)
     with pytest.raises(ValueError, match="sequences have at most 8 tokens, got 9; make the model longer"):
         jax.eval_shape(kind(*SIZES).init, jax.random.key(0), np.zeros((1, 9), np.int32))
@@ -173,7 +173,7 @@ def test_an_unknown_remat_and_sequences_that_are_too_long_are_refused(kind):
     ("name", "remat", "message"),
     [
         ("gpt3", "none", "a workload is one of resnet50, bert, gpt2, lstm, got 'gpt3'"),
-        ("gpt2", "some", "remat is one of none, attention, dots, full, for transformers only, got 'some'"),
+        ("gpt2", "some", "remat is one of none, attention, dots, float8, full, for transformers only, got 'some'"),
         ("resnet50", "full", "for transformers only, got 'full'"),
     ],
 )
