@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmp import training
+from jaxmp import _loss_functions, _placement, training
 from jaxmp._nnx_optimizer import Optimizer, require_optimizer
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name
@@ -60,7 +60,7 @@ class TrainStep:
         """One step; see :func:`make_train_step`."""
         state: training.TrainState = _state_of(model, optimizer)
         if self._settled() is not optimizer:
-            state, self._settled = training._settled(state), weakref.ref(optimizer)
+            state, self._settled = _placement.settled(state), weakref.ref(optimizer)
         state, metrics = self._step(state, batch)
         nnx.update(model, state.params, *state.model_state[1:])
         optimizer._take(state)
@@ -114,7 +114,7 @@ def _state_of(model: Any, optimizer: Optimizer) -> _State:
 
 def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
     """``loss_fn`` of a model as one of its params and its other arrays."""
-    training._require_arguments(loss_fn, "model, batch")
+    _loss_functions.require_arguments(loss_fn, "model, batch")
 
     def of_arrays(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         form, *others = model_state

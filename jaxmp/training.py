@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import flax.struct
@@ -22,43 +20,29 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp import float8
 from jaxmp import tree as _tree
 from jaxmp._gathering import Gathered, Held, plan_of
 from jaxmp._jaxpr.walk import product_dtypes
+from jaxmp._loss_functions import OWN_METRICS, LossFn, checked, under_policy, with_remat
+from jaxmp._placement import at, at_home, home_of, is_traced, moved_to, settled, tell_of_devices
 from jaxmp._specs import specs_in
-from jaxmp.dtypes import nearest
-from jaxmp.engine.autocast import autocast
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
-    described,
     get_loss_scale,
     get_loss_scaling_state,
     has_loss_scale,
     in_precision_of,
-    is_number,
     loss_scaling,
-    require_loss,
     require_outermost,
     scaled_value_and_grad,
     take_step,
     unscaled_norm,
     warn_if_behind,
 )
-from jaxmp.overrides import policy_and_exceptions
 
-LossFn = Callable[[Any, Any, Any, Any], Any]
-"""``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
 Metrics = dict[str, Any]
 
-_REMAT: dict[str, Any] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "float8": jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS),
-}
 _LAG = 4  # steps between a report of several processes and its reading
-_OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -147,7 +131,7 @@ class TrainState(flax.struct.PyTreeNode):
             tx=optax.with_extra_args_support(tx),
             **fields,
         )
-        return _settled(state)
+        return settled(state)
 
     def with_tx(self, tx: optax.GradientTransformation) -> TrainState:
         """This state under the same optimizer in another precision: to :func:`jaxmp.low_precision`, or back.
@@ -170,7 +154,7 @@ class TrainState(flax.struct.PyTreeNode):
                 f"with_tx takes the same optimizer in another precision, but its state is {wanted}, and this one's is "
                 f"{found}; make a fresh state with TrainState.create"
             )
-        return _settled(self.replace(tx=optax.with_extra_args_support(tx), opt_state=new))
+        return settled(self.replace(tx=optax.with_extra_args_support(tx), opt_state=new))
 
     def apply_gradients(
         self,
@@ -309,11 +293,11 @@ def make_train_step(
             f"got mesh={mesh!r}, specs={'None' if specs is None else 'a tree'}, reduce_dtype={reduce_dtype!r}, "
             f"remat={remat!r}; take specs=jaxmp.sharding.fsdp_specs(params, mesh), or leave them all out"
         )
-    loss_fn = _under_policy(_checked(loss_fn), policy, overrides)
+    loss_fn = under_policy(checked(loss_fn), policy, overrides)
     gathered = None
     if mesh is not None:
         loss_fn = gathered = Gathered(plan_of(mesh, specs, reduce_dtype), loss_fn, remat is None or remat == "regather")
-    loss_fn = _with_remat(loss_fn, None if remat == "regather" else remat)
+    loss_fn = with_remat(loss_fn, None if remat == "regather" else remat)
     return TrainStep(
         loss_fn, accumulate_steps, ema_decay, clip_norm, donate, max_consecutive_skips, gathered, reduce == "once"
     )
@@ -366,7 +350,7 @@ class TrainStep:
                 state, metrics, stuck = self.jitted(state, batch)
         except (RuntimeError, ValueError) as error:
             _tell_of_donation(state, error)
-            _tell_of_devices(state, batch, error)
+            tell_of_devices(state, batch, error)
             raise
         self._returned = weakref.ref(state)
         if not isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
@@ -382,16 +366,16 @@ class TrainStep:
 
     def _placed(self, state: TrainState, batch: Any) -> TrainState:
         """``state``, with all of it where it or the batch is committed to; ``jitted`` becomes the function for it."""
-        if self._plan is not None and not _is_traced(state):
+        if self._plan is not None and not is_traced(state):
             _require_train_state(state)
             wanted = self._plan.shardings(state)
-            state = jax.tree.map_with_path(_at, state, wanted)
+            state = jax.tree.map_with_path(at, state, wanted)
             leaves, structure = jax.tree.flatten(wanted)
             self.jitted, self._stays = self._jitted_for((structure, tuple(leaves))), True
             return state
-        home = _home_of((state, batch))
-        if home is not None and not _is_traced(state):
-            state = jax.tree.map(lambda leaf: _at_home(leaf, home), state)
+        home = home_of((state, batch))
+        if home is not None and not is_traced(state):
+            state = jax.tree.map(lambda leaf: at_home(leaf, home), state)
             if isinstance(home, NamedSharding):
                 shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
                 self.jitted, self._stays = self._jitted_for((jax.tree.structure(state), shardings)), True
@@ -402,7 +386,7 @@ class TrainStep:
     def _batch_on_mesh(self, batch: Any) -> Any:
         assert self._plan is not None
         wanted = self._plan.shardings_of_batch(batch, self._accumulate_steps)
-        return batch if _is_traced(batch) else jax.tree.map(_moved_to, batch, wanted)
+        return batch if is_traced(batch) else jax.tree.map(moved_to, batch, wanted)
 
     def _jit(self, placement: tuple[Any, ...] | None) -> Any:
         """The compiled function; XLA alone would shard by the batch what it computes of it."""
@@ -430,7 +414,7 @@ class TrainStep:
                 raise
             new_state = apply(extra_args=self._clip)
         skipped = new_state.skipped > state.skipped
-        own = dict(zip(_OWN_METRICS, (loss, norm, scale, skipped), strict=True))
+        own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
         return new_state, {**own, **metrics}, new_state.stuck
 
     def _placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
@@ -581,7 +565,7 @@ def make_eval_step(
       TypeError: the loss function takes or returns something else; the state is no :class:`TrainState`.
       RuntimeError: the state was given to a donating step before.
     """
-    loss_fn = _under_policy(_checked(loss_fn), policy, overrides)
+    loss_fn = under_policy(checked(loss_fn), policy, overrides)
 
     @jax.jit
     def jitted(state: TrainState, batch: Any) -> Metrics:
@@ -599,7 +583,7 @@ def make_eval_step(
             return jitted(state, batch)
         except (RuntimeError, ValueError) as error:
             _tell_of_donation(state, error)
-            _tell_of_devices(state, batch, error)
+            tell_of_devices(state, batch, error)
             raise
 
     step.jitted = jitted  # type: ignore[attr-defined]
@@ -628,97 +612,6 @@ def _tell_of_donation(state: Any, error: Exception) -> None:
             "a step has had it, or another state of the same arrays; go on with the state that the step returned "
             "(state, metrics = step(state, batch)), or make the step with make_train_step(..., donate=False)"
         ) from error
-
-
-def _checked(loss_fn: LossFn) -> LossFn:
-    """``loss_fn`` in the form ``(loss, (model_state, metrics))`` that ``has_aux`` takes, its result checked.
-
-    Raises:
-      TypeError: it is no function, or does not take four arguments.
-    """
-    _require_arguments(loss_fn, "params, model_state, batch, rng")
-
-    def checked(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        result = loss_fn(params, model_state, batch, rng)
-        if not isinstance(result, tuple) or len(result) not in (2, 3):
-            is_scalar = is_number(result) and np.ndim(result) == 0
-            raise TypeError(
-                "a loss function returns (loss, new_model_state) or (loss, new_model_state, metrics), got "
-                f"{'the loss alone' if is_scalar else described(result)}; write return loss, model_state, or "
-                "return loss, None if there is no model state"
-            )
-        loss, new_model_state, metrics = (*result, {}) if len(result) == 2 else result
-        require_loss(loss, "return (loss, new_model_state), in this order")
-        if not isinstance(metrics, Mapping):
-            raise TypeError(
-                f"a loss function's metrics must be a dict of names and values, got {described(metrics)}; return "
-                '{"accuracy": accuracy}, say'
-            )
-        if taken := [name for name in metrics if name in _OWN_METRICS]:
-            raise ValueError(f"the step reports {', '.join(_OWN_METRICS)} itself, got a metric {taken[0]!r}; rename it")
-        return loss, (new_model_state, metrics)
-
-    return checked
-
-
-def _require_arguments(loss_fn: Any, names: str) -> None:
-    """Raises if ``loss_fn`` does not take arguments of these ``names``, or is no function."""
-    if not callable(loss_fn):
-        raise TypeError(f"a loss function must be callable, got {loss_fn!r}; write def loss_fn({names})")
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # written in C
-        return
-    try:
-        signature.bind(*names.split(","))
-    except TypeError as error:
-        bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-        takes = signature.replace(parameters=bare, return_annotation=signature.empty)
-        state = ", in which model_state and rng are None where TrainState.create got none" if "rng" in names else ""
-        raise TypeError(
-            f"a loss function takes ({names}), but this one takes {takes}; write def loss_fn({names}){state}"
-        ) from error
-
-
-def _under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
-    """``loss_fn`` under autocast where ``policy`` computes in a half dtype."""
-    one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
-    if one_policy is None or one_policy.compute_dtype == np.float32:
-        if overrides:
-            raise ValueError(
-                f"overrides are exceptions from autocast, but policy={policy!r} asks for none, got {dict(overrides)}; "
-                'pass a half policy too ("mixed_bfloat16", say), or leave them out'
-            )
-        return loss_fn if one_policy is None else _within(one_policy.precision, loss_fn)
-    # A pure policy would round the loss and the batch statistics on their way out.
-    return _within(one_policy.precision, autocast(loss_fn, one_policy.with_output_dtype(np.float32), exceptions))
-
-
-def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn) -> LossFn:
-    def within(*args: Any) -> Any:
-        with context():
-            return loss_fn(*args)
-
-    return within
-
-
-def _with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
-    if remat is None or remat == "none":
-        return loss_fn
-    if isinstance(remat, str):
-        # Those that are policies and not functions that make one.
-        names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
-        policies = {**_REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
-        if remat not in policies:
-            known = nearest(remat, ["none", *policies], 12)
-            raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
-        remat = policies[remat]
-    if not callable(remat):
-        raise TypeError(
-            f"remat must be None, the name of a policy or a policy of jax.checkpoint_policies, got {remat!r}; "
-            '"full" recomputes everything'
-        )
-    return jax.checkpoint(loss_fn, policy=remat)
 
 
 def _split(path: Any, leaf: Any, n: int) -> jax.Array:
@@ -768,86 +661,3 @@ def _require_same_structure(new: Any, old: Any) -> Any:
                 "make it the same in every batch"
             )
     return new
-
-
-def _settled(state: TrainState) -> TrainState:
-    """``state`` in the form that a step gives it, so that the first step and those after it share one compilation.
-
-    That is arrays of strong type where the params are committed to; and none twice, for a buffer can be donated only
-    once.
-    """
-    home = _home_of(state.params)
-    seen: set[int] = set()
-
-    def settle(leaf: Any) -> Any:
-        again = id(leaf) in seen
-        seen.add(id(leaf))
-        leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=again)
-        return leaf if home is None or isinstance(leaf, jax.core.Tracer) else _at_home(leaf, home)
-
-    return jax.tree.map(settle, state)
-
-
-def _home_of(tree: Any) -> Any:
-    """The sharding over all devices of the mesh that an array of ``tree`` is on; else a committed one's; or None."""
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(tree) if _is_put(leaf)]
-    for sharding in shardings:
-        if isinstance(sharding, NamedSharding):
-            return NamedSharding(sharding.mesh, PartitionSpec())
-    return shardings[0] if shardings else None
-
-
-def _at_home(leaf: Any, home: Any) -> jax.Array:
-    """``leaf``, at ``home`` if it was put on no device."""
-    if _is_put(leaf):
-        return leaf
-    return jax.device_put(leaf, home) if home.is_fully_addressable else _spread(home)(leaf)
-
-
-@functools.cache
-def _spread(home: Any) -> Any:
-    """Puts an array that every process has onto the devices of all, where device_put takes no PRNG key."""
-    return jax.jit(lambda leaf: leaf, out_shardings=home)
-
-
-def _at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
-    """``leaf`` as the specs of a step say.
-
-    Raises:
-      ValueError: it was put elsewhere.
-    """
-    if _is_put(leaf) and not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
-        raise ValueError(
-            f"a state must lie as the mesh and specs of the step say, {wanted.spec} on {wanted.mesh.shape_tuple} for "
-            f"{_tree.path_name(path)!r}, got {leaf.sharding}; make it with jaxmp.sharding.init_state(…, mesh, specs)"
-        )
-    return _at_home(leaf, wanted)
-
-
-def _moved_to(leaf: Any, wanted: NamedSharding) -> Any:
-    if _is_put(leaf) and leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
-        return leaf
-    return jax.device_put(leaf, wanted)
-
-
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
-def _is_put(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
-
-
-def _tell_of_devices(state: Any, batch: Any, error: Exception) -> None:
-    """Raises in place of ``error`` if arrays are committed to different devices."""
-    home = _home_of((state, batch))
-    for path, leaf in jax.tree.leaves_with_path({"state": state, "batch": batch}):
-        if _is_put(leaf) and leaf.sharding.device_set != home.device_set:
-            here, there = (", ".join(sorted(map(str, each.device_set))) for each in (leaf.sharding, home))
-            place = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())"
-            raise ValueError(
-                "the state and the batch of a step must be on the same devices, got "
-                f"{_tree.path_name(path)!r} put on {here} and others on {there}; write jax.device_put({path[0].key}, "
-                f"{place if isinstance(home, NamedSharding) else 'device'}), or put the state on no device: a step "
-                "moves it to the batch"
-            ) from error

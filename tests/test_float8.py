@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Float8, Policy, PolicyMap, float8, get_policy, hardware
+from jaxmp import Float8, Policy, PolicyMap, _loss_functions, float8, get_policy, hardware
 from jaxmp.hlo import NO_KERNEL, Program, is_end
 from jaxmp.inspect import targets
 
@@ -217,7 +217,7 @@ class TestTransformations:
 
     def test_remat_by_name_keeps_the_operands_in_float8_and_quantises_once(self, operands):
         x, w, _ = operands
-        policy = jaxmp.training._REMAT["float8"]
+        policy = _loss_functions.REMAT["float8"]
         kept = jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x, w: loss(jnp.sin(x), w), policy=policy), (0, 1)))(x, w)
         again = next(eqn for eqn in reversed(kept.eqns) if eqn.primitive.name == "remat2")
         sizes = [atom.aval for atom in again.invars if atom.aval.size > 1]
@@ -591,7 +591,7 @@ class TestForAnH200:
             return jnp.sum(jax.lax.scan(lambda x, w: (dot(x, w), None), x, ws)[0].astype(jnp.float32))
 
         args = shape(2048, 1024), shape(3, 1024, 1024)
-        for fun in (loss, jax.checkpoint(loss, policy=jaxmp.training._REMAT["float8"])):
+        for fun in (loss, jax.checkpoint(loss, policy=_loss_functions.REMAT["float8"])):
             text = targets.compiled(jax.jit(jax.grad(fun, (0, 1))), args, "h200").as_text()
             stacked = set(re.findall(r"(\w+)\[3,2048,1024\]", text))
             assert stacked and stacked <= {"f8e4m3fn", "u8"}

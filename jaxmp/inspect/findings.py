@@ -401,49 +401,21 @@ def _has_half_products(audited: Audited) -> bool:
     return any(value.is_half for product, _ in audited.products for value in product.inputs)
 
 
-def _float32_gathers(audited: Audited) -> Found:
-    for each in audited.sent if _has_half_products(audited) else ():
-        if each.row.kind == "all-gather" and each.row.dtype == "float32":
-            yield from _large(
-                audited,
-                each,
-                each.weights,
-                "weights are gathered in float32 in a program with half products",
-                "gather them with jaxmp.sharding.gather, which casts them first",
-            )
+def _sent(kind: str, dtype: str | None, size: Callable[[Sent], int], what: str, remedy: str) -> Callable[..., Found]:
+    """A finding of each collective of a kind, and dtype if one is given, whose ``size`` is more than 1 MB.
 
+    None on a CPU, which sends half as float32 and sums what others scatter.
+    """
 
-def _activation_gathers(audited: Audited) -> Found:
-    for each in audited.sent:
-        if each.row.kind == "all-gather":
-            yield from _large(
-                audited,
-                each,
-                each.others,
-                "activations are gathered, not the weights that they meet",
-                "gather the weights (jaxmp.sharding.gather), and keep activations split along the batch, on axes of "
-                "type Auto by jax.lax.with_sharding_constraint",
-            )
+    def find(audited: Audited) -> Found:
+        for each in audited.sent if not audited.on_cpu else ():
+            row, is_meant = each.row, dtype is None or (_has_half_products(audited) and each.row.dtype == dtype)
+            if row.kind == kind and is_meant and size(each) > 1e6:
+                times = f"{row.count} time{'s' * (row.count > 1)} a call"
+                amount = f"{tables.short(size(each))}B of {row.dtype} over {row.axis}"
+                yield (row.path, row.source), f"{what}: {amount}, {times}", remedy
 
-
-def _gradient_all_reduces(audited: Audited) -> Found:
-    for each in audited.sent:
-        if each.row.kind == "all-reduce":
-            yield from _large(
-                audited,
-                each,
-                each.split,
-                "gradients of weights that are split are summed whole on every device",
-                "gather the weights with jaxmp.sharding.gather, which reduces and scatters their gradients at once, "
-                "and outside of the loop that uses them, if one does",
-            )
-
-
-def _large(audited: Audited, sent: Sent, size: int, what: str, remedy: str) -> Found:
-    """A finding of more than 1 MB; none on a CPU, which sends half as float32 and sums what others scatter."""
-    row, times = sent.row, f"{sent.row.count} time{'s' * (sent.row.count > 1)} a call"
-    if size > 1e6 and not audited.on_cpu:
-        yield (row.path, row.source), f"{what}: {tables.short(size)}B of {row.dtype} over {row.axis}, {times}", remedy
+    return find
 
 
 KINDS: dict[str, Callable[[Audited], Found]] = {
@@ -464,9 +436,29 @@ KINDS: dict[str, Callable[[Audited], Found]] = {
     "unscaled-float16": _unscaled_float16,
     "float64": _float64,
     "compiled-otherwise": _compiled_otherwise,
-    "float32-gather": _float32_gathers,
-    "activation-gather": _activation_gathers,
-    "gradient-all-reduce": _gradient_all_reduces,
+    "float32-gather": _sent(
+        "all-gather",
+        "float32",
+        lambda sent: sent.weights,
+        "weights are gathered in float32 in a program with half products",
+        "gather them with jaxmp.sharding.gather, which casts them first",
+    ),
+    "activation-gather": _sent(
+        "all-gather",
+        None,
+        lambda sent: sent.others,
+        "activations are gathered, not the weights that they meet",
+        "gather the weights (jaxmp.sharding.gather), and keep activations split along the batch, on axes of type Auto "
+        "by jax.lax.with_sharding_constraint",
+    ),
+    "gradient-all-reduce": _sent(
+        "all-reduce",
+        None,
+        lambda sent: sent.split,
+        "gradients of weights that are split are summed whole on every device",
+        "gather the weights with jaxmp.sharding.gather, which reduces and scatters their gradients at once, and outside "
+        "of the loop that uses them, if one does",
+    ),
 }
 """What finds each kind of finding."""
 

@@ -1,0 +1,120 @@
+"""A train step's loss function: what it must take and return, under a policy, with rematerialisation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp import float8
+from jaxmp.dtypes import nearest
+from jaxmp.engine.autocast import autocast
+from jaxmp.optimizer import described, is_number, require_loss
+from jaxmp.overrides import policy_and_exceptions
+
+LossFn = Callable[[Any, Any, Any, Any], Any]
+"""``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
+OWN_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
+"""What a step reports itself."""
+
+REMAT: dict[str, Any] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "float8": jax.checkpoint_policies.save_only_these_names(float8.RESIDUALS),
+}
+
+
+def checked(loss_fn: LossFn) -> LossFn:
+    """``loss_fn`` in the form ``(loss, (model_state, metrics))`` that ``has_aux`` takes, its result checked.
+
+    Raises:
+      TypeError: it is no function, or does not take four arguments.
+    """
+    require_arguments(loss_fn, "params, model_state, batch, rng")
+
+    def of_checked_result(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        result = loss_fn(params, model_state, batch, rng)
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            is_scalar = is_number(result) and np.ndim(result) == 0
+            raise TypeError(
+                "a loss function returns (loss, new_model_state) or (loss, new_model_state, metrics), got "
+                f"{'the loss alone' if is_scalar else described(result)}; write return loss, model_state, or "
+                "return loss, None if there is no model state"
+            )
+        loss, new_model_state, metrics = (*result, {}) if len(result) == 2 else result
+        require_loss(loss, "return (loss, new_model_state), in this order")
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"a loss function's metrics must be a dict of names and values, got {described(metrics)}; return "
+                '{"accuracy": accuracy}, say'
+            )
+        if taken := [name for name in metrics if name in OWN_METRICS]:
+            raise ValueError(f"the step reports {', '.join(OWN_METRICS)} itself, got a metric {taken[0]!r}; rename it")
+        return loss, (new_model_state, metrics)
+
+    return of_checked_result
+
+
+def require_arguments(loss_fn: Any, names: str) -> None:
+    """Raises if ``loss_fn`` does not take arguments of these ``names``, or is no function."""
+    if not callable(loss_fn):
+        raise TypeError(f"a loss function must be callable, got {loss_fn!r}; write def loss_fn({names})")
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*names.split(","))
+    except TypeError as error:
+        bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+        takes = signature.replace(parameters=bare, return_annotation=signature.empty)
+        state = ", in which model_state and rng are None where TrainState.create got none" if "rng" in names else ""
+        raise TypeError(
+            f"a loss function takes ({names}), but this one takes {takes}; write def loss_fn({names}){state}"
+        ) from error
+
+
+def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
+    """``loss_fn`` under autocast where ``policy`` computes in a half dtype."""
+    one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
+    if one_policy is None or one_policy.compute_dtype == np.float32:
+        if overrides:
+            raise ValueError(
+                f"overrides are exceptions from autocast, but policy={policy!r} asks for none, got {dict(overrides)}; "
+                'pass a half policy too ("mixed_bfloat16", say), or leave them out'
+            )
+        return loss_fn if one_policy is None else _within(one_policy.precision, loss_fn)
+    # A pure policy would round the loss and the batch statistics on their way out.
+    return _within(one_policy.precision, autocast(loss_fn, one_policy.with_output_dtype(np.float32), exceptions))
+
+
+def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn) -> LossFn:
+    def within(*args: Any) -> Any:
+        with context():
+            return loss_fn(*args)
+
+    return within
+
+
+def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
+    if remat is None or remat == "none":
+        return loss_fn
+    if isinstance(remat, str):
+        # Those that are policies and not functions that make one.
+        names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
+        policies = {**REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
+        if remat not in policies:
+            known = nearest(remat, ["none", *policies], 12)
+            raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
+        remat = policies[remat]
+    if not callable(remat):
+        raise TypeError(
+            f"remat must be None, the name of a policy or a policy of jax.checkpoint_policies, got {remat!r}; "
+            '"full" recomputes everything'
+        )
+    return jax.checkpoint(loss_fn, policy=remat)

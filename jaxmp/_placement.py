@@ -1,0 +1,95 @@
+"""Where the arrays of a train state and of a batch lie, and where those go that were put nowhere."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmp import tree as _tree
+
+
+def settled(state: Any) -> Any:
+    """``state`` in the form that a step gives it, so that the first step and those after it share one compilation.
+
+    That is arrays of strong type where the params are committed to; and none twice, for a buffer can be donated only
+    once.
+    """
+    home = home_of(state.params)
+    seen: set[int] = set()
+
+    def settle(leaf: Any) -> Any:
+        again = id(leaf) in seen
+        seen.add(id(leaf))
+        leaf = jnp.array(leaf, jnp.asarray(leaf).dtype, copy=again)
+        return leaf if home is None or isinstance(leaf, jax.core.Tracer) else at_home(leaf, home)
+
+    return jax.tree.map(settle, state)
+
+
+def home_of(tree: Any) -> Any:
+    """The sharding over all devices of the mesh that an array of ``tree`` is on; else a committed one's; or None."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(tree) if is_put(leaf)]
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return shardings[0] if shardings else None
+
+
+def at_home(leaf: Any, home: Any) -> jax.Array:
+    """``leaf``, at ``home`` if it was put on no device."""
+    if is_put(leaf):
+        return leaf
+    return jax.device_put(leaf, home) if home.is_fully_addressable else _spread(home)(leaf)
+
+
+@functools.cache
+def _spread(home: Any) -> Any:
+    """Puts an array that every process has onto the devices of all, where device_put takes no PRNG key."""
+    return jax.jit(lambda leaf: leaf, out_shardings=home)
+
+
+def at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
+    """``leaf`` as the specs of a step say.
+
+    Raises:
+      ValueError: it was put elsewhere.
+    """
+    if is_put(leaf) and not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+        raise ValueError(
+            f"a state must lie as the mesh and specs of the step say, {wanted.spec} on {wanted.mesh.shape_tuple} for "
+            f"{_tree.path_name(path)!r}, got {leaf.sharding}; make it with jaxmp.sharding.init_state(…, mesh, specs)"
+        )
+    return at_home(leaf, wanted)
+
+
+def moved_to(leaf: Any, wanted: NamedSharding) -> Any:
+    if is_put(leaf) and leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+        return leaf
+    return jax.device_put(leaf, wanted)
+
+
+def is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def is_put(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
+
+
+def tell_of_devices(state: Any, batch: Any, error: Exception) -> None:
+    """Raises in place of ``error`` if arrays are committed to different devices."""
+    home = home_of((state, batch))
+    for path, leaf in jax.tree.leaves_with_path({"state": state, "batch": batch}):
+        if is_put(leaf) and leaf.sharding.device_set != home.device_set:
+            here, there = (", ".join(sorted(map(str, each.device_set))) for each in (leaf.sharding, home))
+            place = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())"
+            raise ValueError(
+                "the state and the batch of a step must be on the same devices, got "
+                f"{_tree.path_name(path)!r} put on {here} and others on {there}; write jax.device_put({path[0].key}, "
+                f"{place if isinstance(home, NamedSharding) else 'device'}), or put the state on no device: a step "
+                "moves it to the batch"
+            ) from error
