@@ -456,8 +456,8 @@ KINDS: dict[str, Callable[[Audited], Found]] = {
         None,
         lambda sent: sent.split,
         "gradients of weights that are split are summed whole on every device",
-        "gather the weights with jaxmp.sharding.gather, which reduces and scatters their gradients at once, and outside "
-        "of the loop that uses them, if one does",
+        "gather the weights with jaxmp.sharding.gather, which reduces and scatters their gradients at once, and "
+        "outside of the loop that uses them, if one does",
     ),
 }
 """What finds each kind of finding."""
