@@ -191,6 +191,8 @@ class Checkpoints:
         self._manager = _Manager(folder.absolute(), item_names=_ITEMS, options=options)
         self._held = contextlib.ExitStack()
         self._held.enter_context(_quiet())
+        # Of the writes beside one that failed asyncio tells when they are collected: any time, after the end even.
+        logging.getLogger("asyncio").addFilter(_was_retrieved)
 
     def __enter__(self) -> Self:
         return self
@@ -336,6 +338,11 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _was_retrieved(record: logging.LogRecord) -> bool:
+    """Not for what asyncio logs of an exception that nobody asked for: Orbax raises the first, which says the same."""
+    return "exception was never retrieved" not in record.getMessage()
 
 
 def _damage(folder: Path) -> str | None:

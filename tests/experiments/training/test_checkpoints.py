@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import logging
 import re
 import shutil
 import subprocess
@@ -140,6 +143,24 @@ def test_a_checkpoint_whose_arrays_cannot_be_read_back_gets_no_checksums_and_no_
     with pytest.raises(OSError, match=r"be written to .*/a\[1\] \(.*/manifest.ocdbt was not written, without which"):
         save(folder, state(), 1)
     assert not checkpoints.steps(folder) and not list(folder.rglob("checksums.sha256"))
+
+
+def test_writes_that_fail_beside_the_one_that_is_raised_are_not_logged_as_well(tmp_path, caplog):
+    async def write() -> None:
+        raise ValueError("the disk is full")
+
+    async def leave_a_failed_write() -> None:
+        asyncio.get_running_loop().create_task(write())
+        await asyncio.sleep(0.01)
+        gc.collect()
+
+    logging.getLogger("asyncio").removeFilter(checkpoints._was_retrieved)  # of another test's checkpoints
+    asyncio.run(leave_a_failed_write())
+    assert [record.name for record in caplog.records] == ["asyncio"]
+    caplog.clear()
+    with Checkpoints(tmp_path, keep=1):
+        asyncio.run(leave_a_failed_write())
+    assert not caplog.records
 
 
 def test_what_ended_a_run_comes_before_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch):
