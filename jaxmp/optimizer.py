@@ -391,6 +391,19 @@ def take_step(
     return updates, optax.apply_updates(widen(params), updates), new_state, skipped
 
 
+def with_loss(step: Callable[..., T], loss: Any) -> T:
+    """``step(value=loss)``, for optimizers that look at the loss; without it where a transform does not take it.
+
+    A chain hands what it is given on to all of its transforms; one that needs the loss says so if it comes without.
+    """
+    try:
+        return step(value=loss)
+    except TypeError as error:
+        if "unexpected keyword argument 'value'" not in str(error):
+            raise
+        return step()
+
+
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
     """An optimizer's state ``new`` where ``finite``, else ``old``, but for the loss scale and its counters."""
 

@@ -38,6 +38,7 @@ from jaxmp.optimizer import (
     take_step,
     unscaled_norm,
     warn_if_behind,
+    with_loss,
 )
 
 Metrics = dict[str, Any]
@@ -407,12 +408,7 @@ class TrainStep:
         apply = functools.partial(
             state.apply_gradients, grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng
         )
-        try:
-            new_state = apply(extra_args={"value": loss, **self._clip})
-        except TypeError as error:  # a chain hands the loss on to transforms that do not take it
-            if "unexpected keyword argument 'value'" not in str(error):
-                raise
-            new_state = apply(extra_args=self._clip)
+        new_state = with_loss(lambda **value: apply(extra_args={**value, **self._clip}), loss)
         skipped = new_state.skipped > state.skipped
         own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
         return new_state, {**own, **metrics}, new_state.stuck

@@ -21,7 +21,7 @@ from jaxmp.inspect.evaluate import evaluate
 from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.statistics import Record, Statistics
 from jaxmp.inspect.values import returned
-from jaxmp.optimizer import get_loss_scale, has_loss_scale, require_loss
+from jaxmp.optimizer import get_loss_scale, has_loss_scale, require_loss, with_loss
 
 KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 
@@ -310,12 +310,7 @@ def found_in(loss: Any, params: Any, grads: Any, updates: Any, seen: Seen) -> Fo
 def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **more: Any) -> Any:
     """What an optimizer makes of the gradients that it takes."""
     update = optax.with_extra_args_support(tx).update
-    try:
-        return update(grads, opt_state, params, value=loss, **more)[0]
-    except TypeError as error:  # a chain hands the loss on to transforms that do not take it
-        if "unexpected keyword argument 'value'" not in str(error):
-            raise
-        return update(grads, opt_state, params, **more)[0]
+    return with_loss(lambda **value: update(grads, opt_state, params, **value, **more)[0], loss)
 
 
 class _Taps:
