@@ -242,6 +242,16 @@ def _is_reduced(value: Value) -> bool:
 
 
 def _round_trips(audited: Audited) -> Found:
+    written = {
+        (each.at.path, each.at.source, each.inputs[0].dtype, each.dtype)
+        for each in audited.values.all
+        if each.is_cast and each.at.phase != "backward"
+    }
+
+    def is_derived(cast: Value) -> bool:
+        place = cast.at
+        return place.phase == "backward" and (place.path, place.source, cast.dtype, cast.inputs[0].dtype) in written
+
     for value in audited.values.all:
         if not (value.is_half and value.is_cast and value.inputs[0].is_float and not value.inputs[0].is_half):
             continue
@@ -249,7 +259,8 @@ def _round_trips(audited: Audited) -> Found:
         wide = [each for each in before if constant(each) is None]
         if not wide or not all(each.is_cast and each.inputs[0].dtype == value.dtype for each in wide):
             continue
-        if place.phase == "backward" and _repeats(value):  # the derivative of a sum that float32 was needed for
+        # Derivatives of casts have nothing between them where a bias was added, or an axis summed, in float32.
+        if all(map(is_derived, (value, *wide))):
             continue
         if DECIDED in place.names and all(each is value.inputs[0] and each.at.path != place.path for each in wide):
             continue  # two modules that the engine ran, each with its own cast: XLA makes neither
@@ -685,19 +696,6 @@ def _is_scale(value: Value, audited: Audited) -> bool:
             given = [one for one in leading_to([each]) if one.name == "argument"]
             if given and all(math.prod(one.shape) == 1 and audited.kinds[one.position] != "params" for one in given):
                 return True
-    return False
-
-
-def _repeats(value: Value) -> bool:
-    """Whether a value is repeated on the way to its second cast."""
-    stack, seen = [value.inputs[0]], set[Value]()
-    while stack:
-        each = stack.pop()
-        if each.name == "broadcast_in_dim" and math.prod(each.shape) > math.prod(each.inputs[0].shape):
-            return True
-        if each not in seen and each.is_move:
-            seen.add(each)
-            stack += each.inputs
     return False
 
 

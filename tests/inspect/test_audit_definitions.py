@@ -127,6 +127,32 @@ def test_a_round_trip_goes_through_all_that_only_moves(name: str) -> None:
     assert found(lambda h: jnp.cos(move(h)).astype(BF16), shape(64, 16, dtype=BF16)) == []
 
 
+def test_the_derivative_of_what_is_computed_in_float32_is_no_round_trip() -> None:
+    def loss(p: Any, x: Any, between: Any) -> Any:
+        y = between((x.astype(BF16) @ p["w"].astype(BF16)).astype(F32), p)
+        return jnp.mean((y.astype(BF16) @ p["v"].astype(BF16)).astype(F32) ** 2)
+
+    params = {"w": shape(16, 16), "v": shape(16, 16), "b": shape(16)}
+    for between in (lambda y, p: y + p["b"], lambda y, p: y + 1.0, lambda y, p: y + jnp.sum(y, 0)):
+        grad = jax.grad(lambda p, x, between=between: loss(p, x, between))
+        assert found(grad, params, shape(8, 16)) == []
+        assert found(jax.grad(jax.checkpoint(lambda p, x, f=between: loss(p, x, f))), params, shape(8, 16)) == []
+    assert found(jax.grad(lambda p, x: loss(p, x, lambda y, p: y)), params, shape(8, 16)) == ["round-trip"]
+
+    @jax.custom_vjp
+    def custom(h: Any) -> Any:
+        return h
+
+    custom.defvjp(lambda h: (h, None), lambda _, ct: (ct.astype(F32).T.astype(BF16).T,))
+
+    def ruled(p: Any, x: Any) -> Any:
+        h = x.astype(BF16) @ p["w"].astype(BF16)
+        h = custom(h)
+        return jnp.mean(h.astype(F32) ** 2)
+
+    assert found(jax.grad(ruled), params, shape(8, 16)) == ["round-trip"]
+
+
 def test_what_a_loop_adds_up_in_float32_is_no_round_trip() -> None:
     def fun(h: Any) -> Any:
         total = jax.lax.fori_loop(0, 3, lambda _, z: z + h.astype(F32), jnp.zeros(h.shape, F32))
