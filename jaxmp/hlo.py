@@ -30,9 +30,8 @@ TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _OPERAND = re.compile(r"%?([A-Za-z_][\w.$-]*)")
 _PRODUCTS = {"dot": "dot", "convolution": "convolution"}
 _KERNELS = {"__cublas": "dot", "__cudnn$conv": "convolution", "__cudnn$fmha": "attention"}
-COLLECTIVES = frozenset(
-    ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
-)
+COLLECTIVES = frozenset({"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"})
+COLLECTIVES |= {"collective-permute", "collective-broadcast"}
 CONTROL = frozenset({"while", "conditional", "call"})
 """Whose bodies work."""
 NO_WORK = CONTROL | {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
@@ -168,6 +167,9 @@ class Program:
       entry: the name of the first one to run.
       aliases: results that are written into a parameter, by number.
       partitions: the devices that run it together.
+
+    Raises:
+      ValueError: the text has no entry.
     """
 
     def __init__(self, text: str) -> None:
@@ -192,6 +194,11 @@ class Program:
                 name, result, opcode, rest = found.groups()
                 operands = tuple(_OPERAND.findall(_NOT_NAMES.sub("", _arguments(rest)))) if opcode != "constant" else ()
                 current[name] = Instruction(name, opcode, result, operands, line)
+        if not self.entry:  # or what reads it would find that nothing is sent, and nothing computed
+            raise ValueError(
+                f"the text of a program of XLA has an ENTRY, got {text[:60]!r}; pass compiled.as_text(), of a backend "
+                "that shows its programs"
+            )
 
     def inside(self, instruction: Instruction) -> list[tuple[str, Instruction]]:
         """What a fusion or a call consists of, with the computation that it stands in."""

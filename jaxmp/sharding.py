@@ -342,7 +342,7 @@ class Collective:
     """Equal operations that move data between devices.
 
     Attributes:
-      kind: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"`` or ``"collective-permute"``.
+      kind: that of XLA: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"``, …
       dtype: what crosses the wire.
       axis: the axes of the mesh that it goes over, ``+`` between; the number of devices where there is no mesh.
       count: how often a call runs it, turns of loops counted.
@@ -441,11 +441,11 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = Non
     [('all-reduce', 'float32', 'fsdp', 4)]
     """
     mesh = next((s.mesh for s in jax.tree.leaves(compiled.input_shardings) if isinstance(s, NamedSharding)), None)
-    program = program or hlo.Program(compiled.as_text() or "")
+    program = program or hlo.Program(str(compiled.as_text()))
     counts: collections.Counter[Any] = collections.Counter()
     for computation, instruction, times in program.walk(repeat_loops=True):
         kind = instruction.opcode.removesuffix("-start")
-        if kind not in _SENT:
+        if kind not in hlo.COLLECTIVES:
             continue
         groups = _groups(instruction.text) or [list(range(program.partitions))]
         axis, n = _axis_of(groups, mesh), len(groups[0])
@@ -458,20 +458,17 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = Non
         for dtype, arrays in sizes.items():
             counts[kind, dtype, axis, n, tuple(sorted(arrays)), instruction.path, program.source(instruction)] += times
     rows = (
-        Collective(kind, dtype, axis, count, sum(arrays), count * sum(arrays) * _SENT[kind](n), path, source, arrays)
+        Collective(kind, dtype, axis, count, sum(arrays), count * sum(arrays) * _sent(kind, n), path, source, arrays)
         for (kind, dtype, axis, n, arrays, path, source), count in counts.items()
     )
     return Collectives(tuple(sorted(rows, key=lambda row: (-row.wire, row.kind, row.dtype, row.axis))))
 
 
-_SENT: dict[str, Callable[[int], float]] = {  # of the bytes of the whole, by the number of devices
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: float(n > 1),
-}
+def _sent(kind: str, n: int) -> float:
+    """What one of ``n`` devices sends, by a ring, in parts of the whole."""
+    return float(n > 1) if kind == "collective-permute" else (1 + (kind == "all-reduce")) * (n - 1) / n
+
+
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\[([\d,]*)\])? ?\{([^}]*)\}")
 _PART = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
@@ -479,7 +476,11 @@ _COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\
 
 
 def _groups(text: str) -> list[list[int]]:
-    """The groups of devices that exchange data, by their numbers in the program; none if all do."""
+    """The groups of devices that exchange data, by their numbers in the program; none if all do.
+
+    Raises:
+      ValueError: they are written in a notation that is not known here.
+    """
     if listed := _LISTED.search(text):
         return [[int(each) for each in group.split(",") if each] for group in re.findall(r"\{([\d, ]*)\}", listed[1])]
     if counted := _COUNTED.search(text):
@@ -498,6 +499,11 @@ def _groups(text: str) -> list[list[int]]:
         devices = number.reshape([size for each in cut for size in each])
         devices = devices.transpose([n for n in range(devices.ndim) if n not in own] + list(own))
         return devices.reshape(-1, math.prod(size for _, size in parts.values())).tolist()
+    if written := re.search(r"(?:replica_groups|source_target_pairs)=(?!\{\})[^ ]*[^ ,]", text):
+        raise ValueError(
+            "groups of devices must be in one of XLA's notations {{0,1},…}, [2,4]<=[8] or mesh['x'=8], got "
+            f"{written[0]}; take a JAX that jaxmp is tested with (jaxmp doctor)"
+        )
     return []
 
 

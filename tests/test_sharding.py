@@ -419,6 +419,10 @@ class TestCollectives:
     def test_groups_in_each_notation(self, text, groups):
         assert sharding._groups(text) == groups
 
+    def test_a_notation_that_is_not_known_is_an_error(self):
+        with pytest.raises(ValueError, match=r"XLA's notations .* got replica_groups=<4x2>; take a JAX"):
+            sharding._groups("all-reduce(%x), replica_groups=<4x2>, to_apply=%add")
+
     def test_axes_of_groups(self):
         mesh = mesh_of(data=2, fsdp=2)
         assert sharding._axis_of([[0, 1], [2, 3]], mesh) == "fsdp"

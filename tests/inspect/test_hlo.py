@@ -6,6 +6,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from experiments.measure import programs
 from jaxmp import hlo
@@ -142,3 +143,8 @@ ENTRY %main (x: f32[1024]) -> f32[] {
 }
 """)
     assert [buffer.bytes for buffer in hlo_memory.peak(program)] == [4096]
+
+
+def test_a_text_that_is_no_program_is_an_error():
+    with pytest.raises(ValueError, match=r"program of XLA has an ENTRY, got 'None'; pass compiled.as_text"):
+        hlo.Program("None")
