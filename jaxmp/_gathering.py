@@ -15,212 +15,35 @@ the devices divide is taken, as the batch is: another would cost time, but give 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import bound, rebuilt
-from jaxmp._jaxpr.walk import product_dtypes
-from jaxmp._specs import Mesh, as_tuple, fitting, following, names_of, require_specs, specs_in, without
-from jaxmp.dtypes import canonical_dtype, is_half
+from jaxmp._jaxpr.walk import interpreted, product_dtypes
+from jaxmp._mesh_plan import COPIES, Plan, while_tracing
+from jaxmp._specs import as_tuple, require_specs, specs_in
+from jaxmp.dtypes import is_half
+from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.engine.rules import BROADCAST
 from jaxmp.engine.trace import Program, arrays_in
 
-BATCH_AXES = ("data", "fsdp")
-"""The axes of a mesh over which a batch is split."""
-_COPIES = "jaxmp.copies"
 _FLOAT32 = np.dtype(np.float32)
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})
 _CALLS = frozenset({"jit", "closed_call", "call", "remat2"})
-_tracing: ContextVar[Plan | None] = ContextVar("jaxmp_gathering", default=None)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """Where the params of a train step lie, and in which dtype their gradients are reduced.
-
-    Raises:
-      ValueError: the mesh has no axis for the batch, or such axes of several types; the dtype is none to reduce in.
-    """
-
-    mesh: Mesh
-    specs: Any
-    reduce_dtype: np.dtype
-
-    def __post_init__(self) -> None:
-        sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        if not self.axes:
-            raise ValueError(
-                f"a batch is split over the axes 'data' and 'fsdp' of a mesh, of which this one ({sizes}) has none; "
-                "make it with jax.make_mesh((…,), ('fsdp',))"
-            )
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        if len(kinds := {types[name] for name in self.axes}) > 1 or AxisType.Manual in kinds:
-            raise ValueError(
-                "the axes that a batch is split over must all be of type Auto or all of type Explicit, got "
-                f"{', '.join(f'{name!r} of type {types[name].name}' for name in self.axes)}; make the mesh with the "
-                "same of axis_types for them, and call the step outside of shard_map"
-            )
-        if self.reduce_dtype.itemsize > 4:
-            raise ValueError(
-                f"gradients are reduced in float32 or a half dtype, got reduce_dtype={self.reduce_dtype.name!r}; pass "
-                "reduce_dtype='float32'"
-            )
-
-    @functools.cached_property
-    def axes(self) -> tuple[str, ...]:
-        """Those of the mesh over which the batch is split."""
-        return tuple(name for name in BATCH_AXES if name in self.mesh.shape)
-
-    @functools.cached_property
-    def devices(self) -> int:
-        """The parts of a batch."""
-        return math.prod(self.mesh.shape[name] for name in self.axes)
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether types say where arrays lie, in what is traced now."""
-        mesh: Mesh = jax.sharding.get_abstract_mesh()
-        mesh = self.mesh if mesh.empty else mesh
-        return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[self.axes[0]] is AxisType.Explicit
-
-    @functools.cached_property
-    def rows(self) -> PartitionSpec:
-        """That of an array whose axis 0 has a part for each device."""
-        return PartitionSpec(self.axes if len(self.axes) > 1 else self.axes[0])
-
-    def set(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it the mesh is that of what is traced and called."""
-        if reading.is_tracing() or isinstance(self.mesh, jax.sharding.AbstractMesh):
-            return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
-        return jax.set_mesh(self.mesh)
-
-    def shardings(self, state: Any) -> Any:
-        """Where each leaf of a train state lies.
-
-        Raises:
-          ValueError: the specs are of another tree than its params, or do not fit them.
-        """
-        require_specs(state.params, self.specs)
-        for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs_in(self.specs), strict=True):
-            name = _tree.path_name(path)
-            fitting(spec, name, name, tuple(leaf.shape), self.mesh)
-        specs = following(state, state.params, self.specs, self.mesh)
-        return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), state, specs)
-
-    def shardings_of_batch(self, batch: Any, microbatches: int) -> Any:
-        """Where each leaf of a batch lies: its examples over all devices; a scalar on each.
-
-        Raises:
-          ValueError: devices times microbatches do not divide the examples.
-        """
-
-        def placed(path: Any, leaf: Any) -> Any:
-            if not np.ndim(leaf):
-                return NamedSharding(self.mesh, PartitionSpec())
-            if np.shape(leaf)[0] % (parts := self.devices * microbatches):
-                each = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
-                raise ValueError(
-                    f"the {self.devices} devices of {', '.join(map(repr, self.axes))} must divide the batch{each}, got "
-                    f"{np.shape(leaf)[0]} examples in batch entry {_tree.path_name(path)!r}; use a batch of "
-                    f"{parts * (np.shape(leaf)[0] // parts + 1)}, say"
-                )
-            return NamedSharding(self.mesh, self.rows)
-
-        return jax.tree.map_with_path(placed, batch)
-
-    def put(self, value: Any, spec: PartitionSpec) -> Any:
-        """``value``, laid out so."""
-        return jax.sharding.reshard(value, spec) if self.is_explicit else jax.lax.with_sharding_constraint(value, spec)
-
-    def is_split(self, spec: PartitionSpec) -> bool:
-        """Whether devices with other rows of the batch hold other parts."""
-        return not set(names_of(spec)).isdisjoint(self.axes)
-
-    def whole(self, param: Any, spec: PartitionSpec, dtype: np.dtype) -> Any:
-        """A param on each device, in ``dtype``; nothing to differentiate."""
-        param = jax.lax.stop_gradient(param)
-        if not self.is_split(spec):
-            return param.astype(dtype)
-        # With the second alone XLA gathers some weights before it casts them.
-        return self.put(self.put(param.astype(dtype), spec), PartitionSpec(*without(spec, self.axes)))
-
-    def tap(self, param: Any, spec: PartitionSpec) -> Any:
-        """Zeros (devices, …) whose cotangent, summed over the devices, is that of ``param``."""
-
-        @jax.custom_vjp
-        def tap(param: Any) -> Any:
-            return self.zeros(param)
-
-        tap.defvjp(
-            lambda param: (self.zeros(param), None), lambda _, parts: (self.reduced(parts, spec).astype(param.dtype),)
-        )
-        return tap(param)
-
-    def zeros(self, param: Any) -> Any:
-        """Those of a tap."""
-        return self.put(jnp.zeros((self.devices, *param.shape), _FLOAT32), self.rows)
-
-    def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
-        """The sum over axis 0, of which each device has one part, split as ``spec`` says."""
-        own = [[name for name in as_tuple(entry) if name in self.axes] for entry in spec]
-        rest = tuple(name for name in self.axes if name not in names_of(spec))
-
-        def reduce(parts: Any) -> Any:
-            part = parts[0].astype(self.reduce_dtype)
-            part = jax.lax.psum(part, rest) if rest else part
-            for dim, names in enumerate(own):
-                if names:
-                    part = jax.lax.psum_scatter(part, tuple(names), scatter_dimension=dim, tiled=True)
-            return part
-
-        return self.over_rows(reduce, PartitionSpec(*(tuple(names) or None for names in own)))(parts)
-
-    def over_rows(self, fun: Callable[..., Any], out: PartitionSpec, *dims: int) -> Callable[..., Any]:
-        """``fun`` of the part that each device has of its arguments, split along these axes; by default 0."""
-
-        def run(*args: Any) -> Any:
-            where = dims or (0,) * len(args)
-            specs = tuple(PartitionSpec(*[None] * dim, *self.rows) for dim in where)
-            args = tuple(map(self.put, args, specs))
-            names = set(self.axes)
-            return jax.shard_map(fun, in_specs=specs, out_specs=out, axis_names=names, check_vma=False)(*args)
-
-        return run
-
-    # --- for losses that sum over rows by themselves ---
-
-    def parts(self, array: Any) -> Any:
-        """``array`` (rows, …) as (devices, rows of each, …)."""
-        shape = (self.devices, array.shape[0] // self.devices, *array.shape[1:])
-        if self.is_explicit:
-            return jax.lax.reshape(
-                array, shape, out_sharding=NamedSharding(jax.sharding.get_abstract_mesh(), self.rows)
-            )
-        return self.put(array.reshape(shape), self.rows)
-
-    def copies(self, weight: Any) -> Any:
-        """``weight`` as (devices, …): the cotangent has a part for each device, and is reduced with all others."""
-        with jax.named_scope(_COPIES):
-            return jax.lax.broadcast_in_dim(weight, (self.devices, *weight.shape), range(1, weight.ndim + 1))
-
-
-def spread() -> Plan | None:
-    """The plan of the loss that is traced; None where no batch is split, or none is known to be."""
-    return _tracing.get()
+# What sums the cotangents of its operands by itself, in their dtype; of an unknown primitive nobody knows.
+_SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
+_ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # its operands, not their cotangents
 
 
 class Held(NamedTuple):
@@ -251,15 +74,16 @@ class Gathered:
         if isinstance(params, Held):
             params, given = params.params, list(zip(params.halves, params.taps, strict=True))
         program, uses = self._uses(params, rest)
-        for use, (half, tap) in zip(uses, given, strict=False):
+        for use, (half, tap) in zip(uses, given, strict=bool(given)):
             source = use.source
             source.half, source.tap, source.given, source.gathers_again = half, tap, True, False
         found = iter(uses)
         leaves = [next(found) if _tree.is_float_array(leaf) else leaf for leaf in jax.tree.leaves(params)]
         jaxpr, consts = program.jaxpr
-        others = arrays_in(jax.tree.leaves(rest))
-        are_fixed = [True] * (len(leaves) + len(arrays_in(jax.tree.leaves(rest[:1]))))  # the model state's too
-        return program.unflatten(_results(jaxpr, consts, [*leaves, *others], are_fixed))
+        arrays = [*leaves, *arrays_in(jax.tree.leaves(rest))]
+        known = len(leaves) + len(arrays_in(jax.tree.leaves(rest[:1])))  # the model state is the same for all, too
+        results = _results(jaxpr, consts, arrays, [n < known for n in range(len(arrays))])
+        return program.unflatten(_plain(results, jaxpr))
 
     def is_typed(self, *args: Any) -> bool:
         """Whether JAX can tell where all that the loss computes lies; Flax says it of no embedding."""
@@ -294,7 +118,7 @@ class Gathered:
         if plan.is_explicit:  # as whole arrays, which they are where the loss uses them
             on_all = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_all), params)
-        with _while_tracing(plan):
+        with while_tracing(plan):
             program = Program(self.loss_fn, (shapes, *rest))
         jaxpr, _ = program.jaxpr
         products = map(np.dtype, product_dtypes(jaxpr))
@@ -310,15 +134,6 @@ class Gathered:
                 name, is_alone = _tree.path_name(path), _is_alone(jaxpr, var)
                 uses.append(_Use(_Source(plan, name, leaf, spec, dtype, is_alone, self.gathers_again)))
         return program, uses
-
-
-@contextlib.contextmanager
-def _while_tracing(plan: Plan) -> Iterator[None]:
-    token = _tracing.set(plan)
-    try:
-        yield
-    finally:
-        _tracing.reset(token)
 
 
 @dataclasses.dataclass(eq=False)
@@ -435,7 +250,7 @@ def _is_move(eqn: Any) -> bool:
 
 
 def _is_copying(eqn: Any) -> bool:
-    return eqn.primitive.name == "broadcast_in_dim" and _COPIES in reading.names_of(eqn)
+    return eqn.primitive.name == "broadcast_in_dim" and COPIES in reading.names_of(eqn)
 
 
 def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
@@ -495,33 +310,29 @@ def _enters_scan(bodies: reading.Bodies, position: int) -> bool:
 
 
 def _results(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], are_fixed: Sequence[bool]) -> list[Any]:
-    """The results of a body, among whose arguments are uses of weights; which are the same for all examples."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
+    """The results of a body, among which there may be uses of weights as there are among its arguments.
 
-    def read(atom: Any) -> Any:
-        return atom.val if reading.is_literal(atom) else env[atom]
-
-    fixed = {*jaxpr.constvars, *(var for var, is_fixed in zip(jaxpr.invars, are_fixed, strict=False) if is_fixed)}
+    Args:
+      are_fixed: which of ``args`` are the same for all examples.
+    """
     places = Places()
-    for eqn in jaxpr.eqns:
-        given = [read(atom) for atom in eqn.invars]
-        known = [
-            isinstance(value, _Use) or reading.is_literal(atom) or atom in fixed
-            for value, atom in zip(given, eqn.invars, strict=True)
-        ]
+
+    def equation(eqn: Any, operands: list[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
+        given = [value for value, _ in operands]
+        known = [is_fixed or isinstance(value, _Use) for value, is_fixed in operands]
         places.at(eqn)
         if any(isinstance(value, _Use) for value in given):
-            results = places.within(_rewritten, eqn, given, known)
-        else:
-            results = places.repeated(given)
-            fixed.update(eqn.outvars if all(known) else ())
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [_plain(read(atom), atom.aval.dtype) for atom in jaxpr.outvars]
+            return [(each, False) for each in places.within(_rewritten, eqn, given, known)]
+        return [(each, all(known)) for each in places.repeated(given)]
+
+    operands, constants = list(zip(args, are_fixed, strict=True)), [(const, True) for const in consts]
+    return [value for value, _ in interpreted(jaxpr, constants, operands, equation, lambda atom: (atom.val, True))]
 
 
-def _plain(value: Any, dtype: Any) -> Any:
-    return value.read(dtype) if isinstance(value, _Use) else value
+def _plain(values: Sequence[Any], jaxpr: Any) -> list[Any]:
+    """The results of a body as arrays."""
+    ends = zip(values, jaxpr.outvars, strict=True)
+    return [value.read(atom.aval.dtype) if isinstance(value, _Use) else value for value, atom in ends]
 
 
 def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
@@ -538,42 +349,51 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
     bodies = reading.bodies_of(eqn)
     if bodies is not None and (bodies.kind == "scan" or name in _CALLS):
         return _entered(eqn, bodies, given, are_fixed)
-    operands, plan = list(given), use.source.plan
+    operands = list(given)
+    sums = not all(are_fixed) and name not in _ACCUMULATES and classify(name) in _SUMS
     for position, use in uses:
-        aval = eqn.invars[position].aval
-        if bodies is not None and not all(are_fixed) and is_half(aval.dtype) and plan.reduce_dtype == _FLOAT32:
-            raise ValueError(
-                f"the gradient of {use.source.name!r} cannot be reduced in float32: it goes in {aval.dtype.name} "
-                f"into {name} at {reading.user_source_of(eqn)}, which computes it in that dtype; pass it in float32 "
-                f"there, or make_train_step(…, reduce_dtype={aval.dtype.name!r})"
-            )
-        repeats = name in BROADCAST and aval.shape != eqn.outvars[0].aval.shape
-        operands[position] = use.read(aval.dtype, eqn.outvars[0].aval.shape if repeats else None)
+        operands[position] = _read_whole(use, eqn, position, sums)
     results = bound(eqn, operands, eqn.params)
     if not all(are_fixed):
         return results
-    return [_weight(plan, use.source.name, each) if _tree.is_float_array(each) else each for each in results]
+    return [_weight(use.source, each) if _tree.is_float_array(each) else each for each in results]
 
 
-def _weight(plan: Plan, name: str, value: Any) -> _Use:
-    return _Use(_Source(plan, name, value, PartitionSpec(), value.dtype, False, False))
+def _read_whole(use: _Use, eqn: Any, position: int, sums: bool) -> Any:
+    """A weight for an equation that takes all of it, and maybe sums its cotangents."""
+    name, aval = eqn.primitive.name, eqn.invars[position].aval
+    if sums and is_half(aval.dtype) and use.source.plan.reduce_dtype == _FLOAT32:
+        raise ValueError(
+            f"the gradient of {use.source.name!r} cannot be reduced in float32: it goes in {aval.dtype.name} "
+            f"into {name} at {reading.user_source_of(eqn)}, which computes it in that dtype; pass it in float32 "
+            f"there, or make_train_step(…, reduce_dtype={aval.dtype.name!r})"
+        )
+    repeats = name in BROADCAST and aval.shape != eqn.outvars[0].aval.shape
+    return use.read(aval.dtype, eqn.outvars[0].aval.shape if repeats else None)
+
+
+def _weight(of: _Source, value: Any) -> _Use:
+    return _Use(_Source(of.plan, of.name, value, PartitionSpec(), value.dtype, False, False))
 
 
 def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
     """The results of a call or a scan: what only it reads is gathered in its body, and so are slices of a turn."""
     jaxpr, consts = reading.opened(bodies.jaxprs[0])
-    operands, inside = list(given), dict[int, _Use]()
+    operands, inside, sliced = list(given), dict[int, _Use](), set[int]()
+    is_carried = [bodies.kind == "scan" and not _enters_scan(bodies, n) for n in range(len(given))]
     for position, use in enumerate(given):
         if not isinstance(use, _Use):
             continue
-        source, spec = use.source, use.source.spec
+        source = use.source
         is_turn = bodies.kind == "scan" and position >= bodies.start + bodies.carry
-        is_carried = bodies.kind == "scan" and not _enters_scan(bodies, position)
-        if is_carried or (is_turn and (use.moves or any(spec[:1]))):
-            operands[position] = use.read(eqn.invars[position].aval.dtype)
+        if is_carried[position]:
+            operands[position] = _read_whole(use, eqn, position, sums=not all(are_fixed))
             continue
         inside[position], operands[position] = use, source.param
-        if is_turn:
+        if is_turn and (use.moves or any(source.spec[:1])):
+            sliced.add(position)
+            operands[position] = dataclasses.replace(use, rounded=None).read(source.wide)
+        elif is_turn:
             if source.given:
                 half, tap = source.gathered()
                 operands[position] = source.param, half, jnp.moveaxis(tap, 1, 0)
@@ -581,23 +401,37 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
             source.gathered()
             source.gathers_again &= bodies.kind != "scan"  # or each turn would
 
+    outside, ends = dict[_Source, _Source](), list[Any]()
+
     def run(*args: Any) -> list[Any]:
         values = list(args)
         for position, use in inside.items():
             source, var = use.source, jaxpr.invars[position]
             is_turn = bodies.kind == "scan" and position >= bodies.start + bodies.carry
-            values[position] = use
-            if is_turn or source.half is None:
+            own = use
+            if position in sliced:  # of whole weights: each is one of its own
+                own = dataclasses.replace(_weight(source, args[position]), rounded=use.rounded)
+            elif is_turn or source.half is None:
                 param, half, tap = args[position] if is_turn and source.given else (args[position], None, None)
-                own = dataclasses.replace(source, param=param, is_alone=_is_alone(jaxpr, var), half=half, tap=tap)
-                if is_turn:
-                    own.spec = PartitionSpec(*source.spec[1:])
-                own.gathers_again &= eqn.primitive.name != "remat2"  # which frees what it saw
-                values[position] = dataclasses.replace(use, source=own)
-        is_carried = [bodies.kind == "scan" and not _enters_scan(bodies, n) for n in range(len(values))]
-        return _results(jaxpr, consts, values, [f and not c for f, c in zip(are_fixed, is_carried, strict=True)])
+                alone, spec = _is_alone(jaxpr, var), PartitionSpec(*source.spec[1:]) if is_turn else source.spec
+                mine = dataclasses.replace(source, param=param, half=half, tap=tap, spec=spec, is_alone=alone)
+                mine.gathers_again &= eqn.primitive.name != "remat2"  # which frees what it saw
+                own = dataclasses.replace(use, source=mine)
+            values[position], outside[own.source] = own, source
+        ends[:] = _results(jaxpr, consts, values, [f and not c for f, c in zip(are_fixed, is_carried, strict=True)])
+        if bodies.kind == "scan":
+            return _plain(ends, jaxpr)
+        return [end.source.param if isinstance(end, _Use) else end for end in ends]
 
-    return rebuilt(eqn, bodies, [run], _NO_RULE)(*operands)
+    def weight(end: _Use, result: Any) -> _Use:
+        """What comes out is a weight still."""
+        if bodies.kind == "scan":
+            return _weight(end.source, result)
+        made = dataclasses.replace(end.source, param=result, half=None, tap=None)
+        return dataclasses.replace(end, source=outside.get(end.source, made))
+
+    results = enumerate(rebuilt(eqn, bodies, [run], _NO_RULE)(*operands))
+    return [weight(ends[n], each) if n >= bodies.carry and isinstance(ends[n], _Use) else each for n, each in results]
 
 
 _NO_RULE: Any = None  # there are none in calls and scans
@@ -695,29 +529,12 @@ def _rows_of(eqn: Any, position: int, other: Any, plan: Plan) -> tuple[int, int]
 def _in_float32(fun: Callable[[Any], Any], cotangent: Any) -> Any:
     """``fun``, the transpose of a product, with float32 results of half operands."""
     jaxpr, consts = reading.opened(jax.make_jaxpr(fun)(cotangent))
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, cotangent], strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if reading.is_literal(atom) else env[atom]
+    def equation(eqn: Any, operands: list[Any]) -> list[Any]:
+        if eqn.primitive.name == "convert_element_type":
+            return operands
+        is_product = eqn.primitive.name == "dot_general"
+        wide = {"preferred_element_type": _FLOAT32} if is_product else {}
+        return bound(eqn, operands, {**eqn.params, **wide})
 
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name == "dot_general":
-            results = bound(eqn, operands, {**eqn.params, "preferred_element_type": _FLOAT32})
-        elif eqn.primitive.name == "convert_element_type":
-            results = operands
-        else:
-            results = bound(eqn, operands, eqn.params)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return read(jaxpr.outvars[0]).astype(_FLOAT32)
-
-
-def plan_of(mesh: Any, specs: Any, reduce_dtype: Any) -> Plan:
-    """A plan for what a user asks for.
-
-    Raises:
-      ValueError, TypeError: it is none.
-    """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))")
-    return Plan(mesh, specs, canonical_dtype(reduce_dtype))
+    return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(_FLOAT32)

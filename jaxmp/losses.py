@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._gathering import Plan, spread
+from jaxmp._mesh_plan import Plan, spread
 from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
 

@@ -21,9 +21,10 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
-from jaxmp._gathering import Gathered, Held, plan_of
+from jaxmp._gathering import Gathered, Held
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._loss_functions import OWN_METRICS, LossFn, checked, under_policy, with_remat
+from jaxmp._mesh_plan import plan_of
 from jaxmp._placement import at, at_home, home_of, is_traced, moved_to, settled, tell_of_devices
 from jaxmp._specs import specs_in
 from jaxmp.loss_scale import NoOpLossScale

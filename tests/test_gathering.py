@@ -287,6 +287,51 @@ class TestDtypes:
         assert gathers[WIDTH, 2 * WIDTH] == gathers[VOCABULARY, WIDTH] == {"bfloat16"}
         assert (LAYERS, WIDTH, 2 * WIDTH) not in gathers and reductions == {"float32"}
 
+    @pytest.mark.parametrize("how", ["a jitted cast", "slices of what was reshaped", "a scan that casts"])
+    def test_a_weight_that_passes_through_other_code_is_one_still(self, how):
+        """Each device sums its rows of the gradient in float32, not in the dtype of the product."""
+
+        def loss_fn(params, model_state, batch, rng):
+            if how == "slices of what was reshaped":
+                stack = params["w"].reshape(2, 2, WIDTH, WIDTH).astype("bfloat16")
+            elif how == "a jitted cast":
+                stack = jax.jit(lambda w: w.reshape(2, 2, WIDTH, WIDTH).astype("bfloat16"))(params["w"])
+            else:
+                stack = jax.lax.map(lambda w: w.astype("bfloat16"), params["w"]).reshape(2, 2, WIDTH, WIDTH)
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0] @ w[1]), None), batch.astype("bfloat16"), stack)
+            return jnp.mean(x.astype("float32") ** 2), model_state
+
+        mesh, specs = mesh_of(), {"w": P(None, "fsdp")}
+        rng = np.random.default_rng(0)
+        params = {"w": jnp.asarray(rng.normal(size=(4, WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)}
+        batch = rng.normal(size=(BATCH, WIDTH)).astype(np.float32)
+        steps, states = pair(lambda: params, loss_fn, mesh, specs)
+        with jax.set_mesh(mesh):
+            program = jax.make_jaxpr(steps[1]._step)(states[1], batch)
+        products = [eqn for eqn in equations(program) if eqn.primitive.name == "dot_general"]
+        of_weights = [eqn.outvars[0].aval for eqn in products if set(eqn.outvars[0].aval.shape) == {WIDTH}]
+        assert {aval.dtype.name for aval in of_weights} == {"float32"}
+        (one, seen), (many, _) = (step(state, batch) for step, state in zip(steps, states, strict=True))
+        assert differences(one.params, many.params) <= 1e-3 and not seen["skipped"]
+
+    def test_what_sums_cotangents_of_a_half_weight_by_itself_is_an_error(self):
+        def in_groups(params, model_state, batch, rng):
+            weights = params["w"].astype("bfloat16")[None]
+            sizes = jnp.full((1,), BATCH, jnp.int32)
+            return jnp.mean(jax.lax.ragged_dot(batch.astype("bfloat16"), weights, sizes) ** 2).astype("float32"), None
+
+        def carried(params, model_state, batch, rng):
+            start = batch.astype("bfloat16"), params["w"].astype("bfloat16")
+            x, _ = jax.lax.fori_loop(0, 2, lambda _, carry: (carry[0] @ carry[1], -carry[1]), start)
+            return jnp.mean(x.astype("float32") ** 2), None
+
+        state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
+        for loss_fn, name in ((in_groups, "ragged_dot_general"), (carried, "scan")):
+            step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(), specs={"w": P("fsdp")})
+            message = f"the gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into {name} at "
+            with pytest.raises(ValueError, match=message):
+                step(state, np.ones((BATCH, WIDTH), np.float32))
+
 
 class TestErrors:
     def loss(self, params, model_state, batch, rng):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,33 @@ import numpy as np
 from jaxmp._jaxpr.reading import bodies_of, is_literal, opened
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+def interpreted(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    equation: Callable[[Any, list[Any]], Sequence[Any]],
+    literal: Callable[[Any], Any] = lambda atom: atom.val,
+) -> list[Any]:
+    """What stands for the results of an open jaxpr, of what stands for its constants and its arguments.
+
+    Args:
+      jaxpr: open.
+      consts: what stands for its constants: arrays, or whatever is to be known of values.
+      args: the same of its arguments.
+      equation: makes of an equation, and of what stands for its operands, what stands for its results.
+      literal: makes it of an operand that is written into an equation.
+    """
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return literal(atom) if is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        results = equation(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -39,21 +66,18 @@ def product_dtypes(jaxpr: Any) -> set[str]:
 
 def follow_products(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     """Which results depend on a product or on those of the inputs, but not by way of integers, as a token is one."""
-    depends = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: Any) -> bool:
-        return not is_literal(atom) and depends.get(atom, False)
-
-    for eqn in jaxpr.eqns:
-        operands, bodies = [read(atom) for atom in eqn.invars], bodies_of(eqn)
+    def equation(eqn: Any, operands: list[bool]) -> list[bool]:
+        bodies = bodies_of(eqn)
         if bodies is not None and bodies.kind == "call":
             results = follow_products(opened(bodies.jaxprs[0])[0], operands)
         else:
             inside = (each for inner in (bodies.jaxprs if bodies else ()) for each in equations(inner))
             found = any(operands) or any(each.primitive.name in PRODUCTS for each in (eqn, *inside))
             results = [found] * len(eqn.outvars)
-        depends |= {
-            var: old and not jax.numpy.issubdtype(var.aval.dtype, np.integer)
-            for var, old in zip(eqn.outvars, results, strict=True)
-        }
-    return [read(atom) for atom in jaxpr.outvars]
+        return [
+            found and not jax.numpy.issubdtype(var.aval.dtype, np.integer)
+            for var, found in zip(eqn.outvars, results, strict=True)
+        ]
+
+    return interpreted(jaxpr, [False] * len(jaxpr.constvars), inputs, equation, lambda atom: False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import Rule, bound, rebuilt
+from jaxmp._jaxpr.walk import interpreted
 from jaxmp.inspect.program import Key
 
 Records = dict[Key, Any]
@@ -77,19 +79,14 @@ class _Evaluation:
     def body(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, given: Records
     ) -> tuple[list[Any], Records]:
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         records: Records = {}
+        places, numbers = Places(), itertools.count()
 
-        def read(atom: Any) -> Any:
-            return atom.val if reading.is_literal(atom) else env[atom]
-
-        places = Places()
-        for number, eqn in enumerate(jaxpr.eqns):
+        def equation(eqn: Any, operands: list[Any]) -> list[Any]:
             places.at(eqn)
-            with places.here():
-                results = self.equation(eqn, [read(atom) for atom in eqn.invars], (*key, number), given, records)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars], records
+            return places.within(self.equation, eqn, operands, (*key, next(numbers)), given, records)
+
+        return interpreted(jaxpr, consts, args, equation), records
 
     def equation(self, eqn: Any, operands: list[Any], key: Key, given: Records, records: Records) -> list[Any]:
         bodies = reading.bodies_of(eqn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -13,6 +13,7 @@ import jax
 
 from jaxmp import _nnx_run
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.walk import interpreted
 
 Key = tuple[int, ...]
 """Where an equation stands: its number, after those of each equation and body around it."""
@@ -94,7 +95,8 @@ def places(jaxpr: Any) -> list[Place]:
     rule itself the equations are there once the function is differentiated.
     """
     found: list[Place] = []
-    _collect(reading.opened(jaxpr)[0], _Around(), set(), found)
+    opened, _ = reading.opened(jaxpr)
+    _collect(opened, _Around(), [False] * len(opened.invars), found)
     return found
 
 
@@ -108,10 +110,11 @@ class _Around(NamedTuple):
     turns: tuple[int | None, ...] = ()
 
 
-def _collect(jaxpr: Any, around: _Around, late: set[Any], found: list[Place]) -> list[bool]:
-    """Adds the places of a body, in which ``late`` is computed from gradients; returns which of its results are."""
-    for number, eqn in enumerate(jaxpr.eqns):
-        is_late = [not reading.is_literal(atom) and atom in late for atom in eqn.invars]
+def _collect(jaxpr: Any, around: _Around, late: Sequence[bool], found: list[Place]) -> list[bool]:
+    """Adds the places of a body, some of whose inputs are computed from gradients; returns which of its results are."""
+    numbers = itertools.count()
+
+    def equation(eqn: Any, is_late: list[bool]) -> list[bool]:
         names, transforms = reading.scopes_and_transforms(eqn)
         phase = around.phase
         if phase == "forward" and "transpose" in transforms:
@@ -119,32 +122,23 @@ def _collect(jaxpr: Any, around: _Around, late: set[Any], found: list[Place]) ->
         elif phase == "forward" and any(is_late) and "jvp" not in transforms:
             phase = "update"
         bodies = reading.bodies_of(eqn)
-        key, names = (*around.key, number), (*around.names, *names)
-        place = Place(
-            key,
-            eqn,
-            names,
-            reading.user_source_of(eqn) or around.source or reading.source_of(eqn),
-            phase,
-            around.turns,
-            bodies,
-        )
-        found.append(place)
+        key, names = (*around.key, next(numbers)), (*around.names, *names)
+        source = reading.user_source_of(eqn) or around.source or reading.source_of(eqn)
+        found.append(Place(key, eqn, names, source, phase, around.turns, bodies))
         results = [phase != "forward"] * len(eqn.outvars)
         for index, inner in enumerate(bodies.jaxprs if bodies else ()):
             body = reading.opened(inner)[0]
-            inside = _Around((*key, index), names, place.source, phase, (*around.turns, *turns_of(eqn)))
+            inside = _Around((*key, index), names, source, phase, (*around.turns, *turns_of(eqn)))
             if bodies is not None and bodies.kind == "call" and phase != "backward":
                 # A jitted train step is no update as a whole: its operands and results count one by one.
-                inside = inside._replace(phase=around.phase)
-                given = {var for var, each in zip(body.invars, is_late, strict=True) if each}
-                results = _collect(body, inside, given, found)
+                results = _collect(body, inside._replace(phase=around.phase), is_late, found)
             else:
-                within = _collect(body, inside, set(), found)
+                within = _collect(body, inside, [False] * len(body.invars), found)
                 if bodies is not None and bodies.kind != "call" and len(within) == len(results):  # no condition
                     results = [one or other for one, other in zip(results, within, strict=True)]
-        late.update(var for var, each in zip(eqn.outvars, results, strict=True) if each)
-    return [not reading.is_literal(atom) and atom in late for atom in jaxpr.outvars]
+        return results
+
+    return interpreted(jaxpr, [False] * len(jaxpr.constvars), late, equation, lambda atom: False)
 
 
 def turns_of(eqn: Any) -> tuple[int | None, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.walk import interpreted
 from jaxmp.engine.rules import COMBINES, PICKS
 from jaxmp.inspect.evaluate import is_whole
 from jaxmp.inspect.program import Key, Place, paths_left, places
@@ -302,18 +304,13 @@ class _Builder:
         loops: tuple[Key, ...],
     ) -> list[Value]:
         """The results of a body, of its inputs."""
-        env = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.add(_constant(var.aval, const))
+        known = [self.add(_constant(var.aval, const)) for var, const in zip(jaxpr.constvars, consts, strict=True)]
+        numbers = itertools.count()
 
-        def read(atom: Any) -> Value:
-            return _constant(atom.aval, np.asarray(atom.val)) if reading.is_literal(atom) else env[atom]
+        def equation(eqn: Any, operands: list[Value]) -> list[Value]:
+            return self.equation(self.places[(*key, next(numbers))], operands, scans, loops)
 
-        for number, eqn in enumerate(jaxpr.eqns):
-            place = self.places[(*key, number)]
-            results = self.equation(place, [read(atom) for atom in eqn.invars], scans, loops)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return interpreted(jaxpr, known, inputs, equation, lambda atom: _constant(atom.aval, np.asarray(atom.val)))
 
     def equation(
         self, place: Place, operands: list[Value], scans: tuple[Scan, ...], loops: tuple[Key, ...]

@@ -1,0 +1,224 @@
+"""Where the params of a train step lie, and how its weights and gradients travel between the devices of a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmp import tree as _tree
+from jaxmp._jaxpr import reading
+from jaxmp._specs import Mesh, as_tuple, fitting, following, names_of, require_specs, specs_in, without
+from jaxmp.dtypes import canonical_dtype
+
+BATCH_AXES = ("data", "fsdp")
+"""The axes of a mesh over which a batch is split."""
+COPIES = "jaxmp.copies"
+"""The scope of what :meth:`Plan.copies` writes."""
+_FLOAT32 = np.dtype(np.float32)
+_tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Where the params of a train step lie, and in which dtype their gradients are reduced.
+
+    Raises:
+      ValueError: the mesh has no axis for the batch, or such axes of several types; the dtype is none to reduce in.
+    """
+
+    mesh: Mesh
+    specs: Any
+    reduce_dtype: np.dtype
+
+    def __post_init__(self) -> None:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        if not self.axes:
+            raise ValueError(
+                f"a batch is split over the axes 'data' and 'fsdp' of a mesh, of which this one ({sizes}) has none; "
+                "make it with jax.make_mesh((…,), ('fsdp',))"
+            )
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if len(kinds := {types[name] for name in self.axes}) > 1 or AxisType.Manual in kinds:
+            raise ValueError(
+                "the axes that a batch is split over must all be of type Auto or all of type Explicit, got "
+                f"{', '.join(f'{name!r} of type {types[name].name}' for name in self.axes)}; make the mesh with the "
+                "same of axis_types for them, and call the step outside of shard_map"
+            )
+        if self.reduce_dtype.itemsize > 4:
+            raise ValueError(
+                f"gradients are reduced in float32 or a half dtype, got reduce_dtype={self.reduce_dtype.name!r}; pass "
+                "reduce_dtype='float32'"
+            )
+
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Those of the mesh over which the batch is split."""
+        return tuple(name for name in BATCH_AXES if name in self.mesh.shape)
+
+    @functools.cached_property
+    def devices(self) -> int:
+        """The parts of a batch."""
+        return math.prod(self.mesh.shape[name] for name in self.axes)
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether types say where arrays lie, in what is traced now."""
+        mesh: Mesh = jax.sharding.get_abstract_mesh()
+        mesh = self.mesh if mesh.empty else mesh
+        return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[self.axes[0]] is AxisType.Explicit
+
+    @functools.cached_property
+    def rows(self) -> PartitionSpec:
+        """That of an array whose axis 0 has a part for each device."""
+        return PartitionSpec(self.axes if len(self.axes) > 1 else self.axes[0])
+
+    def set(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it the mesh is that of what is traced and called."""
+        if reading.is_tracing() or isinstance(self.mesh, jax.sharding.AbstractMesh):
+            return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+        return jax.set_mesh(self.mesh)
+
+    def shardings(self, state: Any) -> Any:
+        """Where each leaf of a train state lies.
+
+        Raises:
+          ValueError: the specs are of another tree than its params, or do not fit them.
+        """
+        require_specs(state.params, self.specs)
+        for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs_in(self.specs), strict=True):
+            name = _tree.path_name(path)
+            fitting(spec, name, name, tuple(leaf.shape), self.mesh)
+        specs = following(state, state.params, self.specs, self.mesh)
+        return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), state, specs)
+
+    def shardings_of_batch(self, batch: Any, microbatches: int) -> Any:
+        """Where each leaf of a batch lies: its examples over all devices; a scalar on each.
+
+        Raises:
+          ValueError: devices times microbatches do not divide the examples.
+        """
+
+        def placed(path: Any, leaf: Any) -> Any:
+            if not np.ndim(leaf):
+                return NamedSharding(self.mesh, PartitionSpec())
+            if np.shape(leaf)[0] % (parts := self.devices * microbatches):
+                each = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
+                raise ValueError(
+                    f"the {self.devices} devices of {', '.join(map(repr, self.axes))} must divide the batch{each}, got "
+                    f"{np.shape(leaf)[0]} examples in batch entry {_tree.path_name(path)!r}; use a batch of "
+                    f"{parts * (np.shape(leaf)[0] // parts + 1)}, say"
+                )
+            return NamedSharding(self.mesh, self.rows)
+
+        return jax.tree.map_with_path(placed, batch)
+
+    def put(self, value: Any, spec: PartitionSpec) -> Any:
+        """``value``, laid out so."""
+        return jax.sharding.reshard(value, spec) if self.is_explicit else jax.lax.with_sharding_constraint(value, spec)
+
+    def is_split(self, spec: PartitionSpec) -> bool:
+        """Whether devices with other rows of the batch hold other parts."""
+        return not set(names_of(spec)).isdisjoint(self.axes)
+
+    def whole(self, param: Any, spec: PartitionSpec, dtype: np.dtype) -> Any:
+        """A param on each device, in ``dtype``; nothing to differentiate."""
+        param = jax.lax.stop_gradient(param)
+        if not self.is_split(spec):
+            return param.astype(dtype)
+        # With the second alone XLA gathers some weights before it casts them.
+        return self.put(self.put(param.astype(dtype), spec), PartitionSpec(*without(spec, self.axes)))
+
+    def tap(self, param: Any, spec: PartitionSpec) -> Any:
+        """Zeros (devices, …) whose cotangent, summed over the devices, is that of ``param``."""
+
+        @jax.custom_vjp
+        def tap(param: Any) -> Any:
+            return self.zeros(param)
+
+        tap.defvjp(
+            lambda param: (self.zeros(param), None), lambda _, parts: (self.reduced(parts, spec).astype(param.dtype),)
+        )
+        return tap(param)
+
+    def zeros(self, param: Any) -> Any:
+        """Those of a tap."""
+        return self.put(jnp.zeros((self.devices, *param.shape), _FLOAT32), self.rows)
+
+    def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
+        """The sum over axis 0, of which each device has one part, split as ``spec`` says."""
+        own = [[name for name in as_tuple(entry) if name in self.axes] for entry in spec]
+        rest = tuple(name for name in self.axes if name not in names_of(spec))
+
+        def reduce(parts: Any) -> Any:
+            part = parts[0].astype(self.reduce_dtype)
+            part = jax.lax.psum(part, rest) if rest else part
+            for dim, names in enumerate(own):
+                if names:
+                    part = jax.lax.psum_scatter(part, tuple(names), scatter_dimension=dim, tiled=True)
+            return part
+
+        return self.over_rows(reduce, PartitionSpec(*(tuple(names) or None for names in own)))(parts)
+
+    def over_rows(self, fun: Callable[..., Any], out: PartitionSpec, *dims: int) -> Callable[..., Any]:
+        """``fun`` of the part that each device has of its arguments, split along these axes; by default 0."""
+
+        def run(*args: Any) -> Any:
+            where = dims or (0,) * len(args)
+            specs = tuple(PartitionSpec(*[None] * dim, *self.rows) for dim in where)
+            args = tuple(map(self.put, args, specs))
+            names = set(self.axes)
+            return jax.shard_map(fun, in_specs=specs, out_specs=out, axis_names=names, check_vma=False)(*args)
+
+        return run
+
+    # --- for losses that sum over rows by themselves ---
+
+    def parts(self, array: Any) -> Any:
+        """``array`` (rows, …) as (devices, rows of each, …)."""
+        shape = (self.devices, array.shape[0] // self.devices, *array.shape[1:])
+        if self.is_explicit:
+            return jax.lax.reshape(
+                array, shape, out_sharding=NamedSharding(jax.sharding.get_abstract_mesh(), self.rows)
+            )
+        return self.put(array.reshape(shape), self.rows)
+
+    def copies(self, weight: Any) -> Any:
+        """``weight`` as (devices, …): the cotangent has a part for each device, and is reduced with all others."""
+        with jax.named_scope(COPIES):
+            return jax.lax.broadcast_in_dim(weight, (self.devices, *weight.shape), range(1, weight.ndim + 1))
+
+
+def plan_of(mesh: Any, specs: Any, reduce_dtype: Any) -> Plan:
+    """A plan for what a user asks for.
+
+    Raises:
+      ValueError, TypeError: it is none.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))")
+    return Plan(mesh, specs, canonical_dtype(reduce_dtype))
+
+
+@contextlib.contextmanager
+def while_tracing(plan: Plan) -> Iterator[None]:
+    """Within it :func:`spread` is this plan."""
+    token = _tracing.set(plan)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+def spread() -> Plan | None:
+    """The plan of the loss that is traced; None where no batch is split, or none is known to be."""
+    return _tracing.get()
