@@ -92,6 +92,8 @@ class Summary:
       operations: the number of rows of each class.
       groups: the names of the groups in float32 (``"softmax"``, ``"normalisation"``, …) with how many there are.
       full_products: the products that stay float32, as (path or source, why).
+      float8: of the half products in code whose policy has a recipe, how many are ``"float8"``, and how many are not,
+        by why, ``"no float8: 768 < 1536"``.
       unknown: the names of primitives that autocast does not know; they keep their dtypes.
       uncounted: the names of primitives whose FLOPs are not known and not counted, such as kernels and solvers.
       unknown_trips: the number of loops whose trips are known only when they run.
@@ -108,6 +110,7 @@ class Summary:
     operations: Mapping[str, int]
     groups: Mapping[str, int]
     full_products: tuple[tuple[str, str], ...]
+    float8: Mapping[str, int]
     unknown: tuple[str, ...]
     uncounted: tuple[str, ...]
     unknown_trips: int
@@ -122,6 +125,9 @@ class Summary:
         yield f"casts added: {self.casts}, which write {self.cast_bytes} bytes"
         yield f"groups in float32: {_counts(self.groups)}"
         yield from (f"float32 product: {place}: {why}" for place, why in self.full_products)
+        if self.float8:
+            not_so = [f", {why} ({count})" for why, count in self.float8.items() if why != "float8"]
+            yield f"products in float8: {self.float8.get('float8', 0)} of {sum(self.float8.values())}{''.join(not_so)}"
         if not self.changes:
             yield "no product in half: nothing changes"
         named = {"unknown primitives, which keep their dtypes": self.unknown, "FLOPs not counted": self.uncounted}
@@ -295,6 +301,7 @@ def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_resu
     """The totals; ``of_results`` are the bytes of the casts of the function's results."""
     half = [row for row in rows if _HALF >= {name for name in row.operands if "float" in name} != set()]
     full = [row for row in rows if row.cls == Class.HALF and "float32" in row.operands]
+    told = Counter(row.why.rpartition("; ")[2] for row in rows if row.cls == Class.HALF)
     flops, half_flops = (sum(row.flops for row in some) for some in (rows, half))
     return Summary(
         changes=reasons.changed,
@@ -307,6 +314,7 @@ def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_resu
         operations=dict(sorted(Counter(row.cls for row in rows).items())),
         groups=dict(sorted(Counter(reasons.groups).items())),
         full_products=tuple((row.path or row.source or row.primitive, row.why) for row in full),
+        float8={why: told[why] for why in sorted(told) if why == "float8" or why.startswith("no float8: ")},
         unknown=tuple(sorted({row.primitive for row in rows if row.cls == "unknown"})),
         uncounted=tuple(sorted(uncounted)),
         unknown_trips=sum(row.primitive == "while" for row in rows),

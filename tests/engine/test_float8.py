@@ -105,6 +105,19 @@ class TestWhichProducts:
             "no float8: 768 < 1536", "no float8: 50257 % 16", "no float8: 512 tokens < 1024", "float8",
         ]  # fmt: skip
 
+    def test_the_summary_counts_them_and_those_that_are_not_by_why(self):
+        def fun(x, small, large):
+            with jaxmp.precision("float32"):
+                x = layer(x, large)
+            return jnp.tanh(x[:, :8]) @ small, layer(layer(x, large), large), jnp.tanh(x) @ jnp.tanh(x).T
+
+        args = [shape(16, 16), shape(8, 16), shape(16, 16)]
+        found = plan(fun, *args, policy=SMALL)
+        assert found.summary.float8 == {"float8": 2, "no float8: 8 < 16": 1, "no float8: two activations": 1}
+        told = "products in float8: 2 of 4, no float8: 8 < 16 (1), no float8: two activations (1)"
+        assert told in str(found).splitlines() and '"float8": 2' in found.to_json()
+        assert "in float8" not in str(plan(fun, *args)) and plan(fun, *args).summary.float8 == {}
+
     def test_what_somebody_asked_to_be_float32_is(self):
         def fun(x, w):
             with jaxmp.precision("float32"):
