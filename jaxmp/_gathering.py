@@ -286,7 +286,7 @@ def _read_in(jaxpr: Any, var: Any, around: reading.Names = ()) -> tuple[set[Any]
             results.add(position)
         elif is_lookup and DECIDED in names and region_of(names).level is None:
             dtypes.add(None)
-        elif is_lookup or _is_copying(eqn):
+        elif is_lookup or eqn.primitive.name == "dynamic_slice" or _is_copying(eqn):
             passed = eqn.outvars
         elif bodies is not None and (bodies.kind == "call" or _enters_scan(bodies, position)):
             inner, _ = reading.opened(bodies.jaxprs[0])
@@ -336,7 +336,7 @@ def _plain(values: Sequence[Any], jaxpr: Any) -> list[Any]:
 
 
 def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
-    """The results of an equation that reads weights; what is made of weights alone is a weight again."""
+    """The results of an equation that reads weights; what is made of them for no example is a weight again."""
     name = eqn.primitive.name
     uses = [(position, value) for position, value in enumerate(given) if isinstance(value, _Use)]
     position, use = uses[0]
@@ -353,10 +353,14 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
     sums = not all(are_fixed) and name not in _ACCUMULATES and classify(name) in _SUMS
     for position, use in uses:
         operands[position] = _read_whole(use, eqn, position, sums)
-    results = bound(eqn, operands, eqn.params)
-    if not all(are_fixed):
-        return results
-    return [_weight(use.source, each) if _tree.is_float_array(each) else each for each in results]
+    # What is no larger than a weight has no element for each example: a slice by a loop's counter, a mask of its shape.
+    most = max(use.source.param.size for _, use in uses)
+    return [
+        _weight(use.source, each)
+        if _tree.is_float_array(each) and (all(are_fixed) or (each.ndim and each.size <= most))
+        else each
+        for each in bound(eqn, operands, eqn.params)
+    ]
 
 
 def _read_whole(use: _Use, eqn: Any, position: int, sums: bool) -> Any:

@@ -287,18 +287,27 @@ class TestDtypes:
         assert gathers[WIDTH, 2 * WIDTH] == gathers[VOCABULARY, WIDTH] == {"bfloat16"}
         assert (LAYERS, WIDTH, 2 * WIDTH) not in gathers and reductions == {"float32"}
 
-    @pytest.mark.parametrize("how", ["a jitted cast", "slices of what was reshaped", "a scan that casts"])
+    @pytest.mark.parametrize(
+        "how",
+        ["a jitted cast", "slices of what was reshaped", "a scan that casts", "an index", "a factor of the batch"],
+    )
     def test_a_weight_that_passes_through_other_code_is_one_still(self, how):
         """Each device sums its rows of the gradient in float32, not in the dtype of the product."""
 
         def loss_fn(params, model_state, batch, rng):
-            if how == "slices of what was reshaped":
-                stack = params["w"].reshape(2, 2, WIDTH, WIDTH).astype("bfloat16")
-            elif how == "a jitted cast":
-                stack = jax.jit(lambda w: w.reshape(2, 2, WIDTH, WIDTH).astype("bfloat16"))(params["w"])
+            w, x = params["w"], batch.astype("bfloat16")
+            if how == "an index":
+                x = jax.lax.fori_loop(0, 4, lambda n, x: jnp.tanh(x @ w[n].astype("bfloat16")), x)
+            elif how == "a factor of the batch":
+                x = jnp.tanh(x @ (w[0] * (1 + jnp.mean(batch))).astype("bfloat16") @ w[1].astype("bfloat16"))
             else:
-                stack = jax.lax.map(lambda w: w.astype("bfloat16"), params["w"]).reshape(2, 2, WIDTH, WIDTH)
-            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0] @ w[1]), None), batch.astype("bfloat16"), stack)
+                if how == "slices of what was reshaped":
+                    stack = w.reshape(2, 2, WIDTH, WIDTH).astype("bfloat16")
+                elif how == "a jitted cast":
+                    stack = jax.jit(lambda w: w.reshape(2, 2, WIDTH, WIDTH).astype("bfloat16"))(w)
+                else:
+                    stack = jax.lax.map(lambda w: w.astype("bfloat16"), w).reshape(2, 2, WIDTH, WIDTH)
+                x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0] @ w[1]), None), x, stack)
             return jnp.mean(x.astype("float32") ** 2), model_state
 
         mesh, specs = mesh_of(), {"w": P(None, "fsdp")}
