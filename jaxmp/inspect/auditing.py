@@ -20,8 +20,10 @@ from jaxmp._specs import names_of as axes_of
 from jaxmp.dtypes import nearest
 from jaxmp.flops import flops_of
 from jaxmp.inspect import targets
-from jaxmp.inspect.findings import KINDS, Argument, Audited, Finding, Sent, findings, unaligned, weights_in, work
+from jaxmp.inspect.evidence import Argument, Audited, Sent
+from jaxmp.inspect.findings import FINDERS, Finding, findings
 from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh, parameters_of
+from jaxmp.inspect.products import unaligned, weights_in, work
 from jaxmp.inspect.values import Read, Value, same_turn, values_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
@@ -110,8 +112,10 @@ class Audit(tables.Shown):
         allowed = [allow] if isinstance(allow, str) else allow
         pairs = [(each, "**") if isinstance(each, str) else each for each in allowed]
         for kind, _ in pairs:
-            if kind not in KINDS:
-                raise ValueError(f"there is no kind of finding {kind!r}; kinds, nearest first: {nearest(kind, KINDS)}")
+            if kind not in FINDERS:
+                raise ValueError(
+                    f"there is no kind of finding {kind!r}; kinds, nearest first: {nearest(kind, FINDERS)}"
+                )
         faults = [str(found) for found in self.findings if not any(_covers(*pair, found) for pair in pairs)]
         if self.half_flops is not None and self.half_flops < min_half_flops:
             faults.append(

@@ -23,7 +23,7 @@ from jaxmp.inspect.statistics import Record, Statistics
 from jaxmp.inspect.values import returned
 from jaxmp.optimizer import get_loss_scale, has_loss_scale, require_loss, with_loss
 
-KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
+TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Numerics:
 
     def rows(self) -> Iterator[tuple[str, str, Statistics]]:
         """Kind, path and statistics of each tensor."""
-        for kind in KINDS:
+        for kind in TENSORS:
             yield from ((kind.replace("_", " "), path, found) for path, found in getattr(self, kind).items())
 
     def _shown(self) -> tuple[str, tuple[str, ...], list[tuple[Any, ...]]]:
@@ -200,7 +200,7 @@ class Found:
         """On the host; the binary logarithm of the loss scale, which gradients are freed from."""
         numbers = np.asarray(self.numbers)
         start = 1
-        found: dict[str, list[tuple[Place, Statistics]]] = {kind: [] for kind in KINDS}
+        found: dict[str, list[tuple[Place, Statistics]]] = {kind: [] for kind in TENSORS}
         for rows, size in self.places:
             for place in rows:
                 shape = (*place.turns, size)
@@ -215,7 +215,7 @@ class Found:
                     names = dict(zip(dtypes.NAMES, lost.tolist(), strict=True))
                     one = dataclasses.replace(one, ratio=ratio, _lost=names)
                 found[place.kind].append((place, one))
-        return Numerics(float(numbers[0]), 2.0**exponent, **{kind: _by_path(found[kind]) for kind in KINDS})
+        return Numerics(float(numbers[0]), 2.0**exponent, **{kind: _by_path(found[kind]) for kind in TENSORS})
 
 
 def _by_path(found: list[tuple[Place, Statistics]]) -> dict[str, Statistics]:

@@ -24,7 +24,7 @@ from jaxmp.engine.plan import CastPlan
 from jaxmp.engine.plan import Row as Operation
 from jaxmp.inspect import statistics
 from jaxmp.inspect.comparing import Comparison
-from jaxmp.inspect.measuring import KINDS, Numerics
+from jaxmp.inspect.measuring import TENSORS, Numerics
 from jaxmp.inspect.memory_plan import Memory
 from jaxmp.inspect.statistics import Statistics
 from jaxmp.inspect.watch import Watch, line, metrics, read
@@ -147,7 +147,7 @@ class _Tensor(NamedTuple):
 def _tensors(found: Any, dtype: Any, loss_scale: float) -> Iterator[_Tensor]:
     named: Mapping[str, Statistics]
     if isinstance(found, Numerics):
-        kinds = {kind: list(getattr(found, kind).values()) for kind in KINDS}
+        kinds = {kind: list(getattr(found, kind).values()) for kind in TENSORS}
         named = {kind.replace("_", " "): statistics.merged(each) for kind, each in kinds.items() if each}
     else:
         named = {"values": found} if isinstance(found, Statistics) else found

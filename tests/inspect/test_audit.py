@@ -18,8 +18,10 @@ from flax import nnx
 import jaxmp
 from jaxmp import hlo
 from jaxmp.cli import main
-from jaxmp.inspect import AuditError, audit, findings
+from jaxmp.inspect import AuditError, audit
 from jaxmp.inspect.auditing import _ran, _Repeated
+from jaxmp.inspect.evidence import Audited
+from jaxmp.inspect.findings import findings
 from jaxmp.inspect.values import values_of
 
 pytestmark = pytest.mark.once
@@ -208,10 +210,10 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
     assert not _Repeated(program)(value)
     product = dataclasses.replace(report.products[0], operands=("bfloat16", "bfloat16"))
     for on_cpu, kinds in ((False, ["compiled-otherwise"]), (True, [])):
-        seen = findings.Audited(
+        seen = Audited(
             values, [(value, product)], [None, None], [None, None], lambda each: [1], None, None, None, on_cpu, ()
         )
-        assert [each.kind for each in findings.findings(seen)] == kinds
+        assert [each.kind for each in findings(seen)] == kinds
 
 
 def test_arguments_may_be_python_values_and_objects_of_nnx() -> None:

@@ -18,7 +18,7 @@ from flax.training import train_state
 
 import jaxmp
 from jaxmp.inspect import Audit, Finding, audit
-from jaxmp.inspect.findings import KINDS
+from jaxmp.inspect.findings import FINDERS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -383,7 +383,7 @@ def test_a_cast_that_the_compiler_leaves_in_a_loop_is_found() -> None:
 def test_every_kind_is_planted_or_has_a_test_of_its_own() -> None:
     own = {"half-loss", "half-params", "half-optimizer-state", "half-statistics", "unscaled-float16", "cast-in-loop"}
     of_devices = {"float32-gather", "activation-gather", "gradient-all-reduce"}  # test_many_devices.py
-    assert {kind for kind, *_ in FAULTS} | own | of_devices | {"compiled-otherwise"} == set(KINDS)
+    assert {kind for kind, *_ in FAULTS} | own | of_devices | {"compiled-otherwise"} == set(FINDERS)
     assert all(
         isinstance(each, Finding) for each in audit(half_exponential, compile=False)(shape(2, dtype=BF16), X).findings
     )
