@@ -27,9 +27,8 @@ from experiments.models import by_hand
 from experiments.models.workloads import FULL, Sizes, Workload, workload
 from experiments.report.goals import Goal, share
 from experiments.report.progress import Progress
-from experiments.report.tables import Table, spread
+from experiments.report.tables import Table, times
 from experiments.training import cli
-from experiments.training.runs import run_folder
 from jaxmp import hlo
 
 BY_HAND, AUTOCAST = "by hand", "autocast"
@@ -108,7 +107,7 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
         compiled = lowered.compile()
         programs[variant], bytes_[variant] = programs_of(lowered, compiled), memory.of_compiled(compiled)
         turns[variant] = timing.turn(compiled, start(), batch)
-    times = timing.interleaved(
+    measured = timing.interleaved(
         turns, config.rounds, config.block_ms, lambda i: progress.advance(int(i >= 0), "timing, in turn", name)
     )
     losses = {variant: float(turn()[1]) for variant, turn in turns.items()}
@@ -116,7 +115,7 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
         raise FloatingPointError(f"{', '.join(bad)} ended with a loss that is not finite: the times mean nothing")
     turns.clear()
     gc.collect()
-    rows = {variant: {"bytes": bytes_[variant], **row} for variant, row in timing.against(times, BY_HAND).items()}
+    rows = {variant: {"bytes": bytes_[variant], **row} for variant, row in timing.against(measured, BY_HAND).items()}
     return {
         "model": f"{case.text}, {case.sizes.vocabulary} {'classes' if case.images else 'tokens'}",
         "policy": str(jaxmp.get_policy(config.policy)),
@@ -131,10 +130,8 @@ def table(result: dict[str, Any]) -> Table:
     """A row a variant, and the goals."""
     rows, base = [], result["variants"][BY_HAND]["bytes"]
     for variant, row in result["variants"].items():
-        quartiles = "" if variant == BY_HAND else spread(row["ratio"], ".4f")
         memory_ = (f"{row['bytes'] / 2**20:.1f}", f"{row['bytes'] / base:.4f}") if base else ("", "")
-        times = (f"{row['ms'][1]:.4g}", spread(row["ms"], ".4g"), f"{row['ratio'][1]:.4f}", quartiles)
-        rows.append((variant, *times, *memory_))
+        rows.append((variant, *times(row), *memory_))
     return Table(f"{result['model']}: a step", COLUMNS, rows, notes=tuple(goals(result)))
 
 
@@ -167,10 +164,9 @@ def _counts(counts: collections.Counter[str]) -> str:
 
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
-        records.check(config)
         for name in config.models:
             case_of(name, config)
-        folder = run_folder("autocast", config.run_dir)
+        folder = records.folder_of("autocast", config)
     where = environment()
     with Progress("autocast", len(config.models) * config.rounds) as progress:
         results = [measure(name, config, progress) for name in config.models]

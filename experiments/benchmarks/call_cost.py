@@ -15,7 +15,6 @@ holds call_cost.md and call_cost.json.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,13 +24,12 @@ import optax
 from flax.training import train_state
 
 import jaxmp
-from experiments.benchmarks.shared import records
+from experiments.benchmarks.shared import records, scaled_steps
 from experiments.measure import timing
 from experiments.measure.environment import environment
 from experiments.report.progress import Progress
-from experiments.report.tables import Table
+from experiments.report.tables import Table, times
 from experiments.training import cli
-from experiments.training.runs import run_folder
 
 REFERENCE = "plain JAX and optax"
 COLUMNS = ("a call of", "arrays in", "arrays out", "µs", "quartiles", "ratio", "quartiles of the ratio")
@@ -59,85 +57,46 @@ def problem() -> tuple[Any, Any]:
     return params, {"x": jnp.ones((16, 8)), "y": jnp.ones((16, 2))}
 
 
-def loss_of(params: Any, batch: Any) -> jax.Array:
+def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any = None) -> Any:
     """A mean square error."""
     hidden = jnp.tanh(batch["x"] @ params["first"]["kernel"] + params["first"]["bias"])
-    return jnp.mean((hidden @ params["second"]["kernel"] + params["second"]["bias"] - batch["y"]) ** 2)
+    error = hidden @ params["second"]["kernel"] + params["second"]["bias"] - batch["y"]
+    return jnp.mean(error**2), model_state
 
 
-def plain() -> tuple[Any, Any]:
-    """What a user writes with JAX and optax alone."""
-    tx = optax.adam(1e-3)
+def variants() -> dict[str, tuple[Any, Any]]:
+    """Each step, and a state to begin with: the same params, which it may donate."""
+    adam = optax.adam(1e-3)
+    start, plain = scaled_steps.no_scaling(loss_fn, adam, lambda _: (problem()[0], None))
+    flax = train_state.TrainState.create(apply_fn=None, params=problem()[0], tx=adam)
+    step, tx = jaxmp.make_train_step(loss_fn), jaxmp.loss_scaling(adam, jaxmp.DynamicLossScale())
+    states = [jaxmp.TrainState.create(params=problem()[0], tx=tx) for _ in range(3)]
+    leaves, structure = jax.tree.flatten(states[2])
 
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    params, _ = problem()
-    return jax.jit(step, donate_argnums=0), (params, tx.init(params))
-
-
-def flax() -> tuple[Any, Any]:
-    """After Flax's own examples."""
-
-    def step(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
+    def with_flax(state: Any, batch: Any) -> Any:  # after Flax's own examples
+        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, None, batch)
         return state.apply_gradients(grads=grads), loss
 
-    state = train_state.TrainState.create(apply_fn=None, params=problem()[0], tx=optax.adam(1e-3))
-    return jax.jit(step, donate_argnums=0), jax.tree.map(jnp.asarray, state)
-
-
-def with_jaxmp() -> tuple[Any, Any]:
-    """``make_train_step`` with a dynamic loss scale."""
-    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
-
-    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        return loss_of(params, batch), model_state
-
-    return jaxmp.make_train_step(loss_fn), jaxmp.TrainState.create(params=problem()[0], tx=tx)
-
-
-def jitted() -> tuple[Any, Any]:
-    """What ``make_train_step`` compiles, without what it does around it."""
-    step, state = with_jaxmp()
-
-    def call(state: Any, batch: Any) -> Any:
-        state, metrics, _ = step.jitted(state, batch)
-        return state, metrics
-
-    return call, state
-
-
-def flat() -> tuple[Any, Any]:
-    """The same program on a list of arrays."""
-    step, state = with_jaxmp()
-    leaves, structure = jax.tree.flatten(state)
+    def jitted(state: Any, batch: Any) -> Any:
+        return step.jitted(state, batch)[:2]
 
     def on_leaves(leaves: Any, batch: Any) -> Any:
-        state, metrics, _ = step.jitted(jax.tree.unflatten(structure, leaves), batch)
+        state, metrics = jitted(jax.tree.unflatten(structure, leaves), batch)
         return jax.tree.leaves(state), metrics
 
-    return jax.jit(on_leaves, donate_argnums=0), leaves
-
-
-VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    REFERENCE: plain,
-    "Flax's TrainState": flax,
-    GOAL: with_jaxmp,
-    "its jitted function": jitted,
-    "its program on a list": flat,
-}
+    return {
+        REFERENCE: (jax.jit(plain, donate_argnums=0), start()),
+        "Flax's TrainState": (jax.jit(with_flax, donate_argnums=0), jax.tree.map(jnp.asarray, flax)),
+        GOAL: (step, states[0]),
+        "its jitted function": (jitted, states[1]),
+        "its program on a list": (jax.jit(on_leaves, donate_argnums=0), leaves),
+    }
 
 
 def measure(config: Config, progress: Progress) -> dict[str, Any]:
     """Times every variant, in turn."""
-    batch = problem()[1]
-    turns, arrays = {}, {}
-    for label, variant in VARIANTS.items():
-        step, state = variant()
+    batch, turns, arrays = problem()[1], {}, {}
+    for label, (step, state) in variants().items():
         inputs = len(jax.tree.leaves((state, batch)))
         state, told = step(state, batch)
         arrays[label] = (inputs, len(jax.tree.leaves((state, told))))
@@ -152,9 +111,8 @@ def table(rows: dict[str, Any]) -> Table:
     """A row a variant, and the goal."""
     cells = []
     for label, row in rows.items():
-        (low, us, high), (ratio_low, ratio, ratio_high) = (1000 * ms for ms in row["ms"]), row["ratio"]
-        quartiles = (f"{low:.1f} to {high:.1f}", f"{ratio:.2f}", f"{ratio_low:.2f} to {ratio_high:.2f}")
-        cells.append((label, *map(str, row["arrays"]), f"{us:.1f}", *quartiles))
+        in_us = {"ms": [1000 * ms for ms in row["ms"]], "ratio": row["ratio"]}
+        cells.append((label, *map(str, row["arrays"]), *times(in_us, ".1f", ".2f")))
     us = 1000 * rows[GOAL]["ms"][1]
     verdict = f"{'met' if us <= GOAL_US else 'NOT MET'}: {GOAL} takes {us:.1f} µs a call, the goal is {GOAL_US:g}"
     return Table("A step of two layers: µs a call", COLUMNS, cells, notes=(verdict,))
@@ -162,8 +120,7 @@ def table(rows: dict[str, Any]) -> Table:
 
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
-        records.check(config, rounds=2)
-        folder = run_folder("call_cost", config.run_dir)
+        folder = records.folder_of("call_cost", config, rounds=2)
     with Progress("call cost", config.rounds) as progress:
         rows = measure(config, progress)
     intro = "A ratio is a round's time over the same round's time of plain JAX, median over the rounds."

@@ -99,6 +99,7 @@ def _accuracy(task: str, title: str) -> Piece:
 
 
 _TINY = ("--layers", "1", "--width", "64", "--vocabulary", "64", "--rounds", "2", "--block-ms", "1")
+_BRIEF = ("--smoke", "--rounds", "2", "--block-ms", "1")
 PIECES = (
     Piece("check", "every row compiles and takes two steps, GPT-2 at small size", "train_step",
           ("--models", "gpt2", "--rows", *STEP_ROWS, "--passes", "train", "--smoke"), (), limited=False,
@@ -106,10 +107,14 @@ PIECES = (
     *(_steps(f"step-{model}", f"the train step of {title}, with its energy", "--models", model, "--rows", *STEP_ROWS,
              "--passes", "train")
       for model, title in MODELS.items()),
+    Piece("float8", "what float8 brings to products, blocks and steps", "float8", ("--routes", "jaxmp"), _BRIEF,
+          result="float8"),
     Piece("loss_scaling", "what loss scaling adds to a step", "loss_scaling", ("--models", "gpt2", "mlp"),
           (*_TINY, "--batch-size", "2", "--sequence", "8"), result="loss_scaling", wants=("jmp", "matplotlib")),
     Piece("remat", "what recomputing saves, and the largest batch", "remat",
           ("--policies", "mixed_bfloat16", "--remats", "none", "attention"), result="remat"),
+    Piece("float8-peers", "what float8 brings to torchao and Transformer Engine", "float8", ("--routes", "torch"),
+          _BRIEF, "float8", result="float8", wants=("torch", "torchao", "transformer_engine", "matplotlib")),
     *(_steps(f"forward-{model}", f"the forward pass alone of {title}", "--models", model, "--rows", *FORWARD_ROWS,
              "--passes", "forward")
       for model, title in MODELS.items()),
@@ -120,7 +125,7 @@ PIECES = (
     _look("depth", "from which depth on half precision pays", "--look", "depth"),
     _look("busy", "the train step while the host is busy", "--look", "busy"),
     Piece("low_precision", "what an update moves and takes by how params and moments are stored", "low_precision", (),
-          ("--smoke", "--rows", "8", "--rounds", "2", "--block-ms", "1"), result="low_precision", wants=(),
+          (*_BRIEF, "--rows", "8"), result="low_precision", wants=(),
           limited=False),
     Piece("numerics", "what a watched step of GPT-2 costs", "numerics",
           ("--policy", "mixed_bfloat16", "--batch", "16", "--context", "1024", "--rounds", "10"),

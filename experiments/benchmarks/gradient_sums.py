@@ -37,7 +37,6 @@ from experiments.report import plots
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli
-from experiments.training.runs import run_folder
 
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 LINEN, NNX, AUTOCAST = "jaxmp, Linen policy", "jaxmp, NNX policy", "jaxmp.autocast"
@@ -405,8 +404,7 @@ def picture(results: list[dict[str, Any]], half: str) -> plots.Panel:
 
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
-        records.check(config)
-        folder = run_folder("gradient_sums", config.run_dir)
+        folder = records.folder_of("gradient_sums", config)
     where, results = environment(("torch",)), []
     each_case = cases(config.smoke)
     with Progress("gradient_sums", len(each_case) * len(config.halves)) as progress:

@@ -24,7 +24,6 @@ from experiments.measure.environment import environment
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli
-from experiments.training.runs import run_folder
 
 COLUMNS = ("batches", "images/s", "quartiles", "ms a batch", "share %")
 STORED = (32, 32, 3)
@@ -74,10 +73,9 @@ def measure(config: Config, size: int, progress: Progress) -> dict[str, Any]:
 
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
-        records.check(config, rounds=2, batch_size=1, examples=1, consumer=1)
         cli.require("--shift", config.shift, 0, STORED[0])
         cli.require("--batch-size", config.batch_size, 1, config.examples + 1)
-        folder = run_folder("input_pipeline", config.run_dir)
+        folder = records.folder_of("input_pipeline", config, rounds=2, batch_size=1, examples=1, consumer=1)
     size = config.image_size or (224 if jax.default_backend() == "gpu" else 64)
     where = environment()
     with Progress("input pipeline", config.rounds) as progress:

@@ -20,17 +20,16 @@ import optax
 
 import jaxmp
 from experiments.benchmarks.shared import records, scaled_steps
-from experiments.benchmarks.train_step.measure import caches_in, failed, together
-from experiments.benchmarks.train_step.rows import Prepared, broken
+from experiments.benchmarks.train_step.measure import caches_in, compared
+from experiments.benchmarks.train_step.rows import Prepared
 from experiments.measure import timing
 from experiments.measure.environment import environment
 from experiments.models import MLP
 from experiments.models.workloads import Sizes, workload
 from experiments.report import plots
 from experiments.report.progress import Progress
-from experiments.report.tables import Table, spread
+from experiments.report.tables import Table, times
 from experiments.training import cli, kept
-from experiments.training.runs import run_folder
 
 REFERENCE = "no scaling"
 VARIANTS = {
@@ -85,8 +84,8 @@ def build(name: str, config: Config) -> tuple[Any, Any, str]:
     return jaxmp.linen.apply_policy(model, config.policy), jax.device_put(batch), text
 
 
-def measure(name: str, config: Config, progress: Progress, clock: kept.Clock) -> dict[str, Any] | None:
-    """Times every variant of one model's step; None if the time was up before all were compiled.
+def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
+    """Times every variant of one model's step.
 
     Raises:
       FloatingPointError: the step without scaling, which all are held against, has failed.
@@ -100,32 +99,22 @@ def measure(name: str, config: Config, progress: Progress, clock: kept.Clock) ->
     def init(key: jax.Array) -> tuple[Any, None]:
         return model.init(key, batch["inputs"])["params"], None
 
-    prepared, errors = dict[str, Prepared](), dict[str, str]()
-    for label, variant in VARIANTS.items():
-        if clock.late():
-            return None
-        progress.advance(0, f"compiling {label}", name)
-        try:
-            start, step = variant(loss_fn, optax.adamw(3e-4), init)
-            state = start()
-            turn = timing.turn(jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state, batch)
-            prepared[label] = Prepared(turn, lambda turn=turn: float(turn()[1]), 0.0)
-        except Exception as error:  # whatever a library raises: the others go on
-            errors[label] = failed(error)
-    found = together(
-        prepared, config.rounds, config.block_ms, lambda i: progress.advance(int(i >= 0), "timing, in turn", name)
+    def ready(variant: Any) -> Prepared:
+        start, step = variant(loss_fn, optax.adamw(3e-4), init)
+        state = start()
+        turn = timing.turn(jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state, batch)
+        return Prepared(turn, lambda: float(turn()[1]), 0.0)
+
+    rows = compared(
+        {label: functools.partial(ready, variant) for label, variant in VARIANTS.items()},
+        config.rounds,
+        config.block_ms,
+        lambda label: progress.advance(0, f"compiling {label}", name),
+        lambda i: progress.advance(int(i >= 0), "timing, in turn", name),
     )
-    errors |= {label: why for label, row in found.items() if (why := row.get("error") or broken(row))}
-    if REFERENCE in errors:
-        raise FloatingPointError(f"{REFERENCE}, which all are held against: {errors[REFERENCE]}")
-    sound = {label: row for label, row in found.items() if label not in errors}
-    rows = timing.against({label: row["milliseconds"] for label, row in sound.items()}, REFERENCE)
-    return {
-        "model": text,
-        "policy": str(jaxmp.get_policy(config.policy)),
-        "variants": rows | {label: {"error": why} for label, why in errors.items()},
-        "losses": {label: row["loss"] for label, row in sound.items()},
-    }
+    if why := rows[REFERENCE].get("error"):
+        raise FloatingPointError(f"{REFERENCE}, which all are held against: {why}")
+    return {"model": text, "policy": str(jaxmp.get_policy(config.policy)), "variants": rows}
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -136,9 +125,7 @@ def table(result: dict[str, Any]) -> Table:
             rows.append((label, row["error"], *[""] * 5))
             continue
         ms, ratio = row["ms"][1], row["ratio"][1]
-        added = (spread(row["ratio"], ".4f"), f"{100 * (ratio - 1):+.2f} %", f"{ms * (ratio - 1) / ratio:+.3f}")
-        cells = (label, f"{ms:.4g}", spread(row["ms"], ".4g"), f"{ratio:.4f}")
-        rows.append((*cells, *(("",) * 3 if label == REFERENCE else added)))
+        rows.append((label, *times(row), f"{100 * (ratio - 1):+.2f} %", f"{ms * (ratio - 1) / ratio:+.3f}"))
     return Table(f"{result['model']}: ms a step", COLUMNS, rows)
 
 
@@ -153,10 +140,9 @@ def picture(result: dict[str, Any]) -> plots.Panel:
 
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
-        records.check(config, rounds=2)
         where = environment(("jmp",))
         texts = {name: build(name, config)[2] for name in config.models}
-        folder = run_folder("loss_scaling", config.run_dir)
+        folder = records.folder_of("loss_scaling", config, rounds=2)
         flags = {name: getattr(config, name) for name in ("policy", "rounds", "block_ms")}
         has = kept.Kept(folder, config.minutes, where, **flags)
         for name, text in texts.items():
@@ -165,16 +151,13 @@ def main(config: Config) -> list[dict[str, Any]]:
     cache = caches_in(folder.absolute() / "cache") if config.minutes else contextlib.nullcontext()
     with cache, Progress("loss scaling", len(texts) * config.rounds) as progress:
         found = [
-            has.get(f"measured-{name}", functools.partial(measure, name, config, progress, has.clock), model=text)
+            has.get(f"measured-{name}", functools.partial(measure, name, config, progress), model=text)
             for name, text in texts.items()
         ]
     if results := [each for each in found if each]:
         where = {**kept.joined(has.environments), "policy": results[0]["policy"]}
-        title, tables, panels = (
-            "What loss scaling adds to a train step",
-            [*map(table, results)],
-            [[*map(picture, results)]],
-        )
+        tables, panels = [*map(table, results)], [[*map(picture, results)]]
+        title = "What loss scaling adds to a train step"
         records.record(folder, "loss_scaling", title, where, tables, {"results": results}, [INTRO], "ratios", panels)
     has.end()
     return results

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 
 import jaxmp
 from experiments.benchmarks.shared import records
@@ -27,7 +26,6 @@ from experiments.models import GPT2, attention
 from experiments.report.goals import Goal
 from experiments.report.tables import Table
 from experiments.training import cli
-from experiments.training.runs import run_folder
 from jaxmp import hlo
 from jaxmp.inspect import targets
 
@@ -39,13 +37,11 @@ COLUMNS = ("params", "moments", "B a param: kept", "moved", "temporary", "step M
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(records.Timed, records.Small):
+class Config(records.Timed, records.Small, records.Absent):
     """Flags of the benchmark."""
 
     rows: int = 8192
     """Of the matrix of 2048 columns."""
-    device: Annotated[str | None, tyro.conf.arg(metavar="GPU", help_behavior_hint="(default: run on this one)")] = None
-    """A GPU that is not there, h200 say, to compile for."""
 
 
 def optimizer(params: Any, moments: Any) -> optax.GradientTransformation:
@@ -93,9 +89,8 @@ def step_mib(config: Config, variant: tuple[str, str]) -> float:
 
 def main(config: Config) -> dict[tuple[str, str], Any]:
     with cli.bad_values_end_it():
-        records.check(config, rows=1, rounds=2)
         where = {"target": targets.target_of(config.device).name} if config.device else {}
-        folder = run_folder("low_precision", config.run_dir)
+        folder = records.folder_of("low_precision", config, rows=1, rounds=2)
     found = {variant: update(config, variant) for variant in VARIANTS}
     rows: dict[tuple[str, str], Any] = {variant: row for variant, (row, _) in found.items()}
     if not config.device:

@@ -17,13 +17,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 
 import jaxmp
 from experiments.benchmarks.shared import records
@@ -32,7 +31,6 @@ from experiments.measure.environment import environment
 from experiments.models import GPT2
 from experiments.report.tables import Table, spread
 from experiments.training import cli
-from experiments.training.runs import run_folder
 from jaxmp.inspect import Watch, roofline, targets
 
 COLUMNS = (
@@ -42,7 +40,7 @@ COLUMNS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(records.Config):
+class Config(records.Absent):
     """Flags of the benchmark."""
 
     layers: int = 12
@@ -59,8 +57,6 @@ class Config(records.Config):
     """Of autocast."""
     rounds: int = 3
     """Rounds of timing."""
-    device: Annotated[str | None, tyro.conf.arg(metavar="GPU", help_behavior_hint="(default: run on this one)")] = None
-    """A GPU that is not there, h200 say, to predict the times on."""
 
 
 def measure(config: Config) -> dict[str, Any]:
@@ -111,10 +107,9 @@ def timed(step: Any, watch: Watch, state: Any, batch: Any, rounds: int) -> dict[
 
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
-        records.check(config, layers=1, width=64, vocabulary=2, batch=1, context=1)
         if config.device is not None:
             targets.target_of(config.device)
-        folder = run_folder("numerics", config.run_dir)
+        folder = records.folder_of("numerics", config, layers=1, width=64, vocabulary=2, batch=1, context=1)
     result = measure(config)
     plain, watched = result["plain"], result["watched"]
     label = f"{config.layers} layers of {config.width}, {config.batch}×{config.context} tokens, {config.policy}"

@@ -15,7 +15,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,11 @@ from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, spread
 from experiments.training import cli
-from experiments.training.runs import run_folder
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its abstract arguments."""
+Model = tuple[Any, Callable[[Any], Callable[[jax.Array], jax.Array]]]
+"""Abstract params, and what makes of params a call by the tokens."""
 GOALS, EAGER_GOAL = {"apply_policy": 1.6, "autocast": 1.5}, 2.0
 WIDTH, LENGTH = 64, 32
 TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
@@ -54,49 +55,27 @@ class Config(records.Config):
     """Policy of the models and of autocast."""
 
 
-class Api(NamedTuple):
-    """How models are made and run in Linen or in NNX.
-
-    ``build(layers, vocabulary)`` makes a bare model, ``functional(model)`` its abstract params and what makes of params
-    a call by the tokens.
-    """
-
-    build: Callable[[int, int], Any]
-    apply_policy: Callable[[Any, str], Any]
-    functional: Callable[[Any], tuple[Any, Callable[[Any], Callable[[jax.Array], jax.Array]]]]
-
-
-def _linen_functional(model: Any) -> tuple[Any, Callable[[Any], Callable[[jax.Array], jax.Array]]]:
+def _linen(vocabulary: int, layers: int, policy: str | None = None) -> Model:
+    model: Any = by_hand.GPT2(vocabulary, LENGTH, layers, 1, WIDTH)
+    model = model if policy is None else jaxmp.linen.apply_policy(model, policy)
     params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
     return params, lambda params: functools.partial(model.apply, {"params": params})
 
 
-def _nnx_functional(model: Any) -> tuple[Any, Callable[[Any], Callable[[jax.Array], jax.Array]]]:
-    graphdef, params = nnx.split(model)
+def _nnx(vocabulary: int, layers: int, policy: str | None = None) -> Model:
+    model = nnx.eval_shape(lambda: nnx_models.GPT2(vocabulary, LENGTH, layers, WIDTH, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model if policy is None else jaxmp.nnx.apply_policy(model, policy))
     return params, functools.partial(nnx.merge, graphdef)
 
 
-APIS = {
-    "Linen": Api(
-        lambda layers, vocabulary: by_hand.GPT2(vocabulary, LENGTH, layers, 1, WIDTH),
-        jaxmp.linen.apply_policy,
-        _linen_functional,
-    ),
-    "NNX": Api(
-        lambda layers, vocabulary: nnx.eval_shape(
-            lambda: nnx_models.GPT2(vocabulary, LENGTH, layers, WIDTH, rngs=nnx.Rngs(0))
-        ),
-        jaxmp.nnx.apply_policy,
-        _nnx_functional,
-    ),
-}
+APIS: dict[str, Callable[..., Model]] = {"Linen": _linen, "NNX": _nnx}
 
 
-def losses(api: Api, layers: int, policy: str, round_: int) -> dict[str, Program]:
+def losses(api: Callable[..., Model], layers: int, policy: str, round_: int) -> dict[str, Program]:
     """The loss of a model that no other round has: bare, under ``apply_policy`` and under autocast."""
 
-    def loss_of(model: Any) -> Program:
-        params, bound = api.functional(model)
+    def loss_of(own: str | None = None) -> Program:
+        params, bound = api(512 + 64 * round_, layers, own)
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
             logits = bound(params)(tokens).astype(jnp.float32)
@@ -104,10 +83,8 @@ def losses(api: Api, layers: int, policy: str, round_: int) -> dict[str, Program
 
         return loss, (params, TOKENS, TOKENS)
 
-    bare = api.build(layers, 512 + 64 * round_)
-    loss, args = loss_of(bare)
-    under_policy = loss_of(api.apply_policy(bare, policy))
-    return {"float32": loss_of(bare), "apply_policy": under_policy, "autocast": (jaxmp.autocast(loss, policy), args)}
+    loss, args = loss_of()
+    return {"float32": loss_of(), "apply_policy": loss_of(policy), "autocast": (jaxmp.autocast(loss, policy), args)}
 
 
 def traces(make: Callable[[int], dict[str, Program]], rounds: int, grad: bool) -> dict[str, list[float]]:
@@ -128,14 +105,14 @@ def traces(make: Callable[[int], dict[str, Program]], rounds: int, grad: bool) -
     return times
 
 
-def calls(api: Api, layers: int, policy: str, rounds: int) -> dict[str, list[float]]:
+def calls(api: Callable[..., Model], layers: int, policy: str, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of eager calls, bare and under ``apply_policy``, in turn."""
-    bare = api.build(layers, 512)
-    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.02, leaf.dtype), api.functional(bare)[0])
+    models = {"float32": api(512, layers), "apply_policy": api(512, layers, policy)}
+    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.02, leaf.dtype), models["float32"][0])
     tokens = jnp.zeros(TOKENS.shape, TOKENS.dtype)
-    models = {"float32": bare, "apply_policy": api.apply_policy(bare, policy)}
-    own = {name: functools.partial(api.functional(model)[1](params), tokens) for name, model in models.items()}
-    return timing.interleaved(own, rounds)
+    return timing.interleaved(
+        {name: functools.partial(own(params), tokens) for name, (_, own) in models.items()}, rounds
+    )
 
 
 def measure(config: Config, progress: Progress) -> list[dict[str, Any]]:
@@ -174,9 +151,8 @@ def table(results: list[dict[str, Any]], layers: int) -> Table:
 
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
-        records.check(config, layers=1)
         jaxmp.autocast(measure, config.policy)
-        folder = run_folder("tracing", config.run_dir)
+        folder = records.folder_of("tracing", config, layers=1)
     where = {**environment(), "policy": config.policy}
     with Progress("tracing", 3 * len(APIS)) as progress:
         rows = measure(config, progress)

@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+from experiments.measure import memory
 from jaxmp.hlo import NO_KERNEL, NO_WORK, Instruction, Program, is_end, product_kind
+
+
+def facts(compiled: Any, program: Program) -> dict[str, Any]:
+    """What a compiled function has of all that this module counts, and bytes: ``traffic``, ``temporaries``, ``peak``.
+
+    Args:
+      compiled: of JAX.
+      program: its text, read.
+    """
+    moved, layout = traffic(program)
+    return {
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "peak": memory.of_compiled(compiled),
+        "products": dict(products(program)),
+        "launches": launches(program),
+        "traffic": moved,
+        "layout": layout,
+    }
 
 
 def products(program: Program) -> Counter[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import rich.console
 import rich.table
@@ -50,6 +51,11 @@ def spread(quartiles: tuple[float, float, float], form: str) -> str:
     '1.0 to 2.5'
     """
     return f"{quartiles[0]:{form}} to {quartiles[2]:{form}}"
+
+
+def times(row: dict[str, Any], form: str = ".4g", of: str = ".4f") -> tuple[str, str, str, str]:
+    """Milliseconds and ratio of a row of :func:`experiments.measure.timing.against`, each with its quartiles."""
+    return f"{row['ms'][1]:{form}}", spread(row["ms"], form), f"{row['ratio'][1]:{of}}", spread(row["ratio"], of)
 
 
 def _row(cells: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 NEWEST = (
     "models/test_attention.py",
     "benchmarks/test_compile_only.py",
+    "benchmarks/test_float8.py::test_compiled",
     "test_runs.py::test_image_classification_trains_two_steps",
 )
 

@@ -14,9 +14,15 @@ from experiments.report.tables import Table
 MIB = 2**20
 COLUMNS = (
     "step", "temporaries MiB", "peak MiB", "/ torch.compile", "saved of fp32", "half FLOPs", "kernels", "GB moved",
-    "layout GB", "products",
+    "layout GB", "predicted ms", "measured ms", "products",
 )  # fmt: skip
 AUTOCAST_MEMORY = 1.02
+TIMES = {
+    "resnet50-hand-fp32": 238.3, "resnet50-hand-tf32": 68.0, "resnet50-hand-fp16": 35.2, "resnet50-hand-bf16": 37.9,
+    "gpt2-hand-fp32": 331.7, "gpt2-hand-tf32": 103.7, "gpt2-hand-fp16": 32.6, "gpt2-hand-bf16": 33.6,
+    "bert-hand-tf32": 145.9, "bert-hand-fp16": 58.2, "bert-hand-bf16": 60.7,
+}  # fmt: skip
+"""Milliseconds a step, measured on one NVIDIA H200 with JAX 0.11.2, 2026-11-20, one run each."""
 ABOUT = (
     "Compiled for the GPU, not run on it. Peak: arguments, results that reuse none of them, and temporaries, without "
     "the workspaces that cuDNN's kernels may ask for once there is a GPU to choose them on. "
@@ -25,7 +31,8 @@ ABOUT = (
     ". `saved of fp32`: of the row by hand in float32. `half FLOPs`: share of the FLOPs that tensor cores do in "
     "float16 or bfloat16, cuDNN's attentions counted as two products forward and five backward over the whole square. "
     "`kernels`: launched by a step, a call of a library as one. `GB moved`: read and written by kernels other than "
-    "products, convolutions and attention; `layout GB`: by those of them that only change a layout."
+    "products, convolutions and attention; `layout GB`: by those of them that only change a layout. `predicted ms`: by "
+    "`jaxmp.inspect.roofline`; `measured ms`: on one H200, JAX 0.11.2, 2026-11-20, and how far off the prediction is."
 )  # fmt: skip
 
 
@@ -34,14 +41,15 @@ def table(result: dict[str, Any]) -> Table:
     variants, full = result["variants"], result["full"]
     base = variants.get("hand-fp32", {}).get("peak")
     rows: list[tuple[str, ...]] = []
-    for row in variants.values():
+    for key, row in variants.items():
+        ms, measured = row.get("predicted"), TIMES.get(f"{result['name']}-{key}") if full else None
         products = ", ".join(f"{count} {name}" for name, count in sorted(row["products"].items()))
         rows.append((
             row["label"], f"{row['temporaries'] / MIB:,.0f}", f"{row['peak'] / MIB:,.0f}",
             f"{row['peak'] / MIB / RECORDED[result['name']].torch:.2f}" if full else "",
             f"{1 - row['peak'] / base:.0%}" if base else "",
             f"{row['half']:.2%}", f"{row['launches']:,}", f"{row['traffic'] / 1e9:.1f}", f"{row['layout'] / 1e9:.1f}",
-            products,
+            f"{ms:.1f}" if ms else "", f"{measured} ({ms / measured - 1:+.1%})" if ms and measured else "", products,
         ))  # fmt: skip
     return Table(result["model"], COLUMNS, rows, notes=tuple(notes(result)))
 

@@ -4,8 +4,9 @@ python -m experiments.benchmarks.compile_only --models gpt2
 
 XLA compiles for a GPU that it is only told about, so that all but time can be known on any machine: of each model's
 train step (forward, backward, clipping, AdamW, loss scaling, its state donated) by hand, under jaxmp's policies and
-under autocast. Peaks are compared with the one that torch.compile under AMP had on an H200. What was compiled stays in
-the run folder, which holds compile_only.md, .json and .png. It needs the packages of the extra compile-only.
+under autocast. Peaks are compared with the one that torch.compile under AMP had on an H200, and the times that
+jaxmp.inspect.roofline predicts with those on record. What was compiled stays in the run folder, which holds
+compile_only.md, .json and .png. It needs the packages of the extra compile-only.
 
 python -m experiments.benchmarks.compile_only --topology 1x1x8 --sizes 1558M 7B
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -35,8 +35,8 @@ from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, wor
 from experiments.report.progress import Progress
 from experiments.training import cli, kept
 from experiments.training.runs import run_folder
-from jaxmp import hlo
-from jaxmp.inspect import targets
+from jaxmp import hardware, hlo
+from jaxmp.inspect import prediction, targets
 
 _H200 = targets.TARGETS["h200"]
 VARIANTS = (
@@ -66,8 +66,6 @@ class Config(records.Small):
     """Params of GPT-2, with 8 sequences of 1,024 tokens a GPU, or 2 of 2,048."""
     mesh: str = ""
     """Axes of the mesh, as in data=2,fsdp=4. (default: fsdp alone)"""
-    hlo: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Also write the HLO of each step that is compiled."""
 
 
 def case_of(name: Name, config: Config) -> Workload:
@@ -76,8 +74,8 @@ def case_of(name: Name, config: Config) -> Workload:
     return workload(name, (SMOKE if config.smoke else FULL)[name], layers=layers)
 
 
-def measure(case: Workload, row: Row, device: Any, text: Path | None = None) -> dict[str, Any]:
-    """What is to be known of a row's step on ``device``; its program goes to the file ``text``."""
+def measure(case: Workload, row: Row, device: Any, name: str) -> dict[str, Any]:
+    """What is to be known of a row's step on ``device``, the target of that name."""
     start, step = jax_steps.train_step(case, row)
     started = time.perf_counter()
     state = jax.eval_shape(start)
@@ -87,21 +85,14 @@ def measure(case: Workload, row: Row, device: Any, text: Path | None = None) -> 
     traced = time.perf_counter()
     compiled = lowered.compile(compiler_options=targets.COMPILER_OPTIONS)
     program = hlo.Program(compiled.as_text())
-    if text:
-        text.write_text(compiled.as_text())
     for name, attended in programs.attention_flops(program).items():
         counted[name] = counted.get(name, 0) + attended
-    traffic, layout = programs.traffic(program)
     return {
         "label": row.label,
-        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-        "peak": memory.of_compiled(compiled),
-        "products": dict(programs.products(program)),
+        **programs.facts(compiled, program),
         "flops": counted,
         "half": sum(counted.get(name, 0) for name in ("bfloat16", "float16")) / sum(counted.values()),
-        "launches": programs.launches(program),
-        "traffic": traffic,
-        "layout": layout,
+        "predicted": prediction.of_program(program, hardware.detect(name)).milliseconds,
         "seconds": {"trace": traced - started, "compile": time.perf_counter() - traced},
     }
 
@@ -127,8 +118,7 @@ def main(config: Config) -> list[dict[str, Any]]:
             case, rows = cases[name], {}
             for key, row in chosen[name].items():
                 progress.advance(0, f"compiling {key}", name)
-                text = folder / f"{name}-{key}.hlo.txt" if config.hlo else None
-                find = functools.partial(measure, case, row, device, text)
+                find = functools.partial(measure, case, row, device, config.target)
                 rows[key] = has.get(f"{name}-{key}", find, sizes=dataclasses.asdict(case.sizes))
                 progress.advance(1, f"{key}: {rows[key]['peak'] / 2**20:,.0f} MiB", name)
             full = case.sizes == FULL[name] and device.device_kind == _H200.name

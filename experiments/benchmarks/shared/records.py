@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -14,7 +14,7 @@ from experiments.models.workloads import Sizes
 from experiments.report import plots
 from experiments.report.tables import Table, terminal
 from experiments.training import cli
-from experiments.training.runs import write_json
+from experiments.training.runs import run_folder, write_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,14 @@ class Small(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Absent(Config):
+    """The flag of what can be had of a GPU that is not there."""
+
+    device: Annotated[str | None, tyro.conf.arg(metavar="GPU", help_behavior_hint="(default: run on this one)")] = None
+    """A GPU that is not there, h200 say, to compile for; nothing is run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pieces(Config):
     """The flag of what can be had in pieces."""
 
@@ -90,6 +98,12 @@ def check(config: Config, **least: float) -> None:
             cli.require(flag, value, {"rounds": 1, "block_ms": 0.1, **least}.get(field.name, 0))
         elif isinstance(value, tuple) and field.default:
             cli.require(f"the number of {flag}", len(value), 1)
+
+
+def folder_of(name: str, config: Config, **least: float) -> Path:
+    """The run folder, made once :func:`check` has found no fault with the flags."""
+    check(config, **least)
+    return run_folder(name, config.run_dir)
 
 
 def record(

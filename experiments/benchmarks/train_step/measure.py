@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from experiments.benchmarks.train_step import jax_steps
-from experiments.benchmarks.train_step.rows import Pass, Prepared, Row
+from experiments.benchmarks.train_step.rows import Pass, Prepared, Row, broken
 from experiments.measure import energy, flops, memory, profiling, timing
 from experiments.models.workloads import Workload
 from experiments.training.runs import strict_json
@@ -202,19 +202,55 @@ def prepare_all(
     The rows with the largest temporaries go first, so that the others find room in the memory these leave.
     """
     start_anew(rows.values())
-    prepared: dict[str, Prepared] = {}
-    errors: dict[str, str] = {}
     order = {"fp32": 0, "tf32": 1}
-    for name in sorted(rows, key=lambda name: order.get(rows[name].precision, 2)):
+    names = sorted(rows, key=lambda name: order.get(rows[name].precision, 2))
+    prepared, errors = _all_of({name: functools.partial(prepare, case, rows[name], which) for name in names}, before)
+    return {name: prepared[name] for name in rows if name in prepared}, errors
+
+
+def _all_of(
+    make: Mapping[str, Callable[[], Prepared]], before: Callable[[str], None]
+) -> tuple[dict[str, Prepared], dict[str, str]]:
+    """Every way ready to take its turns after a first one, and why those that are not are not."""
+    prepared, errors = dict[str, Prepared](), dict[str, str]()
+    for name, ready in make.items():
         before(name)
         try:
-            prepared[name] = prepare(case, rows[name], which)
-            jax.block_until_ready(prepared[name].turn())
-        except Exception as error:  # whatever a library raises: the other rows go on
+            prepared[name] = ready()
+            if prepared[name].turn:
+                jax.block_until_ready(prepared[name].turn())
+        except Exception as error:  # whatever a library raises: the others go on
             prepared.pop(name, None)
             errors[name] = failed(error)
             gc.collect()
-    return {name: prepared[name] for name in rows if name in prepared}, errors
+    return prepared, errors
+
+
+def compared(
+    make: Mapping[str, Callable[[], Prepared]],
+    rounds: int,
+    block_ms: float,
+    before: Callable[[str], None],
+    after_round: Callable[[int], None] = lambda _: None,
+) -> dict[str, dict[str, Any]]:
+    """What is known of each way, its times and their ratio to the first one's; an ``error`` of one that failed.
+
+    Args:
+      make: name to what makes it ready.
+      rounds: of timing; of none, nothing is run.
+      block_ms: milliseconds of a turn.
+      before: called with each name before it is made ready.
+      after_round: called with the number of each round.
+    """
+    prepared, errors = _all_of(make, before)
+    rows = {name: prepared[name].about if name in prepared else {"error": errors[name]} for name in make}
+    for name, row in (together(prepared, rounds, block_ms, after_round) if rounds else {}).items():
+        why = row.get("error") or broken(row)
+        rows[name] = {"error": why} if why else rows[name] | row
+    times = {name: row["milliseconds"] for name, row in rows.items() if "milliseconds" in row}
+    if (first := next(iter(make))) in times:
+        rows |= {name: rows[name] | row for name, row in timing.against(times, first).items()}
+    return rows
 
 
 @contextlib.contextmanager

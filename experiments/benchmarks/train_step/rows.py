@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 Precision = Literal["bf16", "fp16", "tf32", "fp32"]
-Library = Literal["jaxmp", "autocast", "unprepared", "hand", "jmp", "flax", "torch", "compile"]
+Library = Literal[
+    "jaxmp", "autocast", "unprepared", "hand", "jmp", "flax", "torch", "compile", "torchao", "transformer_engine"
+]
 Pass = Literal["train", "forward"]
 PEERS = ("jmp", "torch")
 """The packages that rows need beside JAX's own."""
@@ -39,13 +41,13 @@ class Row:
     @property
     def torch(self) -> bool:
         """Whether it is torch's."""
-        return self.library in ("torch", "compile")
+        return self.library in ("torch", "compile", "torchao", "transformer_engine")
 
     @property
     def missing(self) -> str | None:
         """The package that it needs and that is not installed."""
-        package = "torch" if self.torch else "jmp" if self.library == "jmp" else None
-        return package if package and importlib.util.find_spec(package) is None else None
+        wanted = [*["torch"] * self.torch, *[self.library] * (self.library in ("jmp", "torchao", "transformer_engine"))]
+        return next((package for package in wanted if importlib.util.find_spec(package) is None), None)
 
 
 ROWS: dict[str, Row] = {
@@ -112,9 +114,11 @@ class Prepared:
       loss: does it once more for its loss; None of a forward pass.
       compile_seconds: from Python to a program, of torch the first call; without what makes the model and its state.
       compiled_bytes: what the program needs at most by its compiler's account; None of torch.
+      about: what else is known of it.
     """
 
     turn: Callable[[], Any]
     loss: Callable[[], float] | None
     compile_seconds: float
     compiled_bytes: int | None = None
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)

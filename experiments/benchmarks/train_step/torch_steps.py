@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -45,9 +44,9 @@ def device() -> torch.device:
 
 def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
     """A whole train step on a batch of the host: forward, backward, clipping, AdamW, and in fp16 the GradScaler."""
-    model, (inputs, labels) = _build(case), _on_device(case, batch)
+    model, (inputs, labels) = _build(case, row), _on_device(case, batch)
     loss_of: Callable[..., torch.Tensor] = in_torch.loss_of
-    if row.library == "compile":
+    if row.library != "torch":
         loss_of = torch.compile(loss_of, mode=row.mode, dynamic=False)
     params = [*model.parameters()]
     optimizer = torch.optim.AdamW(params, LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
@@ -70,8 +69,8 @@ def train_step(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callab
 
 def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[[], torch.Tensor]:
     """The forward pass alone, in inference mode, to logits in the dtype of the products."""
-    model, (inputs, _) = _build(case).eval(), _on_device(case, batch)
-    call = torch.compile(model, mode=row.mode, dynamic=False) if row.library == "compile" else model
+    model, (inputs, _) = _build(case, row).eval(), _on_device(case, batch)
+    call = torch.compile(model, mode=row.mode, dynamic=False) if row.library != "torch" else model
 
     def run() -> torch.Tensor:
         _float32_products(row)
@@ -79,6 +78,24 @@ def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[
             return call(inputs)
 
     return run
+
+
+def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepared:
+    """A layer of width × 4·width, or so many of GPT-2's blocks, with the gradients, on random numbers in bfloat16."""
+    own = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
+    model = _of_library(torch.nn.Sequential(*(own or [torch.nn.Linear(width, 4 * width, bias=False)])), row)
+    call = torch.compile(model, dynamic=False)
+    x = torch.randn(*shape, width, device=device(), dtype=torch.bfloat16, requires_grad=True)
+
+    def run() -> Result:
+        with _autocast(row):
+            y = call(x)
+        y.backward(y.detach())
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        return Result(y.detach())
+
+    return Prepared(run, None, 0.0)
 
 
 def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray]) -> Prepared:
@@ -114,9 +131,25 @@ def start_anew() -> None:
     torch.cuda.empty_cache()
 
 
-def _build(case: Workload) -> torch.nn.Module:
+def _build(case: Workload, row: Row) -> torch.nn.Module:
     torch.manual_seed(0)
-    return in_torch.build(case).to(device())
+    return _of_library(in_torch.build(case), row)
+
+
+def _of_library(model: torch.nn.Module, row: Row) -> torch.nn.Module:
+    """The model on the device, its layers those of the row's library if that has layers of its own, in float8."""
+    if row.library == "torchao":
+        from torchao.float8 import convert_to_float8_training
+
+        model = convert_to_float8_training(model)
+    elif row.library == "transformer_engine":
+        from transformer_engine import pytorch as te
+
+        linear = [(module, *named) for module in model.modules() for named in module.named_children()]
+        for module, name, layer in linear:
+            if isinstance(layer, torch.nn.Linear):
+                setattr(module, name, te.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None))
+    return model.to(device())
 
 
 def _on_device(case: Workload, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,10 +158,17 @@ def _on_device(case: Workload, batch: dict[str, np.ndarray]) -> tuple[torch.Tens
     return inputs.permute(0, 3, 1, 2) if case.images else inputs, labels.long()
 
 
-def _autocast(row: Row) -> contextlib.AbstractContextManager[Any]:
-    if row.precision not in HALF:
-        return contextlib.nullcontext()
-    return torch.autocast(device().type, HALF[row.precision])
+@contextlib.contextmanager
+def _autocast(row: Row) -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        if row.precision in HALF:
+            held.enter_context(torch.autocast(device().type, HALF[row.precision]))
+        if row.library == "transformer_engine":
+            from transformer_engine import pytorch as te
+            from transformer_engine.common import recipe
+
+            held.enter_context(te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()))
+        yield
 
 
 def _float32_products(row: Row) -> None:

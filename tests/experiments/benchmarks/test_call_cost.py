@@ -16,8 +16,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 def test_every_variant_trains_to_the_same_params():
     batch = call_cost.problem()[1]
     ends = {}
-    for label, variant in call_cost.VARIANTS.items():
-        step, state = variant()
+    for label, (step, state) in call_cost.variants().items():
         for _ in range(3):
             state, _ = step(state, batch)
         params = state[0] if label == call_cost.REFERENCE else getattr(state, "params", None)
@@ -30,7 +29,7 @@ def test_every_variant_trains_to_the_same_params():
 def test_a_short_run_writes_a_row_for_each_variant_and_a_verdict(tmp_path, capsys):
     call_cost.main(call_cost.Config(rounds=2, block_ms=0.5, run_dir=tmp_path / "run"))
     rows = json.loads((tmp_path / "run" / "call_cost.json").read_text())["results"]
-    assert list(rows) == list(call_cost.VARIANTS)
+    assert list(rows)[::2] == [call_cost.REFERENCE, call_cost.GOAL, "its program on a list"] and len(rows) == 5
     assert rows[call_cost.REFERENCE]["arrays"] == [15, 14] and rows[call_cost.REFERENCE]["ratio"] == [1, 1, 1]
     text = (tmp_path / "run" / "call_cost.md").read_text()
     assert text.count("\n| ") == len(rows) + 2 and "the goal is 80" in text

@@ -1,0 +1,273 @@
+"""What float8 products bring: a product, a layer, two blocks and a whole step of GPT-2, beside bfloat16.
+
+python -m experiments.benchmarks.float8 --run-dir runs/float8
+
+python -m experiments.benchmarks.float8 --device h200 --run-dir experiments/results/float8
+
+A product has operands that are float8 already: what tensor cores make of it, with fast sums and with precise ones. A
+layer is a policy's product with both its gradients, what quantises it included, at every width. Blocks and steps are
+GPT-2's, by default in float8 only where that should pay; `float8` sums precisely in the backward pass only. All have
+16,384 tokens, and are held against bfloat16 by the same route: jaxmp's, or torch.compile's for torchao and Transformer
+Engine, whose heads are 64 wide. A speed-up is one round's time in bfloat16 over the same round's time, median over the
+rounds.
+
+With --device all of jaxmp's are compiled for a GPU that is not there, and nothing is run. What was found stays in the
+run folder, and the same command goes on from there; on one GPU each of --routes is best a command of its own, for JAX
+keeps the memory that it has had. The run folder holds float8.md, .json and .png.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+import jaxmp
+from experiments.benchmarks.compile_only import sharded
+from experiments.benchmarks.shared import records, scaled_steps
+from experiments.benchmarks.train_step.measure import compared, start_anew
+from experiments.benchmarks.train_step.rows import Prepared, Row
+from experiments.measure import programs, timing
+from experiments.measure.environment import environment, require_gpu
+from experiments.models import GPT2, attention, gpt2
+from experiments.models.workloads import Sizes, workload
+from experiments.report import plots
+from experiments.report.goals import Goal
+from experiments.report.progress import Progress
+from experiments.report.tables import Table, spread
+from experiments.training import cli, kept
+from jaxmp import hlo
+from jaxmp.inspect import targets
+
+Part = Literal["product", "layer", "block", "step"]
+Route = Literal["jaxmp", "torch"]
+HALF, DEFAULT, FAST, PRECISE = "bfloat16", "float8", "float8, fast", "float8, precise"
+ALL, WIDTHS = (HALF, DEFAULT, FAST, PRECISE), (768, 1024, 2048, 4096, 8192)
+WAYS = {"product": (HALF, FAST, PRECISE), "layer": ALL, "block": ALL, "step": (HALF, DEFAULT)}
+SIZES = {"product": WIDTHS, "layer": WIDTHS, "block": (2048, 4096), "step": ("124M", "1.3B", "1.8B")}
+PEERS = (
+    Row("torch.compile, bfloat16", "compile", "bf16"), Row("torchao", "torchao", "bf16"),
+    Row("Transformer Engine", "transformer_engine", "bf16"),
+)  # fmt: skip
+TITLES = {
+    "product": "A product K×4K of float8 numbers",
+    "layer": "A layer K×4K with its gradients and what quantises",
+    "block": "Two blocks of GPT-2, K wide, with their gradients",
+    "step": "A step of GPT-2 in a loop over its blocks, AdamW",
+}
+TOKENS = 16_384
+FIGURES = {
+    "float8 of products": "", "kernels": ",", "GB moved": ".2f", "GB / bfloat16": ".3f", "peak MiB": ",.0f",
+    "MiB / bfloat16": ".3f", "ms": ".4g", "speed-up": ".3f", "quartiles": "",
+}  # fmt: skip
+ABOUT = "Kernels and GB are those of a call, moved by what is no product or attention; products in a loop count once."
+PICTURED = ("speed-up", "GB / bfloat16", "MiB / bfloat16")
+GOALS = {
+    ("block", 2048, "GB / bfloat16"): 1.45, ("step", "1.3B", "MiB / bfloat16"): 0.89,
+    ("step", "1.3B", "speed-up"): 1.15, ("step", "1.8B", "speed-up"): 1.3,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(records.Timed, records.Pieces, records.Small, records.Absent):
+    """Flags of the benchmark."""
+
+    parts: tuple[Part, ...] = get_args(Part)
+    """What to measure."""
+    routes: tuple[Route, ...] = get_args(Route)
+    """jaxmp, and torch with torchao and Transformer Engine where they are installed."""
+
+
+class Blocks(nn.Module):
+    """The mean square of what two blocks of GPT-2 make of (tokens, width)."""
+
+    width: int
+    batch: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = gpt2.Block(max(1, self.width // 128), self.width, "none", 2)(x, self.batch)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def model_of(size: Any) -> GPT2:
+    """GPT-2 in one of its sizes, or a small one."""
+    return sharded.model(size) if isinstance(size, str) else sharded.SMOKE
+
+
+def case_of(part: Part, size: Any, way: str, tokens: int) -> tuple[Callable[[], Any], Callable[..., Any]]:
+    """``start() -> (state, batch)`` and ``step(state, batch) -> (state, result)``, whose state may be donated."""
+    least = {"min_dim": 1, "min_tokens": 1} if part == "layer" or tokens < TOKENS else {}
+    recipe = jaxmp.Float8(accumulate={FAST: "fast", PRECISE: "precise"}.get(way, "fast_forward"), **least)
+    policy = jaxmp.Policy("float32", "bfloat16", "float32", matmul=None if way == HALF else recipe)
+    stored = jnp.float8_e4m3fn if part == "product" and way != HALF else jnp.bfloat16
+
+    def drawn(*shape: int) -> jax.Array:  # equal numbers would take less power, and time
+        return jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16).astype(stored)
+
+    def multiplied(w: Any, x: Any) -> Any:
+        half = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)  # as XLA's rewriter wants it
+        precision = lax.Precision.HIGHEST if way == PRECISE else lax.Precision.DEFAULT
+        return w, lax.dot_general(*half, (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.bfloat16)
+
+    def with_gradients(w: Any, batch: Any) -> Any:
+        y, gradients = jax.vjp(jaxmp.autocast(jnp.matmul, policy.with_output_dtype("bfloat16")), batch[0], w)
+        return w, (y, *gradients(batch[1]))
+
+    if part == "product":
+        return lambda: (drawn(4 * size, size), drawn(tokens, size)), multiplied
+    if part == "layer":
+        given = functools.partial(drawn, tokens)
+        return lambda: (drawn(size, 4 * size).astype(jnp.float32), (given(size), given(4 * size))), with_gradients
+    model: Any = Blocks(size, max(2, tokens // 2048)) if part == "block" else model_of(size).clone(loop=True)
+    method, tx = (None, optax.sgd(0.1)) if part == "block" else ("loss", optax.adamw(3e-4, weight_decay=0.1))
+    trained = jaxmp.linen.apply_policy(model, policy)
+
+    def batch() -> Any:
+        if part == "block":
+            return [drawn(tokens, size)]
+        shape = (tokens // model.sequence, model.sequence)
+        return 2 * [jax.random.randint(jax.random.key(0), shape, 0, model.vocabulary)]
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        return trained.apply({"params": params}, *batch, method=method), model_state
+
+    def init(key: Any) -> Any:
+        return model.init(key, *batch(), method=method)["params"], None
+
+    start, step = scaled_steps.no_scaling(loss_fn, tx, init)
+    return lambda: (start(), batch()), step
+
+
+def ready(part: Part, size: Any, way: str, tokens: int, device: str | None) -> Prepared:
+    """A way of jaxmp's, compiled, with what its program tells."""
+    start, step = case_of(part, size, way, tokens)
+    with attention.implementation("cudnn" if device else None):
+        compiled = targets.compiled(jax.jit(step, donate_argnums=0), jax.eval_shape(start), device)
+    found = programs.facts(compiled, hlo.Program(compiled.as_text()))
+    dots = {name: count for name, count in found["products"].items() if name.startswith("dot")}
+    float8 = sum(count for name, count in dots.items() if "f8e" in name)
+    about = {"float8 of products": f"{float8} of {sum(dots.values())}", "kernels": found["launches"]}
+    about |= {"GB moved": found["traffic"] / 1e9, "peak MiB": found["peak"] / 2**20}
+    turn = None if device else timing.turn(compiled, *jax.jit(start)())
+    return Prepared(turn, None, 0.0, found["peak"], about)
+
+
+def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
+    """A way of torch's, which tells nothing of its program."""
+    from experiments.benchmarks.train_step import torch_steps
+
+    if part != "step":
+        batch = max(2, tokens // 2048)
+        return torch_steps.layers(row, size, 2 if part == "block" else 0, (batch, tokens // batch))
+    model = model_of(size)
+    sizes = Sizes(tokens // model.sequence, model.sequence, model.layers, model.width, model.vocabulary)
+    case = workload("gpt2", sizes)
+    return torch_steps.prepare(case, row, "train", case.random_batch())
+
+
+def measure(part: Part, size: Any, route: Route, config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
+    """By way what is known of it, or an ``error``; against the first one's, in bfloat16."""
+    tokens = 64 if config.smoke else TOKENS
+    if route == "jaxmp":
+        make = {way: functools.partial(ready, part, size, way, tokens, config.device) for way in WAYS[part]}
+    else:
+        there = [row for row in PEERS if not row.missing]
+        make = {row.label: functools.partial(peer, part, size, row, tokens) for row in there if len(there) > 1}
+        start_anew(there)
+    rows = compared(make, 0 if config.device else config.rounds, config.block_ms, tell) if make else {}
+    base = next(iter(rows.values()), {})
+    for row in rows.values():
+        if "ratio" in row:
+            low, middle, high = (1 / ratio for ratio in reversed(row.pop("ratio")))
+            row |= {"ms": row["ms"][1], "speed-up": middle, "quartiles": spread((low, middle, high), ".3f")}
+        row |= {f"{unit} / bfloat16": row[key] / base[key] for unit, key in (("GB", "GB moved"), ("MiB", "peak MiB"))
+                if base.get(key) and key in row}  # fmt: skip
+    missing = {row.label: {"error": f"not installed: {row.missing}"} for row in PEERS if row.missing}
+    return {"part": part, "size": size, "rows": rows | (missing if route == "torch" else {})}
+
+
+def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
+    """A row a size and way, and the goals."""
+    cells, goals = [], list[str]()
+    for case in cases:
+        size = (
+            f"K = {case['size']}" if part != "step" else "{0.layers} layers of {0.width}".format(model_of(case["size"]))
+        )
+        for way, row in case["rows"].items():
+            shown = {**row, **({"float8 of products": row["error"]} if "error" in row else {})}
+            cells.append(
+                (size, way, *(f"{shown[key]:{form}}" if key in shown else "" for key, form in FIGURES.items()))
+            )
+        for (of, own, figure), limit in GOALS.items():
+            value = case["rows"].get(DEFAULT, {}).get(figure)
+            if (of, own) == (part, case["size"]) and DEFAULT in case["rows"] and not smoke:
+                goals.append(Goal("", f"{size}: {figure}", value, limit, least=figure == "speed-up").sentence())
+    title = f"{'SMOKE TEST, no result: ' if smoke else ''}{TITLES[part]}"
+    return Table(title, ("size", "way", *FIGURES), cells, 2, tuple(goals))
+
+
+def pictures(part: str, cases: list[dict[str, Any]], figures: list[str]) -> list[plots.Panel]:
+    """Every way's figures over those of bfloat16."""
+    ways = {f"{case['size']}, {way}": row for case in cases for way, row in case["rows"].items() if HALF not in way}
+    return [
+        plots.Panel(
+            TITLES[part] if figure == figures[0] else "",
+            figure,
+            {name: row.get(figure) for name, row in ways.items()},
+            line=(1, HALF),
+            form=".2f",
+        )
+        for figure in figures
+    ]
+
+
+def main(config: Config) -> list[dict[str, Any]]:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with torch
+    if config.smoke and not config.device and jax.default_backend() != "gpu":
+        os.environ.setdefault("JAXMP_FLOAT8", "emulate")
+    with cli.bad_values_end_it():
+        where = {"target": targets.target_of(config.device).name} if config.device else {}
+        if not config.device:
+            require_gpu(config.smoke)
+        folder = records.folder_of("float8", config, rounds=2)
+        where |= environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc", "torch", "torchao", "transformer_engine"))
+        setting = {name: getattr(config, name) for name in ("smoke", "rounds", "block_ms")}
+        has = kept.Kept(folder, config.minutes, where, **setting)
+        has.require_alike("*-*-*.json")
+    cases = [(part, size, route) for part in get_args(Part) for size in ((64,) if config.smoke else SIZES[part])
+             for route in get_args(Route) if (part, route) != ("product", "torch")]  # fmt: skip
+    asked = [case for case in cases if case[0] in config.parts and case[2] in config.routes]
+    asked = [case for case in asked if not (config.device and case[2] == "torch")]
+    with Progress("float8", len(asked)) as progress:
+        for case in sorted(asked, key=lambda case: case[2]):  # torch at the end
+            name = "-".join(map(str, case))
+            has.get(
+                name, functools.partial(measure, *case, config, lambda way, name=name: progress.advance(0, way, name))
+            )
+            progress.advance(1, "done", name)
+    results = [found for case in cases if (found := has.read("-".join(map(str, case))))]
+    if results:
+        where = kept.joined([case.pop("environment") for case in results])
+        parts = {part: [case for case in results if case["part"] == part] for part in get_args(Part)}
+        tables = [table(part, found, config.smoke) for part, found in parts.items() if found]
+        known = {name for case in results for row in case["rows"].values() for name in row}
+        figures = [figure for figure in PICTURED if figure in known]
+        panels = [pictures(part, found, figures) for part, found in parts.items() if found and figures]
+        data, shows = {"smoke": config.smoke, "results": results}, "float8 over bfloat16"
+        records.record(folder, "float8", "Products in float8", where, tables, data, [ABOUT], shows, panels)
+    has.end()
+    return results
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

@@ -1,0 +1,112 @@
+"""Products, layers, blocks and steps in float8 are what they are said to be; speed-ups are against the same route."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxmp
+from experiments.benchmarks import float8
+from jaxmp.inspect import targets
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+
+
+def in_float8(part, size, way, tokens=64):
+    """How many products of a way are float8."""
+    start, step = float8.case_of(part, size, way, tokens)
+    products = jaxmp.inspect.audit(step, compile=False)(*jax.eval_shape(start)).products
+    return sum({*each.operands} <= {E4M3, E5M2} for each in products)
+
+
+@pytest.mark.parametrize(("part", "expected"), [("layer", 3), ("block", 24), ("step", 12)])
+def test_the_products_of_weights_are_float8_and_those_of_bfloat16_are_not(part, expected, emulated):
+    assert in_float8(part, 64, float8.DEFAULT) == expected and in_float8(part, 64, float8.HALF) == 0
+
+
+def test_by_default_a_small_step_has_none_and_a_large_block_has_all(emulated):
+    assert in_float8("step", "124M", float8.DEFAULT, float8.TOKENS) == 0
+    assert in_float8("block", 2048, float8.DEFAULT, float8.TOKENS) == 24
+    assert in_float8("layer", 768, float8.DEFAULT, float8.TOKENS) == 3  # whatever its size
+
+
+def test_a_layer_has_the_gradients_of_bfloat16_but_for_the_rounding(emulated):
+    results = []
+    for way in (float8.HALF, float8.DEFAULT):
+        start, step = float8.case_of("layer", 64, way, 64)
+        _, (y, dx, dw) = jax.jit(step)(*start())
+        assert (y.shape, dx.shape, dw.shape, y.dtype.name, dw.dtype.name) == (
+            (64, 256), (64, 64), (64, 256), "bfloat16", "float32"
+        )  # fmt: skip
+        results.append([np.asarray(each, np.float32) for each in (y, dx, dw)])
+    for half, ours in zip(*results, strict=True):
+        assert 0.01 < np.linalg.norm(ours - half) / np.linalg.norm(half) < 0.1
+
+
+def test_every_part_has_its_rows_and_what_is_not_installed_says_so(emulated, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(float8, "PEERS", tuple(float8.Row(row.label, "torchao", "bf16") for row in float8.PEERS))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(float8.plots, "panels", lambda *_: None)
+    config = float8.Config(parts=("layer",), smoke=True, rounds=2, block_ms=0.1, run_dir=tmp_path)
+    ours, peers = float8.main(config)
+    assert list(ours["rows"]) == list(float8.ALL) and ours["rows"][float8.HALF]["speed-up"] == 1
+    assert all(row["ms"] > 0 and row["peak MiB"] > 0 for row in ours["rows"].values())
+    assert [row["error"] for row in peers["rows"].values()] == 3 * ["not installed: torch"]
+    text = (tmp_path / "float8.md").read_text()
+    assert "## SMOKE TEST, no result: A layer K×4K" in text and "| K = 64 | torchao | not installed: torch |" in text
+    assert "the goal" not in text and "speed-up" in capsys.readouterr().out
+    monkeypatch.setattr(float8, "compared", pytest.fail)  # what is there is not measured again
+    assert float8.main(config) == [ours, peers]
+    assert json.loads((tmp_path / "float8.json").read_text())["results"] == [ours, peers]
+
+
+def test_a_speed_up_is_over_the_first_way_and_is_held_against_the_goals(monkeypatch):
+    def compared(make, rounds, *_):
+        half, ours = {"GB moved": 2.0, "peak MiB": 100.0}, {"GB moved": 3.0, "peak MiB": 88.0}
+        ratios = [[1.0, 1.0, 1.0], [0.8, 0.8, 0.9]]
+        times = [{"ms": [9.0, 10.0, 11.0], "ratio": ratio} if rounds else {} for ratio in ratios]
+        return {way: {**row, **time} for way, row, time in zip(make, (half, ours), times, strict=True)}
+
+    monkeypatch.setattr(float8, "compared", compared)
+    for device, goals in ((None, 2), ("h200", 2)):
+        case = float8.measure("step", "1.3B", "jaxmp", float8.Config(device=device), lambda _: None)
+        row = case["rows"]["float8"]
+        assert (row["GB / bfloat16"], row["MiB / bfloat16"]) == (1.5, 0.88)
+        notes = float8.table("step", [case], smoke=False).notes
+        assert len(notes) == goals and notes[0] == (
+            "met: 24 layers of 2048: MiB / bfloat16 is 0.880, the goal at most 0.89"
+        )
+        if device:
+            assert "speed-up" not in row
+            assert notes[1] == "not measured: 24 layers of 2048: speed-up, the goal at least 1.15"
+        else:
+            assert row["speed-up"] == 1.25 and row["quartiles"] == "1.111 to 1.250"
+            assert notes[1] == "met: 24 layers of 2048: speed-up is 1.250, the goal at least 1.15"
+
+
+def test_compiled_for_a_gpu_the_products_of_a_layer_are_float8_calls(tmp_path, monkeypatch):
+    if reason := targets.missing():
+        pytest.skip(reason)
+    monkeypatch.setattr(float8.plots, "panels", lambda *_: None)
+    config = float8.Config(parts=("product", "layer"), smoke=True, device="h200", run_dir=tmp_path)
+    found = {case["part"]: case["rows"] for case in float8.main(config)}
+    assert [row["float8 of products"] for row in found["product"].values()] == ["0 of 1", "1 of 1", "1 of 1"]
+    assert [row["float8 of products"] for row in found["layer"].values()] == ["0 of 3", *3 * ["3 of 3"]]
+    assert all("ms" not in row for rows in found.values() for row in rows.values())
+    assert "- target: NVIDIA H200 141GB HBM3e" in (tmp_path / "float8.md").read_text()
+
+
+def test_where_there_is_no_gpu_one_line_says_so(capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        float8.main(float8.Config(run_dir=tmp_path / "run"))
+    error = capsys.readouterr().err
+    assert "--smoke" in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
