@@ -180,9 +180,9 @@ def _is_outermost_low_precision(tx: Any) -> bool:
 
 def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
     """The state of the optimizer in another ``loss_scaling`` as that in ``tx`` stores it."""
-    if isinstance(inner_state, LowPrecisionState):
-        inner_state = decoded(inner_state.inner_state)
-    return tx.inner.wrap(inner_state, params) if _is_outermost_low_precision(tx) else inner_state
+    before = inner_state if isinstance(inner_state, LowPrecisionState) else None
+    inner_state = decoded(before.inner_state) if before else inner_state
+    return tx.inner.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
 
 
 class _LossScaling(optax.GradientTransformationExtraArgs):

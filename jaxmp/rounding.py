@@ -22,7 +22,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxmp.dtypes import nearest
-from jaxmp.tree import path_name, widen
+from jaxmp.tree import is_float_array, path_name, widen
 
 Rounding = Literal["stochastic", "kahan", "nearest"]
 Moments = Literal["float32", "bfloat16", "float8"]
@@ -30,21 +30,24 @@ _ROUNDINGS = ("stochastic", "kahan", "nearest")
 _MOMENTS = ("float32", "bfloat16", "float8")
 
 # Which fields of optax's states are moments. A largest second moment (AMSGrad's) is none: rounding at random raises it.
+# Nor are those of a centred RMSProp, whose variance nu - mu² rounding would make negative, and its root NaN.
 _SIGNED: dict[type, tuple[str, ...]] = {
     optax.ScaleByAdamState: ("mu",),
     optax.ScaleByAmsgradState: ("mu",),
+    optax.ScaleByAdanState: ("m", "v"),
     optax.ScaleByBeliefState: ("mu",),
     optax.ScaleByLionState: ("mu",),
-    optax.ScaleByRStdDevState: ("mu",),
     optax.TraceState: ("trace",),
     optax.EmaState: ("ema",),
 }
 _SECOND: dict[type, tuple[str, ...]] = {
     optax.ScaleByAdamState: ("nu",),
     optax.ScaleByAmsgradState: ("nu",),
+    optax.ScaleByAdanState: ("n",),
     optax.ScaleByBeliefState: ("nu",),
     optax.ScaleByRmsState: ("nu",),
-    optax.ScaleByRStdDevState: ("nu",),
+    type(optax.scale_by_rms(bias_correction=True).init({})): ("nu",),
+    optax.ScaleByAdaDeltaState: ("e_g", "e_x"),
     optax.ScaleByRssState: ("sum_of_squares",),
 }
 _LARGEST, _NORMAL, _SMALLEST = 448.0, 2.0**-6, 2.0**-9  # of float8_e4m3fn: finite, normal, positive
@@ -107,7 +110,8 @@ def low_precision(
     Put it outermost but for :func:`jaxmp.loss_scaling`: ``loss_scaling(low_precision(optax.adamw(1e-3)), …)``. A
     skipped step then advances nothing. Stochastic rounding draws its bits from a hash of the seed, the count of
     updates, the param's path and the position in the array: no key to thread, the same bits on any number of devices
-    (under jit, not in ``shard_map``) and after a resume. Infinities and NaN stay what they are.
+    (under jit, not in ``shard_map``), after a resume, and for each member of a ``vmap``. Infinities and NaN stay what
+    they are.
 
     Moments are known by optax's own types of state; ``print(tx)`` says how each is stored. ``"bfloat16"`` and
     ``"float8"`` round them stochastically: rounded to nearest, a second moment with a decay of 0.999 never falls.
@@ -123,8 +127,8 @@ def low_precision(
       block: numbers along the last axis that share a scale.
 
     Raises:
-      ValueError: an argument is none of those; ``init`` got float16 params, or moments were asked for of an optimizer
-        that has none; ``update`` got no params.
+      ValueError: an argument is none of those; ``init`` got float16 or float8 params, or moments were asked for of an
+        optimizer that has none; ``update`` got no params, or the state of another optimizer.
 
     >>> tx = low_precision(optax.sgd(1e-3), seed=1)
     >>> weights = {"w": jnp.ones(10_000, jnp.bfloat16)}
@@ -156,21 +160,28 @@ def low_precision(
             )
         return wrap(state, weights)
 
-    def wrap(inner_state: Any, weights: optax.Params) -> LowPrecisionState:
-        count = jnp.zeros((), jnp.int32)
+    def wrap(inner_state: Any, weights: optax.Params, before: LowPrecisionState | None = None) -> LowPrecisionState:
+        """A state around the optimizer's, that goes on from ``before``, whatever that kept."""
+        count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
         if params == "kahan":
             compensation = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if _is_rounded(leaf) else None, weights)
-        return LowPrecisionState(count, encode(inner_state, count), compensation)
+            if before is not None and before.compensation is not None:
+                kept = lambda _, new, old: new if new is None or old is None else old  # noqa: E731
+                compensation = jax.tree.map(kept, weights, compensation, before.compensation)
+        return LowPrecisionState(count, encode(inner_state, inner_state, count), compensation)
 
-    def encode(state: Any, count: jax.Array, scales: Any = None) -> Any:
-        """The optimizer's state as it is stored; ``scales`` are those of its leaves where they are known."""
-        if moments == "float32":
-            return state
+    def encode(state: Any, old: Any, count: jax.Array, scales: Any = None) -> Any:
+        """The optimizer's state, stored as the ``old`` one is; ``scales`` are those of its leaves, where known."""
         leaves, structure = jax.tree.flatten(state)
+        each = zip(
+            leaves, jax.tree.leaves(old, is_leaf=_is_blocks), _kinds(state), scales or [None] * len(leaves), strict=True
+        )
         stored = [
-            _stored(leaf, kind, moments, block, _Draw(seed, count, name), known) if kind else leaf
-            for leaf, (name, kind), known in zip(leaves, _kinds(state), scales or [None] * len(leaves), strict=True)
+            _stored(leaf, kind, moments, block, _Draw(seed, count, name), known)
+            if kind and moments != "float32"
+            else in_dtype_of(leaf, old)  # which the optimizer saw in float32
+            for leaf, old, (name, kind), known in each
         ]
         return jax.tree.unflatten(structure, stored)
 
@@ -179,6 +190,11 @@ def low_precision(
     ) -> tuple[optax.Updates, LowPrecisionState]:
         if weights is None:
             raise ValueError("low_precision rounds params, got none; write tx.update(grads, opt_state, params)")
+        if not isinstance(state, LowPrecisionState) or (state.compensation is None) != (params != "kahan"):
+            raise ValueError(
+                f"low_precision(…, params={params!r}) needs the state that its own init made, got one of another "
+                f"optimizer ({type(state).__name__}); of a train state take state.with_tx(tx)"
+            )
         _require_dtypes(weights)
         grads, wide = widen(updates), widen(weights)
         stored, scales = state.inner_state, None
@@ -189,13 +205,12 @@ def low_precision(
             stored, scales = _held(stored, once, block)
         changes, inner_state = inner.update(grads, decoded(stored), wide, **extra_args)
         landing = functools.partial(_landing, params, seed, state.count)
-        if params == "kahan":
-            both = jax.tree.map_with_path(landing, weights, changes, _filled(state.compensation, weights))
-        else:
-            both = jax.tree.map_with_path(landing, weights, changes)
-        new_updates, lost = (jax.tree.map(lambda _, pair, n=n: pair[n], weights, both) for n in (0, 1))
-        count, compensation = optax.safe_int32_increment(state.count), lost if params == "kahan" else None
-        return new_updates, LowPrecisionState(count, encode(inner_state, count, scales), compensation)
+        lost = [state.compensation] if params == "kahan" else []
+        both = jax.tree.map_with_path(landing, weights, changes, *lost)
+        new_updates, compensation = (jax.tree.map(lambda _, pair, n=n: pair[n], weights, both) for n in (0, 1))
+        count = optax.safe_int32_increment(state.count)
+        inner_state = encode(inner_state, state.inner_state, count, scales)
+        return new_updates, LowPrecisionState(count, inner_state, compensation if lost else None)
 
     tx = LowPrecision(init, update)
     tx.wrap, tx.shown = wrap, functools.partial(_shown, inner, params, moments, seed, block)
@@ -205,7 +220,7 @@ def low_precision(
 class LowPrecision(optax.GradientTransformationExtraArgs):
     """What :func:`low_precision` returns. It takes params in their own dtypes; ``str()`` says how all is stored."""
 
-    wrap: Callable[[Any, Any], LowPrecisionState]
+    wrap: Callable[..., LowPrecisionState]
     shown: Callable[[], str]
 
     def __str__(self) -> str:
@@ -222,6 +237,17 @@ def rounds_params(opt_state: Any) -> bool:
     """Whether an optimizer's state has :func:`jaxmp.low_precision`'s in it."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LowPrecisionState))
     return any(isinstance(node, LowPrecisionState) for node in nodes)
+
+
+def with_compensation(weights: Any, opt_state: Any) -> Any:
+    """The params of which some are float32 by now, those with what rounding took from them while they were bfloat16."""
+    if not isinstance(opt_state, LowPrecisionState) or opt_state.compensation is None:
+        return weights
+
+    def whole(leaf: Any, lost: Any) -> Any:
+        return leaf if lost is None or leaf.dtype != jnp.float32 else leaf + lost.astype(jnp.float32)
+
+    return jax.tree.map(whole, weights, opt_state.compensation)
 
 
 def _landing(params: str, seed: int, count: jax.Array, path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
@@ -242,7 +268,7 @@ def _landing(params: str, seed: int, count: jax.Array, path: Any, weight: Any, c
 
 def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw, scales: Any = None) -> Any:
     """A moment as it is stored."""
-    if leaf.dtype != jnp.float32 or not leaf.size:
+    if not leaf.size:
         return leaf
     if moments == "bfloat16":
         new = _stochastic_bfloat16(leaf, draw.bits(leaf.shape)[1])
@@ -376,9 +402,9 @@ def _kinds(state: Any) -> list[tuple[str, str | None]]:
 
     found: list[tuple[str, str | None]] = []
     for path, node in jax.tree.leaves_with_path(state, is_leaf=is_known):
-        for rest, _ in jax.tree.leaves_with_path(node):
+        for rest, leaf in jax.tree.leaves_with_path(node):
             kind = None
-            if is_known(node):
+            if is_known(node) and leaf.dtype == jnp.float32:  # others are kept as the optimizer was told to
                 field = path_name(rest[:1])
                 kind = "signed" if field in _SIGNED.get(type(node), ()) else None
                 kind = "second" if field in _SECOND.get(type(node), ()) else kind
@@ -411,6 +437,11 @@ def _is_whole(number: Any) -> bool:
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
+def in_dtype_of(leaf: Any, other: Any) -> Any:
+    """``leaf`` in the dtype of the other."""
+    return leaf if jnp.result_type(leaf) == jnp.result_type(other) else leaf.astype(other.dtype)
+
+
 def _is_rounded(leaf: Any) -> bool:
     return bool(leaf.dtype == jnp.bfloat16)
 
@@ -419,16 +450,10 @@ def _is_blocks(leaf: Any) -> bool:
     return isinstance(leaf, Float8Blocks)
 
 
-def _filled(compensation: Any, weights: Any) -> Any:
-    """``compensation`` with a zero in the place of each None, so that it can be mapped beside the params."""
-    leaves = iter(jax.tree.leaves(compensation))
-    return jax.tree.map(lambda leaf: next(leaves) if _is_rounded(leaf) else jnp.bfloat16(0), weights)
-
-
 def _require_dtypes(weights: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(weights):
-        if leaf.dtype == jnp.float16:
+        if is_float_array(leaf) and leaf.dtype.itemsize < 4 and not _is_rounded(leaf):
             raise ValueError(
                 f"low_precision rounds bfloat16 params and leaves float32 ones alone, got {path_name(path)!r} of "
-                "float16, whose range loses small weights; make the params bfloat16"
+                f"{leaf.dtype}, whose range loses small weights; make the params bfloat16"
             )

@@ -41,6 +41,7 @@ from jaxmp.optimizer import (
     warn_if_behind,
     with_loss,
 )
+from jaxmp.rounding import in_dtype_of, with_compensation
 
 Metrics = dict[str, Any]
 
@@ -138,8 +139,9 @@ class TrainState(flax.struct.PyTreeNode):
     def with_tx(self, tx: optax.GradientTransformation) -> TrainState:
         """This state under the same optimizer in another precision: to :func:`jaxmp.low_precision`, or back.
 
-        What the optimizer and the loss scale have learned goes on. The params stay as they are: for others, cast them
-        before, ``state.replace(params=policy.cast_to_param(state.params))``.
+        What the optimizer and the loss scale have learned goes on. The params keep their dtypes: for others, cast them
+        before, ``state.replace(params=policy.cast_to_param(state.params))``. Those that are float32 by then get what
+        Kahan's compensation kept of them.
 
         Raises:
           ValueError: ``tx`` keeps other numbers than the optimizer of this state.
@@ -148,15 +150,18 @@ class TrainState(flax.struct.PyTreeNode):
         if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
             scale = jax.tree.map(jnp.copy, old.loss_scale)  # which no step deletes that donates this state
             tx = loss_scaling(tx, scale, grad_norm=old.grad_norm is not None)
-        new = old._replace(inner_state=in_precision_of(tx, old.inner_state, self.params))
-        wanted: Any = jax.tree.structure(jax.eval_shape(tx.init, self.params))
+        params = with_compensation(self.params, old.inner_state)
+        new = old._replace(inner_state=in_precision_of(tx, old.inner_state, params))
+        fresh = jax.eval_shape(tx.init, params)
+        wanted: Any = jax.tree.structure(fresh)
         found: Any = jax.tree.structure(new)
         if wanted != found:
             raise ValueError(
                 f"with_tx takes the same optimizer in another precision, but its state is {wanted}, and this one's is "
                 f"{found}; make a fresh state with TrainState.create"
             )
-        return settled(self.replace(tx=optax.with_extra_args_support(tx), opt_state=new))
+        new = jax.tree.map(in_dtype_of, new, fresh)  # a mu_dtype, say, that the optimizer saw in float32
+        return settled(self.replace(tx=optax.with_extra_args_support(tx), params=params, opt_state=new))
 
     def apply_gradients(
         self,

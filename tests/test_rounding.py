@@ -213,7 +213,9 @@ class TestMoments:
             (lambda: optax.sgd(0.1, momentum=0.9), {"trace"}),
             (lambda: optax.lion(1e-3), {"mu"}),
             (lambda: optax.rmsprop(1e-3), {"nu"}),
-            (lambda: optax.rmsprop(1e-3, centered=True), {"mu", "nu"}),
+            (lambda: optax.rmsprop(1e-3, bias_correction=True), {"nu"}),
+            (lambda: optax.adadelta(1e-3), {"e_g", "e_x"}),
+            (lambda: optax.adan(1e-3), {"m", "v", "n"}),
             (lambda: optax.amsgrad(1e-3), {"mu", "nu"}),
             (lambda: optax.adabelief(1e-3), {"mu", "nu"}),
             (lambda: optax.adagrad(1e-3), {"sum_of_squares"}),
@@ -229,6 +231,44 @@ class TestMoments:
         assert {str(path[-2]).strip(".'[]") for path in halves} == fields
         _, new = jax.jit(tx.update)({"w": jnp.ones((4, 4))}, state, weights)
         assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
+
+    def test_a_difference_of_moments_is_kept_exact(self):
+        """The variance nu - mu² of a centred RMSProp, rounded, would be negative, and every param NaN."""
+        tx = optax.rmsprop(1e-3, centered=True)
+        with pytest.raises(ValueError, match=r"none that is known \(ScaleByRStdDevState.*leave moments out"):
+            jaxmp.low_precision(tx, moments="bfloat16").init({"w": jnp.ones((4, 4))})
+        both = jaxmp.low_precision(optax.chain(tx, optax.trace(0.9)), moments="bfloat16").init({"w": jnp.ones((4, 4))})
+        assert both.inner_state[0][0].nu["w"].dtype == jnp.float32
+        assert both.inner_state[1].trace["w"].dtype == jnp.bfloat16
+
+    @pytest.mark.parametrize("moments", ["float32", "float8"])
+    def test_what_the_optimizer_keeps_in_half_stays_as_it_keeps_it(self, moments):
+        weights = {"w": jnp.ones((4, 16), jnp.bfloat16)}
+        tx = optax.chain(optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.contrib.schedule_free_sgd(1e-3))
+        tx = jaxmp.low_precision(tx, moments=moments, block=16)
+        state = tx.init(weights)
+        schedule_free = state.inner_state[1]
+        halved = schedule_free._replace(z=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), schedule_free.z))
+        state = state._replace(inner_state=(state.inner_state[0], halved))
+        _, new = jax.jit(tx.update)(weights, state, weights)
+        assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
+        assert new.inner_state[0].mu["w"].dtype == new.inner_state[1].z["w"].dtype == jnp.bfloat16
+        assert "0/mu/w: as it is" in str(tx)
+
+    @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+    def test_params_of_other_dtypes_are_refused(self, dtype):
+        with pytest.raises(
+            ValueError, match=f"got 'w' of {dtype}, whose range loses small weights; make the params bf"
+        ):
+            jaxmp.low_precision(optax.sgd(0.1)).init({"w": jnp.ones(4, dtype)})
+
+    @pytest.mark.parametrize("other", [optax.adam(0.1), jaxmp.low_precision(optax.adam(0.1), params="kahan")])
+    def test_the_state_of_another_optimizer_is_refused(self, other):
+        weights = {"w": jnp.ones(4, jnp.bfloat16)}
+        with pytest.raises(
+            ValueError, match=r"params='stochastic'\) needs the state that its own init made, got one of"
+        ):
+            jaxmp.low_precision(optax.adam(0.1)).update(weights, other.init(weights), weights)
 
     def test_the_table_of_an_optimizer_that_wants_other_params(self):
         tx = jaxmp.low_precision(optax.masked(optax.adam(1e-3), {"x": True}), moments="bfloat16")
@@ -323,6 +363,26 @@ class TestOfATrainState:
             jaxmp.low_precision(tx).init(weights)
         bare = jaxmp.TrainState.create(params=weights, tx=tx)
         assert isinstance(bare.opt_state.inner_state, rounding.LowPrecisionState)
+
+    def test_with_tx_keeps_what_kahan_kept_and_the_count_of_draws(self):
+        kahan = jaxmp.low_precision(optax.sgd(1e-4), params="kahan")
+        params = {"w": jnp.ones((4, 8), jnp.bfloat16), "b": jnp.ones(8), "none": None}
+        loss = lambda p, s, b, r: (sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(p)), s)  # noqa: E731
+        step = jaxmp.make_train_step(loss, donate=False)
+        state = jaxmp.TrainState.create(params=params, tx=kahan)
+        for _ in range(5):
+            state, _ = step(state, jnp.float32(0))
+        assert state.params["w"].min() == 1
+        wide = state.replace(params=jaxmp.tree.widen(state.params)).with_tx(optax.sgd(1e-4))
+        np.testing.assert_allclose(wide.params["w"], 1 - 5e-4, rtol=1e-5)
+        again = state.with_tx(jaxmp.low_precision(optax.sgd(1e-4), params="kahan"))
+        jax.tree.map(np.testing.assert_array_equal, again.opt_state, state.opt_state)
+        assert state.with_tx(jaxmp.low_precision(optax.sgd(1e-4))).opt_state.inner_state.count == 5
+
+    def test_with_tx_keeps_the_dtype_that_the_optimizer_wants_of_a_moment(self):
+        adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+        state = jaxmp.TrainState.create(params={"w": jnp.ones(4, jnp.bfloat16)}, tx=jaxmp.low_precision(adam))
+        assert state.with_tx(adam).opt_state.inner_state[0].mu["w"].dtype == jnp.bfloat16
 
     def test_with_tx_goes_on_with_the_norm(self):
         tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.NoOpLossScale(), grad_norm=True)
