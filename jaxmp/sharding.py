@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_me
 
 from jaxmp import hlo, tables
 from jaxmp import tree as _tree
+from jaxmp._jaxpr import reading
 from jaxmp._specs import (
     Mesh,
     as_tuple,
@@ -161,8 +162,9 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     whatever it is cast to, so that ``reduce_dtype`` must be ``dtype``.
 
     Args:
-      tree: the weights. Leaves that are split over none of ``axes`` are returned as they are, in their dtype: cast to
-        half only where they are used, their gradients are summed in float32.
+      tree: the weights. Leaves that are split over none of ``axes`` come back in their dtype. In ``shard_map`` their
+        gradients are summed in ``reduce_dtype``. Elsewhere JAX sums them, in the dtype in which they meet the batch:
+        add a bias in float32, or let ``make_train_step(specs=)`` do all this, which sums them in float32.
       specs: a ``PartitionSpec`` for each, as :func:`fsdp_specs` returns them.
       dtype: to compute in.
       reduce_dtype: of the sum over devices.
@@ -172,7 +174,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     Raises:
       ValueError: no mesh is set or it lacks an axis; ``reduce_dtype`` cannot be had on axes of type Auto; the specs are
         of another tree, or do not fit; a dtype is not floating; in ``shard_map``, an array axis is split over an axis
-        of ``axes`` and then over another.
+        of ``axes`` and then over another, or ``check_vma=False`` hides who holds what.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     >>> with jax.set_mesh(mesh):
@@ -197,15 +199,21 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
             f"{', '.join(f'{name!r} of type {types[name].name}' for name in axes) or 'none'}; make the mesh with the "
             "same of axis_types for them"
         )
+    if types[axes[0]] is AxisType.Manual and not reading.shows_what_varies():
+        raise ValueError(
+            "gather sums each gradient over the devices that hold another part of the batch, but shard_map(…, "
+            "check_vma=False) hides which arrays differ between devices; leave check_vma=False away"
+        )
     how = {AxisType.Explicit: _resharded, AxisType.Manual: _collected, AxisType.Auto: _constrained}[types[axes[0]]]
 
     def gathered(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
-        if not _tree.is_float_array(leaf) or not set(names_of(spec)) & set(axes):
+        is_split = not set(names_of(spec)).isdisjoint(axes)
+        if not _tree.is_float_array(leaf) or not (is_split or how is _collected):
             return leaf
         name = _tree.path_name(path)
         if how is not _collected:  # there a leaf is one device's part
             fitting(spec, name, name, leaf.shape, mesh)
-        return how(leaf, spec, axes, dtype, reduce_dtype, name)
+        return how(leaf, spec, axes, dtype if is_split else leaf.dtype, reduce_dtype, name)
 
     return jax.tree.map_with_path(gathered, tree, specs)
 
@@ -239,7 +247,7 @@ def _collected(leaf: Any, spec: Any, over: tuple[str, ...], dtype: np.dtype, red
                 f"for {name!r} and axes {over}; put {', '.join(own)} last"
             )
 
-    rest = tuple(each for each in over if each not in names_of(spec))
+    rest = tuple(each for each in over if each not in reading.manual_axes(leaf))
 
     @jax.custom_vjp
     def whole(leaf: Any) -> Any:

@@ -229,7 +229,7 @@ class TestGather:
         assert scattered == [reduce_dtype] * 2
 
     @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"data": 2, "fsdp": 2}])
-    @pytest.mark.parametrize("route", ["explicit", "auto", "shard_map", "shard_map, unchecked"])
+    @pytest.mark.parametrize("route", ["explicit", "auto", "shard_map"])
     def test_gradients_are_those_of_one_device(self, route, sizes):
         params, batch, axes = make_params(), a_batch(), tuple(sizes)
         alone = jax.jit(jax.grad(lambda params: loss_on(WHOLE, axes=axes)(params, None, batch, None)[0]))
@@ -238,15 +238,12 @@ class TestGather:
         loss_fn = loss_on(SPECS, axes=axes, reduce_dtype=reduce_dtype)
         with jax.set_mesh(mesh):
             expected = alone(params)
-            if "shard_map" in route:
+            if route == "shard_map":
 
                 def gradient(params, batch):
-                    grads = jax.grad(lambda params: loss_fn(params, None, batch, None)[0] / mesh.size)(params)
-                    return grads if route == "shard_map" else {**grads, "bias": jax.lax.psum(grads["bias"], axes)}
+                    return jax.grad(lambda params: loss_fn(params, None, batch, None)[0] / mesh.size)(params)
 
-                fun = jax.shard_map(
-                    gradient, in_specs=(SPECS, P(axes)), out_specs=SPECS, check_vma=route == "shard_map"
-                )
+                fun = jax.shard_map(gradient, in_specs=(SPECS, P(axes)), out_specs=SPECS)
             else:
                 params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, SPECS)
                 batch = jax.device_put(batch, P(axes))
@@ -256,6 +253,28 @@ class TestGather:
             assert leaf.dtype == jnp.float32
             error = np.linalg.norm(np.asarray(leaf) - np.asarray(expected[name])) / np.linalg.norm(expected[name])
             assert error < 0.01, (name, error)
+
+    def test_in_shard_map_small_leaves_are_summed_in_float32_too(self):
+        mesh, specs = mesh_of(AxisType.Auto), {"bias": P()}
+
+        def gradient(params, batch):
+            def loss(params):
+                bias = sharding.gather(params, specs, "bfloat16")["bias"].astype(jnp.bfloat16)
+                return jnp.sum((bias * batch).astype(jnp.float32))
+
+            return jax.grad(loss)(params)
+
+        fun = jax.shard_map(gradient, mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=specs)
+        params, parts = {"bias": jnp.ones(8)}, jnp.asarray([256.0, 1.0, 1.0, 1.0], jnp.bfloat16)[:, None]
+        assert jax.jit(fun)(params, parts)["bias"][0] == 259  # 256 or 260 in bfloat16
+
+    def test_a_shard_map_that_hides_what_varies_is_refused(self):
+        fun = jax.shard_map(
+            lambda tree: sharding.gather(tree, {"a": P("fsdp")}, "bfloat16"),
+            mesh=mesh_of(AxisType.Auto), in_specs=({"a": P("fsdp")},), out_specs={"a": P()}, check_vma=False,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="hides which arrays differ between devices; leave check_vma=False away"):
+            fun({"a": jnp.ones(8)})
 
     def test_small_and_integer_leaves_are_left_alone(self):
         with jax.set_mesh(mesh_of()):

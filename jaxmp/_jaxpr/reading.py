@@ -315,9 +315,14 @@ def context() -> Any:
     return config.trace_context()
 
 
+def shows_what_varies() -> bool:
+    """Whether types say over which axes a value differs, in the ``shard_map`` that is traced."""
+    return bool(config._check_vma.value)
+
+
 def manual_axes(value: Any) -> tuple[str, ...]:
     """The axes of the mesh over which ``value`` may differ in the ``shard_map`` that is traced."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
-    if config._check_vma.value:
+    if shows_what_varies():
         axes = [axis for axis in axes if axis in jax.typeof(value).mat.varying]
     return tuple(axes)
