@@ -30,7 +30,7 @@ import tyro
 import jaxmp
 from experiments import data, models
 from experiments.data import images
-from experiments.training import batch_size, cli, loop, mesh, processes
+from experiments.training import batch_size, cli, loop, mesh
 from experiments.training.experiment import Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.precision import (
@@ -172,7 +172,7 @@ def prepare(config: Config) -> Experiment:
     policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
     autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
 
-    held = processes.together(lambda: load(config.dataset, config.data_dir), first_before=True)
+    held = load(config.dataset, config.data_dir)
     train, test, mean, std, origin = held
     cli.require("--shift", config.shift, 0, train.image.shape[1])
     epoch = images.steps_per_epoch(train, config.batch_size)

@@ -37,7 +37,7 @@ import tyro
 from experiments.data import DataError, text, tokens
 from experiments.models import GPT2, NextToken
 from experiments.models.weights import PUBLISHED_GPT2
-from experiments.training import batch_size, cli, loop, mesh, processes, sampling, text_training
+from experiments.training import batch_size, cli, loop, mesh, sampling, text_training
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.text_training import Task
@@ -124,7 +124,7 @@ def prepare(config: Config) -> Experiment:
     devices, place = text_training.placing(config)
     if config.model == "next_token":
         mesh.require_no_tensor(devices, "--model next_token")
-    held = processes.together(lambda: load(config), first_before=True)
+    held = load(config)
     task = gpt2(config, held, place) if config.model == "gpt2" else next_token(config, held, place)
     return text_training.build(config, task, precision, held.origin, devices)
 

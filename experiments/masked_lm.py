@@ -36,7 +36,7 @@ from experiments.data import text, tokens
 from experiments.data.masking import IGNORE, mask
 from experiments.models import BERT
 from experiments.models.weights import PUBLISHED_BERT
-from experiments.training import batch_size, cli, loop, mesh, processes, text_training
+from experiments.training import batch_size, cli, loop, mesh, text_training
 from experiments.training.experiment import Batch, Closing, Experiment
 from experiments.training.metrics import accuracy
 from experiments.training.text_training import Task
@@ -60,7 +60,7 @@ def prepare(config: Config) -> Experiment:
     text_training.check(config)
     precision = text_training.read_precision(config)
     devices, place = text_training.placing(config)
-    held = processes.together(lambda: text_training.load(config), first_before=True)
+    held = text_training.load(config)
     return text_training.build(config, bert(config, held, place), precision, held.origin, devices)
 
 

@@ -46,7 +46,7 @@ _SECOND: dict[type, tuple[str, ...]] = {
     optax.ScaleByAdanState: ("n",),
     optax.ScaleByBeliefState: ("nu",),
     optax.ScaleByRmsState: ("nu",),
-    type(optax.scale_by_rms(bias_correction=True).init({})): ("nu",),
+    type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, {})): ("nu",),
     optax.ScaleByAdaDeltaState: ("e_g", "e_x"),
     optax.ScaleByRssState: ("sum_of_squares",),
 }

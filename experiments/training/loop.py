@@ -66,7 +66,7 @@ def running(name: str, config: C, prepare: Callable[[C], Experiment]) -> Iterato
                     lambda: held.enter_context(alone_in(folder_to_resume(name, config.run_dir)))
                 )
                 checkpoint = processes.together(lambda: to_resume(name, config, folder))
-            experiment = processes.together(lambda: prepare(config))
+            experiment = processes.together(lambda: prepare(config), first_before=True)
             if checkpoint:
                 require_same_data(checkpoint, experiment, config.seed)
                 summary = finished(folder, checkpoint, experiment)

@@ -35,12 +35,14 @@ def train(config: Config) -> None:
             raise FileNotFoundError("no such text")
 
     def prepared(**changes: object) -> object:
-        return lambda: processes.together(lambda: language_modeling.prepare(dataclasses.replace(base, **changes)))
+        flags = dataclasses.replace(base, **changes)
+        return lambda: processes.together(lambda: language_modeling.prepare(flags), first_before=True)  # as the loop
 
     attempts = {
         "mesh": prepared(mesh="data=3"),
         "axis": prepared(mesh="row=4"),
         "batch": prepared(batch_size=6),
+        "weights": prepared(save_weights=config.bad / ("0" if own == 0 else "gone") / "x.safetensors"),
         "flags": lambda: processes.require_alike({"batch_size": 8 * (own + 1)}),
         "data": lambda: processes.together(missing),
         "folder": lambda: processes.folder_of_first(lambda: Path("/proc/self/fd/100")),

@@ -129,6 +129,7 @@ def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
         "mesh": "the numbers of --mesh must make all devices, got data=3 for 4 devices of 2 processes; write --mesh",
         "axis": "--mesh is a number of devices for each of data, fsdp, tensor, or some of them, got 'row=4'; write",
         "batch": "times the 4 devices of --mesh that a batch is split over, got 6 and --accumulate 1; take",
+        "weights": "(on process 1 of 2)",
         "flags": "must have the same flags and the same code, but --batch-size is 8 on process 0 and 16 on process 1",
         "data": "no such text (on process 1 of 2)",
         "folder": "all processes must see the folder of the run, but ",
