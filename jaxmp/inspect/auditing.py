@@ -20,9 +20,10 @@ from jaxmp._specs import names_of as axes_of
 from jaxmp.dtypes import nearest
 from jaxmp.flops import flops_of
 from jaxmp.inspect import targets
+from jaxmp.inspect.calls import names_of_arguments
 from jaxmp.inspect.evidence import Argument, Audited, Sent
 from jaxmp.inspect.findings import FINDERS, Finding, findings
-from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh, parameters_of
+from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh
 from jaxmp.inspect.products import unaligned, weights_in, work
 from jaxmp.inspect.values import Read, Value, same_turn, values_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
@@ -316,7 +317,7 @@ def _kinds(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
 
     Types and names tell; else that params are a tree and come first, and that a lone array is no params.
     """
-    leaves = list(leaves_of(inputs, parameters_of(jitted)))
+    leaves = list(leaves_of(inputs, names_of_arguments(jitted)))
     is_array = hasattr(inputs[0], "dtype") if inputs else False
     if any(leaf.is_told and leaf.kind != "other" for leaf in leaves) or (inputs[1:] and not is_array):
         has_params = any(leaf.is_told and leaf.kind not in ("batch", "other") for leaf in leaves)

@@ -30,13 +30,18 @@ def named(args: Any) -> Any:
     return jax.tree.map(lambda node: nnx_models.with_scopes(node) if is_model(node) else node, args, is_leaf=is_model)
 
 
+def names_of_arguments(fun: Any) -> list[str]:
+    """What a function calls its arguments by position; nothing of one that is written in C."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+
+
 def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:
     """Of each array among the arguments its path, which begins with what ``fun`` calls the argument."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # written in C
-        parameters = []
-    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    named = names_of_arguments(fun)
     names = [*named, *map(str, range(len(named), len(args)))]
     paths = [path for path, _ in jax.tree.leaves_with_path(tuple(args))]
     return ["/".join(filter(None, (names[path[0].idx], path_name(path[1:])))) for path in paths]

@@ -178,8 +178,7 @@ class _Measured(NamedTuple):
     slots: list[tuple[str, _Slot]]  # by path, in program order
     forward: dict[_Slot, np.ndarray]
     backward: dict[_Slot, np.ndarray]
-    dtypes: dict[_Slot, str]
-    results: list[tuple[Value, np.ndarray, str]]
+    results: list[tuple[Value, np.ndarray]]
     gradients: dict[int, tuple[str, np.ndarray, str]]  # by number of the argument's leaf
 
 
@@ -224,8 +223,7 @@ def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
         [(each.path, (each.key, each.position)) for each in found],
         {slot: _array(value) for slot, value in forward.items()},
         {slot: _array(value) for slot, value in backward.items()},
-        {slot: str(value.dtype) for slot, value in forward.items()},
-        [(roots[n], _array(results[n]), str(results[n].dtype)) for n in ends],
+        [(roots[n], _array(results[n])) for n in ends],
         {n: (paths[n], _array(ct), str(ct.dtype)) for n, ct in zip(wanted, grads, strict=True)},
     )
 
@@ -240,12 +238,15 @@ def _array(value: Any) -> np.ndarray:
 
 def _compared(half: _Measured, full: _Measured, finfo: jnp.finfo) -> Comparison:
     pairs, unmatched = _pairs(half, full)
-    ends = [(a, b, dtype) for (_, a, dtype), (_, b, _) in zip(half.results, full.results, strict=True)]
+    ends = [(value, a, b) for (value, a), (_, b) in zip(half.results, full.results, strict=True)]
     grads = [(path, a, full.gradients[n][1], dtype) for n, (path, a, dtype) in half.gradients.items()]
-    rows = [_row(path, "forward", half.dtypes[a], half.forward[a], full.forward[b], finfo) for path, a, b in pairs]
-    rows += [_row("", "forward", dtype, a, b, finfo) for a, b, dtype in ends]
+    rows = [
+        _row(path, "forward", half.values[a].dtype.name, half.forward[a], full.forward[b], finfo)
+        for path, a, b in pairs
+    ]
+    rows += [_row("", "forward", value.dtype.name, a, b, finfo) for value, a, b in ends]
     rows += [
-        _row(path, "backward", half.dtypes[a], half.backward[a], full.backward[b], finfo)
+        _row(path, "backward", half.values[a].dtype.name, half.backward[a], full.backward[b], finfo)
         for path, a, b in reversed(pairs)
         if b in full.backward
     ]
@@ -260,7 +261,7 @@ def _compared(half: _Measured, full: _Measured, finfo: jnp.finfo) -> Comparison:
             "computed before it becomes integers"
         )
     told = {n for n, is_told in zip(half.gradients, tells, strict=True) if is_told}
-    both = [(a, b) for a, b, _ in ends] + [(a, b) for _, a, b, _ in grads]
+    both = [(a, b) for _, a, b in ends] + [(a, b) for _, a, b, _ in grads]
     together = [np.concatenate([each.ravel() for each in side] or [np.zeros(0)]) for side in zip(*both, strict=True)]
     return Comparison(
         (*rows, *gradients),
@@ -307,7 +308,7 @@ def _entered(
             forward |= _by_turn(value, half.forward[a], full.forward[b])
             if b in full.backward:
                 backward |= _by_turn(value, half.backward[a], full.backward[b])
-    for (_, own, _), (value, other, _) in zip(half.results, full.results, strict=True):
+    for (_, own), (value, other) in zip(half.results, full.results, strict=True):
         if value not in paths:
             paths[value] = ""
             forward |= _by_turn(value, own, other)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import re
 from collections import Counter
@@ -21,6 +20,7 @@ from jaxmp import sharding, tables
 from jaxmp._specs import names_of as axes_of
 from jaxmp.hlo import Array, Program, dtype_name
 from jaxmp.inspect import hlo_memory, targets
+from jaxmp.inspect.calls import names_of_arguments
 from jaxmp.tree import path_name
 
 KINDS = ("params", "optimizer", "model_state", "batch", "activations", "temporaries", "other")
@@ -219,7 +219,7 @@ def of_call(
     topology: str | None,
 ) -> Memory:
     """The memory of a call, as :func:`jaxmp.inspect.targets.call_of` has it, that is compiled and read already."""
-    leaves = list(leaves_of(inputs, parameters_of(call)))
+    leaves = list(leaves_of(inputs, names_of_arguments(call)))
     first = next((leaf.value for leaf in leaves if leaf.kind == "batch" and np.shape(leaf.value)), None)
     batch = None if first is None else np.shape(first)[0]
 
@@ -264,14 +264,6 @@ def batch_axes(batch: Iterable[Any]) -> dict[str, int]:
         {name: where.mesh.shape[name] for name in axes_of(where.spec[:1])} for where in map(on_mesh, batch) if where
     )
     return next(filter(None, found), {})
-
-
-def parameters_of(fun: Callable[..., Any]) -> list[str]:
-    """What a function calls its arguments; nothing of one that is written in C."""
-    try:
-        return list(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def _peak(stats: Any) -> int:

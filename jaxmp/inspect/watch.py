@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxmp import tables
-from jaxmp.inspect.measuring import Found, Numerics, differentiated, found_in, numerics, updates_of
+from jaxmp.inspect.measuring import TENSORS, Found, Numerics, differentiated, found_in, numerics, updates_of
 from jaxmp.optimizer import get_loss_scale, scaled_loss
 from jaxmp.training import Metrics, TrainState, TrainStep
 
@@ -162,7 +163,7 @@ def line(step: int, found: Numerics, metrics: Mapping[str, float], dtype: Any = 
     ``vanished`` is the share that becomes 0 in ``dtype`` under the step's scale; ``zeros`` the share that is 0 as it
     was computed; ``ratio`` that of the norms of update and weight.
     """
-    kinds = ("activations", "activation_gradients", "gradients", "updates")
+    kinds = TENSORS[1:]  # weights need no scale
     vanished = {kind: _shares(found, kind, dtype) for kind in kinds}
     zeros = {
         kind: {path: each.zeros / max(each.count, 1) for path, each in getattr(found, kind).items()} for kind in kinds
@@ -204,8 +205,6 @@ def read(folder: Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{folder} has no {FILE}: train with --watch 100, say, or wait for the first such step")
     rows = []
     for text in (folder / FILE).read_text().splitlines():
-        try:
+        with contextlib.suppress(ValueError):  # cut off where a run was killed, or not whole yet
             rows.append(json.loads(text))
-        except ValueError:
-            break
     return rows
