@@ -354,13 +354,13 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
     for position, use in uses:
         operands[position] = _read_whole(use, eqn, position, sums)
     # What is no larger than a weight has no element for each example: a slice by a loop's counter, a mask of its shape.
-    most = max(use.source.param.size for _, use in uses)
-    return [
-        _weight(use.source, each)
-        if _tree.is_float_array(each) and (all(are_fixed) or (each.ndim and each.size <= most))
-        else each
-        for each in bound(eqn, operands, eqn.params)
-    ]
+    most = max(min(use.source.param.size, eqn.invars[position].aval.size) for position, use in uses)
+
+    def is_weight(value: Any) -> bool:
+        is_small = value.ndim and value.size <= most and not use.source.plan.is_split(jax.typeof(value).sharding.spec)
+        return _tree.is_float_array(value) and bool(all(are_fixed) or is_small)
+
+    return [_weight(use.source, each) if is_weight(each) else each for each in bound(eqn, operands, eqn.params)]
 
 
 def _read_whole(use: _Use, eqn: Any, position: int, sums: bool) -> Any:

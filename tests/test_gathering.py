@@ -213,6 +213,23 @@ class TestNumbers:
             for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
                 assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a) + 1e-6
 
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_activations_as_large_as_a_weight_are_none(self, kind):
+        """A param for each example, and a norm whose scale is a slice of a larger one."""
+
+        def loss_fn(params, model_state, batch, rng):
+            h = batch @ params["w"][0]
+            h = h * (jax.lax.rsqrt(h.var(0) + 1) * params["w"][1, 0]) + params["each"]
+            return jnp.mean(jnp.tanh(h) ** 2), model_state
+
+        rng = np.random.default_rng(0)
+        params = {"w": rng.normal(size=(2, WIDTH, WIDTH)), "each": rng.normal(size=(BATCH, WIDTH))}
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+        mesh, specs = mesh_of(kind), {"w": P(None, None, "fsdp"), "each": P()}
+        steps, states = pair(lambda: params, loss_fn, mesh, specs)
+        one, many = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
+        assert differences(one.params, many.params) <= 2e-6
+
     def test_an_infinity_in_one_shard_skips_the_step_on_all(self):
         mesh = mesh_of()
 
@@ -291,7 +308,8 @@ class TestDtypes:
         "how",
         ["a jitted cast", "slices of what was reshaped", "a scan that casts", "an index", "a factor of the batch"],
     )
-    def test_a_weight_that_passes_through_other_code_is_one_still(self, how):
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_a_weight_that_passes_through_other_code_is_one_still(self, how, kind):
         """Each device sums its rows of the gradient in float32, not in the dtype of the product."""
 
         def loss_fn(params, model_state, batch, rng):
@@ -310,7 +328,7 @@ class TestDtypes:
                 x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0] @ w[1]), None), x, stack)
             return jnp.mean(x.astype("float32") ** 2), model_state
 
-        mesh, specs = mesh_of(), {"w": P(None, "fsdp")}
+        mesh, specs = mesh_of(kind), {"w": P(None, "fsdp")}
         rng = np.random.default_rng(0)
         params = {"w": jnp.asarray(rng.normal(size=(4, WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)}
         batch = rng.normal(size=(BATCH, WIDTH)).astype(np.float32)
