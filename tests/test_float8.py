@@ -72,6 +72,7 @@ class TestNumbers:
         assert off(found, by_hand(x) @ by_hand(w)) < ROUNDED
         assert 0.01 < off(found, exact(x) @ exact(w)) < 0.06
 
+    @pytest.mark.once
     @pytest.mark.parametrize(
         "recipe",
         [RECIPE, *(Float8(**{name: value}) for name, value in [
@@ -87,6 +88,7 @@ class TestNumbers:
         assert off(dx, rounded @ by_hand(w).T) < ROUNDED
         assert off(dw, by_hand(x).T @ rounded) < ROUNDED
 
+    @pytest.mark.once
     @pytest.mark.parametrize("weight", ["lhs", "rhs"])
     def test_the_gradient_of_a_weight_may_be_computed_in_bfloat16(self, weight, operands):
         x, w, g = operands
@@ -106,6 +108,7 @@ class TestNumbers:
         assert dx.dtype == dw.dtype == jnp.float32 and off(dw, by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
         assert dot(x, w, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
 
+    @pytest.mark.once
     @pytest.mark.parametrize(("left", "right", "dimensions"), [
         ((4, 16, 64), (64, 32), (((2,), (0,)), ((), ()))),
         ((48, 64), (32, 64), (((1,), (1,)), ((), ()))),
@@ -127,6 +130,7 @@ class TestNumbers:
         for got, want in zip(pull8(g), pull(jnp.asarray(by_hand(g, E5M2), jnp.float32)), strict=True):
             assert off(got, want) < ROUNDED
 
+    @pytest.mark.once
     @pytest.mark.parametrize("dtype", [E4M3, E5M2])
     def test_scales_are_bfloat16_numbers_with_which_the_largest_just_fits(self, dtype):
         largest = np.exp2(np.random.default_rng(0).uniform(-80, 120, 500)).astype(np.float32)
@@ -135,6 +139,7 @@ class TestNumbers:
         ratio = largest.astype(np.float64) / float(ml_dtypes.finfo(dtype).max) / scales
         assert ratio.min() > 1 - 2**-7 and ratio.max() <= 1
 
+    @pytest.mark.once
     @pytest.mark.parametrize("size", [1e-40, 1e-37, 1e-20, 1e20, 3e38])
     def test_tiny_and_huge_values_neither_vanish_nor_overflow(self, size):
         x = jnp.asarray(np.diag(np.full(16, size)), jnp.float32)
@@ -143,6 +148,7 @@ class TestNumbers:
         if size > 1e-38:  # below, XLA's CPU takes numbers for zero
             assert off(found, x) < (0.1 if size < 1e-35 else 2 * 2**-7)  # of both scales, rounded up
 
+    @pytest.mark.once
     def test_zeros_are_finite_with_finite_gradients(self):
         w = drawn(32, 16)
         found, pull = jax.vjp(dot, jnp.zeros((16, 32), jnp.bfloat16), w)
@@ -336,6 +342,7 @@ class TestShards:
             assert off(dx, by_hand(g, E5M2) @ by_hand(w).T) < ROUNDED
 
 
+@pytest.mark.once
 class TestRecipe:
     @pytest.mark.parametrize(("recipe", "text"), [
         (Float8(), "float8"),
@@ -394,6 +401,7 @@ class TestRecipe:
         assert float8.refusal(*heads, (((2, 3), (0, 1)), ((), ())), RECIPE) is None
 
 
+@pytest.mark.once
 class TestPolicy:
     def test_its_text_reads_back(self):
         policy = get_policy("mixed_float8")
@@ -440,6 +448,7 @@ class TestPolicy:
                 assert get_policy("auto").matmul is None
 
 
+@pytest.mark.once
 class TestDevice:
     @pytest.fixture(autouse=True)
     def fresh(self, monkeypatch):

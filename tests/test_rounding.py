@@ -118,6 +118,7 @@ def trained(tx, dtype, steps=300):
     return float(metrics["loss"])
 
 
+@pytest.mark.once
 class TestParams:
     def test_they_learn_where_nearest_rounding_stalls(self):
         tx = optax.adam(1e-3)  # steps of 0.001: half a unit in the last place of a weight of 1 is 0.002
@@ -188,6 +189,7 @@ class TestParams:
         np.testing.assert_array_equal(optax.apply_updates(weights, updates)["w"], weights["w"])
 
 
+@pytest.mark.once
 class TestMoments:
     @pytest.mark.parametrize("moments", ["bfloat16", "float8"])
     def test_training_reaches_the_loss_of_float32_moments(self, moments):
@@ -444,6 +446,7 @@ class TestOfATrainState:
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
 
 
+@pytest.mark.once
 class TestErrors:
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -416,6 +416,7 @@ def losses(library, policy, steps=40):
     return found, products
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_a_small_gpt2_trains_as_in_bfloat16(library):
     with jax.numpy_dtype_promotion("standard"):

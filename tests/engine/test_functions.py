@@ -68,7 +68,11 @@ def error(got: list[Any], want: list[np.ndarray], half: Any, of: str) -> float:
     return max((ulps(a, b, half, of) for a, b in zip(floats(got), floats(want), strict=True)), default=0.0)
 
 
-@pytest.mark.parametrize("part", PARTS)
+# Optax is the same package on both Pythons, and Flax's layers have tests of their own on both.
+EACH = [pytest.param(part, marks=[pytest.mark.once] * (part in ("layers", "optax_losses"))) for part in PARTS]
+
+
+@pytest.mark.parametrize("part", EACH)
 def test_functions_between_two_products_err_no_more_than_the_table_says(part: str) -> None:
     wrong = []
     for case, half, got in in_half(between_products, table(part).values()):
@@ -237,6 +241,7 @@ def test_standardize_errs_below_0_012_where_bfloat16_errs_by_more_than_100(polic
     assert error_at_100(jaxmp.autocast(fun, policy), jnp.float32, want) < 0.012
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_weight_of_600_uses_in_a_row_has_a_gradient_of_600(policy: str) -> None:
     x = jnp.ones((1, 1))

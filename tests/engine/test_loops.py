@@ -112,6 +112,7 @@ def test_4096_uses_of_a_weight_have_a_gradient_of_4096(loop, policy):
         assert jnp.all(compiled(gradient)(ONES) == 4096)
 
 
+@pytest.mark.once
 def test_600_uses_without_a_loop_have_a_gradient_of_600():
     def fun(w):
         return sum(jnp.sum(HALVES_2X2 @ w) for _ in range(600))
@@ -120,6 +121,7 @@ def test_600_uses_without_a_loop_have_a_gradient_of_600():
     assert jnp.all(compiled(jax.grad(half(fun)))(ONES) == 600)
 
 
+@pytest.mark.once
 def test_a_weight_and_an_activation_do_not_share_the_program_of_a_jitted_body():
     uses = jax.jit(lambda w: sum(jnp.sum(HALVES_2X2 @ w) for _ in range(600)) + jnp.sum(jnp.exp(w)))
 

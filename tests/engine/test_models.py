@@ -266,8 +266,8 @@ def dtypes(tree: Any) -> list[Any]:
     return [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-# Haiku and optax are the same packages on both Pythons, Flax is not.
-EACH = [pytest.param(name, marks=[pytest.mark.once] * name.startswith(("haiku", "optax"))) for name in MODELS]
+# Haiku and optax are the same packages on both Pythons; Linen's layers have tests of their own on both.
+EACH = [pytest.param(name, marks=[pytest.mark.once] * (not name.startswith("nnx"))) for name in MODELS]
 
 
 @pytest.mark.parametrize("name", EACH)

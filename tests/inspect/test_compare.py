@@ -53,6 +53,7 @@ def _rounded(residuals, ct):
 _bad_backward.defvjp(lambda x: (x, None), _rounded)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("reference", ["float32", "float64"])
 def test_no_error_enters_a_clean_function(policy, reference):
@@ -65,6 +66,7 @@ def test_no_error_enters_a_clean_function(policy, reference):
     assert paths == forward + backward
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("at", "bc")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_an_error_enters_where_half_cancels(at, policy):
@@ -81,6 +83,7 @@ def test_an_error_enters_in_a_backward_rule(at):
     assert comparison.worst.phase == "backward"
 
 
+@pytest.mark.once
 def test_an_error_enters_where_gradients_vanish_in_float16():
     def loss(params, x):
         with jax.named_scope("first"):
@@ -96,6 +99,7 @@ def test_an_error_enters_where_gradients_vanish_in_float16():
     assert comparison.entered in ("last", "small") and comparison.worst.relative_error > 0.3
 
 
+@pytest.mark.once
 def test_an_error_enters_where_an_override_asks_for_half():
     def loss(params, x):
         with jax.named_scope("before"):
@@ -110,6 +114,7 @@ def test_an_error_enters_where_an_override_asks_for_half():
     assert compare(loss, "mixed_bfloat16", overrides={"planted": "half"}, grad=False)(W, X).entered == "planted"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("planted", ["softmax", "norm"])
 def test_an_error_enters_where_half_operands_are_too_coarse(planted):
     def loss(params, x):
@@ -169,6 +174,7 @@ def test_linen_calls_of_one_module_are_rows_of_their_own():
     assert [row.path for row in comparison.rows if row.phase == "backward"].count("Model/layer") == 2
 
 
+@pytest.mark.once
 def test_rows_are_what_numpy_computes():
     def loss(params, x):
         with jax.named_scope("layer"):
@@ -219,6 +225,7 @@ def test_scopes_in_a_loops_condition_or_a_shard_map_have_no_rows_and_those_aroun
     assert [row.path for row in rows] == ["doubled", "mapped", ""]
 
 
+@pytest.mark.once
 def test_infinities_of_a_mask_are_no_difference():
     def fun(x):
         with jax.named_scope("masked"):
@@ -228,6 +235,7 @@ def test_infinities_of_a_mask_are_no_difference():
     assert comparison.worst.relative_error < 2**-7 and comparison.entered is None
 
 
+@pytest.mark.once
 def test_a_wrong_reference_and_a_function_without_a_loss_are_refused():
     with pytest.raises(ValueError, match="a reference is 'float32' or 'float64', got 'float16'"):
         compare(_chain(_exact, "a"), "mixed_bfloat16", reference="float16")
@@ -235,6 +243,7 @@ def test_a_wrong_reference_and_a_function_without_a_loss_are_refused():
         compare(lambda x: x @ W["a"], "mixed_bfloat16")(X)
 
 
+@pytest.mark.once
 def test_as_text_json_and_table():
     comparison = compare(_chain(_exact, "a"), "mixed_bfloat16", grad=False)(W, X)
     assert str(comparison).startswith("The error enters nowhere; worst: ")
@@ -245,6 +254,7 @@ def test_as_text_json_and_table():
     assert "result" in console.export_text()
 
 
+@pytest.mark.once
 def test_a_function_of_integers_has_nothing_to_compare():
     with pytest.raises(
         ValueError, match="needs a function that returns floating arrays, or gradients of some, got none"

@@ -67,6 +67,7 @@ def test_all_kinds_are_those_of_a_float32_step(params):
         assert same(found.activation_gradients[name], gradient)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 def test_gradients_are_without_the_scale_and_vanish_in_half_as_they_do_with_it(params, scale):
     def loss_fn(params, x):
@@ -83,6 +84,7 @@ def test_gradients_are_without_the_scale_and_vanish_in_half_as_they_do_with_it(p
     assert found.loss_scale == scale and (there.zeros > 0) == (scale == 1.0)
 
 
+@pytest.mark.once
 def test_updates_that_would_be_lost_in_half(params):
     found = numerics(mlp, tx=optax.sgd(1.0))(params, X)
     grads = jax.jit(jax.grad(mlp))(params, X)
@@ -93,6 +95,7 @@ def test_updates_that_would_be_lost_in_half(params):
         assert update.lost("float32") < update.lost("float16") < update.lost("bfloat16")
 
 
+@pytest.mark.once
 def test_an_optimizer_in_loss_scaling_gets_gradients_of_its_own_scale(params):
     tx = jaxmp.loss_scaling(optax.sgd(0.5), jaxmp.DynamicLossScale())
     bare = numerics(mlp, tx=optax.sgd(0.5))(params, X)
@@ -100,6 +103,7 @@ def test_an_optimizer_in_loss_scaling_gets_gradients_of_its_own_scale(params):
     assert wrapped.updates == bare.updates
 
 
+@pytest.mark.once
 def test_an_optimizer_goes_on_from_a_state_of_it(params):
     tx = optax.sgd(1e-2, momentum=0.9)
     state = tx.init(params)
@@ -263,6 +267,7 @@ def test_a_branch_that_is_not_taken_has_no_values():
     assert (found.activation_gradients["one"].amax, found.activation_gradients["two"].count) == (1, 0)
 
 
+@pytest.mark.once
 def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(params):
     found = numerics(mlp)(params, X)
     gradients = [*found.activation_gradients.values(), *found.gradients.values()]
@@ -278,6 +283,7 @@ def test_recommended_scale_loses_fewest_gradients_and_keeps_two_binary_orders(pa
     assert found.recommended_scale("bfloat16") == 1
 
 
+@pytest.mark.once
 def test_text_table_and_json(params):
     found = numerics(mlp, tx=optax.sgd(0.1))(params, X)
     text = str(found)
@@ -288,6 +294,7 @@ def test_text_table_and_json(params):
     assert sum(there["weights"]["w"]["histogram"].values()) == 64
 
 
+@pytest.mark.once
 def test_the_table_reads_at_80_columns():
     def loss_fn(params, x):
         with jax.named_scope("transformer_block_0/feed_forward"):
@@ -306,6 +313,7 @@ def test_the_table_reads_at_80_columns():
     assert heads == ["weights", "activations", "activation gradients", "gradients", "updates"]
 
 
+@pytest.mark.once
 def test_errors_say_what_is_wanted(params):
     with pytest.raises(ValueError, match=r"a loss scale is a power of two here.*got 1000; take 1024"):
         numerics(mlp, loss_scale=1000)

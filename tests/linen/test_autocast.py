@@ -58,6 +58,7 @@ class Helped(nn.Module):
         return nn.relu(self.body(x))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("level", ["O1", " o1 "])
 def test_variables_are_those_of_the_bare_module_bit_for_bit(level):
     bare = ResNet()
@@ -76,6 +77,7 @@ def test_it_computes_what_autocast_by_hand_computes_bit_for_bit():
     assert set(model_products(model, IMAGES)) == {"float16"}
 
 
+@pytest.mark.once
 def test_gradients_point_where_those_of_float32_point():
     bare = ResNet()
     params, rest = split(quick_jit(bare.init)(rngs(), IMAGES))

@@ -90,6 +90,7 @@ def test_a_layer_is_the_computation_that_dtype_written_by_hand_gives(layer, poli
         assert set(model_products(model, x)) == {HALVES[policy]}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("layer", "policy"),
     [
@@ -106,6 +107,7 @@ def test_a_layer_gives_the_bits_that_dtype_written_by_hand_gives(layer, policy):
         gives_the_same_bits(apply_policy(make(), policy), make(dtype=HALVES[policy]), variables, x)
 
 
+@pytest.mark.once
 def test_an_optimized_cell_casts_its_gates_one_by_one_and_gives_the_bits_that_dtype_written_by_hand_gives():
     def make(**hand: Any) -> nn.Module:
         return nn.RNN(nn.OptimizedLSTMCell(4, **hand))

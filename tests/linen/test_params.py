@@ -131,6 +131,7 @@ def test_a_module_without_a_dtype_field_is_decided_as_autocast_decides(leaf, pol
     assert set(model_products(model, x)) <= {HALVES[policy]}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", HALVES)
 def test_a_norm_of_someones_own_behind_a_layer_errs_by_the_rounding_of_the_layer(policy):
     bare = nn.Sequential([nn.Dense(4), Norm(), nn.Dense(3)])
@@ -212,6 +213,7 @@ class ViT(nn.Module):
         return x[:, 0] @ head
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", HALVES)
 def test_a_vision_transformer_has_half_products_and_errs_by_their_rounding(policy):
     with standard_promotion():

@@ -306,6 +306,7 @@ def test_a_skipped_step_changes_no_bit_but_the_scale_the_counters_and_the_rng_co
     assert np.any(model.norm.mean[...] != before[0]["norm"]["mean"]) and int(optimizer.skipped) == 1
 
 
+@pytest.mark.once
 def test_training_that_cannot_go_on_says_why():
     model, optimizer = setup(mlp(), "mixed_bfloat16", jaxmp.StaticLossScale(8.0), optax.sgd(0.1))
     step = make_train_step(loss_fn, max_consecutive_skips=3)

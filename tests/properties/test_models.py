@@ -36,6 +36,7 @@ def test_every_layer_computes_and_returns_in_the_dtypes_that_were_declared(api, 
 # --- 3 and 4: what meets what -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 @each_api
 def test_where_operands_of_two_dtypes_meet_the_result_has_the_widest(api):
     inside = []
@@ -69,6 +70,7 @@ def test_a_part_that_its_author_made_float64_computes_what_it_did(api):
         same_bits(got.apply(want.params, x)[0], want.apply(want.params, x)[0])
 
 
+@pytest.mark.once
 @each_api
 def test_integers_bools_and_keys_pass_as_they_are(api):
     others = {"ids": jnp.arange(3), "mask": jnp.array([True]), "key": jax.random.key(0), "n": 3, "none": None}
@@ -82,6 +84,7 @@ def test_integers_bools_and_keys_pass_as_they_are(api):
 # --- 6, 7, 8 and 9: nesting, derivatives, pytrees, recomputation ------------------------------------------------------
 
 
+@pytest.mark.once
 @each_api
 def test_a_nested_policy_ends_where_it_ends_also_with_an_exception(api):
     def fail(part, x):
@@ -131,6 +134,7 @@ def product_with_a_derivative_of_its_own(seen):
     return product
 
 
+@pytest.mark.once
 @each_api
 @pytest.mark.parametrize("policy", HALVES)
 @pytest.mark.parametrize("kind", ["Own", "Beside"])
@@ -172,6 +176,7 @@ class Pair(NamedTuple):
     rest: Any
 
 
+@pytest.mark.once
 @each_api
 def test_pytrees_go_in_and_come_out_in_their_structure(api):
     seen = []
@@ -191,6 +196,7 @@ def test_pytrees_go_in_and_come_out_in_their_structure(api):
     same_bits(out.x[0], (X.astype(half) @ jax.tree.leaves(params)[0].astype(half)).astype(brain))
 
 
+@pytest.mark.once
 @each_api
 @pytest.mark.parametrize("policy", HALVES)
 def test_what_remat_computes_again_has_the_dtypes_and_bits_of_the_first_time(api, policy):

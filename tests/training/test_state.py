@@ -24,6 +24,7 @@ def sgd():
     return loss_scaling(optax.sgd(0.1, momentum=0.9), DynamicLossScale(period=2))
 
 
+@pytest.mark.once
 def test_a_fresh_state_has_the_documented_fields():
     params, _ = problem()
     state = TrainState.create(apply_fn=len, params=params, tx=sgd(), model_state={"n": 1.0}, rng=0, ema=True)
@@ -36,6 +37,7 @@ def test_a_fresh_state_has_the_documented_fields():
     assert state.replace(step=state.step + 1).step == 1
 
 
+@pytest.mark.once
 def test_a_bare_optimizer_is_wrapped_so_that_it_skips_and_scales_nothing():
     params, batch = problem()
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
@@ -44,6 +46,7 @@ def test_a_bare_optimizer_is_wrapped_so_that_it_skips_and_scales_nothing():
     assert bool(metrics["skipped"]) and metrics["loss_scale"] == 1 and same_bits(new.params, state.params)
 
 
+@pytest.mark.once
 def test_a_subclass_may_have_fields_of_its_own():
     class WithCounts(TrainState):
         seen: Any = None
@@ -64,6 +67,7 @@ SHARING = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", SHARING)
 def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated(name):
     params, batch = problem()
@@ -99,6 +103,7 @@ def test_a_state_can_be_made_under_jit_and_in_the_abstract():
     assert jax.tree.map(lambda x: x.shape, shapes.params) == jax.tree.map(lambda x: x.shape, params)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("how", ["flax dict", "flax bytes", "pickled leaves"])
 def test_a_state_saved_in_mid_run_continues_bit_for_bit(how):
     params, batch = problem()

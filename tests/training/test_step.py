@@ -22,6 +22,7 @@ def fresh(params, scale=None, **fields):
     return TrainState.create(params=jax.tree.map(jnp.array, params), tx=tx, **fields)
 
 
+@pytest.mark.once
 def test_steps_equal_a_loop_written_by_hand_in_every_bit():
     params, batch = problem()
     plain = standard(optax.adam(1e-2))
@@ -71,6 +72,7 @@ def test_without_donation_the_old_state_can_still_be_used():
 # ---- microbatches
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("n", [2, 8])
 def test_microbatches_give_the_gradient_of_the_whole_batch(n):
     params, batch = problem()
@@ -99,6 +101,7 @@ class Headed(nn.Module):
         return body.astype("float32") + Squares(name="head")(x)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_inputs_of_any_dtype_train_a_float32_head_in_microbatches_too(steps, inputs):
@@ -117,6 +120,7 @@ def test_inputs_of_any_dtype_train_a_float32_head_in_microbatches_too(steps, inp
     np.testing.assert_allclose(state.params["body"]["kernel"], 1 - np.mean(x, 0)[:, None] / 2**17, rtol=1e-5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_gradients_are_accumulated_in_float32(dtype):
     """2048 + 1 is 2048 in float16 (and in bfloat16), so a half accumulator would lose three of four examples."""
@@ -130,6 +134,7 @@ def test_half_gradients_are_accumulated_in_float32(dtype):
     assert metrics["grad_norm"] == 2051 / 4
 
 
+@pytest.mark.once
 def test_microbatches_take_every_nth_example_in_order_and_see_the_model_state_of_the_one_before():
     def loss(params, model_state, batch, rng):
         seen = model_state["seen"].at[model_state["count"]].set(batch["i"])
@@ -146,6 +151,7 @@ def test_microbatches_take_every_nth_example_in_order_and_see_the_model_state_of
     np.testing.assert_array_equal(metrics["both"], [1, 4])
 
 
+@pytest.mark.once
 def test_every_microbatch_draws_anew():
     def loss(params, model_state, batch, rng):
         return params * 0.0, model_state, {"draw": jax.random.uniform(rng), "square": jax.random.uniform(rng) ** 2}
@@ -158,6 +164,7 @@ def test_every_microbatch_draws_anew():
 # ---- moving average, remat, rng
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_moving_average_is_that_of_the_unrounded_params_in_float32(dtype):
     params = jnp.array([1.0, -2.0], dtype)
@@ -221,6 +228,7 @@ def test_the_rng_may_be_none_a_number_or_a_key_and_advances():
 # ---- metrics, dtypes, evaluation
 
 
+@pytest.mark.once
 def test_the_metrics_are_the_true_loss_the_scale_used_and_the_users_own():
     params, batch = problem()
 
@@ -240,6 +248,7 @@ def test_the_metrics_are_the_true_loss_the_scale_used_and_the_users_own():
     assert metrics["skipped"].dtype == jnp.bool_ and metrics["loss_scale"].dtype == jnp.float32
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("scale", [jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(4.0), jaxmp.HeadroomLossScale()])
 def test_every_kind_of_loss_scale_reports_what_it_is(scale):
     params, batch = problem()
@@ -248,6 +257,7 @@ def test_every_kind_of_loss_scale_reports_what_it_is(scale):
     assert metrics["loss_scale"] == expected and metrics["loss_scale"].dtype == jnp.float32
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_params_in_half_precision_stay_so_and_their_moments_are_float32(dtype):
     params, batch = problem(dtype=dtype)
@@ -263,6 +273,7 @@ def test_params_in_half_precision_stay_so_and_their_moments_are_float32(dtype):
         assert not metrics["skipped"] and not same_bits(state.params, params)
 
 
+@pytest.mark.once
 def test_an_optimizer_that_needs_the_loss_gets_it():
     params, batch = problem()
     plateau = standard(optax.chain(optax.sgd(0.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)))
@@ -273,6 +284,7 @@ def test_an_optimizer_that_needs_the_loss_gets_it():
     assert state.opt_state.inner_state[1].scale < 1
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "wrap",
     [
