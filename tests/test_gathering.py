@@ -21,6 +21,7 @@ from jaxmp.inspect import targets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
+once = pytest.mark.once
 VOCABULARY, SEQUENCE, WIDTH, LAYERS, BATCH = 64, 8, 32, 3, 8
 MODEL = GPT2(vocabulary=VOCABULARY, sequence=SEQUENCE, layers=1, heads=2, width=WIDTH)
 
@@ -115,9 +116,9 @@ class TestNumbers:
         ("kind", "sizes", "options", "more"),
         [
             (AxisType.Explicit, {"fsdp": 4}, {}, {}),  # by Auto: JAX has no types for Flax's embeddings
-            (AxisType.Auto, {"data": 2, "fsdp": 2}, {}, {"remat": "full"}),
-            (AxisType.Auto, {"fsdp": 4}, {"reduce": "once"}, {"accumulate_steps": 2}),
-            (AxisType.Auto, {"fsdp": 4}, {}, {"accumulate_steps": 2, "remat": "dots"}),
+            pytest.param(AxisType.Auto, {"data": 2, "fsdp": 2}, {}, {"remat": "full"}, marks=once),
+            pytest.param(AxisType.Auto, {"fsdp": 4}, {"reduce": "once"}, {"accumulate_steps": 2}, marks=once),
+            pytest.param(AxisType.Auto, {"fsdp": 4}, {}, {"accumulate_steps": 2, "remat": "dots"}, marks=once),
         ],
     )
     def test_linen(self, kind, sizes, options, more):
@@ -183,6 +184,7 @@ class TestNumbers:
         split = [leaf for leaf in jax.tree.leaves(found[1]) if not leaf.sharding.is_fully_replicated]
         assert len(split) == 5
 
+    @pytest.mark.once
     def test_what_is_made_of_weights_is_a_weight(self):
         """A low-rank update: the gradient of its product is that of a weight, summed over all rows first."""
 
@@ -200,6 +202,7 @@ class TestNumbers:
         one, many = after_five(steps, states, batch)
         assert differences(one.params, many.params) <= 2e-6
 
+    @pytest.mark.once
     def test_half_policies_stay_near_one_device(self):
         mesh = mesh_of()
         model = jaxmp.linen.apply_policy(MODEL, "mixed_bfloat16")
@@ -468,7 +471,7 @@ class TestForEightGPUs:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
         if how == "nnx":
-            abstract = nnx.eval_shape(lambda: nnx_models.GPT2(vocabulary, sequence, 2, width, rngs=nnx.Rngs(0)))
+            abstract = nnx.eval_shape(lambda: nnx_models.GPT2(vocabulary, sequence, 1, width, rngs=nnx.Rngs(0)))
             graphdef, shapes = nnx.split(jaxmp.nnx.apply_policy(abstract, "mixed_bfloat16"))
             shapes = nnx.as_pure(shapes)
 
@@ -476,7 +479,7 @@ class TestForEightGPUs:
                 logits = nnx.merge(graphdef, params)(batch[0])
                 return jnp.mean(jaxmp.losses.cross_entropy(logits, batch[1])), model_state
         else:
-            model = GPT2(vocabulary=vocabulary, sequence=sequence, layers=2, heads=4, width=width)
+            model = GPT2(vocabulary=vocabulary, sequence=sequence, layers=1, heads=4, width=width)
             shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, sequence), jnp.int32))["params"]
             own = model if how == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
 
@@ -498,6 +501,5 @@ class TestForEightGPUs:
         assert found.wire <= 1.02 * 7.00 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
         reduced = [row for row in found.rows if row.kind == "reduce-scatter"]
         assert {row.dtype for row in reduced} == {"float32"}
-        assert (
-            4 * split <= sum(row.bytes for row in reduced) <= 1.01 * 4 * split
-        )  # positions are summed over the batch too
+        # Positions are summed over the batch, too.
+        assert 4 * split <= sum(row.bytes for row in reduced) <= 4 * (split + sequence * width)
