@@ -6,7 +6,9 @@
 PY := .venv/bin/python
 NAME ?= loss_scaling
 MINUTES ?= 9
-PYTEST := -m pytest -q -n logical --maxprocesses 8 --dist worksteal
+# One worker more than there are processors: some tests wait for a process or a disk.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal
 SOURCES := jaxmp experiments tests notebooks docs .ci
 export PYTHON
 export PYTHONDONTWRITEBYTECODE := # tests start a hundred processes: none compiles our own sources again
