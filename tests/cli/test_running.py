@@ -8,6 +8,8 @@ import pytest
 from jaxmp.cli import main
 from jaxmp.inspect import audit
 
+pytestmark = pytest.mark.once
+
 MODULE = """
 import jax, jax.numpy as jnp, jaxmp, optax
 

@@ -36,6 +36,7 @@ def normalised(x: Any) -> Any:
     return (x / jnp.sqrt((x**2).sum(1, keepdims=True))).astype(BF16)
 
 
+@pytest.mark.once
 def test_the_batch_is_no_output_feature_and_a_weight_is_one_wherever_it_comes_from() -> None:
     whole, narrow = jnp.ones((16, 16), BF16), jnp.ones((16, 13), BF16)
     seven, eight = shape(7, 16, dtype=BF16), shape(8, 16, dtype=BF16)
@@ -58,6 +59,7 @@ def test_the_batch_is_no_output_feature_and_a_weight_is_one_wherever_it_comes_fr
     assert features(lambda p: batch @ p["w"].astype(BF16).T, first) == [UNALIGNED]
 
 
+@pytest.mark.once
 def test_an_embedding_of_tokens_is_no_weight() -> None:
     def fun(params: Any, tokens: Any) -> Any:
         h = params["table"].astype(BF16)[tokens]
@@ -79,6 +81,7 @@ def test_in_a_shard_map_the_same_is_a_weight() -> None:
     assert features(sharded, shape(32, 16), shape(16, 13)) == [UNALIGNED]
 
 
+@pytest.mark.once
 def test_a_sum_is_one_however_it_is_written() -> None:
 
     def reduced(x: Any, combine: Any = jax.lax.add) -> Any:
@@ -100,6 +103,7 @@ def test_a_sum_is_one_however_it_is_written() -> None:
     assert found(lambda x: norm(x, F32), shape(64, 16, dtype=BF16)) == []
 
 
+@pytest.mark.once
 def test_a_loss_of_each_example_is_a_loss() -> None:
     def loss(p: Any, x: Any, dtype: Any) -> Any:
         return jnp.mean(((x.astype(BF16) @ p["w"].astype(BF16) + p["b"].astype(BF16)).astype(F32) ** 2).astype(dtype))
@@ -153,6 +157,7 @@ def test_the_derivative_of_what_is_computed_in_float32_is_no_round_trip() -> Non
     assert found(jax.grad(ruled), params, shape(8, 16)) == ["round-trip"]
 
 
+@pytest.mark.once
 def test_what_a_loop_adds_up_in_float32_is_no_round_trip() -> None:
     def fun(h: Any) -> Any:
         total = jax.lax.fori_loop(0, 3, lambda _, z: z + h.astype(F32), jnp.zeros(h.shape, F32))
@@ -161,6 +166,7 @@ def test_what_a_loop_adds_up_in_float32_is_no_round_trip() -> None:
     assert found(fun, shape(64, 16, dtype=BF16)) == []
 
 
+@pytest.mark.once
 def test_integers_are_counts_and_their_range_is_followed() -> None:
     mask = np.triu(np.full((8, 8), -1e9, np.float32), 1)
     assert found(lambda h: h + jnp.asarray(mask).astype(BF16), shape(8, 8, dtype=BF16)) == []
@@ -211,6 +217,7 @@ SCALED = {
 }  # fmt: skip
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", UNSCALED)
 def test_what_is_no_loss_scale_leaves_float16_unscaled(name: str) -> None:
     fun, *args = UNSCALED[name]

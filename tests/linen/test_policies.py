@@ -30,6 +30,8 @@ import jaxmp
 from jaxmp._jaxpr.walk import PRODUCTS, equations
 from jaxmp.linen import apply_policy
 
+pytestmark = pytest.mark.once
+
 IMAGE, X = data(2, 8, 8, 3), data(2, 4)
 
 

@@ -25,6 +25,8 @@ from linen_zoo import (
 
 from jaxmp.linen import apply_policy
 
+pytestmark = pytest.mark.once
+
 X = data(2, 4)
 
 

@@ -180,6 +180,7 @@ def test_a_wrapped_linen_module_inside_an_nnx_module_goes_by_its_path(adapter):
         assert model_products(under(model, "mixed_bfloat16", {pattern: "float32"}), X) == want
 
 
+@pytest.mark.once
 def test_patterns_on_a_wrapped_linen_module_that_match_nothing_raise():
     for make, pattern in ((to_nnx, "**/bb"), (AroundLinen, "wrapped/bb"), (AroundLinen, "b")):
         with pytest.raises(
@@ -191,6 +192,7 @@ def test_patterns_on_a_wrapped_linen_module_that_match_nothing_raise():
         model(X)  # for only then the classes in it are known
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_half_policy_that_changes_no_product_of_a_wrapped_linen_module_raises(adapter):
     model = getattr(jaxmp.nnx, adapter)(to_nnx(), "mixed_float16", {nn.Dense: "float32", "scale": "float32"})
@@ -296,6 +298,7 @@ def test_a_wrapped_nnx_module_inside_a_linen_module_goes_by_its_path(adapter):
             model.apply(variables, X)
 
 
+@pytest.mark.once
 def test_a_half_policy_that_changes_no_product_of_a_wrapped_nnx_module_raises():
     model = jaxmp.linen.apply_policy(bridge.ToLinen(nnx.Linear, (5, 4), {"dtype": jnp.float32}), "mixed_float16")
     with pytest.raises(ValueError, match=r"every product stays as it was: ToLinen \(its own dtype=float32\)"):

@@ -24,6 +24,7 @@ def dtypes(model: Any) -> dict[str, Any]:
     return {path: jnp.dtype(module.dtype).name for path, module in found if hasattr(module, "dtype")}
 
 
+@pytest.mark.once
 def test_an_override_covers_what_lies_below_its_path_and_the_first_match_wins():
     model = apply_policy(
         Net(rngs()), "mixed_float16", {"layers/1": "mixed_bfloat16", "layers": "float32", "**/norm": "float32"}
@@ -45,6 +46,7 @@ def test_o2_leaves_norms_in_float32():
     )
 
 
+@pytest.mark.once
 def test_a_shared_module_is_covered_by_a_pattern_on_either_path():
     for pattern in ("again", "layers/0"):
         model = apply_policy(Net(rngs()), "mixed_float16", {pattern: "float32"})
@@ -127,6 +129,7 @@ def test_a_default_that_was_handed_down_is_a_default_and_another_dtype_handed_do
     assert model_products(by_hand, VECTORS) == ["bfloat16"] * 2
 
 
+@pytest.mark.once
 def test_another_policy_takes_the_place_of_the_first():
     model = apply_policy(apply_policy(Net(rngs()), "mixed_float16", {"norm": "float32"}), "mixed_bfloat16")
     assert set(dtypes(model).values()) == {"bfloat16"}
@@ -149,6 +152,7 @@ def test_a_part_of_a_model_under_a_policy_runs_alone_under_its_own():
     assert apply_policy(nnx.Sequential(model.layers[0]), "mixed_bfloat16")(VECTORS).dtype == jnp.float32
 
 
+@pytest.mark.once
 def test_policies_of_jmp_and_strings_are_read():
     import jmp
 
@@ -156,6 +160,7 @@ def test_policies_of_jmp_and_strings_are_read():
         assert dtypes(apply_policy(Net(rngs()), policy))["conv"] == "bfloat16"
 
 
+@pytest.mark.once
 def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_at_once():
     with pytest.raises(ValueError, match=r"'layers/7' matched none; nearest paths: .*layers/1"):
         apply_policy(Net(rngs()), "mixed_float16", {"layers/7": "float32"})
@@ -163,6 +168,7 @@ def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_at_once():
         apply_policy(Net(rngs()), "mixed_float16", {nnx.LayerNorm: "float32"})
 
 
+@pytest.mark.once
 def test_a_half_policy_that_changes_no_product_raises_and_names_the_modules_and_the_override():
     model = nnx.Sequential(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), nnx.LayerNorm(8, rngs=rngs()))
     with pytest.raises(
@@ -176,6 +182,7 @@ def test_a_half_policy_that_changes_no_product_raises_and_names_the_modules_and_
     apply_policy(nnx.LayerNorm(8, rngs=rngs()), "mixed_float16")  # nothing to multiply: nothing to say
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
