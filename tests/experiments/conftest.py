@@ -1,7 +1,8 @@
-"""What of the experiments the newest Python runs too: attention, what compiles for a GPU, and a run of a script."""
+"""What of the experiments the newest Python runs too, and the folder of data that their tests share."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ NEWEST = (
     "benchmarks/test_compile_only.py",
     "benchmarks/test_float8.py::test_compiled",
     "test_runs.py::test_image_classification_trains_two_steps",
+    "test_runs.py::test_language_modeling_trains_two_steps",
+    "test_masked_lm.py::test_every_policy_has_its_products_in_half_and_a_loss_in_float32[bert",
 )
 
 
@@ -23,3 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             name = f"{item.path.relative_to(HERE).as_posix()}::{item.name}"
             if not name.startswith(NEWEST):
                 item.add_marker("once")
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all workers: a set that is built there, the standard library's sources say, is built once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "data"
+    folder.mkdir(exist_ok=True)
+    return folder

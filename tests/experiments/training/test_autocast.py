@@ -26,11 +26,6 @@ BF16 = {"autocast": True, "policy": "mixed_bfloat16"}
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("data")
-
-
 @pytest.fixture
 def prepare(data_dir):
     def prepare(script: Any, **flags: Any) -> Any:

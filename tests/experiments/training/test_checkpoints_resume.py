@@ -150,10 +150,10 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize(("script", "flags"), SCRIPTS, ids=["image_classification", "language_modeling"])
-def test_the_scripts_resume_bit_for_bit(script, flags, tmp_path, tmp_path_factory):
+def test_the_scripts_resume_bit_for_bit(script, flags, tmp_path, data_dir):
     flags = {
         "policy": "mixed_float16", "loss_scale": "dynamic:loss_scale=65536,period=2", "accumulate": 2, "ema": 0.9,
-        "steps": 10, "evaluate_every": 4, "checkpoint_every": 4, "data_dir": tmp_path_factory.mktemp("data"), **flags,
+        "steps": 10, "evaluate_every": 4, "checkpoint_every": 4, "data_dir": data_dir, **flags,
     }  # fmt: skip
     config = script.Config(run_dir=tmp_path / "whole", **flags)
     with jax.numpy_dtype_promotion("standard"):

@@ -177,7 +177,9 @@ def test_a_flag_that_cannot_be_is_an_error_before_anything_is_read(script, flags
 
 
 def test_a_batch_larger_than_the_held_out_text_is_blamed_itself(tmp_path):
-    config = language_modeling.Config(batch_size=99_999_999, vocabulary=64, data_dir=tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("some words and more words\n" * 200)
+    config = language_modeling.Config(batch_size=99_999_999, vocabulary=64, dataset=str(text), data_dir=tmp_path)
     with pytest.raises(ValueError, match=r"^--batch-size must be at most the \d+ tokens .* held out, got 99999999$"):
         language_modeling.prepare(config)
 
