@@ -28,17 +28,20 @@ def python(code: str) -> str:
 
 def test_importing_jaxmp_imports_nothing_that_it_does_without_and_policies_hardware_and_autocast_work_without_flax():
     for_later = {"flax", "matplotlib", "tensorflow", "tensorflow_datasets", "jmp", "rich"}
-    assert python(f"import jaxmp, sys; print({for_later} & {{*sys.modules}})") == "set()"
     code = (
         "jaxmp.get_policy('auto'); jaxmp.hardware.detect(); autocast = jaxmp.autocast(jax.numpy.vdot, 'mixed_bfloat16')"
     )
-    assert python(f"import jax, jaxmp, sys; {code}; jax.jit(autocast)(1., 2.); print('flax' in sys.modules)") == "False"
+    found = python(
+        f"import jaxmp, sys; print({for_later} & {{*sys.modules}})\n"
+        f"import jax; {code}; jax.jit(autocast)(1., 2.); print('flax' in sys.modules)"
+    )
+    assert found.split() == ["set()", "False"]
 
 
 def test_importing_jaxmp_adds_at_most_a_tenth_of_a_second_to_importing_jax():
-    # processor time, so that a busy machine does not count; the first run may still be writing bytecode
+    # processor time, so that a busy machine counts little; the first run may still be writing bytecode
     code = "import jax, time; t = time.process_time(); import jaxmp; print(time.process_time() - t)"
-    assert min(float(python(code)) for _ in range(3)) <= 0.1
+    assert any(float(python(code)) <= 0.1 for _ in range(3))
 
 
 def test_what_a_type_checker_sees_is_what_there_is():
@@ -51,9 +54,8 @@ def test_what_a_type_checker_sees_is_what_there_is():
 
 def test_every_public_name_is_there_and_listed():
     assert python("import jaxmp; print([name for name in dir(jaxmp) if not hasattr(jaxmp, name)])") == "[]"
-    with pytest.raises(subprocess.CalledProcessError) as failure:
-        python("import jaxmp; jaxmp.no_such_name")
-    assert "module 'jaxmp' has no attribute 'no_such_name'" in failure.value.stderr
+    with pytest.raises(AttributeError, match="module 'jaxmp' has no attribute 'no_such_name'"):
+        jaxmp.no_such_name  # noqa: B018
 
 
 def imports(roots: list[Path]) -> dict[str, set[str]]:

@@ -22,31 +22,30 @@ from jaxmp import jmp
 private = types.ModuleType("jmp._src")
 private.loss_scale = private.policy = jmp
 sys.modules.update({"jmp": jmp, "jmp._src": private})
-spec = importlib.util.spec_from_file_location("suite", sys.argv[1])
-suite = sys.modules["suite"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(suite)
-assert suite.jmp is jmp
-result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromModule(suite))
-bad = [str(test) for test, _ in result.failures + result.errors + result.skipped]
-print(json.dumps({"run": result.testsRun, "bad": bad, "imported": sys.modules["jmp"] is jmp}))
+found = []
+for file in sys.argv[1:]:
+    spec = importlib.util.spec_from_file_location("suite", file)
+    suite = sys.modules["suite"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(suite)
+    assert suite.jmp is jmp
+    result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromModule(suite))
+    bad = [str(test) for test, _ in result.failures + result.errors + result.skipped]
+    found.append({"run": result.testsRun, "bad": bad, "imported": sys.modules["jmp"] is jmp})
+print(json.dumps(found))
 """
+SUITES = {
+    ("jmp", "_src/loss_scale_test.py"): 25,
+    ("jmp", "_src/policy_test.py"): 70,
+    ("haiku", "_src/mixed_precision_test.py"): 10,
+}
 
 
-@pytest.mark.parametrize(
-    ("package", "suite", "at_least"),
-    [
-        ("jmp", "_src/loss_scale_test.py", 25),
-        ("jmp", "_src/policy_test.py", 70),
-        ("haiku", "_src/mixed_precision_test.py", 10),
-    ],
-)
-def test_every_test_of_the_package_passes_with_jaxmps_jmp_in_place_of_jmp(package, suite, at_least):
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.origin is not None
+def test_every_test_of_the_packages_passes_with_jaxmps_jmp_in_place_of_jmp():
+    specs = [(importlib.util.find_spec(package), suite) for package, suite in SUITES]
+    files = [str(Path(spec.origin).parent / suite) for spec, suite in specs]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", RUNNER, str(Path(spec.origin).parent / suite)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", RUNNER, *files], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["bad"] == [], done.stderr
-    assert result["run"] >= at_least and result["imported"]
+    for result, at_least in zip(json.loads(done.stdout.splitlines()[-1]), SUITES.values(), strict=True):
+        assert result["bad"] == [], done.stderr
+        assert result["run"] >= at_least and result["imported"]

@@ -32,7 +32,7 @@ def pieces(monkeypatch, **scripts):
         folder = run_dir / piece.name
         folder.mkdir(exist_ok=True)
         begin = f"import sys, time; from pathlib import Path; folder = Path({str(folder)!r})"
-        return [sys.executable, "-c", f"{begin}\n{scripts[piece.name]}"]
+        return [sys.executable, "-I", "-S", "-c", f"{begin}\n{scripts[piece.name]}"]  # it starts at once
 
     monkeypatch.setattr(gpu.Piece, "command", command)
     monkeypatch.setattr(gpu, "PIECES", made)
