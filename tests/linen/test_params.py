@@ -134,10 +134,19 @@ def test_a_module_without_a_dtype_field_is_decided_as_autocast_decides(leaf, pol
 @pytest.mark.once
 @pytest.mark.parametrize("policy", HALVES)
 def test_a_norm_of_someones_own_behind_a_layer_errs_by_the_rounding_of_the_layer(policy):
-    bare = nn.Sequential([nn.Dense(4), Norm(), nn.Dense(3)])
-    model, variables = apply_policy(bare, policy), bare.init(rngs(), X)
-    is_close(model.apply(variables, X), bare.apply(variables, X), policy)
-    is_close(gradients_of(model, variables, X), gradients_of(bare, variables, X), policy)
+    errs_by_rounding(nn.Sequential([nn.Dense(4), Norm(), nn.Dense(3)]), X, policy)
+
+
+def errs_by_rounding(bare: nn.Module, x: Any, policy: str) -> None:
+    """Asserts that outputs and gradients under a policy are near those of the bare model; all are one program."""
+    model, variables = apply_policy(bare, policy), quick_jit(bare.init)(rngs(), x)
+
+    @quick_jit
+    def run(variables):
+        return [(each.apply(variables, x), gradients_of(each, variables, x)) for each in (model, bare)]
+
+    for got, want in zip(*run(variables), strict=True):
+        is_close(got, want, policy)
 
 
 def is_close(got: Any, want: Any, policy: str) -> None:
@@ -217,11 +226,8 @@ class ViT(nn.Module):
 @pytest.mark.parametrize("policy", HALVES)
 def test_a_vision_transformer_has_half_products_and_errs_by_their_rounding(policy):
     with standard_promotion():
-        model = apply_policy(ViT(), policy)
-        variables = ViT().init(rngs(), IMAGE)
-        is_close(model.apply(variables, IMAGE), ViT().apply(variables, IMAGE), policy)
-        is_close(gradients_of(model, variables, IMAGE), gradients_of(ViT(), variables, IMAGE), policy)
-        assert set(model_products(model, IMAGE)) == {HALVES[policy]}
+        errs_by_rounding(ViT(), IMAGE, policy)
+        assert set(model_products(apply_policy(ViT(), policy), IMAGE)) == {HALVES[policy]}
 
 
 @pytest.mark.parametrize("product", ["dot", "dot_general", "conv"])
