@@ -49,6 +49,7 @@ def equations(jaxpr):
                 yield from equations(getattr(param, "jaxpr", param))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("loss", [stored, fused])
 def test_the_loss_can_be_used_twice_and_be_part_of_another(loss):
     def larger(loss, x, weights):
@@ -69,6 +70,7 @@ def test_the_gradient_has_a_gradient(loss):
     assert_close(got, want)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("loss", [stored, fused])
 def test_a_hessian_times_a_vector_is_a_derivative_of_the_gradient(loss):
     def product(x, tangent, loss):
@@ -172,6 +174,7 @@ def test_the_fused_loss_under_autocast_multiplies_half_and_sums_in_float32():
     assert sorted(found) == sorted([half, half, summed, summed, half])
 
 
+@pytest.mark.once
 def test_the_fused_loss_respects_a_float32_region():
     def run(layer, weights):
         with jaxmp.precision("float32"):
@@ -181,6 +184,7 @@ def test_the_fused_loss_respects_a_float32_region():
     np.testing.assert_allclose(got, fused(hidden(X, LAYER), WEIGHTS), rtol=1e-6)
 
 
+@pytest.mark.once
 def test_cross_entropy_under_autocast_keeps_the_half_logits():
     autocast = jaxmp.autocast(of_float32(stored), "mixed_bfloat16")
     kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(autocast, *args)[1], LAYER, WEIGHTS))
@@ -198,6 +202,7 @@ class Model(nn.Module):
         return projected_cross_entropy(x, embed.embedding, labels, chunks=2)
 
 
+@pytest.mark.once
 def test_the_fused_loss_with_tied_embeddings_works_under_a_policy():
     labels, model = jnp.arange(CLASSES), jaxmp.linen.apply_policy(Model(), "mixed_float16")
     params = jax.jit(Model().init)(jax.random.key(0), labels)

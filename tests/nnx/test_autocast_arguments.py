@@ -115,7 +115,10 @@ IN_FLOAT16 = ("nothing", "nnx.jit of nnx.value_and_grad", "scaled_value_and_grad
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [*((name, "mixed_bfloat16") for name in TRANSFORMS), *((name, "mixed_float16") for name in IN_FLOAT16)],
+    [
+        *((name, "mixed_bfloat16") for name in TRANSFORMS),
+        *(pytest.param(name, "mixed_float16", marks=pytest.mark.once) for name in IN_FLOAT16),
+    ],
 )
 def test_statistics_rng_counts_and_masks_are_those_of_the_unchanged_loss(name, policy):
     model, bare = Net(rngs()), Net(rngs())
@@ -149,6 +152,7 @@ def test_an_ensemble_in_vmap_has_the_statistics_and_masks_of_its_members():
     same_bits(rest, wanted_rest)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 def test_a_whole_train_step_with_optimizer_and_metrics_is_that_of_float32(policy):
     def train(policy: Any) -> Any:
@@ -249,6 +253,7 @@ def test_intermediates_are_captured_in_the_dtype_they_were_written_with():
         assert hidden.dtype == jnp.float32
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_a_pure_policy_casts_results_and_no_variable_of_an_argument(policy):
     model = Net(rngs())

@@ -100,6 +100,7 @@ class NNXNet(nnx.Module):
         return self.two(nnx.relu(self.norm(self.one(x))))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights(policy):
     options: Any = {"accumulate_steps": 2, "ema_decay": 0.9, "clip_norm": 0.5}
@@ -131,6 +132,7 @@ def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights(policy):
     assert int(optimizer.skipped) == int(state.skipped) == 1
 
 
+@pytest.mark.once
 def test_microbatches_give_the_step_of_the_whole_batch():
     got = []
     for n in (1, 2):
@@ -139,6 +141,7 @@ def test_microbatches_give_the_step_of_the_whole_batch():
     close(*got)
 
 
+@pytest.mark.once
 def test_batch_statistics_go_on_from_microbatch_to_microbatch():
     model = nnx.BatchNorm(3, momentum=0.5, rngs=rngs())
     optimizer = Optimizer(model, optax.sgd(0.1))
@@ -147,6 +150,7 @@ def test_batch_statistics_go_on_from_microbatch_to_microbatch():
     np.testing.assert_allclose(model.mean[...], 0.25 * x[::2].mean(0) + 0.5 * x[1::2].mean(0), rtol=1e-6)
 
 
+@pytest.mark.once
 def test_the_moving_average_is_kept_in_float32_and_evaluated_by_a_copy_that_no_step_deletes():
     model, optimizer = setup(nnx.Linear(6, 3, rngs=rngs()), "bfloat16", tx=optax.sgd(0.5), ema=True)
     step = make_train_step(lambda model, batch: loss_fn(model, batch).astype(jnp.float32), ema_decay=0.75)
@@ -164,6 +168,7 @@ def test_the_moving_average_is_kept_in_float32_and_evaluated_by_a_copy_that_no_s
     assert type(copy) is type(model) and copy.kernel is not model.kernel
 
 
+@pytest.mark.once
 def test_only_the_variables_named_are_trained_and_averaged():
     base = nnx.Linear(6, 3, rngs=rngs())
     model = apply_policy(nnx.LoRA(6, 2, 3, base_module=base, rngs=rngs()), "mixed_bfloat16")
@@ -291,6 +296,7 @@ def test_microbatches_and_steps_have_dropout_masks_of_their_own():
     assert len({mask.tobytes() for mask in masks}) == 3 and int(model.drop.rngs.count[...]) == 6
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_skipped_step_changes_no_bit_but_the_scale_the_counters_and_the_rng_counts(accumulate_steps):
     model, optimizer = setup(ema=True)
@@ -318,6 +324,7 @@ def test_training_that_cannot_go_on_says_why():
     assert np.all(np.isfinite(model.layers[0].kernel[...]))
 
 
+@pytest.mark.once
 def test_an_optimizer_that_was_saved_goes_on_bit_for_bit():
     (model, optimizer), (twin, twin_optimizer) = setup(ema=True), setup(ema=True)
     step = make_train_step(loss_fn, ema_decay=0.9)
@@ -333,6 +340,7 @@ def test_an_optimizer_that_was_saved_goes_on_bit_for_bit():
 # ---- what is wrong is said
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("result", "text"),
     [
@@ -351,6 +359,7 @@ def test_what_a_loss_function_must_not_return_is_told(result, text):
         make_train_step(lambda model, batch: result(loss_fn(model, batch)))(model, optimizer, ROWS)
 
 
+@pytest.mark.once
 def test_arguments_that_do_not_fit_are_told():
     with pytest.raises(
         TypeError, match=r"takes \(model, batch\), but this one takes \(p, s, b, r\); write def loss_fn"
@@ -370,6 +379,7 @@ def test_arguments_that_do_not_fit_are_told():
         make_train_step(loss_fn)(optimizer, model, ROWS)
 
 
+@pytest.mark.once
 def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
     model, optimizer = setup(mlp())
     with pytest.raises(ValueError, match=r"ema_decay needs a moving average .*jaxmp.nnx.Optimizer\(..., ema=True\)"):
