@@ -29,8 +29,11 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# A first call compiles, so deadlines would measure XLA; derandomized, so that a red run is red again.
-hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True, max_examples=30)
+# A first call compiles, so deadlines would measure XLA, and a busy machine draws slowly; derandomized, so that a red
+# run is red again.
+hypothesis.settings.register_profile(
+    "jaxmp", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("jaxmp")
 
 # Tracing makes many objects that live: looking through them every 700 is in vain.

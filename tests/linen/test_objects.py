@@ -233,7 +233,7 @@ def test_two_threads_trace_under_two_policies_at_once():
     class Meets(nn.Module):
         @nn.compact
         def __call__(self, x):
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=300)
             return nn.Dense(3)(x)
 
     variables = {"params": {"Dense_0": nn.Dense(3).init(rngs(), X)["params"]}}

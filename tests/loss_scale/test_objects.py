@@ -96,7 +96,7 @@ assert not any(type(finder).__module__.startswith("jaxmp") for finder in sys.met
 from flax.serialization import to_state_dict
 assert to_state_dict(DynamicLossScale(8.0, period=5))["period"] == 5
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_replace_validates() -> None:

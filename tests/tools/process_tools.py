@@ -73,9 +73,9 @@ class Job:
     def send(self, number: int, kind: signal.Signals) -> None:
         os.kill(self.processes[number].pid, kind)
 
-    def end(self, seconds: float = PATIENCE_S) -> list[int | None]:
-        """The exit codes, once all processes have ended, which must be soon."""
-        limit = time.monotonic() + seconds
+    def end(self) -> list[int | None]:
+        """The exit codes, once all processes have ended: one that hangs would sleep for longer than this waits."""
+        limit = time.monotonic() + PATIENCE_S
         for process in self.processes:
             process.join(max(0, limit - time.monotonic()))
         codes = [process.exitcode for process in self.processes]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 import signal
+import time
 from pathlib import Path
 
 from checkpoint_tools import Config, bits, last, processes, rows, train_in_step
 
 from experiments.training import checkpoints, runs
 
-STEPS, KILLS, PATIENCE_S = 60, 9, 120
+STEPS, KILLS, PATIENCE_S = 60, 9, 300
 # The state has 1.6 MB that change at every step, so that Orbax writes for longer than a step takes.
 CONFIG = Config(steps=STEPS, checkpoint_every=3, evaluate_every=10, ballast=400_000)
 
@@ -39,14 +40,14 @@ class Process:
     def train_into_a_save(self) -> None:
         """Lets it go on until Orbax's folder for a checkpoint that is not finished is there."""
         while not checkpoints.unfinished(self._folder):
-            if self._pipe.poll():
+            if self._pipe.poll(0.001):
                 self._pipe.recv()
                 self._pipe.send(None)
 
     def train_out_of_a_save(self) -> None:
         """Lets it finish the save that it is in, and go on a little."""
         while checkpoints.unfinished(self._folder):
-            pass
+            time.sleep(0.001)
         self.train_to(0)
 
     def _next(self) -> int:

@@ -305,11 +305,11 @@ def test_a_second_process_in_the_folder_is_refused_and_may_train_when_the_first_
     pipe, childs = context.Pipe()
     first = context.Process(target=train_in_step, args=(childs, run, tmp_path / "compiled"), daemon=True)
     first.start()
-    assert pipe.poll(120) and pipe.recv() == 1  # it holds its folder by now
+    assert pipe.poll(300) and pipe.recv() == 1  # it holds its folder by now
     for config in (run, dataclasses.replace(run, resume=False)):
         ends_with(config, train, f"but another process trains in {run.run_dir}; wait until it ends, or", capsys)
     first.kill()
-    first.join(120)
+    first.join(300)
     train(run)
     assert bits(last(run.run_dir)) == bits(last(whole[0].run_dir)) and rows(run.run_dir) == rows(whole[0].run_dir)
 

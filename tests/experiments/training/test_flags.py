@@ -212,13 +212,13 @@ def test_an_interrupted_script_ends_with_one_line_and_code_130():
             "from experiments.training import cli",
             "class Config: ...",
             "def train(config):",
-            "    threading.Thread(target=time.sleep, args=(60,)).start()  # as XLA's, which nobody waits for",
+            "    threading.Thread(target=time.sleep, args=(999,)).start()  # as XLA's, which nobody waits for",
             "    raise KeyboardInterrupt",
             "sys.argv = ['script']",
             "cli.main(dataclasses.dataclass(Config), train, '')",
         ]
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 
