@@ -135,7 +135,7 @@ def of_plan(folder: Path, smoke: bool) -> Iterator[Picture]:
 
 def of_memory(folder: Path, smoke: bool) -> Iterator[Picture]:
     """The memory of BERT-Large's train step by policy and remat."""
-    sizes = {"layers": 2, "width": 64, "vocabulary": 96} if smoke else {"layers": 24, "width": 1024}
+    sizes = {"layers": 1, "width": 64, "vocabulary": 96} if smoke else {"layers": 24, "width": 1024}
     case = workload("bert", length=128, batch_size=16, **sizes)
     has = kept.Kept(folder, 0, environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc")), smoke=smoke)
     plans = {}
