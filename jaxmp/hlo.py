@@ -192,6 +192,10 @@ class Program:
                 self.entry = opening[2] if opening[1] else self.entry
             elif current is not None and (found := _INSTRUCTION.match(line)):
                 name, result, opcode, rest = found.groups()
+                if opcode == "fusion-start":  # of newer XLAs: its end is but another name of what it makes
+                    own = self.computations[_CALLED.findall(line)[0]]
+                    opcode, result = "fusion", [*own.values()][-1].result
+                opcode = "bitcast" if opcode == "fusion-done" else opcode
                 operands = tuple(_OPERAND.findall(_NOT_NAMES.sub("", _arguments(rest)))) if opcode != "constant" else ()
                 current[name] = Instruction(name, opcode, result, operands, line)
         if not self.entry:  # or what reads it would find that nothing is sent, and nothing computed

@@ -86,8 +86,14 @@ def test_a_product_that_reads_its_slice_itself_is_a_product_and_no_traffic():
     assert programs.traffic(PROGRAM) == (exponentials + transpose + reduction, transpose)
 
 
-def test_of_what_a_fusion_picks_from_only_the_part_that_it_picks_is_read():
-    program = hlo.Program("""HloModule pick, is_scheduled=true
+TOGETHER = "ROOT %fusion = bf16[1,8,16]{2,1,0} fusion(%x, %j, %z), kind=kLoop, calls=%pick"
+APART = """%start = ((bf16[4,8,16], s32[], bf16[1,8,16]), bf16[1,8,16], u32[]) fusion-start(%x, %j, %z), calls=%pick
+  ROOT %done = bf16[1,8,16]{2,1,0} fusion-done(%start)"""
+
+
+@pytest.mark.parametrize("call", [TOGETHER, APART], ids=["together", "apart"])
+def test_of_what_a_fusion_picks_from_only_the_part_that_it_picks_is_read(call):
+    text = """HloModule pick, is_scheduled=true
 
 %pick (p: bf16[4,8,16], i: s32[], y: bf16[1,8,16]) -> bf16[1,8,16] {
   %p = bf16[4,8,16]{2,1,0} parameter(0)
@@ -101,10 +107,11 @@ ENTRY %main (x: bf16[4,8,16], i: s32[], y: bf16[1,8,16]) -> bf16[1,8,16] {
   %x = bf16[4,8,16]{2,1,0} parameter(0)
   %j = s32[] parameter(1)
   %z = bf16[1,8,16]{2,1,0} parameter(2)
-  ROOT %fusion = bf16[1,8,16]{2,1,0} fusion(%x, %j, %z), kind=kLoop, calls=%pick
+  CALL
 }
-""")
-    assert programs.traffic(program) == (256 + 4 + 256 + 256, 0)
+"""
+    program = hlo.Program(text.replace("CALL", call))
+    assert programs.traffic(program) == (256 + 4 + 256 + 256, 0) and programs.launches(program) == 1
 
 
 def test_attention_has_two_products_forward_and_five_backward():
