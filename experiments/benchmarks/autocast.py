@@ -12,17 +12,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import gc
 from typing import Any, Literal
 
 import jax
-import numpy as np
 import optax
 
 import jaxmp
 from experiments.benchmarks.shared import records, scaled_steps
 from experiments.measure import memory, programs, timing
 from experiments.measure.environment import environment
+from experiments.measure.turns import Prepared, compared
 from experiments.models import by_hand
 from experiments.models.workloads import FULL, Sizes, Workload, workload
 from experiments.report.goals import Goal, share
@@ -32,7 +31,7 @@ from experiments.training import cli
 from jaxmp import hlo
 
 BY_HAND, AUTOCAST = "by hand", "autocast"
-VARIANTS = ("float32", BY_HAND, "by hand, again", AUTOCAST)
+VARIANTS = (BY_HAND, "float32", "by hand, again", AUTOCAST)
 ON_GPU = {
     "gpt2": Sizes(16, 1024, vocabulary=50304), "bert": Sizes(64, 512, vocabulary=50304),
     "lstm": Sizes(64, 256, vocabulary=50304), "resnet": dataclasses.replace(FULL["resnet50"], batch_size=64),
@@ -99,29 +98,30 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
     """Compiles and times every variant of one model's step."""
     case = case_of(name, config)
     batch = jax.device_put(case.random_batch())
-    turns, bytes_, programs = {}, {}, {}
-    for variant in VARIANTS:
-        progress.advance(0, f"compiling {variant}", name)
+
+    def ready(variant: str) -> Prepared:
         start, step = step_of(case, variant, config.policy)
         lowered = step.lower(jax.eval_shape(start), case.batch)
         compiled = lowered.compile()
-        programs[variant], bytes_[variant] = programs_of(lowered, compiled), memory.of_compiled(compiled)
-        turns[variant] = timing.turn(compiled, start(), batch)
-    measured = timing.interleaved(
-        turns, config.rounds, config.block_ms, lambda i: progress.advance(int(i >= 0), "timing, in turn", name)
+        about = {"bytes": memory.of_compiled(compiled), "programs": programs_of(lowered, compiled)}
+        turn = timing.turn(compiled, start(), batch)
+        return Prepared(turn, lambda: float(turn()[1]), about=about)
+
+    rows = compared(
+        {variant: functools.partial(ready, variant) for variant in VARIANTS},
+        config.rounds,
+        config.block_ms,
+        lambda variant: progress.advance(0, f"compiling {variant}", name),
+        lambda i: progress.advance(int(i >= 0), "timing, in turn", name),
     )
-    losses = {variant: float(turn()[1]) for variant, turn in turns.items()}
-    if bad := [variant for variant, loss in losses.items() if not np.isfinite(loss)]:
-        raise FloatingPointError(f"{', '.join(bad)} ended with a loss that is not finite: the times mean nothing")
-    turns.clear()
-    gc.collect()
-    rows = {variant: {"bytes": bytes_[variant], **row} for variant, row in timing.against(measured, BY_HAND).items()}
+    if bad := [f"{variant}: {row['error']}" for variant, row in rows.items() if "error" in row]:
+        raise FloatingPointError(f"{', '.join(bad)}: the times mean nothing")
+    programs = {variant: row.pop("programs") for variant, row in rows.items()}
     return {
         "model": f"{case.text}, {case.sizes.vocabulary} {'classes' if case.images else 'tokens'}",
         "policy": str(jaxmp.get_policy(config.policy)),
         "programs": programs,
         "differences": differences(programs[BY_HAND], programs[AUTOCAST]),
-        "losses": losses,
         "variants": rows,
     }
 

@@ -33,10 +33,11 @@ from jax import lax
 import jaxmp
 from experiments.benchmarks.compile_only import sharded
 from experiments.benchmarks.shared import records, scaled_steps
-from experiments.benchmarks.train_step.measure import compared, start_anew
-from experiments.benchmarks.train_step.rows import Prepared, Row
+from experiments.benchmarks.train_step.measure import start_anew
+from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import programs, timing
 from experiments.measure.environment import environment, require_gpu
+from experiments.measure.turns import Prepared, compared
 from experiments.models import GPT2, attention, gpt2
 from experiments.models.workloads import Sizes, workload
 from experiments.report import plots
@@ -159,7 +160,7 @@ def ready(part: Part, size: Any, way: str, tokens: int, device: str | None) -> P
     about = {"float8 of products": f"{float8} of {sum(dots.values())}", "kernels": found["launches"]}
     about |= {"GB moved": found["traffic"] / 1e9, "peak MiB": found["peak"] / 2**20}
     turn = None if device else timing.turn(compiled, *jax.jit(start)())
-    return Prepared(turn, None, 0.0, found["peak"], about)
+    return Prepared(turn, about=about)
 
 
 def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
@@ -179,7 +180,8 @@ def measure(part: Part, size: Any, route: Route, config: Config, tell: Callable[
     """By way what is known of it, or an ``error``; against the first one's, in bfloat16."""
     tokens = 64 if config.smoke else TOKENS
     if route == "jaxmp":
-        make = {way: functools.partial(ready, part, size, way, tokens, config.device) for way in WAYS[part]}
+        ways = WAYS[part][: 2 if config.device else None]  # how sums are made changes nothing but time
+        make = {way: functools.partial(ready, part, size, way, tokens, config.device) for way in ways}
     else:
         there = [row for row in PEERS if not row.missing]
         make = {row.label: functools.partial(peer, part, size, row, tokens) for row in there if len(there) > 1}
@@ -200,14 +202,11 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
     """A row a size and way, and the goals."""
     cells, goals = [], list[str]()
     for case in cases:
-        size = (
-            f"K = {case['size']}" if part != "step" else "{0.layers} layers of {0.width}".format(model_of(case["size"]))
-        )
+        model = model_of(case["size"])
+        size = f"{model.layers} layers of {model.width}" if part == "step" else f"K = {case['size']}"
         for way, row in case["rows"].items():
-            shown = {**row, **({"float8 of products": row["error"]} if "error" in row else {})}
-            cells.append(
-                (size, way, *(f"{shown[key]:{form}}" if key in shown else "" for key, form in FIGURES.items()))
-            )
+            row = {"float8 of products": row["error"]} if "error" in row else row
+            cells.append((size, way, *(f"{row[key]:{form}}" if key in row else "" for key, form in FIGURES.items())))
         for (of, own, figure), limit in GOALS.items():
             value = case["rows"].get(DEFAULT, {}).get(figure)
             if (of, own) == (part, case["size"]) and DEFAULT in case["rows"] and not smoke:
@@ -219,16 +218,9 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
 def pictures(part: str, cases: list[dict[str, Any]], figures: list[str]) -> list[plots.Panel]:
     """Every way's figures over those of bfloat16."""
     ways = {f"{case['size']}, {way}": row for case in cases for way, row in case["rows"].items() if HALF not in way}
-    return [
-        plots.Panel(
-            TITLES[part] if figure == figures[0] else "",
-            figure,
-            {name: row.get(figure) for name, row in ways.items()},
-            line=(1, HALF),
-            form=".2f",
-        )
-        for figure in figures
-    ]
+    bars = {figure: {name: row.get(figure) for name, row in ways.items()} for figure in figures}
+    titles = {figures[0]: TITLES[part]}
+    return [plots.Panel(titles.get(each, ""), each, bars[each], line=(1, HALF), form=".2f") for each in figures]
 
 
 def main(config: Config) -> list[dict[str, Any]]:
@@ -246,14 +238,13 @@ def main(config: Config) -> list[dict[str, Any]]:
         has.require_alike("*-*-*.json")
     cases = [(part, size, route) for part in get_args(Part) for size in ((64,) if config.smoke else SIZES[part])
              for route in get_args(Route) if (part, route) != ("product", "torch")]  # fmt: skip
-    asked = [case for case in cases if case[0] in config.parts and case[2] in config.routes]
-    asked = [case for case in asked if not (config.device and case[2] == "torch")]
+    routes = {*config.routes} - ({"torch"} if config.device else set())
+    asked = [case for case in cases if case[0] in config.parts and case[2] in routes]
     with Progress("float8", len(asked)) as progress:
         for case in sorted(asked, key=lambda case: case[2]):  # torch at the end
             name = "-".join(map(str, case))
-            has.get(
-                name, functools.partial(measure, *case, config, lambda way, name=name: progress.advance(0, way, name))
-            )
+            tell: Any = functools.partial(progress.advance, 0, title=name)
+            has.get(name, functools.partial(measure, *case, config, tell))
             progress.advance(1, "done", name)
     results = [found for case in cases if (found := has.read("-".join(map(str, case))))]
     if results:

@@ -20,10 +20,9 @@ import optax
 
 import jaxmp
 from experiments.benchmarks.shared import records, scaled_steps
-from experiments.benchmarks.train_step.measure import caches_in, compared
-from experiments.benchmarks.train_step.rows import Prepared
 from experiments.measure import timing
 from experiments.measure.environment import environment
+from experiments.measure.turns import Prepared, caches_in, compared
 from experiments.models import MLP
 from experiments.models.workloads import Sizes, workload
 from experiments.report import plots
@@ -103,7 +102,7 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
         start, step = variant(loss_fn, optax.adamw(3e-4), init)
         state = start()
         turn = timing.turn(jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state, batch)
-        return Prepared(turn, lambda: float(turn()[1]), 0.0)
+        return Prepared(turn, lambda: float(turn()[1]))
 
     rows = compared(
         {label: functools.partial(ready, variant) for label, variant in VARIANTS.items()},

@@ -22,10 +22,10 @@ import jax
 
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps
-from experiments.benchmarks.train_step.measure import OUT_OF_MEMORY, reason
 from experiments.benchmarks.train_step.rows import Row
 from experiments.measure import memory
 from experiments.measure.environment import environment, require_gpu
+from experiments.measure.turns import OUT_OF_MEMORY, reason
 from experiments.models.transformer import Remat
 from experiments.models.workloads import FULL, SMOKE, Workload, workload
 from experiments.report import plots

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from experiments.benchmarks.train_step.rows import Precision
 from experiments.measure import timing
 
 Shape = tuple[int, int, int]
@@ -24,7 +23,7 @@ SHAPES: tuple[Shape, ...] = ((8192, 8192, 8192), (16384, 768, 3072), (16384, 409
 """Rows, terms and columns of the products: a large cube, and layers of transformers 768 and 4096 wide."""
 SMOKE_SHAPES: tuple[Shape, ...] = ((256, 256, 256),)
 COPY_BYTES, SMOKE_COPY_BYTES = 2**31, 2**22
-KINDS: dict[Precision, tuple[Any, jax.lax.Precision]] = {
+KINDS: dict[str, tuple[Any, jax.lax.Precision]] = {
     "fp32": (jnp.float32, jax.lax.Precision.HIGHEST),
     "tf32": (jnp.float32, jax.lax.Precision.DEFAULT),
     "bf16": (jnp.bfloat16, jax.lax.Precision.DEFAULT),
@@ -42,9 +41,9 @@ def ceilings(smoke: bool) -> dict[str, Any]:
     """
     rounds, block_ms = (1, 1.0) if smoke else (5, 50.0)
     tf32 = "tensorfloat32" in jaxmp.hardware.detect().tensor_cores
-    best: dict[Precision, float] = {}
+    best: dict[str, float] = {}
     for shape in SMOKE_SHAPES if smoke else SHAPES:
-        turns: dict[Precision, Callable[[], Any]] = {}
+        turns: dict[str, Callable[[], Any]] = {}
         for kind in KINDS:
             if kind != "tf32" or tf32:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # no room
@@ -58,7 +57,7 @@ def ceilings(smoke: bool) -> dict[str, Any]:
     return {"best": best, "copy": 2 * x.nbytes / timing.quartiles(times)[1] / 1e9}
 
 
-def product(kind: Precision, shape: Shape) -> Callable[[], jax.Array]:
+def product(kind: str, shape: Shape) -> Callable[[], jax.Array]:
     """A product of two random matrices, (rows, terms) and (terms, columns)."""
     rows, terms, columns = shape
     dtype, precision = KINDS[kind]

@@ -32,10 +32,10 @@ import tyro
 from experiments import compare, image_classification, language_modeling, masked_lm
 from experiments.benchmarks.accuracy import report as accuracy_report
 from experiments.benchmarks.shared import records
-from experiments.benchmarks.train_step.measure import failed
 from experiments.comparison.outcomes import BASELINE, RESERVED, Task, init_params
 from experiments.measure import memory
 from experiments.measure.environment import environment, require_gpu
+from experiments.measure.turns import failed
 from experiments.training import cli, kept, loop
 from experiments.training.experiment import Experiment
 from experiments.training.runs import checkpoints_folder, run_folder, strict_json

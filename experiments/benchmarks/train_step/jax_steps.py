@@ -22,8 +22,9 @@ import optax
 import jaxmp
 from experiments.benchmarks.shared import scaled_steps
 from experiments.benchmarks.shared.scaled_steps import Init, Start, Step
-from experiments.benchmarks.train_step.rows import Pass, Prepared, Row
+from experiments.benchmarks.train_step.rows import Pass, Row
 from experiments.measure import flops, memory, timing
+from experiments.measure.turns import Prepared
 from experiments.models import attention, by_hand
 from experiments.models.workloads import LossFn, Workload, workload
 

@@ -15,8 +15,8 @@ from typing import Any
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps, measure
 from experiments.benchmarks.train_step.config import Config, case_of
-from experiments.benchmarks.train_step.rows import PEERS, ROWS, broken, rows_of
-from experiments.measure import timing
+from experiments.benchmarks.train_step.rows import PEERS, ROWS, rows_of
+from experiments.measure import timing, turns
 from experiments.measure.environment import environment
 from experiments.models.workloads import Name, Workload
 from experiments.report.progress import Progress
@@ -64,7 +64,7 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     with cli.bad_values_end_it():
         for record, _, case in cases:
             has.require_alike(f"{record}.json", sizes=dataclasses.asdict(case.sizes))
-    with measure.caches_in(folder / "cache"), Progress(look, len(cases)) as progress:
+    with turns.caches_in(folder / "cache"), Progress(look, len(cases)) as progress:
         for record, value, case in cases:
             find = functools.partial(_points, case, config, value, progress)
             if found := has.get(record, find, sizes=dataclasses.asdict(case.sizes)):
@@ -95,10 +95,10 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
         for label, times in found.items():
             progress.advance(0, f"timing, {label}", case.name)
             with busy_cores() if label == "busy" else contextlib.nullcontext():
-                timed = measure.together(prepared, -(-rounds // blocks), block_ms, lambda _: None) if prepared else {}
+                timed = turns.together(prepared, -(-rounds // blocks), block_ms, lambda _: None) if prepared else {}
             for key, each in timed.items():
                 times.setdefault(key, []).extend(each.get("milliseconds", []))
-                errors |= {key: why} if (why := each.get("error") or broken(each)) else {}
+                errors |= {key: why} if (why := each.get("error") or turns.broken(each)) else {}
     prepared.clear()
     measure.start_anew(there.values())
     sound = {label: {key: own for key, own in times.items() if key not in errors} for label, times in found.items()}

@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
-from experiments.benchmarks.train_step.rows import ROWS, Pass, broken
+from experiments.benchmarks.train_step.rows import ROWS, Pass
 from experiments.measure import timing
+from experiments.measure.turns import broken
 from experiments.models.workloads import NAMES
 from experiments.training import kept
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 Precision = Literal["bf16", "fp16", "tf32", "fp32"]
 Library = Literal[
@@ -97,28 +96,3 @@ def rows_of(
         raise ValueError(f"{flag} must be among {', '.join(among)}; got {', '.join(unknown)}")
     chosen = {name: row for name, row in ROWS.items() if name in (names or among)}
     return {name: row for name, row in chosen.items() if row.remat == "none" or model != "resnet50"}
-
-
-def broken(figures: dict[str, Any]) -> str | None:
-    """Why a row's figures are not judged: its loss is not finite, and such a step may be fast, or take little power."""
-    loss = figures.get("loss")
-    return None if loss is None or math.isfinite(float(loss)) else f"not judged: its loss is {loss}"
-
-
-@dataclasses.dataclass
-class Prepared:
-    """A step, or a forward pass, that is compiled and has its state on the device.
-
-    Attributes:
-      turn: does it once, without waiting; what it returns ``jax.block_until_ready`` can wait for.
-      loss: does it once more for its loss; None of a forward pass.
-      compile_seconds: from Python to a program, of torch the first call; without what makes the model and its state.
-      compiled_bytes: what the program needs at most by its compiler's account; None of torch.
-      about: what else is known of it.
-    """
-
-    turn: Callable[[], Any]
-    loss: Callable[[], float] | None
-    compile_seconds: float
-    compiled_bytes: int | None = None
-    about: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -27,9 +27,10 @@ from typing import Any
 import jax
 
 from experiments.benchmarks.shared import records
-from experiments.benchmarks.train_step import ceiling, jax_steps, looks, measure, report
+from experiments.benchmarks.train_step import jax_steps, looks, measure, report
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, Pass, Row, rows_of
+from experiments.measure import ceiling, processes, turns
 from experiments.measure.environment import environment, require_gpu
 from experiments.models.workloads import Workload
 from experiments.report.progress import Progress
@@ -89,7 +90,7 @@ class Measurement:
         program = [sys.executable, "-m", "experiments.benchmarks.train_step", *flags]
         commands = {key: [*program, "--alone", key, "--passes", *lacking[key]] for key in todo}
         here = ((key, functools.partial(measure.alone, case, rows[key], lacking[key], 0.1)) for key in todo)
-        for key, find in here if self.config.smoke else measure.in_processes(commands):
+        for key, find in here if self.config.smoke else processes.in_processes(commands):
             if self.has.clock.late():
                 break
             progress.advance(0, f"{rows[key].label}, alone", case.name)
@@ -118,7 +119,7 @@ class Measurement:
         prepared, errors = measure.prepare_all(
             case, able, which, lambda key: progress.advance(0, f"{ROWS[key].label}: getting ready", case.name)
         )
-        found = measure.together(
+        found = turns.together(
             prepared,
             rounds,
             block_ms,
@@ -151,7 +152,7 @@ def _to_try_again(tries: list[dict[str, Any]]) -> bool:
     """Whether rows failed in turn, but for want of memory beside the others: nothing has changed about that."""
     timed = {key for rows in tries for key, row in rows.items() if "milliseconds" in row}
     failed = {key: row["error"] for key, row in tries[-1].items() if "error" in row and key not in timed}
-    return any(not why.startswith(measure.OUT_OF_MEMORY) for why in failed.values())
+    return any(not why.startswith(turns.OUT_OF_MEMORY) for why in failed.values())
 
 
 def check(config: Config) -> None:
@@ -179,8 +180,8 @@ def measure_alone(config: Config) -> None:
     (name,), row = config.models, ROWS[config.alone]
     if row.torch:
         jax.config.update("jax_platforms", "cpu")  # only torch is to use the GPU
-    with measure.caches_in((config.run_dir or Path("runs")) / "cache"):
-        measure.answer(lambda: measure.alone(case_of(name, config), row, config.passes, config.energy_s))
+    with turns.caches_in((config.run_dir or Path("runs")) / "cache"):
+        processes.answer(lambda: measure.alone(case_of(name, config), row, config.passes, config.energy_s))
 
 
 def main(config: Config) -> Any:
@@ -200,7 +201,7 @@ def main(config: Config) -> Any:
         return looks.run(config, folder)
     if measurement:
         total = sum(map(len, measurement.rows.values()))
-        with measure.caches_in(folder / "cache"), Progress("train step", total) as progress:
+        with turns.caches_in(folder / "cache"), Progress("train step", total) as progress:
             measurement.run(progress)
     with cli.bad_values_end_it():
         results = report.write(folder)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from experiments.benchmarks.train_step.jax_steps import CLIP, LEARNING_RATE, WEIGHT_DECAY
-from experiments.benchmarks.train_step.rows import Pass, Prepared, Row
+from experiments.benchmarks.train_step.rows import Pass, Row
+from experiments.measure.turns import Prepared
 from experiments.models import in_torch
 from experiments.models.workloads import Workload
 
@@ -95,7 +96,7 @@ def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepare
         model.zero_grad(set_to_none=True)
         return Result(y.detach())
 
-    return Prepared(run, None, 0.0)
+    return Prepared(run)
 
 
 def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray]) -> Prepared:

@@ -99,8 +99,8 @@ def test_compiled_for_a_gpu_the_products_of_a_layer_are_float8_calls(tmp_path, m
     monkeypatch.setattr(float8.plots, "panels", lambda *_: None)
     config = float8.Config(parts=("product", "layer"), smoke=True, device="h200", run_dir=tmp_path)
     found = {case["part"]: case["rows"] for case in float8.main(config)}
-    assert [row["float8 of products"] for row in found["product"].values()] == ["0 of 1", "1 of 1", "1 of 1"]
-    assert [row["float8 of products"] for row in found["layer"].values()] == ["0 of 3", *3 * ["3 of 3"]]
+    assert [row["float8 of products"] for row in found["product"].values()] == ["0 of 1", "1 of 1"]
+    assert [row["float8 of products"] for row in found["layer"].values()] == ["0 of 3", "3 of 3"]
     assert all("ms" not in row for rows in found.values() for row in rows.values())
     assert "- target: NVIDIA H200 141GB HBM3e" in (tmp_path / "float8.md").read_text()
 

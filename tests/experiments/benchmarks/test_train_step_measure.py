@@ -14,7 +14,9 @@ import jax
 import pytest
 
 from experiments.benchmarks.train_step import measure
-from experiments.benchmarks.train_step.rows import ROWS, Prepared
+from experiments.benchmarks.train_step.rows import ROWS
+from experiments.measure import processes, turns
+from experiments.measure.turns import Prepared
 from experiments.models.workloads import workload
 
 
@@ -39,7 +41,7 @@ def test_each_row_is_measured_in_a_process_of_its_own_in_order(tmp_path):
 
     commands = {"a": says("A"), "b": command("sys.exit('no room')"), "c": says("C"), "d": says("D")}
     found = {}
-    for name, measured in (rows := measure.in_processes(commands)):
+    for name, measured in (rows := processes.in_processes(commands)):
         if name == "d":
             rows.close()  # nobody waits for the last one: it is ended
             break
@@ -52,11 +54,11 @@ def test_each_row_is_measured_in_a_process_of_its_own_in_order(tmp_path):
 
 
 def test_a_process_that_hangs_is_ended_and_the_next_one_has_its_turn(monkeypatch):
-    monkeypatch.setattr(measure, "PATIENCE", 0.5)
+    monkeypatch.setattr(processes, "PATIENCE", 0.5)
     hangs = "import sys, time; sys.stdin.readline(); time.sleep(0 if sys.argv[1:] else 100); print('{}')"
     commands = {"a": [sys.executable, "-S", "-c", hangs]}
     started = time.monotonic()
-    assert [find() for _, find in measure.in_processes(commands)] == [
+    assert [find() for _, find in processes.in_processes(commands)] == [
         {"error": "its process had not ended after 0.5 s"}
     ]
     assert time.monotonic() - started < 50
@@ -64,16 +66,16 @@ def test_a_process_that_hangs_is_ended_and_the_next_one_has_its_turn(monkeypatch
 
 def test_a_process_answers_with_its_findings_once_it_may(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(readline=lambda: f"{os.getppid()}\n"))
-    measure.answer(lambda: {"loss": float("nan"), "peak": None})
+    processes.answer(lambda: {"loss": float("nan"), "peak": None})
     assert json.loads(capsys.readouterr().out) == {"loss": "nan", "peak": None}
 
 
 _ROW = """
 import time
-from experiments.benchmarks.train_step import measure
+from experiments.measure import processes
 print("ready", flush=True)
 time.sleep({imports})
-measure.answer(lambda: print("measuring", flush=True) or time.sleep(100))
+processes.answer(lambda: print("measuring", flush=True) or time.sleep(100))
 """
 _RUN = """
 import os, subprocess, sys
@@ -99,7 +101,7 @@ def test_a_row_does_not_outlive_the_run_that_was_killed(imports):
 def test_a_row_whose_turn_never_came_measures_nothing(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(ValueError, match="--alone is what a run starts for each row: it waits for the run's process"):
-        measure.answer(lambda: {"ms": 1})
+        processes.answer(lambda: {"ms": 1})
     assert capsys.readouterr().out == ""
 
 
@@ -116,7 +118,7 @@ def test_a_row_that_fails_among_the_others_says_why_and_they_go_on(monkeypatch):
     prepared, errors = measure.prepare_all(workload("gpt2"), rows, "train", lambda _: None)
     assert errors == {"flax-fp16": "OSError: libcudart.so: cannot open"}
     prepared["hand-bf16"].turn = prepared["hand-fp32"].loss = fails
-    found = measure.together(prepared, rounds=2, block_ms=0.1, after_round=lambda _: None)
+    found = turns.together(prepared, rounds=2, block_ms=0.1, after_round=lambda _: None)
     assert list(found) == ["jaxmp-bf16", "hand-bf16", "hand-fp32"]
     assert len(found["jaxmp-bf16"]["milliseconds"]) == 2 and found["jaxmp-bf16"]["loss"] == 2.5
     assert found["hand-bf16"] == found["hand-fp32"] == {"error": "OSError: libcudart.so: cannot open"}
@@ -132,4 +134,4 @@ def test_a_row_without_room_says_so(monkeypatch):
     assert found == {"train": {"error": "out of memory"}, "forward": {"error": "out of memory"}}
     prepared, errors = measure.prepare_all(workload("gpt2"), {"hand-fp32": ROWS["hand-fp32"]}, "train", lambda _: None)
     assert prepared == {} and errors == {"hand-fp32": "out of memory"}
-    assert measure.reason(RuntimeError("no kernel\nfor that")) == "RuntimeError: no kernel"
+    assert turns.reason(RuntimeError("no kernel\nfor that")) == "RuntimeError: no kernel"

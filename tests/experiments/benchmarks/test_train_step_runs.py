@@ -14,7 +14,8 @@ from benchmark_tools import SMALL
 from experiments.benchmarks.train_step import config as train_step_config
 from experiments.benchmarks.train_step import looks, measure, report
 from experiments.benchmarks.train_step import run as train_step
-from experiments.benchmarks.train_step.rows import Prepared
+from experiments.measure import turns
+from experiments.measure.turns import Prepared
 from experiments.training import kept
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own Adam needs it
@@ -105,7 +106,7 @@ def rows_alone(quick, monkeypatch, tmp_path):
 
             yield key, measured
 
-    monkeypatch.setattr(train_step.measure, "in_processes", in_processes)
+    monkeypatch.setattr(train_step.processes, "in_processes", in_processes)
     monkeypatch.setattr(train_step, "require_gpu", lambda _: None)
     monkeypatch.setattr(train_step.ceiling, "ceilings", lambda *_, **__: {"best": {}})
     monkeypatch.setattr(kept.time, "monotonic", lambda: now[0])
@@ -177,7 +178,7 @@ def test_rows_that_failed_are_tried_again_those_without_figures_first(rows_alone
 
 
 def test_a_second_try_comes_after_what_has_no_times_and_loses_none(rows_alone, monkeypatch, tmp_path):
-    order, fails, together, prepare_all = [], ["hand-bf16"], measure.together, measure.prepare_all
+    order, fails, together, prepare_all = [], ["hand-bf16"], turns.together, measure.prepare_all
 
     def spy(case, *args):
         order.append(case.name)
@@ -189,7 +190,7 @@ def test_a_second_try_comes_after_what_has_no_times_and_loses_none(rows_alone, m
         }
 
     monkeypatch.setattr(measure, "prepare_all", spy)
-    monkeypatch.setattr(measure, "together", breaks)
+    monkeypatch.setattr(turns, "together", breaks)
     config = dataclasses.replace(WHOLE, run_dir=tmp_path)
     train_step.main(dataclasses.replace(config, models=("bert",)))
     fails[:] = ["jaxmp-bf16"]
@@ -292,7 +293,7 @@ def test_the_sweeps_say_where_half_precision_pays(quick, tmp_path, capsys, monke
         half = next(times)
         return {key: {"milliseconds": [half if key == "jaxmp-bf16" else 3.0]} for key in prepared}
 
-    monkeypatch.setattr(measure, "together", one_each)
+    monkeypatch.setattr(turns, "together", one_each)
     rows = ("jaxmp-bf16", "jaxmp-tf32")
     for axis, values in (("width", "128, 64"), ("depth", "2, 1")):
         train_step.main(
@@ -317,7 +318,7 @@ def test_a_sweep_that_is_cut_goes_on_with_the_widths_that_are_missing(quick, tmp
         timed.append(1)
         return {key: {"milliseconds": [2.0]} for key in prepared}
 
-    monkeypatch.setattr(measure, "together", one_each)
+    monkeypatch.setattr(turns, "together", one_each)
     config = train_step.Config(
         smoke=True, models=("gpt2",), rows=("jaxmp-bf16",), look="width", run_dir=tmp_path, minutes=5
     )
@@ -357,12 +358,12 @@ def test_a_sweep_without_tf32_beside_it_does_not_say_that_half_does_not_pay():
 def test_what_is_broken_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(
     quick, tmp_path, monkeypatch, broken, why
 ):
-    together = measure.together
+    together = turns.together
 
     def breaks(prepared, *args):
         return {key: broken if key == "jaxmp-fp16" else each for key, each in together(prepared, *args).items()}
 
-    monkeypatch.setattr(measure, "together", breaks)
+    monkeypatch.setattr(turns, "together", breaks)
     monkeypatch.setattr(looks, "busy_cores", contextlib.nullcontext)
     config = train_step.Config(smoke=True, models=("gpt2",), rows=("jaxmp-fp16", "jaxmp-tf32"), run_dir=tmp_path)
     train_step.main(dataclasses.replace(config, look="width"))
@@ -377,7 +378,7 @@ def test_what_is_broken_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(
 
 def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp_path, monkeypatch):
     seen, working = [], []
-    together, busy_cores = measure.together, looks.busy_cores
+    together, busy_cores = turns.together, looks.busy_cores
 
     @contextlib.contextmanager
     def watched():
@@ -387,7 +388,7 @@ def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp
 
     monkeypatch.setattr(looks, "busy_cores", watched)
     monkeypatch.setattr(
-        measure,
+        turns,
         "together",
         lambda *args: seen.append(sum(each.poll() is None for each in working)) or together(*args),
     )

@@ -1,0 +1,78 @@
+"""What is measured in a process of its own, one after the other, while the next one's imports run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.training.runs import strict_json
+
+PATIENCE = 300.0
+"""Seconds that a row alone may take: what hangs is not to take the time of all others."""
+
+
+def in_processes(commands: Mapping[str, list[str]]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Measures each row in a process of its own, one after the other: a name, and the function that does it.
+
+    While one measures, the next one's imports run. A process waits on stdin for the number of this process before it
+    touches the device, and writes what it found to stdout's last line, JSON (see :func:`answer`).
+
+    Args:
+      commands: name to command line.
+    """
+    names, started, pipe = list(commands), list[subprocess.Popen[str]](), subprocess.PIPE
+    start = functools.partial(
+        subprocess.Popen, cwd=Path(__file__).parents[2], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+    try:
+        for i, name in enumerate(names):
+            for later in names[len(started) : i + 2]:
+                started.append(start(commands[later]))
+            yield name, functools.partial(_finish, started[i])
+    finally:
+        for process in started:
+            if process.poll() is None:  # nobody wanted its result
+                process.kill()
+                process.communicate()
+
+
+def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    try:
+        out, err = process.communicate(f"{os.getpid()}\n", PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"error": f"its process had not ended after {PATIENCE:g} s"}
+    if process.returncode:
+        last = next(iter(err.strip().splitlines()[::-1]), "no word on stderr")
+        return {"error": f"its process ended with code {process.returncode}: {last[:160]}"}
+    return json.loads(out.splitlines()[-1])
+
+
+def answer(measure: Callable[[], dict[str, Any]]) -> None:
+    """What a process of :func:`in_processes` does: waits for its turn, measures, and prints what it found.
+
+    It ends with the process that started it: it would measure beside the next run's rows.
+
+    Raises:
+      ValueError: there is no number on stdin.
+    """
+    line = sys.stdin.readline()
+    if not line.strip().isdigit():
+        raise ValueError("--alone is what a run starts for each row: it waits for the run's process number on stdin")
+    threading.Thread(target=_end_after, args=(int(line),), daemon=True).start()
+    print(json.dumps(strict_json(measure())), flush=True)
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
