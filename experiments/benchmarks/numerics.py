@@ -34,7 +34,7 @@ from experiments.training import cli
 from jaxmp.inspect import Watch, roofline, targets
 
 COLUMNS = (
-    "GPT-2", "plain ms", "watched ms", "ratio", "quartiles", "reading ms", "1 of 100 watched", "first plain s",
+    "GPT-2", "plain ms", "watched ms", "ratio", "1 of 100 watched", "quartiles", "reading ms", "first plain s",
     "first watched s",
 )  # fmt: skip
 
@@ -75,10 +75,9 @@ def measure(config: Config) -> dict[str, Any]:
     watch = Watch(step, every=1)
     if config.device is not None:
         state = jax.eval_shape(create)
-        return {
-            name: {"milliseconds": [roofline(fun, device=config.device)(state, tokens).milliseconds]}
-            for name, fun in (("plain", step), ("watched", watch.counting))
-        }
+        steps = {"plain": step, "watched": watch.counting}
+        times = {name: [roofline(fun, device=config.device)(state, tokens).milliseconds] for name, fun in steps.items()}
+        return timing.against(times, "plain")
     return timed(step, watch, create(), np.random.default_rng(0).integers(0, config.vocabulary, tokens.shape, np.int32),
                  config.rounds)  # fmt: skip
 
@@ -113,18 +112,14 @@ def main(config: Config) -> dict[str, Any]:
     result = measure(config)
     plain, watched = result["plain"], result["watched"]
     label = f"{config.layers} layers of {config.width}, {config.batch}×{config.context} tokens, {config.policy}"
+    cost = result.get("both", watched)["ratio"][1] - 1
+    row = [label, f"{plain['ms'][1]:.1f}", f"{watched['ms'][1]:.1f}", f"{watched['ratio'][1]:.2f}", f"{cost:.2f}%"]
+    title = f"A watched step{f', predicted on {config.device}' if config.device else ''}"
     if config.device is None:
-        ratio, seconds = watched["ratio"], [f"{row['first'] / 1000:.0f}" for row in (plain, watched)]
-        cost = f"{result['both']['ratio'][1] - 1:.2f}%"
-        figures = [f"{plain['ms'][1]:.1f}", f"{watched['ms'][1]:.1f}", f"{ratio[1]:.2f}", spread(ratio, ".2f")]
-        row = (label, *figures, f"{result['reading']['ms'][1]:.0f}", cost, *seconds)
-        title, columns = "A watched step", COLUMNS
-    else:
-        (before,), (after,) = plain["milliseconds"], watched["milliseconds"]
-        row = (label, f"{before:.1f}", f"{after:.1f}", f"{after / before:.2f}", f"{after / before - 1:.2f}%")
-        title, columns = f"A watched step, predicted on {config.device}", (*COLUMNS[:4], "1 of 100 watched")
+        row += [spread(watched["ratio"], ".2f"), f"{result['reading']['ms'][1]:.0f}"]
+        row += [f"{each['first'] / 1000:.0f}" for each in (plain, watched)]
     data = {"config": {name: str(value) for name, value in dataclasses.asdict(config).items()}, "steps": result}
-    tables = [Table(title, columns, [row])]
+    tables = [Table(title, COLUMNS[: len(row)], [tuple(row)])]
     records.record(folder, "numerics", "What an instrumented step costs", environment(), tables, data)
     return result
 
