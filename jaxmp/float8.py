@@ -173,14 +173,16 @@ def dot_general(
     contracting, batch = dimension_numbers
     dimensions = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
-    return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused)(lhs, rhs)
+    # Outside of the product, so that what is a weight's can be computed once for many products.
+    operands = _quantised(lhs, recipe.forward), _quantised(rhs, recipe.forward)
+    return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused)(*operands)
 
 
 @functools.cache
 def _product(
     dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool
 ) -> Callable[[Any, Any], Any]:
-    """The product for those arguments of :func:`dot_general`: one function, so that JAX traces it once."""
+    """The product of quantised operands for those arguments of :func:`dot_general`: JAX traces one function once."""
 
     def dot(lhs: Any, rhs: Any, is_precise: bool, out: Any = _COMPUTE) -> Any:
         precision = jax.lax.Precision.HIGHEST if is_precise else jax.lax.Precision.DEFAULT
@@ -193,7 +195,7 @@ def _product(
         return (result if is_fused else jax.lax.optimization_barrier(result)).astype(dtype)
 
     def transpose(cotangent: Any) -> Any:
-        return _dequantised(*_quantised(cotangent, recipe.gradient))
+        return _dequantised(*_opened(_quantised(cotangent, recipe.gradient), recipe.gradient))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # what goes in is kept, and not what it is dequantised to
     def tangent(tangents: Any, operands: Any) -> Any:
@@ -218,15 +220,15 @@ def _product(
         return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
 
     @jax.custom_jvp
-    def product(lhs: Any, rhs: Any) -> Any:
-        return forward(_quantised(lhs, recipe.forward), _quantised(rhs, recipe.forward))
+    def product(*operands: Any) -> Any:
+        return forward(*(_opened(each, recipe.forward) for each in operands))
 
-    def rule(primals: Any, tangents: Any) -> Any:
-        operands = [_quantised(value, recipe.forward) for value in primals]
+    def rule(operands: Any, tangents: Any) -> Any:
+        operands = [_opened(each, recipe.forward) for each in operands]
         result = forward(*operands)
         if recipe.keep == "compute":
             operands = [(value, None, scale) for value, _, scale in operands]
-        given = [None if isinstance(each, SymbolicZero) else each for each in tangents]
+        given = [None if isinstance(each, SymbolicZero) else each for each, _, _ in tangents]
         read = [operands[side] if given[1 - side] is not None else None for side in (0, 1)]
         return result, jnp.zeros_like(result) if given == [None, None] else tangent(given, read)
 
@@ -235,11 +237,17 @@ def _product(
 
 
 def _quantised(value: Any, dtype: str) -> tuple[Any, Any, Any]:
-    """A value, the value in float8, and the scale of that."""
+    """A value, the bits of the value in float8, and the scale of that."""
     scale = checkpoint_name(_scale(value, dtype), RESIDUALS)
     # What is kept by its name JAX rounds once more, as if e4m3fn had infinities: 256 would become one. Bits it leaves.
     bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
-    return value, jax.lax.bitcast_convert_type(checkpoint_name(bits, RESIDUALS), dtype), scale
+    return value, checkpoint_name(bits, RESIDUALS), scale
+
+
+def _opened(operand: tuple[Any, Any, Any], dtype: str) -> tuple[Any, Any, Any]:
+    """What :func:`_quantised` returned, with the value in float8 for its bits."""
+    value, bits, scale = operand
+    return value, jax.lax.bitcast_convert_type(bits, dtype), scale
 
 
 def _scale(value: Any, dtype: str) -> Any:

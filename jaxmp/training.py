@@ -22,8 +22,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
 from jaxmp._gathering import Gathered, Held
+from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
-from jaxmp._loss_functions import OWN_METRICS, LossFn, checked, under_policy, with_remat
+from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, checked, under_policy, with_remat
 from jaxmp._mesh_plan import plan_of
 from jaxmp._placement import at, at_home, home_of, is_traced, moved_to, settled, tell_of_devices
 from jaxmp._specs import specs_in
@@ -432,13 +433,14 @@ class TrainStep:
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
         held: Held | None = None
+        loss_of: Callable[..., Any] = self._loss_fn
 
         def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics, Metrics]:
             self._warn_if_unscaled(state, model_state, batch, rng)
 
             def loss_fn(params: Any) -> Any:
                 params = params if held is None else Held(params[0], held.halves, params[1])
-                return self._loss_fn(params, model_state, batch, rng)
+                return loss_of(params, model_state, batch, rng)
 
             learned = state if held is None else state.replace(params=(held.params, held.taps))
             (loss, (new_model_state, metrics)), grads, seen = self._differentiated(loss_fn, learned)
@@ -457,9 +459,12 @@ class TrainStep:
 
         rngs = None if rng is None else jax.random.split(rng, n)
         microbatches = jax.tree.map_with_path(lambda path, leaf: _split(path, leaf, n), batch)
+        first = jax.tree.map(lambda leaf: leaf[0], (microbatches, rngs))
         if self._gathered is not None and self._reduces_once:
-            first = jax.tree.map(lambda leaf: leaf[0], (microbatches, rngs))
             held = self._gathered.hold(state.params, state.model_state, *first)
+        if held is not None or self._gathered is None or not self._gathered.is_split:  # else to gather it is a turn's
+            fixed = state.params if held is None else held
+            loss_of = hoisted(self._loss_fn, fixed, (state.model_state, *first), REMAT["float8"])
         zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params if held is None else (held.params, held.taps)))
         (total, model_state), (loss, metrics, seen) = jax.lax.scan(
             accumulate, (zeros, state.model_state), (microbatches, rngs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 
 import flax.linen as nn
@@ -19,6 +20,7 @@ from experiments.measure import programs
 from experiments.models import attention, gpt2
 from experiments.models.nnx import GPT2 as NNXGPT2
 from jaxmp import float8, hlo
+from jaxmp._jaxpr.walk import jaxprs_in
 from jaxmp.inspect import targets
 from tests.tools.autocast_tools import compiled, cosine, normal
 from tests.tools.plan_tools import doubled, plan, shape
@@ -373,6 +375,75 @@ class TestTransformations:
         np.testing.assert_array_equal(compiled(fun)(MLP, placed), expected)
 
 
+def scanned_mlp(params, x):
+    """Layers in a scan, each computed again in the backward pass, between two other products."""
+    one = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return jax.lax.scan(one, jnp.tanh(x @ params["up"]), params["layers"])[0] @ params["down"]
+
+
+class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return nn.Dense(32)(layer()(nn.Dense(64)(x), None)[0])
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(nn.Dense(64)(x)), None
+
+
+WEIGHTS = {(16, 64), (64, 32), (64, 64)}
+
+
+def casts_to_e4m3(jaxpr, inside=False):
+    """How often weights are cast in the turns of the loop over microbatches, and before it."""
+    found = Counter()
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        is_cast = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == E4M3
+        found[inside] += is_cast and eqn.invars[0].aval.shape in WEIGHTS
+        is_loop = eqn.primitive.name == "scan" and eqn.params["length"] == 2
+        for inner in jaxprs_in(eqn):
+            found.update(casts_to_e4m3(inner, inside or is_loop))
+    return found
+
+
+class TestAccumulation:
+    """Weights are cast to float8 once a step."""
+
+    @staticmethod
+    def loss_and_params(route):
+        if route == "linen":
+            model = jaxmp.linen.apply_policy(Layers(), SMALL)
+            params = nn.Module.init(Layers(), jax.random.key(0), jnp.ones((48, 16)))["params"]
+            return lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2), params
+        params = {**MLP, "layers": normal(3, 3, 64, 64, scale=0.125)}
+        fun = mlp if route == "flat" else scanned_mlp
+        return loss_of(jaxmp.autocast(fun, SMALL)), params if route == "scan" else MLP
+
+    @pytest.mark.parametrize("remat", [None, "full", "float8"])
+    @pytest.mark.parametrize("route", ["flat", "scan", "linen"])
+    def test_a_weight_is_cast_once_a_step_and_no_bit_changes(self, route, remat, monkeypatch):
+        loss, params = self.loss_and_params(route)
+        tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
+        x, found, casts = normal(0, 2 * 48, 16), [], []
+        for once in (True, False):
+            if not once:
+                monkeypatch.setattr(jaxmp.training, "hoisted", lambda fun, *_: fun)
+            step = jaxmp.make_train_step(
+                lambda p, s, batch, r: (loss(p, batch), s), accumulate_steps=2, remat=remat, donate=False
+            )
+            state = jaxmp.TrainState.create(params=params, tx=tx)
+            casts.append(casts_to_e4m3(jax.make_jaxpr(step.jitted)(state, x)))
+            found.append(step(state, x))
+        weights = 2 if route == "flat" else 3
+        assert casts[0] == {False: weights, True: 0}
+        assert casts[1][True] >= weights and casts[1][False] == 0
+        jax.tree.map(np.testing.assert_array_equal, found[0][0].params, found[1][0].params)
+        assert found[0][1]["loss"] == found[1][1]["loss"] and not found[0][1]["skipped"]
+
+
 def test_an_autocast_inside_keeps_its_own_products():
     inner = jaxmp.autocast(layer, "mixed_bfloat16")
     outer = jaxmp.autocast(lambda x, w: inner(layer(x, w), w), SMALL)
@@ -513,6 +584,29 @@ class TestForTheH200:
             found[policy] = programs.traffic(program)[0], programs.launches(program)
         (half, fewer), (ours, more) = found.values()
         assert ours < 1.51 * half and (more - fewer) / 24 < 6
+
+    def test_accumulation_casts_weights_before_its_loop_and_keeps_no_more_than_that(self, monkeypatch):
+        """XLA by itself leaves them in the loop."""
+        params = {"up": shape(512, 2048), "down": shape(2048, 512)}
+        tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
+        state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
+        casts, kept = [], []
+        for once in (True, False):
+            if not once:
+                monkeypatch.setattr(jaxmp.training, "hoisted", lambda fun, *_: fun)
+            step = jaxmp.make_train_step(
+                lambda p, s, x, r: (loss_of(mlp)(p, x), s), policy=SMALL, accumulate_steps=4, remat="full"
+            )
+            with jaxmp.hardware.assumed("h200"):
+                made = targets.compiled(step.jitted, (state, shape(4 * 1024, 512)), "h200")
+            lines = [
+                line for line in made.as_text().splitlines() if re.search(r"f8e4m3fn\[\d+,\d+\]\S* convert\(", line)
+            ]
+            weights = [line for line in lines if re.search(r"\[(512,2048|2048,512)\]", line)]
+            casts.append(Counter("while/body" in line for line in weights))
+            kept.append(made.memory_analysis().temp_size_in_bytes)
+        assert casts[0] == {False: 2} and casts[1][True] >= 4 and not casts[1][False]
+        assert kept[0] <= kept[1] + 2 * 512 * 2048 + 4096
 
     def test_a_gelu_in_half_that_keeps_its_input_compiles_in_a_scan(self):
         @jax.custom_vjp
