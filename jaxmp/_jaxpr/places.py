@@ -4,6 +4,9 @@
 belong to the program that is traced all that is known: there an equation is put by what ``bind`` comes to in the end,
 ``default_process_primitive``; and one that nothing changes with the types of its results that are known as well, as JAX
 does itself with the body of a ``jit`` that is inlined.
+
+Where the program is differentiated while it is traced, JAX traces the derivative of every single equation anew, which
+takes most of the time. Here that of equal ones is traced once, and put into both programs by the same way.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from typing import Any
 
 import jax
 from jax._src import config, core, dtypes, source_info_util
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import ad, partial_eval
 from jax.extend.core import Literal, Primitive
+
+from jaxmp._jaxpr.reading import opened
 
 _CAST: Any = jax.lax.convert_element_type_p
 _Trace: Any = partial_eval.DynamicJaxprTrace
@@ -30,6 +35,9 @@ class Places:
 
     def __init__(self) -> None:
         self._trace, self._around = core.trace_ctx.trace, source_info_util.current_name_stack()
+        self._linear: Any = self._trace if type(self._trace) is ad.LinearizeTrace else None
+        if self._linear is not None:
+            self._trace, self._configuration = self._linear.parent_trace, config.trace_context()
         self._is_traced = type(self._trace) is _Trace and not config.eager_constant_folding.value
         self._context: Any = core.current_jaxpr_eqn_context()
         self._eqn: Any = None
@@ -64,12 +72,49 @@ class Places:
 
     def bind(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """As ``primitive.bind``."""
-        if self._is_short and (primitive is _CAST or _is_plain(primitive)) and (tracers := self._tracers(operands)):
-            if rule := partial_eval.custom_staging_rules.get(primitive):
-                return rule(self._trace, self._source, *tracers, **params)
-            return self._trace.default_process_primitive(primitive, tracers, params, self._source)
+        if self._is_short and (primitive is _CAST or _is_plain(primitive)):
+            results = self._put(primitive, operands, params)
+            if results is not None:
+                return results
         with self.here():
             return primitive.bind(*operands, **params)
+
+    def _put(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        """What ``bind`` returns, by the short way; None if there is none."""
+        primals, tangents = operands, list[Any]()
+        if self._linear is not None:
+            pairs = [_pair(operand, self._linear) for operand in operands]
+            primals, tangents = [primal for primal, _ in pairs], [tangent for _, tangent in pairs]
+        if not (tracers := self._tracers(primals)):
+            return None
+        if any(tangent is not None for tangent in tangents):
+            is_own = primitive in ad.primitive_linearizations or primitive not in ad.primitive_jvps
+            if is_own or any(map(callable, params.values())):  # a function may hold what dies with this trace
+                return None
+            return self._differentiated(primitive, primals, tracers, tangents, params)
+        if rule := partial_eval.custom_staging_rules.get(primitive):
+            return rule(self._trace, self._source, *tracers, **params)
+        return self._trace.default_process_primitive(primitive, tracers, params, self._source)
+
+    def _differentiated(
+        self, primitive: Any, primals: Sequence[Any], tracers: list[Any], tangents: list[Any], params: dict[str, Any]
+    ) -> Any:
+        """What ``bind`` returns of operands with tangents."""
+        linear, put = self._linear, partial_eval.inline_jaxpr_into_trace
+        avals, known = tuple(tracer.aval for tracer in tracers), tuple(tangent is not None for tangent in tangents)
+        with self.here():
+            forwards, _, is_known, passed, derivative = _linearized(
+                primitive, tuple(params.items()), avals, known, linear.is_vjp, self._configuration
+            )
+        results = put(self._trace, self._source, *opened(forwards), *tracers)
+        saved = iter(results[len(is_known) :])
+        source = self._source.replace(name_stack=self._names[linear._name_stack_prefix_len :])
+        read = [*(next(saved) if n is None else primals[n] for n in passed), *(t for t in tangents if t is not None)]
+        read = [linear.tangent_trace.to_jaxpr_tracer(value, source) for value in read]
+        found = iter(put(linear.tangent_trace, source, *opened(derivative), *read))
+        pairs = zip(results, is_known, strict=False)
+        out = [ad.LinearizeTracer(linear, result, next(found)) if known else result for result, known in pairs]
+        return out if primitive.multiple_results else out[0]
 
     def _tracers(self, operands: Sequence[Any]) -> list[Any]:
         """What stands for ``operands`` in the program that is traced; none if one is of another, or there are none."""
@@ -120,3 +165,19 @@ def _is_plain(primitive: Any) -> bool:
     own = {"bind_with_trace", "is_high", "get_bind_params"} & vars(primitive).keys()
     special = own or primitive.ref_allocating or primitive in partial_eval.const_fold_rules
     return type(primitive) is Primitive and not special
+
+
+def _pair(operand: Any, linear: Any) -> tuple[Any, Any]:
+    """A value and its tangent where ``linear`` differentiates; None if it has none."""
+    if type(operand) is not ad.LinearizeTracer or operand._trace is not linear:
+        return dtypes.canonicalize_value(operand), None
+    return operand.primal, None if type(operand.tangent) is ad.Zero else operand.tangent
+
+
+@functools.lru_cache(maxsize=1024)
+def _linearized(
+    primitive: Any, params: Any, avals: Any, known: tuple[bool, ...], is_vjp: bool, configuration: Any
+) -> Any:
+    """The programs of an equation that is differentiated, as JAX says of one that is a ``jit``."""
+    jaxpr = jax.make_jaxpr(lambda *operands: primitive.bind(*operands, **dict(params)))(*avals)
+    return ad.linearize_jaxpr(jaxpr, known, is_vjp=is_vjp)
