@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxmp import tree as _tree
+from jaxmp.engine.classes import CASTABLE
 
 
 def is_object(node: Any) -> bool:
@@ -39,8 +39,9 @@ def items(node: Any) -> Iterator[tuple[str, Any]]:
                 yield _tree.path_name(path), value
 
 
-# What a module has most: nothing is in them.
-_LEAVES = frozenset({type(None), bool, int, float, str, np.dtype, types.FunctionType, nnx.Param})
+# What a module has most: nothing is in them. Each dtype has a class of its own.
+_PLAIN = frozenset({type(None), bool, int, float, str, types.FunctionType, *map(type, CASTABLE)})
+_LEAVES = _PLAIN | {nnx.Param}
 
 
 def own(node: Any) -> Iterator[Any]:
@@ -53,7 +54,7 @@ def own(node: Any) -> Iterator[Any]:
 
 def own_variables(node: Any) -> Iterator[nnx.Variable[Any]]:
     """The Variables that belong to a module itself."""
-    return (value for value in own(node) if isinstance(value, nnx.Variable))
+    return (value for value in own(node) if type(value) not in _PLAIN and isinstance(value, nnx.Variable))
 
 
 def submodules(node: Any, seen: set[int] | None = None) -> Iterator[nnx.Module]:

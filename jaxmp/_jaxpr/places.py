@@ -170,7 +170,7 @@ def _is_plain(primitive: Any) -> bool:
 def _pair(operand: Any, linear: Any) -> tuple[Any, Any]:
     """A value and its tangent where ``linear`` differentiates; None if it has none."""
     if type(operand) is not ad.LinearizeTracer or operand._trace is not linear:
-        return dtypes.canonicalize_value(operand), None
+        return operand if isinstance(operand, core.Tracer) else dtypes.canonicalize_value(operand), None
     return operand.primal, None if type(operand.tangent) is ad.Zero else operand.tangent
 
 

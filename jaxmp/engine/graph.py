@@ -162,12 +162,10 @@ class _Value(NamedTuple):
 
 class _Builder:
     def __init__(self, rules: Rules, in_rule: bool) -> None:
-        self.in_rule = in_rule
+        self.rules, self.in_rule = rules, in_rule
         self.nodes: list[Node] = []
-        self.rules = rules
         self.region = Region()
-        self.loop = 0
-        self.loops = itertools.count(1)
+        self.loop, self.loops = 0, itertools.count(1)
         self.numbers: dict[Any, Any] = {}
 
     def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
@@ -211,9 +209,11 @@ class _Builder:
             value = np.asarray(atom.val)
             return self.value(self.source(atom.aval, value), (value.dtype, value.tobytes()), is_fixed=True)
 
-        steps = []
+        steps, stack, scopes = list[Step](), None, names
         for eqn in jaxpr.eqns:
-            step, values = self.step(eqn, [read(atom) for atom in eqn.invars], (*names, *reading.names_of(eqn)))
+            if eqn.source_info.name_stack is not stack:  # a scope has many equations, one after the other
+                stack, scopes = eqn.source_info.name_stack, (*names, *reading.names_of(eqn))
+            step, values = self.step(eqn, [read(atom) for atom in eqn.invars], scopes)
             env.update(zip(eqn.outvars, values, strict=True))
             steps.append(step)
         results = [read(atom) for atom in jaxpr.outvars]

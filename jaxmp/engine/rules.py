@@ -104,11 +104,12 @@ class Rules:
           names: the scopes around it.
         """
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
-        self.primitives.add(name)
+        if self.overrides:  # for what is said of one that matches nothing
+            self.primitives.add(name)
+            self.visited.update(() if DECIDED in names else (path_of(names),))
         if DECIDED in names:
             return Decision(Kind.KEPT, "decided by the autocast inside")
-        path, region = path_of(names), region_of(names)
-        self.visited.add(path)
+        region = region_of(names)
         if any(_is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)):
             return Decision(Kind.KEPT, "float64, complex and fp8 are left alone")
         if not any(is_castable(var.aval) for var in eqn.outvars):
