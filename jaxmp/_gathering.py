@@ -85,16 +85,6 @@ class Gathered:
         results = _results(jaxpr, consts, arrays, [n < known for n in range(len(arrays))])
         return program.unflatten(_plain(results, jaxpr))
 
-    def is_typed(self, *args: Any) -> bool:
-        """Whether JAX can tell where all that the loss computes lies; Flax says it of no embedding."""
-        try:
-            self._uses(args[0], args[1:])
-        except Exception as error:
-            if type(error).__name__ != "ShardingTypeError":
-                raise
-            return False
-        return True
-
     def hold(self, params: Any, *rest: Any) -> Held:
         """The params, all gathered."""
         _, uses = self._uses(params, rest)

@@ -98,8 +98,11 @@ class Plan:
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs_in(self.specs), strict=True):
             name = _tree.path_name(path)
             fitting(spec, name, name, tuple(leaf.shape), self.mesh)
-        specs = following(state, state.params, self.specs, self.mesh)
-        return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), state, specs)
+        return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), state, self.specs_of(state))
+
+    def specs_of(self, state: Any) -> Any:
+        """That of each leaf of a train state."""
+        return following(state, state.params, self.specs, self.mesh)
 
     def shardings_of_batch(self, batch: Any, microbatches: int) -> Any:
         """Where each leaf of a batch lies: its examples over all devices; a scalar on each.
@@ -121,6 +124,10 @@ class Plan:
             return NamedSharding(self.mesh, self.rows)
 
         return jax.tree.map_with_path(placed, batch)
+
+    def typed(self, fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
+        """As :func:`typed`, on axes of type Explicit."""
+        return typed(fun, out) if self.is_explicit else fun
 
     def put(self, value: Any, spec: PartitionSpec) -> Any:
         """``value``, laid out so."""
@@ -207,6 +214,26 @@ def plan_of(mesh: Any, specs: Any, reduce_dtype: Any) -> Plan:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))")
     return Plan(mesh, specs, canonical_dtype(reduce_dtype))
+
+
+def typed(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
+    """``fun``; where JAX cannot type it (it types no embedding of Flax's), with axes of type Auto.
+
+    Args:
+      fun: to be traced.
+      out: where its results lie then, a spec or a tree of them.
+    """
+
+    def run(*args: Any) -> Any:
+        try:
+            # Nothing of it is left in what is traced if it fails. Another function each time: nothing is cached.
+            return jax.jit(lambda *args: fun(*args), inline=True)(*args)
+        except Exception as error:
+            if type(error).__name__ != "ShardingTypeError":
+                raise
+        return jax.sharding.auto_axes(fun, out_sharding=out)(*args)
+
+    return run
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, checked, under_policy, with_remat
 from jaxmp._mesh_plan import plan_of
 from jaxmp._placement import at, at_home, home_of, is_traced, moved_to, settled, tell_of_devices
-from jaxmp._specs import specs_in
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
     get_loss_scale,
@@ -354,7 +353,7 @@ class TrainStep:
                 batch = self._batch_on_mesh(batch)
             if not self._stays or state is not self._returned():
                 state = self._placed(state, batch)
-            with contextlib.nullcontext() if self._plan is None else self._plan.set():
+            with self._on_mesh():
                 state, metrics, stuck = self.jitted(state, batch)
         except (RuntimeError, ValueError) as error:
             _tell_of_donation(state, error)
@@ -403,6 +402,13 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
         _require_train_state(state)
+        with self._on_mesh():  # also for who calls ``jitted``
+            return self._stepped(state, batch)
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._plan is None else self._plan.set()
+
+    def _stepped(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
         if self._ema_decay is None and state.ema_params is not None:
             raise ValueError(
                 "the state keeps a moving average that this step would never update; pass "
@@ -412,23 +418,28 @@ class TrainStep:
         loss, grads, model_state, metrics = self._placed_gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
         scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
-        apply = functools.partial(
-            state.apply_gradients, grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng
-        )
-        new_state = with_loss(lambda **value: apply(extra_args={**value, **self._clip}), loss)
+
+        def updated(state: TrainState, grads: Any, model_state: Any, loss: Any, rng: Any) -> TrainState:
+            apply = functools.partial(
+                state.apply_gradients, grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng
+            )
+            return with_loss(lambda **value: apply(extra_args={**value, **self._clip}), loss)
+
+        if self._plan is not None:
+            updated = self._plan.typed(updated, self._plan.specs_of(state))
+        new_state = updated(state, grads, model_state, loss, rng)
         skipped = new_state.skipped > state.skipped
         own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
         return new_state, {**own, **metrics}, new_state.stuck
 
     def _placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        """As ``_gradients``; on axes of type Explicit by those of type Auto where the loss has no types."""
-        if self._gathered is None or not self._gathered.plan.is_explicit:
-            return self._gradients(state, batch, rng)
-        if self._gathered.is_typed(state.params, state.model_state, batch, rng):
+        """As ``_gradients``, on the mesh of the step."""
+        if self._plan is None:
             return self._gradients(state, batch, rng)
         whole = PartitionSpec()
-        specs = jax.tree.unflatten(jax.tree.structure(state.params), specs_in(self._gathered.plan.specs))
-        return jax.sharding.auto_axes(self._gradients, out_sharding=(whole, specs, whole, whole))(state, batch, rng)
+        with self._on_mesh():
+            specs = self._plan.specs_of(state).params
+            return self._plan.typed(self._gradients, (whole, specs, whole, whole))(state, batch, rng)
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
@@ -522,7 +533,7 @@ class TrainStep:
 
     def _explain(self, steps: int, state: TrainState, batch: Any) -> str:
         """Says what is not finite, by computing the gradients of the last bad batch once more."""
-        loss, grads, _, _ = jax.jit(self._gradients)(state, batch, state.rng)
+        loss, grads, _, _ = jax.jit(self._placed_gradients)(state, batch, state.rng)
         found = [
             f"{what} {', '.join(repr(name) for name in names[:8])}{', …' if len(names) > 8 else ''}"
             for what, tree in (("gradients of", grads), ("params", state.params), ("batch entries", batch))

@@ -156,7 +156,7 @@ def _of_step(step: Step, state: Any, batch: Any) -> Blame | None:
     def program_for(state: Any) -> Callable[..., Any]:
         def program(params: Any, model_state: Any, batch: Any) -> Any:
             given = state.replace(params=params, model_state=model_state)
-            loss, grads, *aux = step._gradients(given, batch, state.rng)
+            loss, grads, *aux = step._placed_gradients(given, batch, state.rng)
             return loss, aux, grads
 
         return program

@@ -21,7 +21,7 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 class Step(Protocol):
     """A :class:`jaxmp.training.TrainStep`. Its module comes here when a run fails, and so is not imported here."""
 
-    def _gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]: ...
+    def _placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]: ...
 
 
 def named(args: Any) -> Any:
