@@ -21,6 +21,7 @@ from jaxmp.engine.marks import DECIDED, WITH_RULE
 _recipe = functools.cache(float8.get_recipe)
 _MARK = re.compile(r"jaxmp\.(precision|compute)\([\w:]*(?:;matmul=(.+))?\)")
 _MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "stack", "carry", "branches"}
+_MASKING = _MOVES | {"select_n"}
 
 
 class Asked:
@@ -89,6 +90,8 @@ class Asked:
         weight = "rhs" if (origins := _origins(step.operands[1])) else "lhs"
         if not (origins := origins or _origins(step.operands[0])):
             return None, "two activations"
+        if _is_mask(step.operands[0 if weight == "rhs" else 1]):
+            return None, "a mask or integers"
         if _is_table(origins):
             return None, "tied"
         if float8.available() == "no":
@@ -125,14 +128,37 @@ def _marked(names: reading.Names) -> str | None:
 
 def _origins(node: Any) -> set[Any]:
     """A value and all that it is made of by moves and casts of arguments and constants; nothing of another value."""
-    path = _walk([node], lambda each: each.inputs)
-    return path if all(each.kind is Kind.SOURCE or each.name in _MOVES for each in path) else set()
+
+    def is_moved(each: Any) -> bool:
+        # What was integers has no inputs here, and rows that were looked up belong to an example.
+        return each.inputs and each.name in _MOVES and not (each.is_looked_up and _has_rows(each))
+
+    path = _walk([node], lambda each: each.inputs if each.name in _MOVES else ())
+    return path if all(each.kind is Kind.SOURCE or is_moved(each) for each in path) else set()
+
+
+def _is_mask(node: Any) -> bool:
+    """Whether a value is made of integers and bools, and of numbers that these select: one-hot rows say."""
+    path = _walk([node], lambda each: each.inputs if each.name in _MASKING else ())
+    is_made = any(each.name == "select_n" or not (each.inputs or each.kind is Kind.SOURCE) for each in path)
+    return is_made and all(each.name in _MASKING or not each.shape for each in path)
 
 
 def _is_table(weight: set[Any]) -> bool:
-    """Whether rows of what a weight is made of are looked up elsewhere: then it is an embedding."""
-    readers = _walk(weight, lambda each: [user for user in each.users if user.name in _MOVES])
-    return any(each.name == "gather" for each in readers - weight)
+    """Whether rows of what a weight is made of are looked up elsewhere, be it scaled before: it is an embedding."""
+
+    def follow(node: Any) -> list[Any]:
+        alike = (user for user in node.users if user.name in _MOVES or user.shape == node.shape)
+        return [user for user in alike if user.name not in PRODUCTS]
+
+    readers = _walk(weight, follow)
+    one_hot = any(user.name in PRODUCTS and any(map(_is_mask, user.inputs)) for each in readers for user in each.users)
+    return one_hot or any(map(_has_rows, readers - weight))
+
+
+def _has_rows(node: Any) -> bool:
+    """Whether a value is rows of a table, by indices; a single one of a stack may be the weight of a layer."""
+    return node.name == "gather" and len(node.shape) >= len(node.inputs[0].shape)
 
 
 def _walk(start: Iterable[Any], follow: Callable[[Any], Iterable[Any]]) -> set[Any]:

@@ -56,12 +56,26 @@ def in_float8(fun, *args):
     return found["forward"], found["backward"]
 
 
-def tied(table, w, tokens):
-    return jnp.tanh(table[tokens] @ w) @ table.T
+def tied(table, w, tokens, rows=lambda table, tokens: table[tokens]):
+    return jnp.tanh(rows(table, tokens) @ w) @ table.T
+
+
+def one_hot_rows(table, tokens):
+    return jax.nn.one_hot(tokens, len(table)) @ table
 
 
 def layer(x, w):
     return jnp.tanh(x @ w)
+
+
+def dispatched(x, w, kind):
+    """The rows of a product of ``x``, and of ``x``, that integers and bools made of that product pick."""
+    h = layer(x, w)
+    mask = jax.nn.one_hot(jnp.argmax(h, -1), 16) if kind == "one-hot" else (h > 0).astype(h.dtype)
+    return mask.T @ h, mask.T @ x
+
+
+TABLE = [shape(32, 16), shape(16, 16), shape(16, dtype="int32")]
 
 
 class TestWhichProducts:
@@ -77,7 +91,21 @@ class TestWhichProducts:
             (layer, [shape(16, 24), shape(24, 16)], ["24 % 16"]),
             (lambda x, w: jnp.tanh(x) @ jnp.tanh(w), [shape(16, 16)] * 2, ["two activations"]),
             (lambda x, w: jnp.einsum("bij,bjk->bik", jnp.tanh(x), w), [shape(2, 16, 16)] * 2, ["batched"]),
-            (tied, [shape(32, 16), shape(16, 16), shape(16, dtype="int32")], [None, "tied"]),
+            (tied, TABLE, [None, "tied"]),
+            (functools.partial(tied, rows=lambda table, ids: (table * 4.0)[ids]), TABLE, [None, "tied"]),
+            (functools.partial(tied, rows=one_hot_rows), TABLE, ["a mask or integers", None, "tied"]),
+            (lambda table, w, ids: jnp.where(ids[:, None] == jnp.arange(32), 1.0, 0.0) @ table, TABLE,
+             ["a mask or integers"]),
+            (lambda table, w, ids: table[ids] @ jnp.tanh(w), TABLE, ["two activations"]),
+            (lambda x, w, i: layer(layer(x, w[0]), jnp.take(w, i, axis=0)),
+             [shape(16, 16), shape(3, 16, 16), shape(dtype="int32")], [None, None]),
+            (lambda x, w: jnp.tanh(jnp.zeros((16, 16)) @ w + x) @ w, [shape(16, 16)] * 2, [None, None]),
+            (functools.partial(dispatched, kind="one-hot"), [shape(16, 16)] * 2,
+             [None, "two activations", "a mask or integers"]),
+            (functools.partial(dispatched, kind="bools"), [shape(16, 16)] * 2,
+             [None, "two activations", "a mask or integers"]),
+            (lambda x, w: jnp.tanh(x) @ w.astype(x.dtype), [shape(16, 16), shape(16, 16, dtype="int8")],
+             ["two activations"]),
             (lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"), [shape(1, 16, 8, 8), shape(16, 16, 3, 3)],
              ["a convolution"]),
             (doubled, [shape(16, 16)] * 2, ["in a function with a derivative rule"]),
@@ -88,7 +116,9 @@ class TestWhichProducts:
             (lambda x, w: jax.checkpoint(layer)(x, w), [shape(16, 16)] * 2, [None]),
         ],
         ids=["a weight", "on the left", "two contracted", "of two", "small", "few tokens", "no multiple", "no weight",
-             "batched", "tied", "convolution", "derivative rule", "derivative", "scan", "checkpoint"],
+             "batched", "tied", "tied and scaled", "tied by one-hot", "one-hot by where", "rows of a table",
+             "one of a stack", "zeros", "of an argmax", "of a comparison", "of int8", "convolution", "derivative rule",
+             "derivative", "scan", "checkpoint"],
     )  # fmt: skip
     def test_the_plan_says_of_every_product_whether_it_is_float8_and_why_not(self, fun, args, reasons):
         found = told(fun, *args)
@@ -276,6 +306,11 @@ class TestNumbers:
         )
         jax.tree.map(np.testing.assert_array_equal, ours, hand)
         assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(ours))
+
+    def test_rows_that_a_one_hot_product_looks_up_are_those_of_bfloat16(self):
+        table, ids = normal(0, 16, 16), jnp.arange(32) % 16
+        rows = compiled(jaxmp.autocast(one_hot_rows, SMALL))(table, ids)
+        np.testing.assert_array_equal(rows, table.astype(jnp.bfloat16)[ids])
 
     def test_they_are_near_those_of_float32_and_not_those_of_bfloat16(self):
         x = normal(0, 64, 16)
