@@ -25,11 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmp import float8
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import bound, rebuilt
-from jaxmp._jaxpr.walk import interpreted, product_dtypes
+from jaxmp._jaxpr.walk import equations, interpreted, product_dtypes
 from jaxmp._mesh_plan import COPIES, Plan, while_tracing
 from jaxmp._specs import as_tuple, require_specs, specs_in
 from jaxmp.dtypes import is_half
@@ -336,6 +337,8 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         return [use.copies(eqn.outvars[0].aval.dtype)]
     if len(uses) == 1 and (name == "dot_general" or (name, position) in _BY_ROWS):
         return [_by_rows(eqn, position, use, given)]
+    if (recipe := float8.recipe_of(eqn)) and (result := _in_float8(eqn, recipe, given)) is not None:
+        return [result]
     bodies = reading.bodies_of(eqn)
     if bodies is not None and (bodies.kind == "scan" or name in _CALLS):
         return _entered(eqn, bodies, given, are_fixed)
@@ -491,6 +494,57 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
 
     by_rows.defvjp(forward_and_kept, backward)
     return by_rows(source.param if dims is None else tap, half, jax.lax.stop_gradient(source.param), *others)
+
+
+def _in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
+    """The result of a product in float8, the gradient of the weight by the rows that each device has, in float32.
+
+    None where there are two weights, or nothing that the devices divide.
+    """
+    product = next(each for each in equations(eqn.params["call_jaxpr"]) if each.primitive.name == "dot_general")
+    both = zip(given, eqn.invars, strict=True)
+    operands = [value.read(atom.aval.dtype) if isinstance(value, _Use) else value for value, atom in both]
+    sides = [side for side in (0, 1) if isinstance(given[3 * side], _Use)]
+    if len(sides) != 1:
+        return None
+    side, use = sides[0], given[3 * sides[0]]
+    other, *cast = operands[3 - 3 * side :][:3]
+    plan, dims = use.source.plan, _rows_of(product, side, other, use.source.plan)
+    if dims is None:
+        return None
+    operands[3 * side] = jax.lax.stop_gradient(operands[3 * side])
+    is_exact = recipe.weight_gradient == "compute"
+    precision = jax.lax.Precision.DEFAULT if is_exact or recipe.accumulate == "fast" else jax.lax.Precision.HIGHEST
+    params = {**_anywhere(product.params), "precision": precision}
+
+    def of_weight(cotangent: Any, scale: Any, other: Any, other_scale: Any) -> Any:
+        if is_exact:
+            cotangent, other = cotangent.astype(jnp.bfloat16), other.astype(jnp.bfloat16)
+        else:
+            cotangent = float8.dequantised((None, cotangent, scale), recipe.gradient)
+            other = float8.dequantised((None, other, other_scale), recipe.forward)
+        factors = [other, other]
+
+        def multiplied(weight: Any) -> Any:
+            factors[side] = weight
+            return bound(product, factors, params)[0]
+
+        pull = jax.linear_transpose(multiplied, jax.ShapeDtypeStruct(product.invars[side].aval.shape, other.dtype))
+        return use.moved_back(_in_float32(lambda cotangent: pull(cotangent)[0], cotangent))[None]
+
+    @jax.custom_vjp
+    def adding(result: Any, tap: Any, *kept: Any) -> Any:
+        return result
+
+    def backward(kept: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+        # It is quantised for the gradient of the other operand too: XLA does it once.
+        of_result = (cotangent, kept[1]) if is_exact else float8.quantised(cotangent, recipe.gradient)[1:]
+        part = plan.over_rows(of_weight, plan.rows, dims[0], 0, dims[1], 0)(*of_result, *kept)
+        return cotangent, part, None, None
+
+    adding.defvjp(lambda result, tap, *kept: (result, kept), backward)
+    kept = jax.lax.stop_gradient((other, cast[1]) if is_exact else tuple(cast))
+    return adding(bound(eqn, operands, eqn.params)[0], use.source.gathered()[1], *kept)
 
 
 def _rows_of(eqn: Any, position: int, other: Any, plan: Plan) -> tuple[int, int] | None:

@@ -177,11 +177,12 @@ class Plan:
         return self.over_rows(reduce, PartitionSpec(*(tuple(names) or None for names in own)))(parts)
 
     def over_rows(self, fun: Callable[..., Any], out: PartitionSpec, *dims: int) -> Callable[..., Any]:
-        """``fun`` of the part that each device has of its arguments, split along these axes; by default 0."""
+        """``fun`` of the part that each device has of its arguments, split along these axes (0); scalars are whole."""
 
         def run(*args: Any) -> Any:
             where = dims or (0,) * len(args)
-            specs = tuple(PartitionSpec(*[None] * dim, *self.rows) for dim in where)
+            split = (PartitionSpec(*[None] * dim, *self.rows) for dim in where)
+            specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
             args = tuple(map(self.put, args, specs))
             names = set(self.axes)
             return jax.shard_map(fun, in_specs=specs, out_specs=out, axis_names=names, check_vma=False)(*args)

@@ -173,9 +173,17 @@ def dot_general(
     contracting, batch = dimension_numbers
     dimensions = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
-    # Outside of the product, so that what is a weight's can be computed once for many products.
-    operands = _quantised(lhs, recipe.forward), _quantised(rhs, recipe.forward)
-    return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused)(*operands)
+    with jax.named_scope(f"jaxmp.float8({recipe})"):
+        # Outside of the product, so that what is a weight's can be computed once for many products.
+        operands = quantised(lhs, recipe.forward), quantised(rhs, recipe.forward)
+        return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused)(*operands)
+
+
+def recipe_of(eqn: Any) -> Float8 | None:
+    """The recipe of a product in a program, whose operands are those of :func:`quantised`; None if it is none."""
+    names = reading.names_of(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
+    found = re.fullmatch(r"jaxmp\.float8\((.*)\)", names[-1]) if names else None
+    return get_recipe(found[1]) if found else None
 
 
 @functools.cache
@@ -195,7 +203,7 @@ def _product(
         return (result if is_fused else jax.lax.optimization_barrier(result)).astype(dtype)
 
     def transpose(cotangent: Any) -> Any:
-        return _dequantised(*_opened(_quantised(cotangent, recipe.gradient), recipe.gradient))
+        return dequantised(quantised(cotangent, recipe.gradient), recipe.gradient)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # what goes in is kept, and not what it is dequantised to
     def tangent(tangents: Any, operands: Any) -> Any:
@@ -236,7 +244,7 @@ def _product(
     return product
 
 
-def _quantised(value: Any, dtype: str) -> tuple[Any, Any, Any]:
+def quantised(value: Any, dtype: str) -> tuple[Any, Any, Any]:
     """A value, the bits of the value in float8, and the scale of that."""
     scale = checkpoint_name(_scale(value, dtype), RESIDUALS)
     # What is kept by its name JAX rounds once more, as if e4m3fn had infinities: 256 would become one. Bits it leaves.
@@ -245,9 +253,14 @@ def _quantised(value: Any, dtype: str) -> tuple[Any, Any, Any]:
 
 
 def _opened(operand: tuple[Any, Any, Any], dtype: str) -> tuple[Any, Any, Any]:
-    """What :func:`_quantised` returned, with the value in float8 for its bits."""
+    """What :func:`quantised` returned, with the value in float8 for its bits."""
     value, bits, scale = operand
     return value, jax.lax.bitcast_convert_type(bits, dtype), scale
+
+
+def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
+    """What stands for a value in products, of what :func:`quantised` returned."""
+    return _dequantised(*_opened(operand, dtype))
 
 
 def _scale(value: Any, dtype: str) -> Any:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -342,6 +343,65 @@ class TestShards:
             assert off(dx, by_hand(g, E5M2) @ by_hand(w).T) < ROUNDED
 
 
+SMALL = "compute=bfloat16,output=float32,matmul=float8(min_dim=16,min_tokens=16,weight_gradient={})"
+
+
+class TestTrainSteps:
+    """On a mesh each device has some rows, and part of a weight."""
+
+    @staticmethod
+    def loss(params, model_state, batch, rng):
+        """One whose gradient by the product is given."""
+        return jnp.sum((batch["x"] @ params["w"].T).astype(jnp.float32) * batch["g"]), model_state
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize("weight_gradient", ["float8", "compute"])
+    def test_gradients_are_those_of_one_scale_summed_in_float32(self, weight_gradient, kind, operands, monkeypatch):
+        monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+        mesh, specs = jax.make_mesh((4,), ("fsdp",), axis_types=(kind,)), {"w": P(None, "fsdp")}
+        # Of one device alone the scale would be another.
+        sizes = np.repeat(np.array([1.0, 3.0, 11.0, 50.0], np.float32), 12)[:, None]
+        x, g = (np.asarray((each * sizes).astype(jnp.bfloat16), np.float32) for each in map(np.float32, operands[::2]))
+        tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
+        state = jaxmp.sharding.init_state(lambda: {"w": jnp.zeros((32, 64))}, tx, mesh, specs)
+        policy = SMALL.format(weight_gradient)
+        step = jaxmp.make_train_step(self.loss, policy=policy, mesh=mesh, specs=specs)
+        new, _ = step(state, {"x": x, "g": g})
+        is_exact = weight_gradient == "compute"
+        wanted = exact(g).T @ exact(x) if is_exact else by_hand(g, E5M2).T @ by_hand(x)
+        assert off(new.params["w"], -wanted) < (1e-6 if is_exact else ROUNDED)  # XLA's CPU rounds no stand-ins
+
+    @pytest.mark.parametrize(
+        "options", [{"remat": "full"}, {"accumulate_steps": 2}, {"accumulate_steps": 2, "reduce": "once"}], ids=str
+    )
+    def test_layers_in_a_scan_give_what_one_device_gives(self, options, monkeypatch):
+        monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
+
+        def loss(params, model_state, x, rng):
+            x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+            return jnp.mean(jnp.square(x @ params["out"])), model_state
+
+        params = {
+            name: 0.1 * drawn(*sizes, 32, 32, dtype=jnp.float32) for name, sizes in (("layers", (3,)), ("out", ()))
+        }
+        mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+        specs = {"layers": P(None, "fsdp"), "out": P("fsdp")}
+        tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
+        x, found = np.asarray(drawn(128, 32, dtype=jnp.float32)), []
+        policy = SMALL.format("float8")
+        for where in ({}, {"mesh": mesh, "specs": specs}):
+            own = {name: value for name, value in options.items() if where or name != "reduce"}
+            state = jaxmp.TrainState.create(params=jax.tree.map(jnp.copy, params), tx=tx)
+            if where:
+                state = jaxmp.sharding.init_state(lambda: jax.tree.map(jnp.copy, params), tx, mesh, specs)
+            new, metrics = jaxmp.make_train_step(loss, policy=policy, **where, **own)(state, x)
+            found.append((jax.tree.map(lambda a, b: exact(a) - exact(b), new.params, params), metrics["loss"]))
+        (one, loss_of_one), (many, loss_of_many) = found
+        assert abs(float(loss_of_one) / float(loss_of_many) - 1) < 1e-3
+        for name in params:
+            assert off(many[name], one[name]) < ROUNDED  # the gradients of one device are
+
+
 @pytest.mark.once
 class TestRecipe:
     @pytest.mark.parametrize(("recipe", "text"), [
@@ -564,6 +624,26 @@ class TestForAnH200:
             fun = lambda x, w, g: jax.grad(lambda w: jax.vmap(lambda x, g: of_each(x, g)(w))(x, g).sum())(w)  # noqa: E731
         in_float8, in_all = calls(program(fun, shape(4, 1024, K), shape(K, N), shape(4, 1024, N)))
         assert in_float8 == in_all >= 1
+
+    def test_on_a_mesh_gradients_leave_float8_products_in_float32(self):
+        mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+        specs, policy = {"w": P("fsdp")}, "compute=bfloat16,output=float32,matmul=float8(min_dim=256,min_tokens=256)"
+        tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
+
+        def placed(leaf):
+            spec = P("fsdp") if leaf.ndim else P()
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
+        state = jax.tree.map(placed, jax.eval_shape(lambda w: jaxmp.TrainState.create(params=w, tx=tx), params))
+        batch = {"x": placed(jax.ShapeDtypeStruct((4096, 256), jnp.float32)),
+                 "g": placed(jax.ShapeDtypeStruct((4096, 512), jnp.float32))}  # fmt: skip
+        step = jaxmp.make_train_step(TestTrainSteps.loss, policy=policy, mesh=mesh, specs=specs)
+        made = targets.compiled(step, (state, batch), "h200")
+        assert calls(Program(made.as_text())) == (2, 2)
+        rows = jaxmp.sharding.collectives(made).rows
+        assert [row.dtype for row in rows if row.kind == "reduce-scatter"] == ["float32"]
+        assert [row.dtype for row in rows if row.kind == "all-gather"] == ["bfloat16"]
 
     def test_a_gelu_under_scan_compiles(self):
         """XLA fuses it into a product, and dies of ``GELU_AUX`` in float8, where the backward keeps its input only."""

@@ -102,5 +102,5 @@ def marks_in(names: Names) -> Names:
 
 @functools.lru_cache(maxsize=4096)
 def path_of(names: Names) -> Names:
-    """The scopes without the marks: modules and the author's own."""
-    return tuple(part for part in names if not _MARK.fullmatch(part) and part not in (_WIDENED, SPECIAL, WITH_RULE))
+    """The scopes without jaxmp's: modules and the author's own."""
+    return tuple(part for part in names if not part.startswith("jaxmp."))
