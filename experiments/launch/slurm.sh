@@ -16,8 +16,13 @@
 # On a disk that all machines see; not /tmp.
 RUN=$HOME/runs/gpt2-$SLURM_JOB_ID
 
+last() {
+    find "$RUN/checkpoints" -maxdepth 1 -regex '.*/[0-9]+' -printf '%f\n' 2>/dev/null | sort -n | tail -n 1
+}
+
 # A checkpoint is there from an earlier turn of this job: go on with it.
-[ -n "$(find "$RUN/checkpoints" -maxdepth 1 -regex '.*/[0-9]+' -print -quit 2>/dev/null)" ] && RESUME=--resume
+before=$(last)
+[ -n "$before" ] && RESUME=--resume
 
 # Not --gpus-per-task, with which each process would see its own GPU as number 0 and NCCL none of the others.
 # Variables of a web proxy hang the start.
@@ -26,6 +31,6 @@ srun --kill-on-bad-exit=1 python -m experiments.language_modeling --model gpt2 -
     --mesh data=2,fsdp=8 --batch-size 256 --run-dir "$RUN" $RESUME
 code=$?
 
-# 2 is a flag or a folder that cannot be: the next turn would end in the same way.
-[ $code -ne 2 ] && [ ! -e "$RUN/summary.json" ] && scontrol requeue "$SLURM_JOB_ID"
+# 2 is a flag or a folder that cannot be, and a turn that saved nothing may have diverged: the next one would end so, too.
+[ $code -ne 2 ] && [ "$(last)" != "$before" ] && [ ! -e "$RUN/summary.json" ] && scontrol requeue "$SLURM_JOB_ID"
 exit $code
