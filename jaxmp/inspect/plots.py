@@ -125,7 +125,7 @@ def exponents(found: Numerics | Statistics | Mapping[str, Statistics], dtype: An
             axes.axvline(border, color="#BBBBBB", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
         axes.text(1.01, 0.5, each.shares(), transform=axes.transAxes, va="center", fontsize=8, color=_BLACK)
         axes.yaxis.set_major_formatter("{x:g}%")
-        axes.yaxis.set_major_locator(_locator(2))
+        axes.locator_params(axis="y", nbins=2)
     _strips(rows[-1], low, high)
     _title(page, _finding(tensors, name))
     return page
@@ -187,12 +187,6 @@ def _strips(axes: Any, low: int, high: int) -> None:
     axes.tick_params(axis="y", length=0, labelcolor=_BLACK)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(low, high)
-
-
-def _locator(bins: int) -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(bins)
 
 
 def _percent(share: float) -> str:
@@ -352,9 +346,8 @@ def _timeline(page: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_ylim(min(scales) / 2.5, max(scales) * 2.5)
     axes.legend(frameon=False, fontsize=8)
     count = f"{len(skipped)} of {len(rows)} steps {'was' if len(skipped) == 1 else 'were'} skipped"
-    went = f"went from {_power(scales[0])} to {_power(scales[-1])}"
-    if len({*scales}) == 1:
-        went = f"stayed at {_power(scales[0])}"
+    first, last = _power(scales[0]), _power(scales[-1])
+    went = f"stayed at {first}" if len({*scales}) == 1 else f"went from {first} to {last}"
     _title(page, f"{count}; the loss scale {went}")
 
 
