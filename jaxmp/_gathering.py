@@ -350,8 +350,10 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
     most = max(min(use.source.param.size, eqn.invars[position].aval.size) for position, use in uses)
 
     def is_weight(value: Any) -> bool:
-        is_small = value.ndim and value.size <= most and not use.source.plan.is_split(jax.typeof(value).sharding.spec)
-        return _tree.is_float_array(value) and bool(all(are_fixed) or is_small)
+        if all(are_fixed) or not _tree.is_float_array(value):
+            return _tree.is_float_array(value)
+        is_split = use.source.plan.is_split(jax.typeof(value).sharding.spec)
+        return value.ndim > 0 and value.size <= most and not is_split
 
     return [_weight(use.source, each) if is_weight(each) else each for each in bound(eqn, operands, eqn.params)]
 
