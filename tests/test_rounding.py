@@ -35,6 +35,7 @@ def is_unbiased(values, exact):
 
 
 class TestStochasticRounding:
+    @pytest.mark.once
     @pytest.mark.parametrize("value", [1.001, -1.001, 0.3, -0.3, 3e-39, -1e-40, 1e30])
     def test_bfloat16_is_unbiased(self, value):
         values, bits = draws(value)
@@ -42,6 +43,7 @@ class TestStochasticRounding:
         assert is_unbiased(found, float(np.float32(value)))
         assert np.all(np.sign(np.asarray(found, np.float64)) * np.sign(value) >= 0)
 
+    @pytest.mark.once
     @pytest.mark.parametrize("value", [300.3, -300.3, 1.03, 0.01, -0.003, 0.0011, 447.9])
     def test_float8_is_unbiased_and_on_its_grid(self, value):
         found = rounding._stochastic_float8(*draws(value, 1))
@@ -64,6 +66,7 @@ class TestStochasticRounding:
         nan = jax.lax.bitcast_convert_type(jnp.uint32(word), jnp.float32)
         assert bool(jnp.isnan(rounding._stochastic_bfloat16(nan, jnp.uint32(0xFFFF)).astype(jnp.float32)))
 
+    @pytest.mark.once
     def test_draws_differ_by_seed_update_and_param_and_look_random(self):
         def bits(seed, step, name):
             return np.asarray(rounding._Draw(seed, jnp.int32(step), name).bits((256, 256))[0]).astype(np.float64)
@@ -73,6 +76,7 @@ class TestStochasticRounding:
         for other in (bits(1, 0, "w"), bits(0, 1, "w"), bits(0, 0, "v"), bits(2**32, 0, "w"), np.roll(base, 1), base.T):
             assert abs(np.corrcoef(base.ravel(), other.ravel())[0, 1]) < 0.012  # 3 / 256
 
+    @pytest.mark.once
     def test_no_two_seeds_share_their_draws(self):
         drawn = {
             np.asarray(rounding._Draw(seed, jnp.int32(step), "w").bits((8,))[0]).tobytes()
@@ -353,6 +357,7 @@ class TestOfATrainState:
         with pytest.raises(ValueError, match="with_tx takes the same optimizer in another precision"):
             state.with_tx(jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
 
+    @pytest.mark.once
     def test_nothing_but_loss_scaling_may_stand_around_it(self):
         tx, weights = jaxmp.low_precision(optax.adam(1e-3)), {"w": jnp.ones(4, jnp.bfloat16)}
         inside = jaxmp.loss_scaling(optax.chain(optax.clip(1.0), tx), jaxmp.NoOpLossScale())
@@ -398,6 +403,7 @@ class TestOfATrainState:
         state, _ = jaxmp.make_train_step(loss_fn)(state, x)
         assert float(state.tx.init(state.params).loss_scale.loss_scale) == 2.0**15
 
+    @pytest.mark.once
     def test_an_nnx_optimizer_keeps_blocks(self):
         model = nnx.Linear(8, 32, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
         tx = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16)

@@ -266,6 +266,7 @@ class TestRoutes:
         assert forward == [("float32", "float32")] * 2 + [FORWARD]
 
 
+@pytest.mark.once
 def test_of_two_recipes_each_part_has_its_own():
     overrides = {"**/head": SMALL.replace("min_dim", "gradient=float8_e4m3fn,min_dim")}
     for route in ROUTES:

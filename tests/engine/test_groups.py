@@ -478,6 +478,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_time_to_find_groups_is_linear(chain):
     turn, count = CHAINS[chain]

@@ -81,6 +81,7 @@ def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated(nam
     assert state.step == 1 and same_bits(state.params["hidden"]["b2"], jnp.zeros(4))
 
 
+@pytest.mark.once
 def test_states_of_weak_type_or_numpy_are_compiled_for_once():
     params = {"weak": jnp.asarray(1.0), "numpy": np.ones(3, np.float32)}
     assert params["weak"].weak_type
