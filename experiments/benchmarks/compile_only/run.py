@@ -74,7 +74,7 @@ def case_of(name: Name, config: Config) -> Workload:
     return workload(name, (SMOKE if config.smoke else FULL)[name], layers=layers)
 
 
-def measure(case: Workload, row: Row, device: Any, name: str) -> dict[str, Any]:
+def measure(case: Workload, row: Row, device: Any, target: str) -> dict[str, Any]:
     """What is to be known of a row's step on ``device``, the target of that name."""
     start, step = jax_steps.train_step(case, row)
     started = time.perf_counter()
@@ -92,7 +92,7 @@ def measure(case: Workload, row: Row, device: Any, name: str) -> dict[str, Any]:
         **programs.facts(compiled, program),
         "flops": counted,
         "half": sum(counted.get(name, 0) for name in ("bfloat16", "float16")) / sum(counted.values()),
-        "predicted": prediction.of_program(program, hardware.detect(name)).milliseconds,
+        "predicted": prediction.of_program(program, hardware.detect(target)).milliseconds,
         "seconds": {"trace": traced - started, "compile": time.perf_counter() - traced},
     }
 
