@@ -91,7 +91,7 @@ class Gathered:
         _, uses = self._uses(params, rest)
         sources = [use.source for use in uses]
         halves = [self.plan.whole(each.param, each.spec, each.dtype) for each in sources]
-        return Held(params, halves, [self.plan.zeros(each.param) for each in sources])
+        return Held(params, halves, [self.plan.zeros(each.param, each.spec) for each in sources])
 
     def released(self, params: Any, taps: Any) -> Any:
         """The gradients of params, of the cotangents of a held one."""
@@ -212,10 +212,10 @@ class _Use:
         @jax.custom_vjp
         def copies(half: Any, tap: Any) -> Any:
             weight = self.cast(self.moved(half), dtype)
-            return plan.put(jnp.broadcast_to(weight, (plan.devices, *weight.shape)), plan.rows)
+            return plan.by_rows(jnp.broadcast_to(weight, (plan.devices, *weight.shape)))
 
         def backward(_: None, parts: Any) -> tuple[None, Any]:
-            return None, jax.vmap(self.moved_back)(parts.astype(_FLOAT32))
+            return None, plan.of_parts(jax.vmap(self.moved_back)(parts.astype(_FLOAT32)), self.source.spec)
 
         copies.defvjp(lambda half, tap: (copies(half, tap), None), backward)
         return copies(half, tap)
@@ -489,9 +489,8 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
         if dims is None:  # one sum over all rows, whoever has them
             gradient = plan.put(of_weight(cotangent, *others), use.source.spec).astype(use.source.param.dtype)
         else:
-            row, *rows = dims
-            part = plan.over_rows(lambda *args: of_weight(*args)[None], plan.rows, row, *rows)
-            gradient = part(cotangent, *others)
+            parts = plan.over_rows(of_weight, dims, (cotangent, *others))
+            gradient = plan.of_parts(parts, use.source.spec)
         return gradient, None, None, *rest
 
     by_rows.defvjp(forward_and_kept, backward)
@@ -532,7 +531,7 @@ def _in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
             return bound(product, factors, params)[0]
 
         pull = jax.linear_transpose(multiplied, jax.ShapeDtypeStruct(product.invars[side].aval.shape, other.dtype))
-        return use.moved_back(_in_float32(lambda cotangent: pull(cotangent)[0], cotangent))[None]
+        return use.moved_back(_in_float32(lambda cotangent: pull(cotangent)[0], cotangent))
 
     @jax.custom_vjp
     def adding(result: Any, tap: Any, *kept: Any) -> Any:
@@ -541,8 +540,8 @@ def _in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
     def backward(kept: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
         # It is quantised for the gradient of the other operand too: XLA does it once.
         of_result = (cotangent, kept[1]) if is_exact else float8.quantised(cotangent, recipe.gradient)[1:]
-        part = plan.over_rows(of_weight, plan.rows, dims[0], 0, dims[1], 0)(*of_result, *kept)
-        return cotangent, part, None, None
+        parts = plan.over_rows(of_weight, (dims[0], 0, dims[1], 0), (*of_result, *kept))
+        return cotangent, plan.of_parts(parts, use.source.spec), None, None
 
     adding.defvjp(lambda result, tap, *kept: (result, kept), backward)
     kept = jax.lax.stop_gradient((other, cast[1]) if is_exact else tuple(cast))

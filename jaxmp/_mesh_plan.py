@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -127,11 +127,27 @@ class Plan:
 
     def typed(self, fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
         """As :func:`typed`, on axes of type Explicit."""
-        return typed(fun, out) if self.is_explicit else fun
+        if not self.is_explicit:
+            return fun
+        # A product that is split over other axes shard_map cannot type, and the program of its author has no word of it.
+        is_split = any(set(names_of(spec)) - set(self.axes) for spec in specs_in(self.specs))
+        return jax.sharding.auto_axes(fun, out_sharding=out) if is_split else typed(fun, out)
 
     def put(self, value: Any, spec: PartitionSpec) -> Any:
         """``value``, laid out so."""
         return jax.sharding.reshard(value, spec) if self.is_explicit else jax.lax.with_sharding_constraint(value, spec)
+
+    def gathered(self, spec: PartitionSpec) -> PartitionSpec:
+        """That of a param where it is used: whole but for axes such as ``"tensor"``, with which no batch is split."""
+        return PartitionSpec(*without(spec, self.axes))
+
+    def by_rows(self, value: Any, dim: int = 0) -> Any:
+        """``value`` with a part of its axis ``dim`` on each device; over the other axes of the mesh as it lies."""
+        if self.is_explicit:
+            rest = without(jax.typeof(value).sharding.spec, self.axes)
+        else:
+            rest = [PartitionSpec.UNCONSTRAINED] * np.ndim(value)
+        return self.put(value, PartitionSpec(*rest[:dim], *self.rows, *rest[dim + 1 :]))
 
     def is_split(self, spec: PartitionSpec) -> bool:
         """Whether devices with other rows of the batch hold other parts."""
@@ -143,27 +159,32 @@ class Plan:
         if not self.is_split(spec):
             return param.astype(dtype)
         # With the second alone XLA gathers some weights before it casts them.
-        return self.put(self.put(param.astype(dtype), spec), PartitionSpec(*without(spec, self.axes)))
+        return self.put(self.put(param.astype(dtype), spec), self.gathered(spec))
 
     def tap(self, param: Any, spec: PartitionSpec) -> Any:
         """Zeros (devices, …) whose cotangent, summed over the devices, is that of ``param``."""
 
         @jax.custom_vjp
         def tap(param: Any) -> Any:
-            return self.zeros(param)
+            return self.zeros(param, spec)
 
         tap.defvjp(
-            lambda param: (self.zeros(param), None), lambda _, parts: (self.reduced(parts, spec).astype(param.dtype),)
+            lambda param: (self.zeros(param, spec), None),
+            lambda _, parts: (self.reduced(parts, spec).astype(param.dtype),),
         )
         return tap(param)
 
-    def zeros(self, param: Any) -> Any:
+    def zeros(self, param: Any, spec: PartitionSpec) -> Any:
         """Those of a tap."""
-        return self.put(jnp.zeros((self.devices, *param.shape), _FLOAT32), self.rows)
+        return self.of_parts(jnp.zeros((self.devices, *param.shape), _FLOAT32), spec)
+
+    def of_parts(self, parts: Any, spec: PartitionSpec) -> Any:
+        """What each device adds to the gradient of a param, (devices, …), laid out so."""
+        return self.put(parts, PartitionSpec(*self.rows, *self.gathered(spec)))
 
     def reduced(self, parts: Any, spec: PartitionSpec) -> Any:
         """The sum over axis 0, of which each device has one part, split as ``spec`` says."""
-        own = [[name for name in as_tuple(entry) if name in self.axes] for entry in spec]
+        own = [tuple(name for name in as_tuple(entry) if name in self.axes) for entry in spec]
         rest = tuple(name for name in self.axes if name not in names_of(spec))
 
         def reduce(parts: Any) -> Any:
@@ -171,23 +192,22 @@ class Plan:
             part = jax.lax.psum(part, rest) if rest else part
             for dim, names in enumerate(own):
                 if names:
-                    part = jax.lax.psum_scatter(part, tuple(names), scatter_dimension=dim, tiled=True)
+                    part = jax.lax.psum_scatter(part, names, scatter_dimension=dim, tiled=True)
             return part
 
-        return self.over_rows(reduce, PartitionSpec(*(tuple(names) or None for names in own)))(parts)
+        # By hand over all axes: XLA would gather the parts over those of no rows before it reduces them.
+        others = self.gathered(spec)
+        out = PartitionSpec(*((*as_tuple(other), *names) or None for other, names in zip(others, own, strict=True)))
+        at, names = PartitionSpec(*self.rows, *others), {*self.axes, *names_of(spec)}
+        return jax.shard_map(reduce, in_specs=at, out_specs=out, axis_names=names, check_vma=False)(self.put(parts, at))
 
-    def over_rows(self, fun: Callable[..., Any], out: PartitionSpec, *dims: int) -> Callable[..., Any]:
-        """``fun`` of the part that each device has of its arguments, split along these axes (0); scalars are whole."""
-
-        def run(*args: Any) -> Any:
-            where = dims or (0,) * len(args)
-            split = (PartitionSpec(*[None] * dim, *self.rows) for dim in where)
-            specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
-            args = tuple(map(self.put, args, specs))
-            names = set(self.axes)
-            return jax.shard_map(fun, in_specs=specs, out_specs=out, axis_names=names, check_vma=False)(*args)
-
-        return run
+    def over_rows(self, fun: Callable[..., Any], dims: Sequence[int], args: Sequence[Any]) -> Any:
+        """``fun`` of the part that each device has of ``args``, split along these axes (scalars whole); (devices, …)."""
+        split = (PartitionSpec(*[None] * dim, *self.rows) for dim in dims)
+        specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
+        args = [self.by_rows(arg, dim) if np.ndim(arg) else arg for arg, dim in zip(args, dims, strict=True)]
+        options: Any = {"in_specs": specs, "out_specs": self.rows, "axis_names": {*self.axes}, "check_vma": False}
+        return jax.shard_map(lambda *args: fun(*args)[None], **options)(*args)
 
     # --- for losses that sum over rows by themselves ---
 

@@ -141,6 +141,85 @@ class TestNumbers:
         one, many = after_five(steps, states, tokens())
         assert differences(one.params, many.params) <= 2e-6
 
+    @pytest.mark.parametrize(
+        ("kind", "sizes", "options", "more"),
+        [
+            (AxisType.Auto, {"data": 1, "fsdp": 2, "tensor": 2}, {}, {}),
+            (AxisType.Explicit, {"data": 2, "fsdp": 1, "tensor": 2}, {}, {"accumulate_steps": 2}),
+            (AxisType.Auto, {"fsdp": 2, "tensor": 2}, {"reduce": "once"}, {"accumulate_steps": 2}),
+        ],
+    )
+    def test_products_split_over_an_axis_with_which_no_batch_is(self, kind, sizes, options, more):
+        mesh = mesh_of(kind, **sizes)
+        rules = {
+            "**/c_attn/kernel": P("fsdp", "tensor"),
+            "**/c_attn/bias": P("tensor"),
+            "**/c_fc/kernel": P("fsdp", "tensor"),
+            "**/c_proj/kernel": P("tensor", "fsdp"),
+            "wte": P("tensor", "fsdp"),
+        }
+        specs = specs_of(linen_params, mesh, rules=rules)
+        steps, states = pair(linen_params, linen_loss(), mesh, specs, more, **options)
+        one, many = after_five(steps, states, tokens())
+        assert differences(one.params, many.params) <= 2e-6
+        for leaf, spec in zip(jax.tree.leaves(many.params), sharding.specs_in(specs), strict=True):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize("up", [P("fsdp", "tensor"), P(("fsdp", "tensor")), P(None, "tensor")])
+    def test_a_dense_layer_split_over_a_third_axis(self, kind, up):
+        def make_params():
+            rng = np.random.default_rng(0)
+            shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+            return {name: jnp.asarray(rng.normal(size=size) / 6, jnp.float32) for name, size in shapes.items()}
+
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2), model_state
+
+        mesh = mesh_of(kind, data=1, fsdp=2, tensor=2)
+        steps, states = pair(make_params, loss_fn, mesh, {"up": up, "down": P("tensor", "fsdp")})
+        one, many = after_five(steps, states, np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32))
+        assert differences(one.params, many.params) <= 2e-6
+
+    def test_looped_blocks(self):
+        model = MODEL.clone(layers=2, loop=True, remat="full")
+        mesh = mesh_of()
+        specs = specs_of(lambda: linen_params(model), mesh, stacked=["h_0"])
+        assert not any(any(spec[:1]) for spec in sharding.specs_in(specs["h_0"]))
+        steps, states = pair(lambda: linen_params(model), linen_loss(model), mesh, specs)
+        one, many = after_five(steps, states, tokens())
+        assert differences(one.params, many.params) <= 2e-6
+
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_adam_differs_in_the_keys_bias_alone_whose_gradient_is_0_but_for_rounding(self, exact):
+        """It adds the same to all scores of a query. Adam divides what is left by its own size."""
+
+        def of_keys(tree):
+            return tree["h_0"]["attn"]["c_attn"]["bias"][WIDTH : 2 * WIDTH]
+
+        def without_keys(tree, fill):
+            layer = tree["h_0"]["attn"]["c_attn"]
+            bias = jnp.concatenate([layer["bias"][:WIDTH], jnp.full(WIDTH, fill), layer["bias"][2 * WIDTH :]])
+            own = {**tree["h_0"]["attn"], "c_attn": {**layer, "bias": bias}}
+            return {**tree, "h_0": {**tree["h_0"], "attn": own}}
+
+        zeroed = optax.stateless(lambda updates, _: without_keys(updates, 0.0)) if exact else optax.identity()
+        tx = jaxmp.loss_scaling(optax.chain(zeroed, optax.adamw(1e-3)), jaxmp.NoOpLossScale())
+        mesh = mesh_of()
+        specs = specs_of(linen_params, mesh)
+        steps = [jaxmp.make_train_step(linen_loss(), donate=False, **on) for on in ({}, {"mesh": mesh, "specs": specs})]
+        made = jaxmp.TrainState.create(params=linen_params(), tx=tx)
+        states = [made, sharding.init_state(linen_params, tx, mesh, specs)]
+        gradients = jax.grad(lambda params: linen_loss()(params, None, tokens(), None)[0])(linen_params())
+        bias = gradients["h_0"]["attn"]["c_attn"]["bias"]
+        assert np.abs(of_keys(gradients)).max() <= 1e-6 * np.abs(bias).max()
+        one, many = (state.params for state in after_five(steps, states, tokens()))
+        assert differences(without_keys(one, 1.0), without_keys(many, 1.0)) <= (2e-6 if exact else 1e-5)
+        if exact:
+            assert not np.any(of_keys(one)) and not np.any(of_keys(many))
+        else:
+            assert differences(of_keys(one), of_keys(many)) > 1e-3
+
     def test_convolutions_and_statistics_of_the_whole_batch(self):
         class Net(nn.Module):
             @nn.compact
@@ -461,8 +540,8 @@ class TestErrors:
 class TestForEightGPUs:
     """Compiled for H200s that are not there."""
 
-    @pytest.mark.parametrize("how", ["linen", "autocast", "nnx"])
-    def test_what_a_device_sends_is_the_least(self, how):
+    @pytest.mark.parametrize(("how", "loop"), [("linen", False), ("linen", True), ("autocast", True), ("nnx", True)])
+    def test_what_a_device_sends_is_the_least(self, how, loop):
         mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
         vocabulary, sequence, width = 2048, 64, 256
         tx = jaxmp.loss_scaling(optax.adamw(1e-3), jaxmp.NoOpLossScale())
@@ -471,26 +550,27 @@ class TestForEightGPUs:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
         if how == "nnx":
-            abstract = nnx.eval_shape(lambda: nnx_models.GPT2(vocabulary, sequence, 1, width, rngs=nnx.Rngs(0)))
+            sizes = (vocabulary, sequence, 1 + loop, width, 4, loop)
+            abstract = nnx.eval_shape(lambda: nnx_models.GPT2(*sizes, rngs=nnx.Rngs(0)))
             graphdef, shapes = nnx.split(jaxmp.nnx.apply_policy(abstract, "mixed_bfloat16"))
             shapes = nnx.as_pure(shapes)
 
             def loss_fn(params, model_state, batch, rng):
-                logits = nnx.merge(graphdef, params)(batch[0])
-                return jnp.mean(jaxmp.losses.cross_entropy(logits, batch[1])), model_state
+                return nnx.merge(graphdef, params).loss(*batch), model_state
         else:
-            model = GPT2(vocabulary=vocabulary, sequence=sequence, layers=1, heads=4, width=width)
+            model = GPT2(vocabulary, sequence, 1 + loop, 4, width, "full" if loop else "none", loop)
             shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, sequence), jnp.int32))["params"]
             own = model if how == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
 
             def loss_fn(params, model_state, batch, rng):
                 return own.apply({"params": params}, *batch, method="loss"), model_state
 
-        specs = sharding.fsdp_specs(shapes, mesh, min_size=8192)
+        stacked = ["blocks" if how == "nnx" else "h_0"] if loop else None
+        specs = sharding.fsdp_specs(shapes, mesh, min_size=8192, stacked=stacked)
         policy = {"policy": "mixed_bfloat16"} if how == "autocast" else {}
         step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, **policy)
         state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), shapes)
-        state = jax.tree.map(placed, state, sharding.fsdp_specs(state, mesh, min_size=8192))
+        state = jax.tree.map(placed, state, sharding.fsdp_specs(state, mesh, min_size=8192, stacked=stacked))
         batch = 2 * (placed(jax.ShapeDtypeStruct((16, sequence), "int32"), P("fsdp")),)
         found = sharding.collectives(targets.compiled(step, (state, batch), "h200"))
         split = sum(
