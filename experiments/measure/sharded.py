@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from experiments.models import GPT2, attention, stacked
+from experiments.models.nnx import GPT2 as NNXGPT2
+from experiments.models.transformer import aligned
 from jaxmp.inspect import audit
 
+Way = Literal["linen", "autocast", "nnx", "hand"]
 
-def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int]) -> dict[str, Any]:
+
+def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way: Way = "linen") -> dict[str, Any]:
     """What a train step of a model needs of each GPU of a cluster, and what that sends, in bytes.
 
-    A GPU has 8 sequences of 1,024 tokens, or 2 that are longer.
+    A GPU has 8 sequences of 1,024 tokens, or 2 that are longer. The blocks are a loop, each computed again in its
+    backward pass.
 
     Args:
       model: its sizes.
       target: a name of :data:`jaxmp.inspect.targets.TARGETS`.
       topology: of the cluster, as in ``"1x2x4"``.
       sizes: of the mesh, by the names of its axes; it is split along the axis ``"fsdp"``, the batch along all.
+      way: the library's step on a mesh, of the model in Linen or NNX under a policy, or of that in Linen under
+        autocast; or the program by hand of :mod:`experiments.models.stacked`.
     """
-    axes = tuple(sizes)
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (AxisType.Explicit,) * len(axes))
+    axes, kind = tuple(sizes), AxisType.Explicit if way == "hand" else AxisType.Auto
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (kind,) * len(axes))
     tx = jaxmp.loss_scaling(optax.adamw(3e-4), jaxmp.NoOpLossScale())
-    state = jax.eval_shape(lambda: jaxmp.TrainState.create(params=stacked.make_params(model), tx=tx))
+    params, blocks, loss_of = _program(model, way, axes)
+    state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
     rules = {"**/kernel": P(None, "fsdp")}  # the first axis of a block's: what XLA gathers without another layout
-    specs = jaxmp.sharding.fsdp_specs(state, mesh, rules=rules, stacked=["h"])
-    step = jaxmp.make_train_step(stacked.loss_fn_of(model, specs.params, axes), clip_norm=1.0)
+    specs = jaxmp.sharding.fsdp_specs(state, mesh, rules=rules, stacked=[blocks])
+    options: dict[str, Any] = {} if way == "hand" else {"mesh": mesh, "specs": specs.params}
+    if way == "autocast":
+        options["policy"] = "mixed_bfloat16"
+    step = jaxmp.make_train_step(loss_of(specs.params), clip_norm=1.0, **options)
 
     def placed(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -43,11 +56,37 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int]) -> d
     with attention.implementation("cudnn"):
         found = audit(step, device=target, topology=topology)(*args)
     plan: Any = found.memory
+    wide = [row for row in plan.collectives.rows if (row.kind, row.dtype) == ("all-gather", "float32")]
     return {
-        "topology": topology, "params": plan.params, "gpus": mesh.size,
+        "way": way, "topology": topology, "params": plan.params, "gpus": mesh.size,
         "batch": f"{examples}×{model.sequence}", "peak": plan.peak, "by_kind": plan.by_kind,
         "wire": plan.collectives.wire, "ideal": plan.ideal_wire,
+        "wide_gathers": sum(row.count for row in wide if row.bytes > 1e6),
         "sent": {" ".join(key): wire for key, wire in plan.collectives.totals.items()},
         # A bias is added in float32, so that its gradient is summed so; the rest of the cotangent goes there and back.
         "findings": [str(each) for each in found.findings if each.kind != "round-trip"],
     }  # fmt: skip
+
+
+def _program(model: GPT2, way: Way, axes: tuple[str, ...]) -> tuple[Any, str, Callable[[Any], Callable[..., Any]]]:
+    """The shapes of params, those of them that are stacked, and the loss function for their specs."""
+    if way == "hand":
+        shapes = jax.eval_shape(lambda: stacked.make_params(model))
+        return shapes, "h", lambda specs: stacked.loss_fn_of(model, specs, axes)
+    if way == "nnx":
+        sizes = (aligned(model.vocabulary), model.sequence, model.layers, model.width, model.heads, True)
+        plain = nnx.eval_shape(lambda: NNXGPT2(*sizes, rngs=nnx.Rngs(0)))
+        graph, shapes = nnx.split(jaxmp.nnx.apply_policy(plain, "mixed_bfloat16"))
+
+        def of_nnx(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+            return nnx.merge(graph, params).loss(batch["inputs"], batch["labels"]), model_state
+
+        return nnx.as_pure(shapes), "blocks", lambda specs: of_nnx
+    looped = model.clone(loop=True, remat="full")
+    shapes = jax.eval_shape(looped.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    own = looped if way == "autocast" else jaxmp.linen.apply_policy(looped, "mixed_bfloat16")
+
+    def of_linen(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        return own.apply({"params": params}, batch["inputs"], batch["labels"], method="loss"), model_state
+
+    return shapes, "h_0", lambda specs: of_linen

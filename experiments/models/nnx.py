@@ -10,6 +10,7 @@ from flax import nnx
 
 from experiments.models import by_hand
 from experiments.models.resnet import KERNEL_INIT, MOMENTUM
+from jaxmp.losses import projected_cross_entropy
 
 
 class CNN(nnx.Module):
@@ -90,32 +91,67 @@ def resnet18(channels: int = 3, classes: int = 10, small_images: bool = False, *
 class Layer(nnx.Module):
     """A layer of :class:`GPT2`."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, heads: int, rngs: nnx.Rngs) -> None:
         linear = functools.partial(nnx.Linear, rngs=rngs)
+        self.heads = heads
         self.norm1, self.norm2 = _layer_norm(width, rngs), _layer_norm(width, rngs)
         self.qkv, self.out = linear(width, 3 * width), linear(width, width)
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        q, k, v = jnp.split(self.qkv(self.norm1(x))[:, :, None], 3, axis=-1)  # one head
+        shape = (*x.shape[:2], self.heads, -1)
+        q, k, v = (part.reshape(shape) for part in jnp.split(self.qkv(self.norm1(x)), 3, axis=-1))
         x = x + self.out(by_hand.attend(q, k, v, causal=True).reshape(x.shape))
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
 
 class GPT2(nnx.Module):
-    """:class:`experiments.models.by_hand.GPT2` of one head in NNX."""
+    """:class:`experiments.models.by_hand.GPT2` in NNX.
 
-    def __init__(self, vocabulary: int, sequence: int, layers: int, width: int, *, rngs: nnx.Rngs) -> None:
+    Args:
+      loop: whether the layers are a loop over stacked params, each computed again in its backward pass.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        sequence: int,
+        layers: int,
+        width: int,
+        heads: int = 1,
+        loop: bool = False,
+        *,
+        rngs: nnx.Rngs,
+    ) -> None:
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
         self.positions = nnx.Embed(sequence, width, rngs=rngs)
-        self.blocks = nnx.List([Layer(width, rngs) for _ in range(layers)])
+        make = functools.partial(Layer, width, heads)
+        stacked = nnx.split_rngs(splits=layers)(nnx.vmap(make))
+        self.blocks = stacked(rngs) if loop else nnx.List([make(rngs) for _ in range(layers)])
         self.norm = _layer_norm(width, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.embed.attend(self.hidden(tokens))
+
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        """What the output layer reads, (batch, tokens, width)."""
         x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.embed.attend(self.norm(x))
+        if isinstance(self.blocks, nnx.List):
+            for block in self.blocks:
+                x = block(x)
+            return self.norm(x)
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def turn(x: jax.Array, layer: Layer) -> jax.Array:
+            return layer(x)
+
+        return self.norm(turn(x, self.blocks))
+
+    def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        """The mean cross-entropy of ``targets``, (batch, tokens), whose logits never exist all at once."""
+        x = self.hidden(tokens)
+        return projected_cross_entropy(x.reshape(-1, x.shape[-1]), self.embed.embedding[...], targets.reshape(-1))
 
 
 def _layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:

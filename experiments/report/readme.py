@@ -118,7 +118,9 @@ def sharding_block(root: Path = ROOT) -> str:
         "| GPUs | GiB of each | GB that each sends in a step | held by, with a tenth of it free |",
         "|---|---:|---:|---|",
     ]
-    for row in (row for row in source.data["rows"] if row["setting"]["size"] == "7B"):
+    for row in source.data["rows"]:
+        if (row["setting"]["size"], row["way"]) != ("7B", "linen"):
+            continue
         able = {name.upper(): target for name, target in TARGETS.items() if target.capability >= (8, 0)}  # of bfloat16
         cards = [name for name, target in able.items() if row["peak"] <= 0.9 * target.memory_bytes]
         how = f"{row['gpus']} ({row['topology']})"

@@ -30,6 +30,7 @@ from experiments.benchmarks.train_step import jax_steps
 from experiments.benchmarks.train_step.rows import Row, rows_of
 from experiments.measure import flops, memory, programs
 from experiments.measure.environment import environment
+from experiments.measure.sharded import Way
 from experiments.models import attention
 from experiments.models.workloads import FULL, NAMES, SMOKE, Name, Workload, workload
 from experiments.report.progress import Progress
@@ -61,9 +62,12 @@ class Config(records.Small):
     layers: int = 0
     """Blocks of a transformer; 0 for 12. With fewer nothing is compared with torch."""
     topology: Annotated[tuple[str, ...], tyro.conf.arg(metavar="1x2x4", help_behavior_hint="")] = ()
-    """Clusters of the GPU, slices x hosts x GPUs of each host: of them are --sizes and --mesh, and no other flag."""
+    """Clusters of the GPU, slices x hosts x GPUs of each host: of them are --sizes, --ways and --mesh, and no other
+    flag."""
     sizes: tuple[language_modeling.Size, ...] = ("124M", "355M", "774M", "1558M", "7B")
     """Params of GPT-2, with 8 sequences of 1,024 tokens a GPU, or 2 of 2,048."""
+    ways: tuple[Way, ...] = ("linen",)
+    """The library's step of the model in Linen or NNX under a policy, or in Linen under autocast; or one by hand."""
     mesh: str = ""
     """Axes of the mesh, as in data=2,fsdp=4. (default: fsdp alone)"""
 

@@ -11,7 +11,7 @@ from typing import Any
 from experiments import language_modeling
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
-from experiments.measure.sharded import measure
+from experiments.measure.sharded import Way, measure
 from experiments.models import GPT2
 from experiments.report.goals import Goal
 from experiments.report.progress import Progress
@@ -24,13 +24,16 @@ GIB = 2**30
 SMOKE = GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
 PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02
 """GiB that a step may need at most on each of eight GPUs, and what it may send, of the ideal."""
-COLUMNS = ("params", "GPUs", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "sent by kind")
+COLUMNS = ("params", "by", "GPUs", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "sent by kind")
 ABOUT = (
-    "Compiled, not run: forward, backward, clipping and AdamW of experiments/models/stacked.py. All figures are of one "
-    "GPU. `peak`: arguments, results that reuse none of them, temporaries; nothing of CUDA's and NCCL's own. `state`: "
-    "params and optimizer, in float32. `sent`: in a step, by rings. `ideal`: weights gathered twice in 16 bits, "
-    "gradients reduced once in float32."
+    "Compiled, not run: forward, backward, clipping and AdamW of GPT-2, its blocks a loop, each computed again in its "
+    "backward pass. `by`: `make_train_step(mesh=, specs=)` of the model in Linen or NNX under a policy, or of that in "
+    "Linen under autocast; by hand, experiments/models/stacked.py. All figures are of one GPU. `peak`: arguments, "
+    "results that reuse none of them, temporaries; nothing of CUDA's and NCCL's own. `state`: params and optimizer, in "
+    "float32. `sent`: in a step, by rings. `ideal`: weights gathered twice in 16 bits, gradients reduced once in "
+    "float32."
 )
+NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX", "hand": "hand"}
 
 
 def model(size: str) -> GPT2:
@@ -59,21 +62,28 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         sent, peak, params = row["sent"], row["peak"] / GIB, row["params"]
         cells.append((
-            f"{params / 1e6:,.0f}M", f"{row['gpus']} ({row['topology']})", row["batch"], f"{peak:.1f}",
+            f"{params / 1e6:,.0f}M", NAMES[row["way"]], f"{row['gpus']} ({row['topology']})", row["batch"],
+            f"{peak:.1f}",
             f"{(row['by_kind']['params'] + row['by_kind']['optimizer']) / GIB:.1f}", f"{row['wire'] / 1e9:.2f}",
             f"{row['wire'] / params:.2f}", f"{row['ideal'] / params:.2f}",
             ", ".join(f"{name} {wire / 1e9:.2f}" for name, wire in sent.items() if wire >= 1e7),
         ))  # fmt: skip
-        name = f"{row['setting']['size']} on {row['topology']}:"
+        name = f"{row['setting']['size']} by {NAMES[row['way']]} on {row['topology']}:"
         if row["gpus"] == 8 and row["setting"]["size"] in PEAKS:
             goals.append(Goal("peak", f"{name} GiB at the peak", peak, PEAKS[row["setting"]["size"]], form=".2f"))
             goals.append(Goal("wire", f"{name} bytes sent / ideal", row["wire"] / row["ideal"], WIRE))
+            goals.append(Goal("wide", f"{name} float32 gathers of over 1 MB", row["wide_gathers"], 0, form="d"))
         goals += [Goal("", f"{name} findings of the audit", len(row["findings"]), 0, form="d")]
-    return Table("Each GPU", COLUMNS, cells, 3, tuple(goal.sentence() for goal in goals))
+    return Table("Each GPU", COLUMNS, cells, 4, tuple(goal.sentence() for goal in goals))
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    sizes, ways = list(language_modeling.SIZES), list(NAMES)
+    return sizes.index(row["setting"]["size"]), row["gpus"], row["topology"], ways.index(row["way"])
 
 
 def main(config: Any) -> list[dict[str, Any]]:
-    """Compiles each of ``--sizes`` for each ``--topology``, and writes sharded.md and .json of all in the folder."""
+    """Compiles ``--sizes`` in ``--ways`` for each ``--topology``, and writes sharded.md and .json in the folder."""
     with cli.bad_values_end_it():
         records.check(config)
         target = targets.target_of(config.target)
@@ -81,14 +91,15 @@ def main(config: Any) -> list[dict[str, Any]]:
         folder = run_folder("sharded", config.run_dir)
         where = {"target": target.name, **environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc"))}
         has = kept.Kept(folder, 0, where, smoke=config.smoke)
-    with Progress("sharded", len(config.sizes) * len(meshes)) as progress:
-        for size, (topology, mesh) in itertools.product(config.sizes, meshes.items()):
-            progress.advance(0, f"compiling {size}", topology)
-            find = functools.partial(measure, SMOKE if config.smoke else model(size), config.target, topology, mesh)
-            name = "-".join([size, topology.replace(" ", ""), *(f"{axis}{n}" for axis, n in mesh.items())])
+    with Progress("sharded", len(config.sizes) * len(config.ways) * len(meshes)) as progress:
+        for size, way, (topology, mesh) in itertools.product(config.sizes, config.ways, meshes.items()):
+            progress.advance(0, f"compiling {size} by {NAMES[way]}", topology)
+            own = SMOKE if config.smoke else model(size)
+            find = functools.partial(measure, own, config.target, topology, mesh, way)
+            name = "-".join([size, way, topology.replace(" ", ""), *(f"{axis}{n}" for axis, n in mesh.items())])
             has.get(name, find, size=size)
             progress.advance(1, size, topology)
-    rows = sorted(map(kept.read, folder.glob("*-*.json")), key=lambda row: (row["params"], row["gpus"]))
+    rows = sorted(map(kept.read, folder.glob("*-*.json")), key=_order)
     where, data = (
         kept.joined([row["environment"] for row in rows]),
         {"smoke": config.smoke, "rows": rows, "about": ABOUT},

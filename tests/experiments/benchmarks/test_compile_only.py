@@ -215,7 +215,7 @@ def test_sizes_split_over_many_gpus_make_a_table_and_go_on(compiler, tmp_path, c
     rows = compile_only.main(dataclasses.replace(config, topology=("1x1x2",), mesh=""))
     assert [(row["topology"], row["gpus"]) for row in rows] == [("1x1x2", 2), ("1x2x2", 4)]
     markdown, printed = (tmp_path / "sharded.md").read_text(), capsys.readouterr().out
-    for text in ("2 (1x1x2)", "4 (1x2x2)", "met: 124M on 1x2x2: findings of the audit is 0", "NVIDIA H200"):
+    for text in ("2 (1x1x2)", "4 (1x2x2)", "met: 124M by Linen on 1x2x2: findings of the audit is 0", "NVIDIA H200"):
         assert text in markdown and text in printed
     monkeypatch.setattr(sharded, "measure", pytest.fail)  # what is there is not compiled again
     assert compile_only.main(config) == json.loads((tmp_path / "sharded.json").read_text())["rows"] == rows
