@@ -129,7 +129,7 @@ class Plan:
         """As :func:`typed`, on axes of type Explicit."""
         if not self.is_explicit:
             return fun
-        # A product that is split over other axes shard_map cannot type, and the program of its author has no word of it.
+        # What is split over others shard_map cannot type, and the program of its author has no word of it.
         is_split = any(set(names_of(spec)) - set(self.axes) for spec in specs_in(self.specs))
         return jax.sharding.auto_axes(fun, out_sharding=out) if is_split else typed(fun, out)
 
@@ -202,7 +202,7 @@ class Plan:
         return jax.shard_map(reduce, in_specs=at, out_specs=out, axis_names=names, check_vma=False)(self.put(parts, at))
 
     def over_rows(self, fun: Callable[..., Any], dims: Sequence[int], args: Sequence[Any]) -> Any:
-        """``fun`` of the part that each device has of ``args``, split along these axes (scalars whole); (devices, …)."""
+        """``fun`` of each device's part of ``args``, split along these axes (scalars are whole), as (devices, …)."""
         split = (PartitionSpec(*[None] * dim, *self.rows) for dim in dims)
         specs = tuple(spec if np.ndim(arg) else PartitionSpec() for spec, arg in zip(split, args, strict=True))
         args = [self.by_rows(arg, dim) if np.ndim(arg) else arg for arg, dim in zip(args, dims, strict=True)]

@@ -583,3 +583,30 @@ class TestForEightGPUs:
         assert {row.dtype for row in reduced} == {"float32"}
         # Positions are summed over the batch, too.
         assert 4 * split <= sum(row.bytes for row in reduced) <= 4 * (split + sequence * width)
+
+    def test_over_an_axis_that_splits_products_go_sums_of_activations_alone(self):
+        """A layer split by its columns and one by its rows: no weight, no gradient, no activation is gathered there."""
+        mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
+        width = 128
+        rules = {"*/up": P("fsdp", "tensor"), "*/down": P("tensor", "fsdp")}
+        shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
+        params = 2 * [{name: jax.ShapeDtypeStruct(size, "float32") for name, size in shapes.items()}]
+        tx = jaxmp.loss_scaling(optax.sgd(1e-3), jaxmp.NoOpLossScale())
+
+        def loss_fn(params, model_state, batch, rng):
+            for layer in params:
+                batch = batch + jnp.tanh(batch @ layer["up"]) @ layer["down"]
+            return jnp.mean(batch**2), model_state
+
+        def placed(leaf, spec):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
+        specs = sharding.fsdp_specs(state, mesh, rules=rules)
+        state = jax.tree.map(placed, state, specs)
+        batch = placed(jax.ShapeDtypeStruct((256, width), "float32"), P("fsdp"))
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs.params, policy="mixed_bfloat16")
+        found = sharding.collectives(targets.compiled(step, (state, batch), "h200"))
+        large = [row for row in found.rows if row.bytes > 1000]
+        assert {row.kind for row in large if "tensor" in row.axis} == {"all-reduce"}
+        assert sum(row.wire for row in large if row.axis == "fsdp") <= 1.01 * sharding.ideal_wire(state.params)
