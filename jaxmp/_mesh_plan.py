@@ -84,9 +84,12 @@ class Plan:
 
     def set(self) -> contextlib.AbstractContextManager[Any]:
         """Within it the mesh is that of what is traced and called."""
-        if reading.is_tracing() or isinstance(self.mesh, jax.sharding.AbstractMesh):
-            return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
-        return jax.set_mesh(self.mesh)
+        if not reading.is_tracing() and not isinstance(self.mesh, jax.sharding.AbstractMesh):
+            return jax.set_mesh(self.mesh)
+        around: Mesh = jax.sharding.get_abstract_mesh()
+        if (around.shape, around.axis_types) == (self.mesh.shape, self.mesh.axis_types):
+            return contextlib.nullcontext()  # it may know of the device that is compiled for
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     def shardings(self, state: Any) -> Any:
         """Where each leaf of a train state lies.
