@@ -73,8 +73,7 @@ class _Evaluation:
         for step in self.body.steps:
             self.casts = step.casts = []
             self.places.at(step.eqn)
-            results = self.results_of(step)
-            self.env.update(zip(step.eqn.outvars, results, strict=True))
+            self.env.update(zip(step.eqn.outvars, self.results_of(step), strict=True))
             if step.eqn.primitive.name == _CAST and _is_widening(step):
                 self.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], step.operands[0]
         self.places.at(None)

@@ -76,8 +76,7 @@ class Rules:
         self.paths = [key for key in self.overrides if not key.startswith(OPERATIONS)]
         self.key = (self.half, tuple(self.overrides.items()))
         self.matched: set[str] = set()
-        self.visited: set[reading.Names] = set()
-        self.primitives: set[str] = set()
+        self.visited: set[tuple[reading.Names, str]] = set()  # paths and primitives, for the errors of overrides
         self._path_rules = functools.lru_cache(maxsize=None)(self._find_path_rules)
 
     def check(self) -> None:
@@ -86,10 +85,10 @@ class Rules:
             if key in self.matched:
                 continue
             if key in self.paths:
-                known = sorted({glob.escape("/".join(names)) for names in self.visited} - {""})
+                known = sorted({glob.escape("/".join(names)) for names, _ in self.visited} - {""})
                 what = f"paths: {nearest(key, known) or _NO_SCOPES}"
             else:
-                what = f"primitives: {nearest(key.partition(':')[2], sorted(self.primitives))}"
+                what = f"primitives: {nearest(key.partition(':')[2], sorted({name for _, name in self.visited}))}"
             raise UnmatchedOverrideError(
                 f"every override must match an operation of the function, but {key!r} matched none; nearest {what}. "
                 "Operations of its derivative are seen in autocast(grad(f)) only"
@@ -104,11 +103,10 @@ class Rules:
           names: the scopes around it.
         """
         name, cls = eqn.primitive.name, classify(eqn.primitive.name)
-        if self.overrides:  # for what is said of one that matches nothing
-            self.primitives.add(name)
-            self.visited.update(() if DECIDED in names else (path_of(names),))
         if DECIDED in names:
             return Decision(Kind.KEPT, "decided by the autocast inside")
+        if self.overrides:
+            self.visited.add((path_of(names), name))
         region = region_of(names)
         if any(_is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)):
             return Decision(Kind.KEPT, "float64, complex and fp8 are left alone")
@@ -163,8 +161,7 @@ class Rules:
         return keys
 
     def _find_path_rules(self, path: reading.Names) -> list[str]:
-        prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
-        return [key for key in self.paths if any(matches(key, prefix, None) for prefix in prefixes)]
+        return [key for key in self.paths if any(matches(key, path[:end], None) for end in range(1, len(path) + 1))]
 
     def _kind_of_cast(self, eqn: Any, names: reading.Names) -> Decision:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
