@@ -47,7 +47,7 @@ class Asked:
     @property
     def decision(self) -> tuple[Any, ...]:
         """What the product depends on that is written, besides its operands."""
-        return self._answer[0], self._recipe, self._is_fused
+        return self._answer[0], self._recipe, self._is_fused, reading.may_be_skipped()
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Its results, and the types of what it multiplies."""

@@ -152,8 +152,9 @@ def dot_general(
 ) -> jax.Array:
     """``jax.lax.dot_general`` of operands in float8, and its derivatives likewise, under every transformation.
 
-    The members of a ``jax.vmap`` have one scale, and so have the shards of an array. A NaN makes its row NaN, an
-    infinity the whole result. To derivatives the quantisation is the identity. What the backward pass keeps is float8
+    The members of a ``jax.vmap`` have one scale, and so have the shards of an array, but for those of a ``shard_map``
+    that may not all compute it: in a branch, a ``while_loop`` or a ``fori_loop``. A NaN makes its row NaN, an infinity
+    the whole result. To derivatives the quantisation is the identity. What the backward pass keeps is float8
     and named :data:`RESIDUALS`; differentiated without ``jax.jit``, the operands are kept too.
 
     Args:
@@ -175,8 +176,9 @@ def dot_general(
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
     with jax.named_scope(f"jaxmp.float8({recipe})"):
         # Outside of the product, so that what is a weight's can be computed once for many products.
-        operands = quantised(lhs, recipe.forward), quantised(rhs, recipe.forward)
-        return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused)(*operands)
+        is_own = reading.may_be_skipped()
+        operands = quantised(lhs, recipe.forward, is_own), quantised(rhs, recipe.forward, is_own)
+        return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
 
 
 def recipe_of(eqn: Any) -> Float8 | None:
@@ -188,7 +190,7 @@ def recipe_of(eqn: Any) -> Float8 | None:
 
 @functools.cache
 def _product(
-    dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool
+    dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool, is_own: bool
 ) -> Callable[[Any, Any], Any]:
     """The product of quantised operands for those arguments of :func:`dot_general`: JAX traces one function once."""
 
@@ -203,7 +205,7 @@ def _product(
         return (result if is_fused else jax.lax.optimization_barrier(result)).astype(dtype)
 
     def transpose(cotangent: Any) -> Any:
-        return dequantised(quantised(cotangent, recipe.gradient), recipe.gradient)
+        return dequantised(quantised(cotangent, recipe.gradient, is_own), recipe.gradient)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # what goes in is kept, and not what it is dequantised to
     def tangent(tangents: Any, operands: Any) -> Any:
@@ -244,9 +246,9 @@ def _product(
     return product
 
 
-def quantised(value: Any, dtype: str) -> tuple[Any, Any, Any]:
-    """A value, the bits of the value in float8, and the scale of that."""
-    scale = checkpoint_name(_scale(value, dtype), RESIDUALS)
+def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:
+    """A value, the bits of the value in float8, and the scale of that: one for all shards, or each shard's own."""
+    scale = checkpoint_name(_scale(value, dtype, is_own), RESIDUALS)
     # What is kept by its name JAX rounds once more, as if e4m3fn had infinities: 256 would become one. Bits it leaves.
     bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
     return value, checkpoint_name(bits, RESIDUALS), scale
@@ -263,10 +265,10 @@ def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
     return _dequantised(*_opened(operand, dtype))
 
 
-def _scale(value: Any, dtype: str) -> Any:
+def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
     """What the largest magnitude is divided by to become the largest of ``dtype``; of zeros, or beside a NaN, 1."""
     largest = _largest(jax.lax.stop_gradient(value))
-    if axes := reading.manual_axes(value):
+    if not is_own and (axes := reading.manual_axes(value)):
         largest = jax.lax.pmax(largest, axes)
     scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
     scale = jax.lax.select(largest > 0, scale, jnp.ones_like(scale))

@@ -325,6 +325,33 @@ class TestShards:
         assert off(dx, by_hand(g, E5M2) @ by_hand(w).T) < ROUNDED
         assert off(exact(dw).sum(0), by_hand(x).T @ by_hand(g, E5M2)) < ROUNDED
 
+    @pytest.mark.parametrize("check", [True, False])
+    @pytest.mark.parametrize("kind", ["cond", "switch", "while"])
+    def test_where_one_shard_alone_computes_it_has_a_scale_of_its_own(self, kind, check, operands):
+        x, w, g = operands
+        x *= jnp.repeat(jnp.asarray([1, 3, 5, 7], x.dtype), 12)[:, None]
+        w, g = (jnp.pad(each, ((0, 0), (0, 32))) for each in (w, g))
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check)
+        def local(x, w):
+            w = jax.lax.pcast(w, "d", to="varying") if check else w
+            first = jax.lax.axis_index("d") == 0
+            if kind == "cond":
+                return jax.lax.cond(first, dot, lambda x, w: x, x, w)
+            if kind == "switch":
+                return jax.lax.switch(first.astype(int), [lambda x, w: x, dot], x, w)
+            turns = first.astype(int)
+            return jax.lax.while_loop(lambda turn: turn[0] < turns, lambda turn: (turn[0] + 1, dot(turn[1], w)),
+                                      (turns * 0, x))[1]  # fmt: skip
+
+        assert "pmax" not in str(jax.make_jaxpr(local)(x, w))  # for which the first would wait forever
+        expected = np.concatenate([by_hand(x[:12]) @ by_hand(w), exact(x[12:])])
+        assert off(jax.jit(local)(x, w), expected) < ROUNDED
+        if kind != "while":
+            dx, _ = jax.jit(lambda x, w: jax.vjp(local, x, w)[1](g))(x, w)
+            assert off(dx, np.concatenate([by_hand(g[:12], E5M2) @ by_hand(w).T, exact(g[12:])])) < ROUNDED
+
     def test_of_a_replicated_weight_the_gradient_is_summed_over_shards(self, operands):
         x, w, g = operands
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))

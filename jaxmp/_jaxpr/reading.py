@@ -326,3 +326,14 @@ def manual_axes(value: Any) -> tuple[str, ...]:
     if shows_what_varies():
         axes = [axis for axis in axes if axis in jax.typeof(value).mat.varying]
     return tuple(axes)
+
+
+def may_be_skipped() -> bool:
+    """Whether some shards of the ``shard_map`` that is traced may not run what is traced: a branch, or turns of a loop.
+
+    Told as in :func:`loop_of`. Whether a ``fori_loop`` has a fixed number of turns is not known.
+    """
+    traced = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
+    around = (getattr(info, "traced_for", "") for info in traced)
+    optional = {"cond", "switch", "while_cond", "while_body", "fori_loop"}
+    return next((purpose in optional for purpose in around if purpose in optional | {"shard_map"}), False)

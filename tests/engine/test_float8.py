@@ -410,6 +410,24 @@ class TestTransformations:
         placed = jax.device_put(x, jax.NamedSharding(mesh, split))
         np.testing.assert_array_equal(compiled(fun)(MLP, placed), expected)
 
+    @pytest.mark.parametrize("inside", [False, True], ids=["autocast of shard_map", "shard_map of autocast"])
+    def test_shards_wait_for_none_that_does_not_compute(self, inside):
+        mesh = Mesh(np.array(jax.devices()[:4]), ("stage",))
+        split, dot = PartitionSpec("stage"), jax.jit(layer)  # of one body, in a branch and outside of it
+        one = jaxmp.autocast(lambda x, w: dot(x, w), SMALL) if inside else dot
+
+        def local(x, w):
+            x = one(x, w[0])
+            return jax.lax.cond(jax.lax.axis_index("stage") == 0, lambda x: one(x, w[0]), lambda x: x, x)
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, split), out_specs=split, check_vma=False)
+        fun = mapped if inside else jaxmp.autocast(mapped, SMALL)
+        x, w = normal(0, 64, 16), normal(1, 4, 16, 16)
+        assert str(jax.make_jaxpr(fun)(x, w)).count("pmax") == 2  # of both operands of the product that all compute
+        assert multiplied(fun, x, w) == [FORWARD] * 2
+        found, half = compiled(fun)(x, w), compiled(jaxmp.autocast(mapped, "mixed_bfloat16"))(x, w)
+        assert np.isfinite(found).all() and 1 - cosine(found, half) < 1e-2
+
 
 def scanned_mlp(params, x):
     """Layers in a scan, each computed again in the backward pass, between two other products."""
