@@ -94,11 +94,12 @@ class Float8:
                 )
         for name in ("min_dim", "min_tokens"):
             size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
                 raise ValueError(
                     f"{name} of a Float8 must be a positive integer, the least size of a product that is float8, got "
                     f"{size!r}; 1 takes every size"
                 )
+            object.__setattr__(self, name, int(size))
 
     def __str__(self) -> str:
         given = {each.name: value for each in dataclasses.fields(self)
@@ -107,7 +108,7 @@ class Float8:
 
 
 def get_recipe(recipe: Any) -> Float8 | None:
-    """Reads a recipe from itself, from what ``str`` makes of one, or from None.
+    """Reads a recipe from itself, from what ``str`` makes of one, or from None or ``"none"``.
 
     Raises:
       ValueError: the text is none, or a value is not allowed.
@@ -123,10 +124,13 @@ def get_recipe(recipe: Any) -> Float8 | None:
             "matmul of a policy must be a jaxmp.Float8, a text such as 'float8(min_dim=1024)' or None, got "
             f"{recipe!r}; write matmul='float8'"
         )
-    found = re.fullmatch(r"float8(?:\((.*)\))?", "".join(recipe.split()).lower())
+    text = "".join(recipe.split()).lower()
+    if text == "none":
+        return None
+    found = re.fullmatch(r"float8(?:\(([^()]*)\))?", text)
     if found is None:
         raise ValueError(f"matmul of a policy must be 'float8' or 'float8(FIELD=VALUE,…)', got {recipe!r}; "
-                         "write matmul='float8', or leave it out for none")  # fmt: skip
+                         "write matmul='float8' or e.g. 'float8(min_dim=1024)', or leave it out for none")  # fmt: skip
     names = [each.name for each in dataclasses.fields(Float8)]
     given: dict[str, Any] = {}
     for part in filter(None, (found[1] or "").split(",")):
@@ -387,11 +391,15 @@ def speedup(width: int, device: Any = None, accumulate: str = "fast_forward") ->
       accumulate: as in :class:`Float8`.
 
     Raises:
-      ValueError: there are no rates of float8 products of the device.
+      ValueError: there are no rates of float8 products of the device, the width is no positive number, or there are no
+        such sums.
 
     >>> f"{speedup(768, 'h200'):.2f} {speedup(4096, 'h200'):.2f}"
     '0.92 1.33'
     """
+    if not width > 0:
+        raise ValueError(f"the width of a transformer must be a positive number, got {width!r}; give e.g. 2048")
+    recipe = Float8(accumulate=accumulate)  # checks it
     found = device if isinstance(device, hardware.Hardware) else hardware.detect(device)
     if _E4M3 not in found.peak_tflops or found.peak_bandwidth is None:
         raise ValueError(
@@ -418,7 +426,7 @@ def speedup(width: int, device: Any = None, accumulate: str = "fast_forward") ->
     others = 7 * tokens * length * width / (450 * in_bfloat16)  # causal attention
     others += tokens * width * (140 + 0.012 * width) / bandwidth  # what XLA moves for all that is no product
     before = seconds(forward, half_rate) + seconds(backward, half_rate) + others
-    slower = {"fast": (1, 1), "precise": (1.15, 1.15), "fast_forward": (1, 1.15)}[accumulate]
+    slower = {"fast": (1, 1), "precise": (1.15, 1.15), "fast_forward": (1, 1.15)}[recipe.accumulate]
     after = seconds(forward, float8_rate) * slower[0] + seconds(backward, float8_rate) * slower[1] + others
     after += tokens * width * (75 + 0.0035 * width) / bandwidth + 45 * 2e-6  # of quantising, and its launches
     return before / after

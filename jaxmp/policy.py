@@ -378,6 +378,11 @@ def _parse_fields(text: str) -> Policy:
                 f"each part of a policy is KEY=DTYPE, got {part!r} in {text!r}; write compute=float16, say"
             )
         field = _KEYS.get(key.lower())
+        if field is None and "(" in key:
+            raise ValueError(
+                f"in a policy's text only matmul takes parentheses, got {text!r}; write e.g. "
+                "'params=float32,compute=bfloat16,output=float32,matmul=float8(min_dim=1024)'"
+            )
         if field is None:
             known = ("params", "compute", "output", "matmul_precision", "matmul", "p", "c", "o", "m")
             raise ValueError(

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Float8, Policy, PolicyMap, _loss_functions, float8, get_policy, hardware
+from jaxmp import Float8, Policy, PolicyMap, _loss_functions, doctor, float8, get_policy, hardware
 from jaxmp.hlo import NO_KERNEL, Program, is_end
 from jaxmp.inspect import targets
 
@@ -437,7 +437,7 @@ class TestRecipe:
         (Float8(gradient="e4m3", keep="compute"), "float8(gradient=float8_e4m3fn,keep=compute)"),
     ])  # fmt: skip
     def test_its_text_reads_back(self, recipe, text):
-        assert str(recipe) == text and float8.get_recipe(text) == recipe
+        assert str(recipe) == text and float8.get_recipe(text) == recipe and float8.get_recipe("None") is None
         assert float8.get_recipe(text.replace(",", " , ").upper()) == recipe
 
     @pytest.mark.parametrize(("given", "message"), [
@@ -459,6 +459,7 @@ class TestRecipe:
     @pytest.mark.parametrize(("text", "message"), [
         ("float7", r"must be 'float8' or 'float8\(FIELD=VALUE,…\)', got 'float7'; write matmul='float8'"),
         ("float8(", r"got 'float8\('"),
+        ("float8(min_dim=16))", r"got 'float8\(min_dim=16\)\)'; write matmul='float8' or e.g. 'float8\("),
         ("float8(min_dims=3)", r"must be FIELD=VALUE, .* got 'min_dims=3' in .*; fields, nearest first: 'min_dim'"),
         ("float8(min_dim)", r"got 'min_dim' in"),
         ("float8(min_dim=1,min_dim=2)", r"each field once, got 'min_dim=2'"),
@@ -470,6 +471,10 @@ class TestRecipe:
             float8.get_recipe(text)
         with pytest.raises(TypeError, match=r"must be a jaxmp.Float8, a text such as .* got 8; write matmul='float8'"):
             float8.get_recipe(8)
+
+    def test_sizes_may_be_numpys(self):
+        recipe = Float8(min_dim=np.int64(16), min_tokens=np.uint8(32))
+        assert recipe == Float8(min_dim=16, min_tokens=32) and type(recipe.min_dim) is int
 
     def test_products_that_are_too_small_or_not_aligned_are_refused(self):
         def why(tokens, inner, outer, recipe=RECIPE, **options):
@@ -588,6 +593,12 @@ class TestDevice:
         assert found[4096] == pytest.approx([1.44, 1.35], abs=0.04)
         with pytest.raises(ValueError, match=r"has none of NVIDIA A100.*; name a GPU that has them: device='h200'"):
             float8.speedup(2048, "a100")
+        with pytest.raises(ValueError, match=r"accumulate of a Float8 must be 'fast' or .* got 'slow'"):
+            float8.speedup(2048, "h200", "slow")
+        for gain in (float8.speedup, lambda width, gpu: doctor.gain_of_float8(hardware.detect(gpu), [width])):
+            for width in (0, -5):
+                with pytest.raises(ValueError, match=f"must be a positive number, got {width}; give e.g. 2048"):
+                    gain(width, "h200")
 
 
 # --- compiled for an H200 ---

@@ -210,6 +210,7 @@ def test_the_output_dtype_can_be_changed():
         ("f4", r"unknown policy 'f4'; known policies"),
         ("p=f32,c=f8", r"unknown dtype 'f8'; known names, nearest first: 'f8_e4m3', 'f8_e5m2'|'f\d+'"),
         ("p=f32,z=f16", r"unknown key 'z' in policy 'p=f32,z=f16'; known keys, nearest first: .*'params'"),
+        ("mixed_float8(min_dim=16)", r"only matmul takes parentheses, got 'mixed_float8.*matmul=float8\("),
         ("p=f32,comptue=f16", r"unknown key 'comptue'.*nearest first: 'compute', "),
         ("p=f32,p=f16", r"a policy names each dtype once, got 'p' twice in 'p=f32,p=f16'; remove one of them"),
         ("params=float32,p=f16", r"got 'p' twice"),

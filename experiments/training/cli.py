@@ -33,8 +33,8 @@ class Training:
     """Flags of every training script."""
 
     policy: str = "auto"
-    """Precision: float32, tensorfloat32, mixed_float16, mixed_bfloat16, float16, bfloat16, bfloat16_sr, O0, O2, O3, a
-    string such as params=float32,compute=float16,output=float32, or auto for what suits the device."""
+    """Precision: float32, tensorfloat32, mixed_float16, mixed_bfloat16, mixed_float8, float16, bfloat16, bfloat16_sr,
+    O0, O2, O3, a string such as params=float32,compute=float16,output=float32, or auto for what suits the device."""
     loss_scale: str = "auto"
     """Loss scale: none, static:4096, dynamic or headroom, the last two with parameters if need be, as in
     dynamic:loss_scale=1024,period=100 or headroom:headroom=3. auto is dynamic where the policy computes in float16."""
@@ -47,9 +47,10 @@ class Training:
     """Another policy for the modules whose path matches, as in '**/Dense_1=float32'. Under autocast paths begin with
     the model's own name."""
     remat: str = "none"
-    """What the backward pass computes again in place of keeping it: none, full, dots, dots_no_batch, or the name of a
-    policy of jax.checkpoint_policies. Transformers have attention too, which keeps attention's results and computes
-    the rest of each block again: the most memory for the least time."""
+    """What the backward pass computes again in place of keeping it: none, full, dots, dots_no_batch, float8, which
+    keeps only what mixed_float8 multiplies, or the name of a policy of jax.checkpoint_policies. Transformers have
+    attention too, which keeps attention's results and computes the rest of each block again: the most memory for the
+    least time."""
     accumulate: int = 1
     """Microbatches a step; must divide the batch."""
     ema: float = 0.0
