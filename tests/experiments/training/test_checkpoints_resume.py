@@ -394,6 +394,8 @@ def test_orbax_is_imported_only_when_checkpoints_are_used():
 import sys
 import experiments.image_classification, experiments.language_modeling, experiments.compare
 assert not [name for name in sys.modules if name.startswith("orbax")]
+from jax._src import xla_bridge
+assert not xla_bridge._backends  # processes of a job meet before JAX looks for its devices
 import experiments.training.checkpoints
 assert "orbax.checkpoint" in sys.modules
 """
