@@ -76,6 +76,7 @@ def start(config: Any) -> None:
             "again with --resume",
             file=sys.stderr,
         )
+    jax.devices()  # JAX tells the others what each has and waits for them: now, not while the first prepares alone
 
 
 def _detected() -> bool:
