@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -99,3 +100,9 @@ def short(number: float) -> str:
     """
     power = next((n for n in range(5, 0, -1) if number >= 0.9995 * 1000**n), 0)
     return f"{number / 1000**power:.3g}{' kMGTP'[power]}".strip()
+
+
+def runs(names: Sequence[str]) -> str:
+    """Names with their repetitions told by a number."""
+    groups = ((name, len(list(group))) for name, group in itertools.groupby(names))
+    return ", ".join(name if count == 1 else f"{count}×{name}" for name, count in groups)

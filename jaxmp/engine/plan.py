@@ -69,7 +69,7 @@ class Row:
 
     def _cells(self) -> tuple[str, ...]:
         """What a table shows of it, under ``_HEADER``."""
-        dtypes = f"{_runs(self.operands)} -> {_runs(self.result.split(', '))}".strip()
+        dtypes = f"{tables.runs(self.operands)} -> {tables.runs(self.result.split(', '))}".strip()
         sizes = (tables.short(self.flops), f"{tables.short(self.cast_bytes)}B" if self.casts else "-")
         return ("  " * self.depth + self.primitive, dtypes, *sizes, self.cls, self.path, self.why, self.source)
 
@@ -183,12 +183,6 @@ class CastPlan:
     def to_json(self) -> str:
         """The plan as JSON: ``policy``, ``overrides``, ``rows`` (:class:`Row`) and ``summary`` (:class:`Summary`)."""
         return tables.as_json(self)
-
-
-def _runs(names: Sequence[str]) -> str:
-    """Names with their repetitions told by a number."""
-    groups = ((name, len(list(group))) for name, group in itertools.groupby(names))
-    return ", ".join(name if count == 1 else f"{count}×{name}" for name, count in groups)
 
 
 def _counts(counts: Mapping[str, int]) -> str:
