@@ -31,7 +31,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import bound, rebuilt
 from jaxmp._jaxpr.walk import equations, interpreted, product_dtypes
-from jaxmp._mesh_plan import COPIES, Plan, while_tracing
+from jaxmp._mesh_plan import COPIES, Plan, while_tracing, wide
 from jaxmp._specs import as_tuple, require_specs, specs_in
 from jaxmp.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
@@ -153,7 +153,7 @@ class _Source:
     @property
     def wide(self) -> np.dtype:
         """What its cotangents are computed in."""
-        return max(_FLOAT32, np.dtype(self.param.dtype), key=lambda dtype: dtype.itemsize)
+        return wide(self.param.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,7 +215,7 @@ class _Use:
             return plan.by_rows(jnp.broadcast_to(weight, (plan.devices, *weight.shape)))
 
         def backward(_: None, parts: Any) -> tuple[None, Any]:
-            return None, plan.of_parts(jax.vmap(self.moved_back)(parts.astype(_FLOAT32)), self.source.spec)
+            return None, plan.of_parts(jax.vmap(self.moved_back)(parts.astype(self.source.wide)), self.source.spec)
 
         copies.defvjp(lambda half, tap: (copies(half, tap), None), backward)
         return copies(half, tap)
@@ -454,11 +454,11 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
         return computed(weight, others, eqn.params).astype(out.dtype)
 
     def of_weight(cotangent: Any, *others: Any) -> Any:
-        dtype = aval.dtype if name != "gather" else _FLOAT32
+        dtype = aval.dtype if name != "gather" else use.source.wide
         weight = jax.ShapeDtypeStruct(aval.shape, dtype)
         pull = jax.linear_transpose(lambda weight: computed(weight, others, _anywhere(eqn.params)), weight)
-        cotangent = cotangent.astype(_FLOAT32) if name == "gather" else cotangent
-        return use.moved_back(_in_float32(lambda cotangent: pull(cotangent)[0], cotangent))
+        cotangent = cotangent.astype(dtype) if name == "gather" else cotangent
+        return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, use.source.wide))
 
     source = use.source
     keeps = not (source.gathers_again and plan.is_split(source.spec))
@@ -531,7 +531,7 @@ def _in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
             return bound(product, factors, params)[0]
 
         pull = jax.linear_transpose(multiplied, jax.ShapeDtypeStruct(product.invars[side].aval.shape, other.dtype))
-        return use.moved_back(_in_float32(lambda cotangent: pull(cotangent)[0], cotangent))
+        return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, use.source.wide))
 
     @jax.custom_vjp
     def adding(result: Any, tap: Any, *kept: Any) -> Any:
@@ -575,15 +575,15 @@ def _rows_of(eqn: Any, position: int, other: Any, plan: Plan) -> tuple[int, int]
     return pairs[0] if pairs else None
 
 
-def _in_float32(fun: Callable[[Any], Any], cotangent: Any) -> Any:
-    """``fun``, the transpose of a product, with float32 results of half operands."""
+def _in_wide(fun: Callable[[Any], Any], cotangent: Any, dtype: np.dtype) -> Any:
+    """``fun``, the transpose of a product, with results in ``dtype``, float32 or wider, of half operands."""
     jaxpr, consts = reading.opened(jax.make_jaxpr(fun)(cotangent))
 
     def equation(eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name == "convert_element_type":
             return operands
         is_product = eqn.primitive.name == "dot_general"
-        wide = {"preferred_element_type": _FLOAT32} if is_product else {}
-        return bound(eqn, operands, {**eqn.params, **wide})
+        preferred = {"preferred_element_type": dtype} if is_product else {}
+        return bound(eqn, operands, {**eqn.params, **preferred})
 
-    return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(_FLOAT32)
+    return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(dtype)

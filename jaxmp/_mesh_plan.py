@@ -25,6 +25,7 @@ BATCH_AXES = ("data", "fsdp")
 COPIES = "jaxmp.copies"
 """The scope of what :meth:`Plan.copies` writes."""
 _FLOAT32 = np.dtype(np.float32)
+_REDUCES = frozenset(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 
@@ -33,7 +34,7 @@ class Plan:
     """Where the params of a train step lie, and in which dtype their gradients are reduced.
 
     Raises:
-      ValueError: the mesh has no axis for the batch, or such axes of several types; the dtype is none to reduce in.
+      ValueError: the mesh has no axis for the batch, or such axes of several types.
     """
 
     mesh: Mesh
@@ -53,11 +54,6 @@ class Plan:
                 "the axes that a batch is split over must all be of type Auto or all of type Explicit, got "
                 f"{', '.join(f'{name!r} of type {types[name].name}' for name in self.axes)}; make the mesh with the "
                 "same of axis_types for them, and call the step outside of shard_map"
-            )
-        if self.reduce_dtype.itemsize > 4:
-            raise ValueError(
-                f"gradients are reduced in float32 or a half dtype, got reduce_dtype={self.reduce_dtype.name!r}; pass "
-                "reduce_dtype='float32'"
             )
 
     @functools.cached_property
@@ -117,7 +113,8 @@ class Plan:
         def placed(path: Any, leaf: Any) -> Any:
             if not np.ndim(leaf):
                 return NamedSharding(self.mesh, PartitionSpec())
-            if np.shape(leaf)[0] % (parts := self.devices * microbatches):
+            parts = self.devices * microbatches
+            if not np.shape(leaf)[0] or np.shape(leaf)[0] % parts:
                 each = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
                 raise ValueError(
                     f"the {self.devices} devices of {', '.join(map(repr, self.axes))} must divide the batch{each}, got "
@@ -179,7 +176,7 @@ class Plan:
 
     def zeros(self, param: Any, spec: PartitionSpec) -> Any:
         """Those of a tap."""
-        return self.of_parts(jnp.zeros((self.devices, *param.shape), _FLOAT32), spec)
+        return self.of_parts(jnp.zeros((self.devices, *param.shape), wide(param.dtype)), spec)
 
     def of_parts(self, parts: Any, spec: PartitionSpec) -> Any:
         """What each device adds to the gradient of a param, (devices, …), laid out so."""
@@ -191,7 +188,7 @@ class Plan:
         rest = tuple(name for name in self.axes if name not in names_of(spec))
 
         def reduce(parts: Any) -> Any:
-            part = parts[0].astype(self.reduce_dtype)
+            part = parts[0].astype(reduced_in(self.reduce_dtype, parts.dtype))
             part = jax.lax.psum(part, rest) if rest else part
             for dim, names in enumerate(own):
                 if names:
@@ -237,7 +234,32 @@ def plan_of(mesh: Any, specs: Any, reduce_dtype: Any) -> Plan:
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))")
-    return Plan(mesh, specs, canonical_dtype(reduce_dtype))
+    return Plan(mesh, specs, to_reduce_in(reduce_dtype))
+
+
+def to_reduce_in(dtype: Any) -> np.dtype:
+    """The dtype of sums over devices that a user asks for.
+
+    Raises:
+      ValueError: it is none.
+    """
+    found = canonical_dtype(dtype)
+    if found not in _REDUCES:
+        raise ValueError(
+            f"gradients are reduced in float32 (those of float64 params in float64) or in a half dtype, got "
+            f"reduce_dtype={found.name!r}; pass reduce_dtype='float32'"
+        )
+    return found
+
+
+def reduced_in(reduce_dtype: np.dtype, dtype: Any) -> np.dtype:
+    """In which gradients of ``dtype`` are reduced: float32 stands for float64 where these are."""
+    return wide(dtype) if reduce_dtype == _FLOAT32 else reduce_dtype
+
+
+def wide(dtype: Any) -> np.dtype:
+    """In which gradients of params of ``dtype`` are computed and summed: float32, or float64."""
+    return max(_FLOAT32, np.dtype(dtype), key=lambda dtype: dtype.itemsize)
 
 
 def typed(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
@@ -258,6 +280,12 @@ def typed(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
         return jax.sharding.auto_axes(fun, out_sharding=out)(*args)
 
     return run
+
+
+def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
+    """The mesh with axes of type Explicit that an array of ``tree`` lies on, by its type; None if none does."""
+    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 @contextlib.contextmanager

@@ -58,18 +58,22 @@ def at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
     Raises:
       ValueError: it was put elsewhere.
     """
-    if is_put(leaf) and not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+    if is_put(leaf) and not _lies(leaf, wanted):
         raise ValueError(
-            f"a state must lie as the mesh and specs of the step say, {wanted.spec} on {wanted.mesh.shape_tuple} for "
-            f"{_tree.path_name(path)!r}, got {leaf.sharding}; make it with jaxmp.sharding.init_state(…, mesh, specs)"
+            f"a state must lie as the mesh and specs of the step say, {wanted} for {_tree.path_name(path)!r}, got "
+            f"{leaf.sharding}; make it with jaxmp.sharding.init_state(…, mesh, specs)"
         )
     return at_home(leaf, wanted)
 
 
 def moved_to(leaf: Any, wanted: NamedSharding) -> Any:
-    if is_put(leaf) and leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
-        return leaf
-    return jax.device_put(leaf, wanted)
+    return leaf if is_put(leaf) and _lies(leaf, wanted) else jax.device_put(leaf, wanted)
+
+
+def _lies(leaf: jax.Array, wanted: NamedSharding) -> bool:
+    """Whether ``leaf`` lies so, on axes of these types."""
+    types = {sharding.mesh.axis_types for sharding in (leaf.sharding, wanted) if isinstance(sharding, NamedSharding)}
+    return len(types) == 1 and leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
 
 
 def is_traced(tree: Any) -> bool:

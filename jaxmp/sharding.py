@@ -25,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_me
 from jaxmp import hlo, tables
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
+from jaxmp._mesh_plan import reduced_in, spread, to_reduce_in
 from jaxmp._specs import (
     Mesh,
     as_tuple,
@@ -167,13 +168,14 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
         add a bias in float32, or let ``make_train_step(specs=)`` do all this, which sums them in float32.
       specs: a ``PartitionSpec`` for each, as :func:`fsdp_specs` returns them.
       dtype: to compute in.
-      reduce_dtype: of the sum over devices.
+      reduce_dtype: of the sum over devices, float32 (for weights gathered in float64 this) or a half dtype.
       axes: of the mesh, over which the weights are gathered and the gradients reduced: all those over which the batch
         is split, ``("data", "fsdp")`` where each group of ``"fsdp"`` has a copy. What is split over others stays so.
 
     Raises:
       ValueError: no mesh is set or it lacks an axis; ``reduce_dtype`` cannot be had on axes of type Auto; the specs are
-        of another tree, or do not fit; a dtype is not floating; in ``shard_map``, an array axis is split over an axis
+        of another tree, or do not fit; a dtype is not floating, or none to reduce in; it is called in the loss function
+        of a ``make_train_step(specs=)``, which gathers by itself; in ``shard_map``, an array axis is split over an axis
         of ``axes`` and then over another, or ``check_vma=False`` hides who holds what.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -189,7 +191,12 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
             "gather moves weights over a mesh, and none is set; write with jax.set_mesh(mesh): around the step, or "
             "call it inside jax.shard_map"
         )
-    axes, dtype, reduce_dtype = as_tuple(axes), canonical_dtype(dtype), canonical_dtype(reduce_dtype)
+    if spread() is not None:
+        raise ValueError(
+            "make_train_step(mesh=, specs=) gathers the weights of its loss function by itself, got gather in it; "
+            "leave one of the two out"
+        )
+    axes, dtype, reduce_dtype = as_tuple(axes), canonical_dtype(dtype), to_reduce_in(reduce_dtype)
     require_axes(mesh, axes, "axes")
     require_specs(tree, specs)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -213,7 +220,8 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
         name = _tree.path_name(path)
         if how is not _collected:  # there a leaf is one device's part
             fitting(spec, name, name, leaf.shape, mesh)
-        return how(leaf, spec, axes, dtype if is_split else leaf.dtype, reduce_dtype, name)
+        half = dtype if is_split else np.dtype(leaf.dtype)
+        return how(leaf, spec, axes, half, reduced_in(reduce_dtype, half), name)
 
     return jax.tree.map_with_path(gathered, tree, specs)
 

@@ -25,7 +25,7 @@ from jaxmp._gathering import Gathered, Held
 from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, checked, under_policy, with_remat
-from jaxmp._mesh_plan import plan_of
+from jaxmp._mesh_plan import explicit_mesh_of, plan_of, typed
 from jaxmp._placement import at, at_home, home_of, is_traced, moved_to, settled, tell_of_devices
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
@@ -593,8 +593,16 @@ def make_eval_step(
             if state.ema_params is None:
                 raise ValueError("use_ema needs a state with a moving average: TrainState.create(..., ema=True)")
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
-        loss, (_, metrics) = loss_fn(params, state.model_state, batch, state.rng)
-        return {"loss": _tree.widen(loss), **metrics}
+
+        def metrics(*args: Any) -> Metrics:
+            loss, (_, metrics) = loss_fn(*args)
+            return {"loss": _tree.widen(loss), **metrics}
+
+        args, mesh = (params, state.model_state, batch, state.rng), explicit_mesh_of(params)
+        if mesh is None:
+            return metrics(*args)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return typed(metrics, PartitionSpec())(*args)
 
     def step(state: TrainState, batch: Any) -> Metrics:
         try:

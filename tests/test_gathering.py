@@ -281,6 +281,68 @@ class TestNumbers:
         one, many = after_five(steps, states, batch)
         assert differences(one.params, many.params) <= 2e-6
 
+    @pytest.mark.parametrize("how", ["float64", "a derivative", "an axis of tensors", "an optimizer"])
+    def test_explicit_axes(self, how):
+        """What JAX cannot type, be it of the derivative or of the optimizer alone, runs on axes of type Auto."""
+
+        @jax.custom_vjp
+        def product(x, w):
+            return x @ w
+
+        product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
+
+        def loss_fn(params, model_state, batch, rng):
+            x = product(batch, params["up"]) if how == "a derivative" else batch @ params["up"]
+            return jnp.mean((jnp.tanh(x) @ params["down"]) ** 2).astype("float32"), model_state
+
+        sizes, specs = {"fsdp": 4}, {"up": P("fsdp"), "down": P("fsdp")}
+        if how == "an axis of tensors":
+            sizes, specs = {"fsdp": 2, "tensor": 2}, {"up": P("fsdp", "tensor"), "down": P("tensor", "fsdp")}
+        tx = optax.contrib.muon(0.1) if how == "an optimizer" else optax.sgd(0.1)
+        mesh = mesh_of(AxisType.Explicit, **sizes)
+        with jax.enable_x64(how == "float64"):
+            rng = np.random.default_rng(0)
+            dtype = how if how == "float64" else "float32"
+            shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+            params = {name: rng.normal(size=size).astype(dtype) / 6 for name, size in shapes.items()}
+            batch = rng.normal(size=(BATCH, WIDTH)).astype(dtype)
+            one = jaxmp.TrainState.create(params=jax.tree.map(jnp.array, params), tx=tx)
+            many = sharding.init_state(lambda: params, tx, mesh, specs)
+            one, _ = jaxmp.make_train_step(loss_fn)(one, batch)
+            many, _ = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs)(many, batch)
+        assert differences(one.params, many.params) <= (1e-14 if how == "float64" else 2e-6)
+        assert all(many.params[name].sharding == NamedSharding(mesh, spec) for name, spec in specs.items())
+
+    def test_evaluation_on_explicit_axes(self):
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((batch @ params["w"]) ** 2), model_state, {"largest": jnp.max(params["w"])}
+
+        params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)), jnp.float32)}
+        batch = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
+        state = sharding.init_state(lambda: params, tx_of(), mesh_of(AxisType.Explicit), {"w": P("fsdp")})
+        found = jaxmp.make_eval_step(loss_fn)(state, batch)
+        np.testing.assert_allclose(found["loss"], loss_fn(params, None, batch, None)[0], rtol=1e-6)
+        assert found["largest"] == jnp.max(params["w"])
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_a_run_that_diverges_says_so(self, kind):
+        """The error, the search for its first operation, and the program of a step need no mesh to be set."""
+
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean(jnp.log(batch @ params["w"])), model_state
+
+        mesh, specs = mesh_of(kind), {"w": P("fsdp")}
+        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, optax.sgd(1.0), mesh, specs)
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, max_consecutive_skips=1)
+        batch = np.zeros((BATCH, WIDTH), np.float32)
+        moved = sharding.collectives(step.jitted.lower(state, batch).compile())
+        assert "reduce-scatter" in {row.kind for row in moved.rows}
+        message = r"not finite now: the loss \(-inf\); gradients of 'w'\. .*First: forward division by zero in log"
+        with pytest.raises(jaxmp.NonFiniteTrainingError, match=message) as caught:
+            for _ in range(9):
+                state, _ = jax.block_until_ready(step(state, batch))
+        assert caught.value.blame.primitive == "log"
+
     @pytest.mark.once
     def test_half_policies_stay_near_one_device(self):
         mesh = mesh_of()
@@ -464,7 +526,11 @@ class TestErrors:
             ({"mesh": True, "specs": {}, "reduce": "twice"}, r"reduce is 'each', or 'once' .* got 'twice'"),
             (
                 {"mesh": True, "specs": {}, "reduce_dtype": "float64"},
-                "reduced in float32 or a half dtype, got .*float64",
+                r"reduced in float32 \(those of float64 params in float64\) or in a half dtype, got .*float64",
+            ),
+            (
+                {"mesh": True, "specs": {}, "reduce_dtype": "float8_e4m3fn"},
+                r"or in a half dtype, got reduce_dtype='float8_e4m3fn'; pass reduce_dtype='float32'",
             ),
             ({"mesh": True, "specs": {}, "reduce_dtype": "int8"}, "dtypes must be floating, got int8"),
         ],
@@ -503,6 +569,8 @@ class TestErrors:
             ValueError, match=r"the 4 devices of 'fsdp' must divide the batch, got 6 .* use a batch of 8"
         ):
             self.step()(self.state(), np.ones((6, WIDTH), np.float32))
+        with pytest.raises(ValueError, match=r"must divide the batch, got 0 examples .* use a batch of 4, say"):
+            self.step()(self.state(), np.ones((0, WIDTH), np.float32))
         message = (
             r"must divide the batch for each of 2 microbatches, got 12 examples in batch entry 'x'; use .* 16, say"
         )
@@ -512,8 +580,24 @@ class TestErrors:
     def test_a_state_that_lies_elsewhere(self):
         mesh = mesh_of()
         state = jax.device_put(self.state(), NamedSharding(mesh, P()))
-        with pytest.raises(ValueError, match=r"a state must lie as .* say, P.*'fsdp'.* got NamedSharding.*init_state"):
+        with pytest.raises(
+            ValueError, match=r"a state must lie as .* say, .*spec=P\('fsdp'.* got NamedSharding.*init_state"
+        ):
             self.step(mesh=mesh)(state, np.ones((BATCH, WIDTH), np.float32))
+
+    def test_a_state_on_axes_of_another_type(self):
+        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh_of(), {"w": P("fsdp")})
+        message = r"a state must lie as .* say, .*axis_types=\(Explicit,.* got .*axis_types=\(Auto,"
+        with pytest.raises(ValueError, match=message):
+            self.step(mesh=mesh_of(AxisType.Explicit))(state, np.ones((BATCH, WIDTH), np.float32))
+
+    def test_weights_that_the_loss_gathers_by_itself(self):
+        def loss_fn(params, model_state, batch, rng):
+            return self.loss(sharding.gather(params, {"w": P("fsdp")}, "float32"), model_state, batch, rng)
+
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(AxisType.Explicit), specs={"w": P("fsdp")})
+        with pytest.raises(ValueError, match="gathers the weights of its loss function by itself, got gather in it"):
+            step(self.state(), np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_gradient_that_comes_in_half_from_code_of_its_own(self):
         @jax.custom_vjp

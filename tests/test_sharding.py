@@ -330,6 +330,8 @@ class TestGather:
                 "must be of one type, got 'data' of type Auto, 'fsdp' of type Explicit",
             ),
             ({"fsdp": 4}, (AxisType.Explicit,), {"axes": ()}, "must be of one type, got none"),
+            ({"fsdp": 4}, (AxisType.Explicit,), {"reduce_dtype": "float8_e5m2"}, "half dtype, got .*float8_e5m2"),
+            ({"fsdp": 4}, (AxisType.Explicit,), {"reduce_dtype": "float64"}, "half dtype, got .*'float64'; pass"),
         ],
     )
     def test_what_cannot_be_honoured_is_refused(self, sizes, kinds, options, message):
