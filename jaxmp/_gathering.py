@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import bound, rebuilt
-from jaxmp._jaxpr.walk import equations, interpreted, product_dtypes
+from jaxmp._jaxpr.walk import equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp._mesh_plan import COPIES, Plan, while_tracing, wide
 from jaxmp._specs import as_tuple, require_specs, specs_in
 from jaxmp.dtypes import is_half
@@ -163,6 +164,13 @@ class _Use:
     source: _Source
     moves: tuple[Callable[[Any], Any], ...] = ()
     rounded: np.dtype | None = None
+    least: float = math.inf  # the fewest elements that it had on its way
+    is_fixed: bool = True  # the same for all examples for sure; with noise, it may be one of each example
+
+    @property
+    def size(self) -> float:
+        """The elements that it has of its own, not counting copies."""
+        return min(self.source.param.size, self.least)
 
     def followed(self, eqn: Any) -> list[_Use]:
         """The results of an equation that only moves it."""
@@ -171,7 +179,11 @@ class _Use:
             is_rounding = new.itemsize < (self.rounded or self.source.wide).itemsize
             return [dataclasses.replace(self, rounded=new) if is_rounding else self]
         moves = (functools.partial(_moved, eqn, number) for number in range(len(eqn.outvars)))
-        return [dataclasses.replace(self, moves=(*self.moves, move)) for move in moves]
+        sizes = (min(self.least, var.aval.size) for var in eqn.outvars)
+        return [
+            dataclasses.replace(self, moves=(*self.moves, move), least=size)
+            for move, size in zip(moves, sizes, strict=True)
+        ]
 
     def moved(self, value: Any) -> Any:
         for move in self.moves:
@@ -310,7 +322,7 @@ def _results(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], are_fixed: 
 
     def equation(eqn: Any, operands: list[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
         given = [value for value, _ in operands]
-        known = [is_fixed or isinstance(value, _Use) for value, is_fixed in operands]
+        known = [value.is_fixed if isinstance(value, _Use) else is_fixed for value, is_fixed in operands]
         places.at(eqn)
         if any(isinstance(value, _Use) for value in given):
             return [(each, False) for each in places.within(_rewritten, eqn, given, known)]
@@ -346,33 +358,46 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
     sums = not all(are_fixed) and name not in _ACCUMULATES and classify(name) in _SUMS
     for position, use in uses:
         operands[position] = _read_whole(use, eqn, position, sums)
-    # What is no larger than a weight has no element for each example: a slice by a loop's counter, a mask of its shape.
-    most = max(min(use.source.param.size, eqn.invars[position].aval.size) for position, use in uses)
 
-    def is_weight(value: Any) -> bool:
-        if all(are_fixed) or not _tree.is_float_array(value):
-            return _tree.is_float_array(value)
-        is_split = use.source.plan.is_split(jax.typeof(value).sharding.spec)
-        return value.ndim > 0 and value.size <= most and not is_split
+    def is_weight(result: Any) -> bool:
+        """A slice by a loop's counter is one, and so is what has the elements of one, masked, with noise, scaled."""
+        if _are_weights(given, are_fixed) or name == "dynamic_slice":
+            return True
+        is_alike = (result.shape == eqn.invars[n].aval.shape and result.size == use.size for n, use in uses)
+        is_split = use.source.plan.is_split(jax.typeof(result).sharding.spec)
+        return classify(name) not in _SUMS and any(is_alike) and not is_split
 
-    return [_weight(use.source, each) if is_weight(each) else each for each in bound(eqn, operands, eqn.params)]
+    results = bound(eqn, operands, eqn.params)
+    return [
+        _weight(use.source, each, name == "dynamic_slice" or all(are_fixed))
+        if _tree.is_float_array(each) and is_weight(each)
+        else each
+        for each in results
+    ]
 
 
 def _read_whole(use: _Use, eqn: Any, position: int, sums: bool) -> Any:
     """A weight for an equation that takes all of it, and maybe sums its cotangents."""
     name, aval = eqn.primitive.name, eqn.invars[position].aval
-    if sums and is_half(aval.dtype) and use.source.plan.reduce_dtype == _FLOAT32:
+    inside = (var.aval for jaxpr in jaxprs_in(eqn) for each in equations(jaxpr) for var in each.outvars)
+    halves = [each.dtype.name for each in (aval, *inside) if is_half(getattr(each, "dtype", np.int32))]
+    if sums and halves and use.source.plan.reduce_dtype == _FLOAT32:
         raise ValueError(
             f"the gradient of {use.source.name!r} cannot be reduced in float32: it goes in {aval.dtype.name} "
-            f"into {name} at {reading.user_source_of(eqn)}, which computes it in that dtype; pass it in float32 "
-            f"there, or make_train_step(…, reduce_dtype={aval.dtype.name!r})"
+            f"into {name} at {reading.user_source_of(eqn)}, which computes it in {halves[0]}; compute in float32 "
+            f"there, or make_train_step(…, reduce_dtype={halves[0]!r})"
         )
     repeats = name in BROADCAST and aval.shape != eqn.outvars[0].aval.shape
     return use.read(aval.dtype, eqn.outvars[0].aval.shape if repeats else None)
 
 
-def _weight(of: _Source, value: Any) -> _Use:
-    return _Use(_Source(of.plan, of.name, value, PartitionSpec(), value.dtype, False, False))
+def _are_weights(given: Sequence[Any], are_fixed: Sequence[bool]) -> bool:
+    return all(known or isinstance(each, _Use) for each, known in zip(given, are_fixed, strict=True))
+
+
+def _weight(of: _Source, value: Any, is_fixed: bool) -> _Use:
+    source = _Source(of.plan, of.name, value, PartitionSpec(), value.dtype, False, False)
+    return _Use(source, is_fixed=is_fixed)
 
 
 def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
@@ -409,7 +434,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
             is_turn = bodies.kind == "scan" and position >= bodies.start + bodies.carry
             own = use
             if position in sliced:  # of whole weights: each is one of its own
-                own = dataclasses.replace(_weight(source, args[position]), rounded=use.rounded)
+                own = dataclasses.replace(_weight(source, args[position], use.is_fixed), rounded=use.rounded)
             elif is_turn or source.half is None:
                 param, half, tap = args[position] if is_turn and source.given else (args[position], None, None)
                 alone, spec = _is_alone(jaxpr, var), PartitionSpec(*source.spec[1:]) if is_turn else source.spec
@@ -425,12 +450,19 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
     def weight(end: _Use, result: Any) -> _Use:
         """What comes out is a weight still."""
         if bodies.kind == "scan":
-            return _weight(end.source, result)
+            return _weight(end.source, result, end.is_fixed)
         made = dataclasses.replace(end.source, param=result, half=None, tap=None)
         return dataclasses.replace(end, source=outside.get(end.source, made))
 
-    results = enumerate(rebuilt(eqn, bodies, [run], _NO_RULE)(*operands))
-    return [weight(ends[n], each) if n >= bodies.carry and isinstance(ends[n], _Use) else each for n, each in results]
+    results = rebuilt(eqn, bodies, [run], _NO_RULE)(*operands)
+    if bodies.kind == "scan" and _are_weights(given, are_fixed):
+        use = next(each for each in given if isinstance(each, _Use))
+        known = all(are_fixed)
+        return [_weight(use.source, each, known) if _tree.is_float_array(each) else each for each in results]
+    return [
+        weight(end, each) if n >= bodies.carry and isinstance(end, _Use) else each
+        for n, (end, each) in enumerate(zip(ends, results, strict=True))
+    ]
 
 
 _NO_RULE: Any = None  # there are none in calls and scans

@@ -450,7 +450,14 @@ class TestDtypes:
 
     @pytest.mark.parametrize(
         "how",
-        ["a jitted cast", "slices of what was reshaped", "a scan that casts", "an index", "a factor of the batch"],
+        [
+            "a jitted cast",
+            "slices of what was reshaped",
+            "a scan that casts",
+            "an index",
+            "a factor of the batch",
+            "a loop",
+        ],
     )
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
     def test_a_weight_that_passes_through_other_code_is_one_still(self, how, kind):
@@ -460,6 +467,9 @@ class TestDtypes:
             w, x = params["w"], batch.astype("bfloat16")
             if how == "an index":
                 x = jax.lax.fori_loop(0, 4, lambda n, x: jnp.tanh(x @ w[n].astype("bfloat16")), x)
+            elif how == "loop":
+                first = jax.lax.fori_loop(0, 2, lambda _, w: 0.9 * w, w[0]).astype("bfloat16")
+                x = jnp.tanh((x * w[1, 0].astype("bfloat16")) @ first @ w[2].astype("bfloat16"))
             elif how == "a factor of the batch":
                 x = jnp.tanh(x @ (w[0] * (1 + jnp.mean(batch))).astype("bfloat16") @ w[1].astype("bfloat16"))
             else:
@@ -496,10 +506,24 @@ class TestDtypes:
             x, _ = jax.lax.fori_loop(0, 2, lambda _, carry: (carry[0] @ carry[1], -carry[1]), start)
             return jnp.mean(x.astype("float32") ** 2), None
 
+        def cast_in_a_loop(params, model_state, batch, rng):
+            start = batch.astype("bfloat16"), params["w"]
+            x, _ = jax.lax.fori_loop(0, 2, lambda _, carry: (carry[0] @ carry[1].astype("bfloat16"), -carry[1]), start)
+            return jnp.mean(x.astype("float32") ** 2), None
+
+        def of_each_example(params, model_state, batch, rng):  # or a mask on a weight
+            x = batch.astype("bfloat16") * params["w"][:BATCH].astype("bfloat16")
+            return jnp.mean((x @ params["w"].astype("bfloat16")).astype("float32") ** 2), None
+
         state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
-        for loss_fn, name in ((in_groups, "ragged_dot_general"), (carried, "scan")):
+        for loss_fn, dtype, name in (
+            (in_groups, "bfloat16", "ragged_dot_general"),
+            (carried, "bfloat16", "scan"),
+            (cast_in_a_loop, "float32", "scan"),
+            (of_each_example, "bfloat16", "dot_general"),
+        ):
             step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(), specs={"w": P("fsdp")})
-            message = f"the gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into {name} at "
+            message = f"the gradient of 'w' cannot be reduced in float32: it goes in {dtype} into {name} at "
             with pytest.raises(ValueError, match=message):
                 step(state, np.ones((BATCH, WIDTH), np.float32))
 
