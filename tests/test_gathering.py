@@ -144,9 +144,15 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("kind", "sizes", "options", "more"),
         [
-            (AxisType.Auto, {"data": 1, "fsdp": 2, "tensor": 2}, {}, {}),
+            pytest.param(AxisType.Auto, {"data": 1, "fsdp": 2, "tensor": 2}, {}, {}, marks=pytest.mark.once),
             (AxisType.Explicit, {"data": 2, "fsdp": 1, "tensor": 2}, {}, {"accumulate_steps": 2}),
-            (AxisType.Auto, {"fsdp": 2, "tensor": 2}, {"reduce": "once"}, {"accumulate_steps": 2}),
+            pytest.param(
+                AxisType.Auto,
+                {"fsdp": 2, "tensor": 2},
+                {"reduce": "once"},
+                {"accumulate_steps": 2},
+                marks=pytest.mark.once,
+            ),
         ],
     )
     def test_products_split_over_an_axis_with_which_no_batch_is(self, kind, sizes, options, more):
@@ -190,6 +196,7 @@ class TestNumbers:
         one, many = after_five(steps, states, tokens())
         assert differences(one.params, many.params) <= 2e-6
 
+    @pytest.mark.once
     @pytest.mark.parametrize("exact", [False, True])
     def test_adam_differs_in_the_keys_bias_alone_whose_gradient_is_0_but_for_rounding(self, exact):
         """It adds the same to all scores of a query. Adam divides what is left by its own size."""
@@ -324,7 +331,7 @@ class TestNumbers:
         np.testing.assert_allclose(found["loss"], loss_fn(params, None, batch, None)[0], rtol=1e-6)
         assert found["largest"] == jnp.max(params["w"])
 
-    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.once), AxisType.Explicit])
     def test_a_run_that_diverges_says_so(self, kind):
         """The error, the search for its first operation, and the program of a step need no mesh to be set."""
 
