@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import float8
@@ -143,22 +142,9 @@ class _Source:
     given: bool = False  # it was gathered before
     half: Any = None
     tap: Any = None
-    still: Any = None  # the param, through which no derivative leads
-    again: Any = None  # what the backward pass has gathered, of what, and in which trace
-
-    def gathered_again(self, still: Any) -> Any:
-        """The weight, for the backward pass: once for all uses in a body."""
-        trace = get_opaque_trace_state()
-        if self.again is None or self.again[1] is not still or self.again[2] != trace:
-            # Without a barrier XLA would keep what the forward pass gathered.
-            half = self.plan.whole(jax.lax.optimization_barrier(still), self.spec, self.dtype)
-            self.again = half, still, trace
-        return self.again[0]
 
     def gathered(self) -> tuple[Any, Any]:
         """The weight, and its tap."""
-        if self.still is None:
-            self.still = jax.lax.stop_gradient(self.param)
         if self.half is None:
             self.half = self.plan.whole(self.param, self.spec, self.dtype)
         if self.tap is None:
@@ -452,9 +438,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
             elif is_turn or source.half is None:
                 param, half, tap = args[position] if is_turn and source.given else (args[position], None, None)
                 alone, spec = _is_alone(jaxpr, var), PartitionSpec(*source.spec[1:]) if is_turn else source.spec
-                mine = dataclasses.replace(
-                    source, param=param, half=half, tap=tap, spec=spec, is_alone=alone, still=None
-                )
+                mine = dataclasses.replace(source, param=param, half=half, tap=tap, spec=spec, is_alone=alone)
                 mine.gathers_again &= eqn.primitive.name != "remat2"  # which frees what it saw
                 own = dataclasses.replace(use, source=mine)
             values[position], outside[own.source] = own, source
@@ -467,7 +451,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
         """What comes out is a weight still."""
         if bodies.kind == "scan":
             return _weight(end.source, result, end.is_fixed)
-        made = dataclasses.replace(end.source, param=result, half=None, tap=None, still=None)
+        made = dataclasses.replace(end.source, param=result, half=None, tap=None)
         return dataclasses.replace(end, source=outside.get(end.source, made))
 
     results = rebuilt(eqn, bodies, [run], _NO_RULE)(*operands)
@@ -520,7 +504,9 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
 
     def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
         half, others = kept
-        half = half if keeps else source.gathered_again(half)
+        if not keeps:
+            half = jax.lax.optimization_barrier(half)  # or XLA would keep the first
+            half = plan.whole(half, source.spec, source.dtype)
         floats = [n for n, value in enumerate(others) if _tree.is_float_array(value)]
 
         def of_floats(*values: Any) -> Any:
@@ -540,7 +526,7 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
         return gradient, None, None, *rest
 
     by_rows.defvjp(forward_and_kept, backward)
-    return by_rows(source.param if dims is None else tap, half, source.still, *others)
+    return by_rows(source.param if dims is None else tap, half, jax.lax.stop_gradient(source.param), *others)
 
 
 def _in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:

@@ -534,18 +534,6 @@ class TestDtypes:
             with pytest.raises(ValueError, match=message):
                 step(state, np.ones((BATCH, WIDTH), np.float32))
 
-    def test_weights_that_are_used_twice_are_gathered_once_in_each_pass(self):
-        def loss_fn(params, model_state, batch, rng):
-            for _ in range(2):
-                batch = jnp.sin(jnp.tanh(batch @ params["in"]) @ params["out"])
-            return jnp.mean(batch.astype(jnp.float32) ** 2), model_state
-
-        mesh, specs = mesh_of(), {"in": P("fsdp"), "out": P("fsdp")}
-        state = sharding.init_state(lambda: {name: jnp.eye(16) for name in specs}, tx_of(), mesh, specs)
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, policy="mixed_bfloat16")
-        moved = sharding.collectives(step.jitted.lower(state, jnp.ones((8, 16))).compile())
-        assert sum(row.count for row in moved.rows if row.kind == "all-gather") == 4
-
 
 class TestErrors:
     def loss(self, params, model_state, batch, rng):
