@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -185,6 +187,23 @@ class TestNumbers:
         mesh = mesh_of(kind, data=1, fsdp=2, tensor=2)
         steps, states = pair(make_params, loss_fn, mesh, {"up": up, "down": P("tensor", "fsdp")})
         one, many = after_five(steps, states, np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32))
+        assert differences(one.params, many.params) <= 2e-6
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_calls_and_remat_whose_weights_were_gathered_before_them(self, kind):
+        first, second = jax.jit(lambda x, w: jnp.tanh(x @ w)), jax.checkpoint(lambda x, w: jnp.sin(x @ w))
+
+        def loss_fn(params, model_state, x, rng):
+            x = second(first(x, params["a"]), params["b"])
+            x = jax.jit(lambda x, w: first(x, w) + second(x, w))(x, params["c"])
+            return jnp.mean(x**2), model_state
+
+        mesh, names = mesh_of(kind), "abc"
+        batch = np.random.default_rng(1).normal(size=(BATCH, 16)).astype(np.float32)
+        specs, more = dict.fromkeys(names, P("fsdp")), {"accumulate_steps": 2}
+        make_params = functools.partial(dict.fromkeys, names, jnp.eye(16))
+        steps, states = pair(make_params, loss_fn, mesh, specs, more, reduce="once")
+        one, many = after_five(steps, states, batch)
         assert differences(one.params, many.params) <= 2e-6
 
     def test_looped_blocks(self):
