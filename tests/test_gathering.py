@@ -114,6 +114,14 @@ def after_five(steps, states, batch):
 class TestNumbers:
     """In float32 those of one device."""
 
+    def require_one_devices(self, mesh, specs, more, options):
+        """Of a small GPT-2, and each param lies where its spec says."""
+        steps, states = pair(linen_params, linen_loss(), mesh, specs, more, **options)
+        one, many = after_five(steps, states, tokens())
+        assert differences(one.params, many.params) <= 2e-6
+        for leaf, spec in zip(jax.tree.leaves(many.params), sharding.specs_in(specs), strict=True):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
     @pytest.mark.parametrize(
         ("kind", "sizes", "options", "more"),
         [
@@ -125,12 +133,7 @@ class TestNumbers:
     )
     def test_linen(self, kind, sizes, options, more):
         mesh = mesh_of(kind, **sizes)
-        specs = specs_of(linen_params, mesh)
-        steps, states = pair(linen_params, linen_loss(), mesh, specs, more, **options)
-        one, many = after_five(steps, states, tokens())
-        assert differences(one.params, many.params) <= 2e-6
-        for leaf, spec in zip(jax.tree.leaves(many.params), sharding.specs_in(specs), strict=True):
-            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+        self.require_one_devices(mesh, specs_of(linen_params, mesh), more, options)
 
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
     @pytest.mark.parametrize("options", [{}, {"reduce": "once"}], ids=["each", "once"])
@@ -146,14 +149,10 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("kind", "sizes", "options", "more"),
         [
-            pytest.param(AxisType.Auto, {"data": 1, "fsdp": 2, "tensor": 2}, {}, {}, marks=pytest.mark.once),
+            pytest.param(AxisType.Auto, {"data": 1, "fsdp": 2, "tensor": 2}, {}, {}, marks=once),
             (AxisType.Explicit, {"data": 2, "fsdp": 1, "tensor": 2}, {}, {"accumulate_steps": 2}),
             pytest.param(
-                AxisType.Auto,
-                {"fsdp": 2, "tensor": 2},
-                {"reduce": "once"},
-                {"accumulate_steps": 2},
-                marks=pytest.mark.once,
+                AxisType.Auto, {"fsdp": 2, "tensor": 2}, {"reduce": "once"}, {"accumulate_steps": 2}, marks=once
             ),
         ],
     )
@@ -166,12 +165,7 @@ class TestNumbers:
             "**/c_proj/kernel": P("tensor", "fsdp"),
             "wte": P("tensor", "fsdp"),
         }
-        specs = specs_of(linen_params, mesh, rules=rules)
-        steps, states = pair(linen_params, linen_loss(), mesh, specs, more, **options)
-        one, many = after_five(steps, states, tokens())
-        assert differences(one.params, many.params) <= 2e-6
-        for leaf, spec in zip(jax.tree.leaves(many.params), sharding.specs_in(specs), strict=True):
-            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+        self.require_one_devices(mesh, specs_of(linen_params, mesh, rules=rules), more, options)
 
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
     @pytest.mark.parametrize("up", [P("fsdp", "tensor"), P(("fsdp", "tensor")), P(None, "tensor")])
