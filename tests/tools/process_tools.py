@@ -6,6 +6,7 @@ import atexit
 import csv
 import importlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -20,6 +21,8 @@ import jax
 from experiments.training import checkpoints, cli
 
 PATIENCE_S = 300
+# What gloo writes beside a process of ours, from several threads at once: its pieces come mixed.
+GLOO = re.compile(r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : |\d")
 
 
 def free_port() -> int:
@@ -86,6 +89,10 @@ class Job:
 
     def output(self, number: int) -> str:
         return self._outputs[number].read_text()
+
+    def words(self, number: int) -> list[str]:
+        """What the process itself said, without numbers."""
+        return GLOO.sub("", self.output(number)).split()
 
     def errors(self) -> list[str]:
         """What each process said was its error."""
