@@ -19,6 +19,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_parallel_codegen_split_count=1",
+        # Devices wait for each other in a collective: after 40 s, of a machine that stalls say, XLA ends the process.
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
         "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "",
     )
 ).strip()

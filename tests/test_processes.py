@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import held_port
 
 SCRIPT = Path(__file__).parent / "tools" / "two_processes.py"
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
-def both():
-    """What each process printed; the second one waits 20 ms before each step of the last loop."""
-    root = Path(__file__).parents[1]
+def both(tmp_path_factory):
+    """What each process found; the second one waits 20 ms before each step of the last loop."""
+    root, folder = Path(__file__).parents[1], tmp_path_factory.mktemp("both")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(SCRIPT), f"127.0.0.1:{free_port()}"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(n), "0.02"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for n in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-4000:]
-    return [json.loads(text.splitlines()[-1]) for text, _ in outputs]
+    files = [folder / str(n) for n in range(2)]  # stdout is gloo's, too
+    with held_port() as port:
+        command = [sys.executable, str(SCRIPT), f"127.0.0.1:{port.getsockname()[1]}"]
+        processes = [
+            subprocess.Popen([*command, str(n), "0.02", str(file)], env=environment, stderr=subprocess.PIPE, text=True)
+            for n, file in enumerate(files)
+        ]
+        try:
+            errors = [process.communicate(timeout=300)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    for process, said in zip(processes, errors, strict=True):
+        assert process.returncode == 0, said[-4000:]
+    return [json.loads(file.read_text()) for file in files]
 
 
 def test_a_state_is_made_on_the_devices_of_both(both):

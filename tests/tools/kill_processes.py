@@ -17,7 +17,7 @@ from pathlib import Path
 from checkpoint_tools import bits, last, rows
 from process_tools import Job, flags, saving
 
-from experiments.training import checkpoints
+from experiments.training import checkpoints, processes
 
 
 def main(kills: int) -> None:
@@ -27,7 +27,7 @@ def main(kills: int) -> None:
 
         def begin(run: str, steps: int, *more: str) -> Job:
             own = ["--run-dir", str(folder / run), "--mesh", "fsdp=4", "--steps", str(steps)]
-            return Job(folder, [*flags(folder), *own, *more])
+            return Job(folder, [*flags(folder), *own, *more], heartbeat_s=processes.HEARTBEAT_S)
 
         def done() -> int:
             return max(checkpoints.steps(run / "checkpoints"), default=0)

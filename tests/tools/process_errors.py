@@ -22,6 +22,7 @@ class Config(cli.Training):
 
 
 def train(config: Config) -> None:
+    processes._LEAVE_S = 100.0  # on a busy machine the other one may come to its end late
     base = cli.parse(language_modeling.Config, "", flags(config.folder))
     own = config.process_id
     assert own is not None

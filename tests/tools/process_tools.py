@@ -6,9 +6,7 @@ import atexit
 import csv
 import importlib
 import os
-import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,18 +15,13 @@ from typing import Any
 
 import checkpoint_tools
 import jax
+from ports import held_port
 
-from experiments.training import checkpoints, cli
+from experiments.training import checkpoints, cli, processes
 
 PATIENCE_S = 300
-# What gloo writes beside a process of ours, from several threads at once: its pieces come mixed.
-GLOO = re.compile(r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : |\d")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+# So long may a process of a busy machine be silent before the others take it for gone.
+HEARTBEAT_S = 60
 
 
 def flags(folder: Path) -> list[str]:
@@ -39,12 +32,12 @@ def flags(folder: Path) -> list[str]:
     return (
         f"--model gpt2 --dataset {text} --tokens bytes --layers 1 --heads 2 --width 128 --context 16 --batch-size 8 "
         "--policy mixed_float16 --loss-scale dynamic:loss_scale=65536,period=4 --ema 0.9 --schedule constant "
-        f"--evaluate-every 0 --test-batches 1 --sample-tokens 0 --data-dir {folder} --checkpoint-every 4 --keep 99"
+        f"--evaluate-every 0 --test-batches 1 --sample-tokens 0 --data-dir {folder} --checkpoint-every 4 --keep 99999"
     ).split()
 
 
 class Job:
-    """A script in so many processes of so many devices each, all with the same flags."""
+    """A script in so many processes of so many devices each, all with the same flags; the first one may hang."""
 
     def __init__(
         self,
@@ -54,15 +47,18 @@ class Job:
         devices: int = 2,
         hang_at: int | None = None,
         module: str = "experiments.language_modeling",
+        heartbeat_s: int = HEARTBEAT_S,
     ) -> None:
-        context, at = checkpoint_tools.processes(), f"127.0.0.1:{free_port()}"
+        context, port = checkpoint_tools.processes(), held_port()
+        at, self._port = f"127.0.0.1:{port.getsockname()[1]}", port.detach()
         self._started = time.monotonic()
         self._outputs = [folder / f"output-{time.monotonic_ns()}-{n}" for n in range(processes)]
         self.processes = []
         for n, output in enumerate(self._outputs):
             own = f"--coordinator {at} --processes {processes} --process-id {n}".split() if processes > 1 else []
-            hang = hang_at if n == processes - 1 else None
-            target = (module, [*arguments, *own], output, devices, folder / "compiled", hang)
+            # The first one: were it gone before, JAX would end the others without a word of theirs.
+            hang = hang_at if n == 0 else None
+            target = (module, [*arguments, *own], output, devices, folder / "compiled", hang, heartbeat_s)
             self.processes.append(context.Process(target=run_script, args=target, daemon=True))
             self.processes[-1].start()
 
@@ -84,28 +80,40 @@ class Job:
         codes = [process.exitcode for process in self.processes]
         for process in self.processes:
             process.kill()
+        os.close(self._port)
         assert None not in codes, f"a process goes on: {codes}\n{self.errors()}"
         return codes
 
-    def output(self, number: int) -> str:
+    def said(self, number: int) -> str:
+        """What the script itself wrote."""
         return self._outputs[number].read_text()
 
-    def words(self, number: int) -> list[str]:
-        """What the process itself said, without numbers."""
-        return GLOO.sub("", self.output(number)).split()
+    def output(self, number: int) -> str:
+        """The same, and then what the libraries below Python did."""
+        return self.said(number) + _below(self._outputs[number]).read_text(errors="replace")
 
     def errors(self) -> list[str]:
         """What each process said was its error."""
-        return ["\n".join(line for line in self.output(n).splitlines() if line.startswith("error: "))
+        return ["\n".join(line for line in self.said(n).splitlines() if line.startswith("error: "))
                 for n in range(len(self._outputs))]  # fmt: skip
 
 
-def run_script(module: str, arguments: list[str], output: Path, devices: int, cache: Path, hang_at: int | None) -> None:
-    """A script as a shell would run it, its output in a file; perhaps it hangs before a batch of that number."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _below(output: Path) -> Path:
+    return output.with_name(f"{output.name}-below")
+
+
+def run_script(
+    module: str, arguments: list[str], output: Path, devices: int, cache: Path, hang_at: int | None, heartbeat_s: int
+) -> None:
+    """A script as a shell would run it, its output in a file; perhaps it hangs before a batch of that number.
+
+    What gloo, gRPC and XLA write, from any thread and in the middle of a line, is in a file of its own.
+    """
+    below = os.open(_below(output), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
-        os.dup2(file, stream)
-    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
+        os.dup2(below, stream)
+    sys.stdout, sys.stderr = (output.open("a", buffering=1) for _ in range(2))
+    processes.HEARTBEAT_S = heartbeat_s
     others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     os.environ["XLA_FLAGS"] = " ".join([*others, f"--xla_force_host_platform_device_count={devices}"])
     jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -1,4 +1,4 @@
-"""What one of two processes with two CPU devices each does in tests/test_processes.py: prints a line of JSON."""
+"""What one of two processes with two CPU devices each does in tests/test_processes.py: writes JSON to a file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,7 +22,7 @@ import jaxmp
 from jaxmp import sharding
 
 
-def main(coordinator: str, process: int, lag: float) -> None:
+def main(coordinator: str, process: int, lag: float, output: Path) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, 2, process)
     mesh = jax.make_mesh((4,), ("fsdp",))
@@ -64,8 +65,8 @@ def main(coordinator: str, process: int, lag: float) -> None:
                 found["last"] = n
         except jaxmp.NonFiniteTrainingError as error:
             found["error"] = str(error)
-    print(json.dumps(found), flush=True)
+    output.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))

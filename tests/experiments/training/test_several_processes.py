@@ -18,6 +18,7 @@ from experiments import language_modeling
 from experiments.training import checkpoints, cli, mesh, processes
 
 STEPS = 24
+AMPLE = 100_000  # for a job that is to be killed or stopped, however late a busy machine comes to it
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def test_two_processes_learn_what_one_learns(alone, folder):
 
 
 def test_the_first_process_alone_shows_and_writes(alone, folder):
-    assert "held-out accuracy" in alone.output(0) and "24/24" in alone.output(0)
-    assert alone.words(0) and alone.words(1) == []
+    assert "held-out accuracy" in alone.said(0) and "24/24" in alone.said(0)
+    assert not alone.said(1)
     assert len(losses(folder / "alone")) == STEPS
     assert {path.name for path in (folder / "alone").iterdir()} == {
         ".lock", "checkpoints", "config.json", "curves.png", "metrics.csv", "summary.json", "summary.md",
@@ -78,41 +79,43 @@ def test_what_two_processes_saved_any_number_of_devices_restores_bit_for_bit(alo
 def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_ends(alone, folder):
     run = folder / "killed"
 
-    job = Job(folder, arguments(folder, "killed"))
+    job = Job(folder, arguments(folder, "killed", steps=AMPLE))
     job.wait_for(lambda: steps(run) > 5 and saving(run))
     job.send(1, signal.SIGKILL)
     killed, other = reversed(job.end())
     assert killed == -signal.SIGKILL and other not in (0, None)
 
-    job = Job(folder, arguments(folder, "killed", "--resume"))
+    job = Job(folder, arguments(folder, "killed", "--resume", steps=AMPLE))
     begun = steps(run)
     job.wait_for(lambda: steps(run) > begun + 2)
     job.send(0, signal.SIGKILL)
     killed, other = job.end()
     assert killed == -signal.SIGKILL and other not in (0, None)
 
-    job = Job(folder, arguments(folder, "killed", "--resume"))
+    job = Job(folder, arguments(folder, "killed", "--resume", steps=AMPLE))
     begun = steps(run)
     job.wait_for(lambda: steps(run) > begun + 2)
     job.send(1, signal.SIGTERM)
     assert job.end() == [0, 0], [job.output(n) for n in range(2)]
-    said = re.search(r"stopped by SIGTERM after step (\d+), which is saved; .* --resume --run-dir (\S+)", job.output(0))
-    assert said and int(said[1]) == last(run).step < STEPS and said[2] == str(run)
+    said = re.search(r"stopped by SIGTERM after step (\d+), which is saved; .* --resume --run-dir (\S+)", job.said(0))
+    assert said and int(said[1]) == last(run).step and said[2] == str(run)
     assert len(losses(run)) == int(said[1]) and not (run / "summary.json").exists()
 
-    job = Job(folder, arguments(folder, "killed", "--resume"))
+    end = max(STEPS, int(said[1]) + 1)  # a busy machine may have let it go on for long
+    job = Job(folder, arguments(folder, "killed", "--resume", steps=end))
     assert job.end() == [0, 0], [job.output(n) for n in range(2)]
-    assert f"resuming {run} at step {said[1]}" in job.output(0)
-    one, other = last(folder / "alone"), last(run)
-    assert one.step == other.step == STEPS and bits(one) == bits(other)
-    assert rows(folder / "alone") == rows(run) and not saving(run)
+    assert f"resuming {run} at step {said[1]}" in job.said(0)
+    assert last(run).step == end and not saving(run)
+    one, other = (checkpoints.read(folder / name / "checkpoints", STEPS) for name in ("alone", "killed"))
+    assert bits(one) == bits(other) and rows(folder / "alone")[:STEPS] == rows(run)[:STEPS]
+    assert end > STEPS or rows(folder / "alone") == rows(run)
 
 
 def test_a_process_that_hangs_ends_all_and_says_where(alone, folder):
-    # On a busy machine a step may take four seconds.
-    job = Job(folder, arguments(folder, "hangs", "--stall-seconds", "8"), hang_at=12)
+    # On a busy machine a step may take 20 seconds.
+    job = Job(folder, arguments(folder, "hangs", "--stall-seconds", "20"), hang_at=12)
     assert all(code not in (0, None) for code in job.end())
-    said = job.output(1)
+    said = job.said(0)
     assert "error: this process has made no step for longer than --stall-seconds allows" in said
     assert "start all again with --resume" in said and "in hanging" in said.split("Where it hangs:")[1]
 
@@ -133,7 +136,7 @@ def test_bad_input_is_one_error_on_every_process_and_none_hangs(folder):
         "folder": "all processes must see the folder of the run, but ",
     }
     for number in range(2):
-        found: dict[str, Any] = json.loads(job.output(number).split("found ")[1].splitlines()[0])
+        found: dict[str, Any] = json.loads(job.said(number).split("found ")[1].splitlines()[0])
         assert found.keys() == expected.keys()
         for name, text in expected.items():
             assert text in found[name], (name, found[name])
