@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.measure import timing
 
@@ -137,7 +138,9 @@ def caches_in(folder: Path) -> Iterator[None]:
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     jax.config.update("jax_compilation_cache_dir", str(folder / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()  # JAX looks for a folder when it first compiles, and keeps to what it found
     try:
         yield
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()

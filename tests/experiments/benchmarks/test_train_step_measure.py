@@ -55,13 +55,13 @@ def test_each_row_is_measured_in_a_process_of_its_own_in_order(tmp_path):
 
 def test_a_process_that_hangs_is_ended_and_the_next_one_has_its_turn(monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", 0.5)
-    hangs = "import sys, time; sys.stdin.readline(); time.sleep(0 if sys.argv[1:] else 100); print('{}')"
+    hangs = "import sys, time; sys.stdin.readline(); time.sleep(0 if sys.argv[1:] else 999); print('{}')"
     commands = {"a": [sys.executable, "-S", "-c", hangs]}
     started = time.monotonic()
     assert [find() for _, find in processes.in_processes(commands)] == [
         {"error": "its process had not ended after 0.5 s"}
     ]
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 500
 
 
 def test_a_process_answers_with_its_findings_once_it_may(monkeypatch, capsys):
@@ -75,7 +75,7 @@ import time
 from experiments.measure import processes
 print("ready", flush=True)
 time.sleep({imports})
-processes.answer(lambda: print("measuring", flush=True) or time.sleep(100))
+processes.answer(lambda: print("measuring", flush=True) or time.sleep(999))
 """
 _RUN = """
 import os, subprocess, sys
@@ -95,7 +95,7 @@ def test_a_row_does_not_outlive_the_run_that_was_killed(imports):
         started = time.monotonic()
         rest = run.stdout.read()  # to its end, and the row has the other one, too
         assert rest in ("", "measuring\n")
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 500
 
 
 def test_a_row_whose_turn_never_came_measures_nothing(monkeypatch, capsys):
@@ -122,6 +122,17 @@ def test_a_row_that_fails_among_the_others_says_why_and_they_go_on(monkeypatch):
     assert list(found) == ["jaxmp-bf16", "hand-bf16", "hand-fp32"]
     assert len(found["jaxmp-bf16"]["milliseconds"]) == 2 and found["jaxmp-bf16"]["loss"] == 2.5
     assert found["hand-bf16"] == found["hand-fp32"] == {"error": "OSError: libcudart.so: cannot open"}
+
+
+def test_what_is_compiled_is_kept_in_a_folder_and_nothing_that_is_compiled_after(tmp_path, monkeypatch):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+    jax.jit(lambda x: x + 1)(1.0)
+    with turns.caches_in(tmp_path):
+        jax.jit(lambda x: x + 2)(1.0)
+    kept = set((tmp_path / "jax").iterdir())
+    jax.jit(lambda x: x + 3)(1.0)
+    assert kept and set((tmp_path / "jax").iterdir()) == kept
 
 
 def test_a_row_without_room_says_so(monkeypatch):
