@@ -58,6 +58,7 @@ IMPORTLIB = SimpleNamespace(import_module=only_tensorboardx)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of the script that shows why float16 needs a loss scale, in float32, on sources of the standard library."""
+    BOARDS.clear()  # of this fixture in an earlier turn of the module
     folder = tmp_path_factory.mktemp("watched")
     config = language_modeling.Config(
         dataset=str(SOURCES), policy="float32", loss_scale="none", steps=4, batch_size=2048, vocabulary=512,
@@ -292,7 +293,7 @@ def test_the_command_counts_a_function(tmp_path, monkeypatch, capsys):
 
 def test_tensorboard_gets_the_metrics_of_each_step_and_what_was_counted(run, monkeypatch):
     _, folder, _ = run
-    (board,) = BOARDS
+    board, *_ = BOARDS
     assert board.closed and board.folder == str(folder / "tensorboard") and board.purge_step is None
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))

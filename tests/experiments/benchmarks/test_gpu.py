@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib
 import importlib.util
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -22,6 +24,12 @@ def on(monkeypatch, tmp_path):
     """Says which device there is; results go to a folder of the test."""
     monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
     return lambda **about: monkeypatch.setattr(gpu, "place", lambda: {**HERE, **about})
+
+
+class Noon(datetime.date):
+    @classmethod
+    def today(cls):
+        return cls(2026, 11, 22)
 
 
 def pieces(monkeypatch, **scripts):
@@ -82,11 +90,23 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes
     slow = "began = folder / 'began'; again = began.exists(); began.touch(); time.sleep(0 if again else 100)"
     part = f"part = folder / 'part'; print('whole' if part.exists() else {kept.UNFINISHED!r}); part.touch()"
     pieces(monkeypatch, part=part, slow=slow, last="pass")
-    config = gpu.Config(smoke=True, minutes=4 / 60, run_dir=tmp_path / "run")
+    now, limits, follow = [0.0], {}, gpu._follow
+
+    def follows(command, log, seconds):
+        """By a clock on which every piece takes a minute, or all that is left: the slow one's end comes sooner."""
+        limits[log.stem] = seconds
+        code, unfinished = follow(command, log, 2.0 if seconds and log.stem == "slow" else seconds)
+        now[0] += seconds if code == gpu.CUT else 60.0
+        return code, unfinished
+
+    monkeypatch.setattr(gpu, "_follow", follows)
+    for module in (gpu, kept):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    config = gpu.Config(smoke=True, minutes=4.0, run_dir=tmp_path / "run")
     gpu.main(config)
     out = capsys.readouterr().out
     assert "== slow: begun, cut: the minutes were up" in out and "to do: part, slow, last; go on with" in out
-    assert states(tmp_path / "run") == {"part": "begun", "slow": "begun"}
+    assert states(tmp_path / "run") == {"part": "begun", "slow": "begun"} and limits == {"part": 240.0, "slow": 180.0}
     gpu.main(dataclasses.replace(config, minutes=0))
     assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
 
@@ -111,7 +131,8 @@ def test_what_is_there_is_copied_to_a_dated_folder_and_the_readme_is_written_aft
     monkeypatch.setattr(gpu, "PIECES", tuple(dataclasses.replace(piece, result=piece.name) for piece in made))
     ran, run = [], subprocess.run
     monkeypatch.setattr(gpu.subprocess, "run", lambda command, **flags: ran.append(command) or run(["true"]))
-    (tmp_path / "results" / f"one-{gpu.datetime.date.today():%Y%m%d}").mkdir(parents=True)  # of another run
+    monkeypatch.setattr(gpu, "datetime", types.SimpleNamespace(date=Noon))  # tests may run at midnight, too
+    (tmp_path / "results" / "one-20261122").mkdir(parents=True)  # of another run
     with pytest.raises(SystemExit, match="1"):
         gpu.main(gpu.Config(minutes=0, run_dir=tmp_path / "run"))
     (folder,) = (tmp_path / "results").glob("one-*-2")
