@@ -64,10 +64,14 @@ class Job:
 
     def wait_for(self, happened: Callable[[], Any]) -> None:
         """Returns when something has happened, which must be while all processes live."""
-        while not happened():
-            assert time.monotonic() < self._started + PATIENCE_S, "it does not happen"
-            assert all(process.is_alive() for process in self.processes), self.errors()
-            time.sleep(0.002)
+        try:
+            while not happened():
+                assert time.monotonic() < self._started + PATIENCE_S, "it does not happen"
+                assert all(process.is_alive() for process in self.processes), self.errors()
+                time.sleep(0.002)
+        except BaseException:
+            self._kill()
+            raise
 
     def send(self, number: int, kind: signal.Signals) -> None:
         os.kill(self.processes[number].pid, kind)
@@ -78,11 +82,14 @@ class Job:
         for process in self.processes:
             process.join(max(0, limit - time.monotonic()))
         codes = [process.exitcode for process in self.processes]
+        self._kill()
+        assert None not in codes, f"a process goes on: {codes}\n{self.errors()}"
+        return codes
+
+    def _kill(self) -> None:
         for process in self.processes:
             process.kill()
         os.close(self._port)
-        assert None not in codes, f"a process goes on: {codes}\n{self.errors()}"
-        return codes
 
     def said(self, number: int) -> str:
         """What the script itself wrote."""

@@ -38,13 +38,13 @@ def alone(folder: Path) -> Job:
     return job
 
 
-def test_two_processes_learn_what_one_learns(alone, folder):
+def test_two_processes_learn_what_one_learns(alone, folder, tmp_path):
     assert jax.device_count() == 4
     with jax.numpy_dtype_promotion("standard"):
-        language_modeling.train(cli.parse(language_modeling.Config, "", arguments(folder, "one", steps=8)))
-    np.testing.assert_allclose(losses(folder / "alone")[:8], losses(folder / "one"), rtol=2e-3)
+        language_modeling.train(cli.parse(language_modeling.Config, "", arguments(folder, str(tmp_path), steps=8)))
+    np.testing.assert_allclose(losses(folder / "alone")[:8], losses(tmp_path), rtol=2e-3)
     assert last(folder / "alone").leaves["opt_state/skipped"] > 0
-    one, two = (json.loads((folder / run / "config.json").read_text()) for run in ("one", "alone"))
+    one, two = (json.loads((run / "config.json").read_text()) for run in (tmp_path, folder / "alone"))
     assert one["precision"] == two["precision"]
 
 
@@ -76,23 +76,23 @@ def test_what_two_processes_saved_any_number_of_devices_restores_bit_for_bit(alo
         assert np.asarray(checkpoints._data(leaf)).tobytes() == checkpoint.leaves[name].tobytes(), name
 
 
-def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_ends(alone, folder):
-    run = folder / "killed"
+def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_ends(alone, folder, tmp_path):
+    run = tmp_path / "killed"
 
-    job = Job(folder, arguments(folder, "killed", steps=AMPLE))
+    job = Job(folder, arguments(folder, str(run), steps=AMPLE))
     job.wait_for(lambda: steps(run) > 5 and saving(run))
     job.send(1, signal.SIGKILL)
     killed, other = reversed(job.end())
     assert killed == -signal.SIGKILL and other not in (0, None)
 
-    job = Job(folder, arguments(folder, "killed", "--resume", steps=AMPLE))
+    job = Job(folder, arguments(folder, str(run), "--resume", steps=AMPLE))
     begun = steps(run)
     job.wait_for(lambda: steps(run) > begun + 2)
     job.send(0, signal.SIGKILL)
     killed, other = job.end()
     assert killed == -signal.SIGKILL and other not in (0, None)
 
-    job = Job(folder, arguments(folder, "killed", "--resume", steps=AMPLE))
+    job = Job(folder, arguments(folder, str(run), "--resume", steps=AMPLE))
     begun = steps(run)
     job.wait_for(lambda: steps(run) > begun + 2)
     job.send(1, signal.SIGTERM)
@@ -102,18 +102,18 @@ def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_
     assert len(losses(run)) == int(said[1]) and not (run / "summary.json").exists()
 
     end = max(STEPS, int(said[1]) + 1)  # a busy machine may have let it go on for long
-    job = Job(folder, arguments(folder, "killed", "--resume", steps=end))
+    job = Job(folder, arguments(folder, str(run), "--resume", steps=end))
     assert job.end() == [0, 0], [job.output(n) for n in range(2)]
     assert f"resuming {run} at step {said[1]}" in job.said(0)
     assert last(run).step == end and not saving(run)
-    one, other = (checkpoints.read(folder / name / "checkpoints", STEPS) for name in ("alone", "killed"))
+    one, other = (checkpoints.read(each / "checkpoints", STEPS) for each in (folder / "alone", run))
     assert bits(one) == bits(other) and rows(folder / "alone")[:STEPS] == rows(run)[:STEPS]
     assert end > STEPS or rows(folder / "alone") == rows(run)
 
 
-def test_a_process_that_hangs_ends_all_and_says_where(alone, folder):
+def test_a_process_that_hangs_ends_all_and_says_where(alone, folder, tmp_path):
     # On a busy machine a step may take 20 seconds.
-    job = Job(folder, arguments(folder, "hangs", "--stall-seconds", "20"), hang_at=12)
+    job = Job(folder, arguments(folder, str(tmp_path / "hangs"), "--stall-seconds", "20"), hang_at=12)
     assert all(code not in (0, None) for code in job.end())
     said = job.said(0)
     assert "error: this process has made no step for longer than --stall-seconds allows" in said
