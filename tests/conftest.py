@@ -29,6 +29,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import hypothesis
 import jax
 import pytest
+from hypothesis.internal.conjecture import providers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -38,6 +39,9 @@ hypothesis.settings.register_profile(
     "jaxmp", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("jaxmp")
+# It would draw numbers of the code of ours that is imported by then, too: others after other tests, or another change.
+assert callable(providers._get_local_constants)
+providers._get_local_constants = providers.Constants
 
 # Tracing makes many objects that live: looking through them every 700 is in vain.
 gc.set_threshold(20_000)
