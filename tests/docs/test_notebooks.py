@@ -11,7 +11,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from places import ROOT
-from traitlets.config import Config
 
 pytestmark = pytest.mark.once
 
@@ -39,12 +38,9 @@ def test_a_notebook_runs_and_draws_what_is_stored_with_it(path, tmp_path, monkey
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     stored = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
-    # Over files: a free port that is chosen for a kernel is another's by the time that it starts, now and then.
-    over_files = Config(KernelManager={"transport": "ipc"})
     NotebookClient(
-        notebook, timeout=600, startup_timeout=600, kernel_name="python3", config=over_files,
-        resources={"metadata": {"path": tmp_path}},
-    ).execute()  # fmt: skip
+        notebook, timeout=600, startup_timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
     assert pictures(notebook) == pictures(stored) > 0
     assert all(cell.execution_count for cell in stored.cells if cell.cell_type == "code")
     losses = [float(line.split("held-out loss ")[1].split(",")[0]) for line in printed(notebook).splitlines()
