@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import float8
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.invariant import same_in_turns, same_results
 from jaxmp._jaxpr.places import Places
-from jaxmp._jaxpr.rebuild import bound, rebuilt
+from jaxmp._jaxpr.rebuild import bound, is_body_alone, rebuilt
 from jaxmp._jaxpr.walk import equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp._mesh_plan import COPIES, Plan, while_tracing, wide
 from jaxmp._specs import as_tuple, require_specs, specs_in
@@ -42,7 +44,7 @@ from jaxmp.engine.trace import Program, arrays_in
 
 _FLOAT32 = np.dtype(np.float32)
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})
-_CALLS = frozenset({"jit", "closed_call", "call", "remat2"})
+_CALLS = frozenset({"jit", "remat2"})
 # What sums the cotangents of its operands by itself, in their dtype; of an unknown primitive nobody knows.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
 _ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # its operands, not their cotangents
@@ -142,6 +144,16 @@ class _Source:
     given: bool = False  # it was gathered before
     half: Any = None
     tap: Any = None
+    _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
+
+    def gathered_again(self, param: Any) -> Any:
+        """The weight, for the backward pass: once for all uses whose derivatives are in one trace."""
+        trace = get_opaque_trace_state()
+        if self._again is None or self._again[0] is not param or self._again[1] != trace:
+            # Without a barrier XLA would keep what the forward pass gathered.
+            half = self.plan.whole(jax.lax.optimization_barrier(param), self.spec, self.dtype)
+            self._again = param, trace, half
+        return self._again[2]
 
     def gathered(self) -> tuple[Any, Any]:
         """The weight, and its tap."""
@@ -271,7 +283,8 @@ def _readers(jaxpr: Any, var: Any) -> list[tuple[Any, int]]:
 
 
 def _is_alone(jaxpr: Any, var: Any) -> bool:
-    return len(_readers(jaxpr, var)) == 1
+    readers = _readers(jaxpr, var)
+    return len(readers) == 1 and readers[0][0] is not None
 
 
 def _read_in(jaxpr: Any, var: Any, around: reading.Names = ()) -> tuple[set[Any], set[int]]:
@@ -347,21 +360,29 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         return use.followed(eqn)
     if _is_copying(eqn):
         return [use.copies(eqn.outvars[0].aval.dtype)]
-    if len(uses) == 1 and (name == "dot_general" or (name, position) in _BY_ROWS):
+    if len(uses) == 1 and not all(are_fixed) and (name == "dot_general" or (name, position) in _BY_ROWS):
         return [_by_rows(eqn, position, use, given)]
     if (recipe := float8.recipe_of(eqn)) and (result := _in_float8(eqn, recipe, given)) is not None:
         return [result]
     bodies = reading.bodies_of(eqn)
+    if bodies is not None and is_body_alone(eqn):
+        jaxpr, consts = reading.opened(bodies.jaxprs[0])
+        for position, use in uses:
+            use.source.is_alone &= _is_alone(jaxpr, jaxpr.invars[position])
+        return _results(jaxpr, consts, given, are_fixed)
     if bodies is not None and (bodies.kind == "scan" or name in _CALLS):
         return _entered(eqn, bodies, given, are_fixed)
     operands = list(given)
     sums = not all(are_fixed) and name not in _ACCUMULATES and classify(name) in _SUMS
     for position, use in uses:
-        operands[position] = _read_whole(use, eqn, position, sums)
+        if sums:
+            _require_wide(use, eqn, position)
+        operands[position] = _read_whole(use, eqn, position)
+    of_weights = same_results(eqn, _are_weights(given, are_fixed))
 
-    def is_weight(result: Any) -> bool:
+    def is_weight(n: int, result: Any) -> bool:
         """A slice by a loop's counter is one, and so is what has the elements of one, masked, with noise, scaled."""
-        if _are_weights(given, are_fixed) or name == "dynamic_slice":
+        if of_weights[n] or name == "dynamic_slice":
             return True
         is_alike = (result.shape == eqn.invars[n].aval.shape and result.size == use.size for n, use in uses)
         is_split = use.source.plan.is_split(jax.typeof(result).sharding.spec)
@@ -370,29 +391,34 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
     results = bound(eqn, operands, eqn.params)
     return [
         _weight(use.source, each, name == "dynamic_slice" or all(are_fixed))
-        if _tree.is_float_array(each) and is_weight(each)
+        if _tree.is_float_array(each) and is_weight(n, each)
         else each
-        for each in results
+        for n, each in enumerate(results)
     ]
 
 
-def _read_whole(use: _Use, eqn: Any, position: int, sums: bool) -> Any:
-    """A weight for an equation that takes all of it, and maybe sums its cotangents."""
+def _read_whole(use: _Use, eqn: Any, position: int) -> Any:
+    """A weight for an equation that takes all of it."""
+    aval, out = eqn.invars[position].aval, eqn.outvars[0].aval
+    repeats = eqn.primitive.name in BROADCAST and aval.shape != out.shape
+    return use.read(aval.dtype, out.shape if repeats else None)
+
+
+def _require_wide(use: _Use, eqn: Any, position: int) -> None:
+    """Raises if an equation sums the cotangents of a weight in half."""
     name, aval = eqn.primitive.name, eqn.invars[position].aval
     inside = (var.aval for jaxpr in jaxprs_in(eqn) for each in equations(jaxpr) for var in each.outvars)
     halves = [each.dtype.name for each in (aval, *inside) if is_half(getattr(each, "dtype", np.int32))]
-    if sums and halves and use.source.plan.reduce_dtype == _FLOAT32:
+    if halves and use.source.plan.reduce_dtype == _FLOAT32:
         raise ValueError(
             f"the gradient of {use.source.name!r} cannot be reduced in float32: it goes in {aval.dtype.name} "
             f"into {name} at {reading.user_source_of(eqn)}, which computes it in {halves[0]}; compute in float32 "
             f"there, or make_train_step(…, reduce_dtype={halves[0]!r})"
         )
-    repeats = name in BROADCAST and aval.shape != eqn.outvars[0].aval.shape
-    return use.read(aval.dtype, eqn.outvars[0].aval.shape if repeats else None)
 
 
-def _are_weights(given: Sequence[Any], are_fixed: Sequence[bool]) -> bool:
-    return all(known or isinstance(each, _Use) for each, known in zip(given, are_fixed, strict=True))
+def _are_weights(given: Sequence[Any], are_fixed: Sequence[bool]) -> list[bool]:
+    return [known or isinstance(each, _Use) for each, known in zip(given, are_fixed, strict=True)]
 
 
 def _weight(of: _Source, value: Any, is_fixed: bool) -> _Use:
@@ -404,14 +430,17 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
     """The results of a call or a scan: what only it reads is gathered in its body, and so are slices of a turn."""
     jaxpr, consts = reading.opened(bodies.jaxprs[0])
     operands, inside, sliced = list(given), dict[int, _Use](), set[int]()
-    is_carried = [bodies.kind == "scan" and not _enters_scan(bodies, n) for n in range(len(given))]
+    is_scan = bodies.kind == "scan"
+    carry = range(bodies.start, bodies.start + bodies.carry)
+    known = same_in_turns(bodies, are_fixed) if is_scan else are_fixed
+    of = next(each.source for each in given if isinstance(each, _Use))
     for position, use in enumerate(given):
         if not isinstance(use, _Use):
             continue
         source = use.source
-        is_turn = bodies.kind == "scan" and position >= bodies.start + bodies.carry
-        if is_carried[position]:
-            operands[position] = _read_whole(use, eqn, position, sums=not all(are_fixed))
+        is_turn = is_scan and position >= carry.stop
+        if position in carry:
+            operands[position] = _read_whole(use, eqn, position)
             continue
         inside[position], operands[position] = use, source.param
         if is_turn and (use.moves or any(source.spec[:1])):
@@ -421,9 +450,9 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
             if source.given:
                 half, tap = source.gathered()
                 operands[position] = source.param, half, jnp.moveaxis(tap, 1, 0)
-        elif bodies.kind == "scan" or not source.is_alone:
+        elif is_scan or not source.is_alone:
             source.gathered()
-            source.gathers_again &= bodies.kind != "scan"  # or each turn would
+            source.gathers_again &= eqn.primitive.name == "jit"  # or each turn would, and each remat
 
     outside, ends = dict[_Source, _Source](), list[Any]()
 
@@ -431,7 +460,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
         values = list(args)
         for position, use in inside.items():
             source, var = use.source, jaxpr.invars[position]
-            is_turn = bodies.kind == "scan" and position >= bodies.start + bodies.carry
+            is_turn = is_scan and position >= carry.stop
             own = use
             if position in sliced:  # of whole weights: each is one of its own
                 own = dataclasses.replace(_weight(source, args[position], use.is_fixed), rounded=use.rounded)
@@ -442,26 +471,36 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
                 mine.gathers_again &= eqn.primitive.name != "remat2"  # which frees what it saw
                 own = dataclasses.replace(use, source=mine)
             values[position], outside[own.source] = own, source
-        ends[:] = _results(jaxpr, consts, values, [f and not c for f, c in zip(are_fixed, is_carried, strict=True)])
-        if bodies.kind == "scan":
+        found: Any = {n for n in carry if known[n] and _tree.is_float_array(args[n])}
+        while found is not None:  # what a turn makes a weight is one in the next
+            for n in found:
+                values[n] = _weight(of, args[n], known[n])
+            ends[:] = _results(jaxpr, consts, values, known)
+            made = {n for n, end in zip(carry, ends, strict=False) if isinstance(end, _Use)}
+            found = {n for n in made if not isinstance(values[n], _Use)} or None
+        for n in carry:
+            if isinstance(given[n], _Use) and not isinstance(values[n], _Use):
+                _require_wide(given[n], eqn, n)
+        if is_scan:
             return _plain(ends, jaxpr)
         return [end.source.param if isinstance(end, _Use) else end for end in ends]
 
     def weight(end: _Use, result: Any) -> _Use:
         """What comes out is a weight still."""
-        if bodies.kind == "scan":
+        if is_scan:
             return _weight(end.source, result, end.is_fixed)
         made = dataclasses.replace(end.source, param=result, half=None, tap=None)
         return dataclasses.replace(end, source=outside.get(end.source, made))
 
     results = rebuilt(eqn, bodies, [run], _NO_RULE)(*operands)
-    if bodies.kind == "scan" and _are_weights(given, are_fixed):
-        use = next(each for each in given if isinstance(each, _Use))
-        known = all(are_fixed)
-        return [_weight(use.source, each, known) if _tree.is_float_array(each) else each for each in results]
+    of_weights, are_same = same_results(eqn, _are_weights(given, are_fixed)), same_results(eqn, are_fixed)
     return [
-        weight(end, each) if n >= bodies.carry and isinstance(end, _Use) else each
-        for n, (end, each) in enumerate(zip(ends, results, strict=True))
+        weight(end, each)
+        if isinstance(end, _Use)
+        else _weight(of, each, is_same)
+        if is_weight and _tree.is_float_array(each)
+        else each
+        for end, each, is_weight, is_same in zip(ends, results, of_weights, are_same, strict=True)
     ]
 
 
@@ -490,7 +529,8 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
         weight = jax.ShapeDtypeStruct(aval.shape, dtype)
         pull = jax.linear_transpose(lambda weight: computed(weight, others, _anywhere(eqn.params)), weight)
         cotangent = cotangent.astype(dtype) if name == "gather" else cotangent
-        return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, use.source.wide))
+        wide = use.source.wide
+        return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, wide, dims is None))
 
     source = use.source
     keeps = not (source.gathers_again and plan.is_split(source.spec))
@@ -504,9 +544,7 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
 
     def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
         half, others = kept
-        if not keeps:
-            half = jax.lax.optimization_barrier(half)  # or XLA would keep the first
-            half = plan.whole(half, source.spec, source.dtype)
+        half = half if keeps else source.gathered_again(half)
         floats = [n for n, value in enumerate(others) if _tree.is_float_array(value)]
 
         def of_floats(*values: Any) -> Any:
@@ -526,7 +564,7 @@ def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
         return gradient, None, None, *rest
 
     by_rows.defvjp(forward_and_kept, backward)
-    return by_rows(source.param if dims is None else tap, half, jax.lax.stop_gradient(source.param), *others)
+    return by_rows(source.param if dims is None else tap, half, None if keeps else source.param, *others)
 
 
 def _in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
@@ -607,15 +645,22 @@ def _rows_of(eqn: Any, position: int, other: Any, plan: Plan) -> tuple[int, int]
     return pairs[0] if pairs else None
 
 
-def _in_wide(fun: Callable[[Any], Any], cotangent: Any, dtype: np.dtype) -> Any:
-    """``fun``, the transpose of a product, with results in ``dtype``, float32 or wider, of half operands."""
+def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole: bool = False) -> Any:
+    """``fun``, the transpose of a product, with results in ``dtype``, float32 or wider, of half operands.
+
+    Convolutions have half results, as cuDNN makes no others; those over the rows of all devices (``is_whole``), which
+    XLA divides, are computed in ``dtype``.
+    """
     jaxpr, consts = reading.opened(jax.make_jaxpr(fun)(cotangent))
 
     def equation(eqn: Any, operands: list[Any]) -> list[Any]:
-        if eqn.primitive.name == "convert_element_type":
+        name = eqn.primitive.name
+        if name == "convert_element_type":
             return operands
-        is_product = eqn.primitive.name == "dot_general"
-        preferred = {"preferred_element_type": dtype} if is_product else {}
-        return bound(eqn, operands, {**eqn.params, **preferred})
+        if name == "conv_general_dilated" and is_whole:
+            operands = [value.astype(dtype) for value in operands]
+        elif name != "dot_general":
+            return bound(eqn, operands, eqn.params)
+        return bound(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
 
     return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(dtype)

@@ -200,6 +200,29 @@ class TestNumbers:
         one, many = after_five(steps, states, batch)
         assert differences(one.params, many.params) <= 2e-6
 
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize("options", [{}, {"reduce": "once"}], ids=["each", "once"])
+    def test_a_weight_of_many_uses(self, kind, options):
+        """Side by side, in calls of calls, in loops, computed again, for each example, in a branch."""
+        jitted, again = jax.jit(lambda x, w: jnp.tanh(x @ w)), jax.checkpoint(lambda x, w: jnp.sin(x @ w))
+
+        def loss_fn(params, model_state, x, rng):
+            w = params["w"]
+            x = jitted(jax.jit(lambda x, w: again(jitted(x, w), w))(x, w), w.T)
+            x, _ = jax.lax.scan(lambda x, _: (jitted(again(x, w), w), None), x, None, length=2)
+            x, _ = jax.lax.scan(lambda x, w: (jitted(jitted(x, w), w), None), x, jnp.stack([w, w]))
+            x = jax.vmap(lambda x: jitted(again(x, w), w))(x)
+            x = jax.lax.cond(jnp.mean(x) > 0, lambda x, w: again(jitted(x, w), w), lambda x, w: jitted(x, w), x, w)
+            return jnp.mean((x @ w) ** 2), model_state
+
+        def make_params():
+            return {"w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 16)) / 4, jnp.float32)}
+
+        batch = np.random.default_rng(1).normal(size=(BATCH, 16)).astype(np.float32)
+        steps, states = pair(make_params, loss_fn, mesh_of(kind), {"w": P("fsdp")}, {"accumulate_steps": 2}, **options)
+        one, many = after_five(steps, states, batch)
+        assert differences(one.params, many.params) <= 2e-6
+
     def test_looped_blocks(self):
         model = MODEL.clone(layers=2, loop=True, remat="full")
         mesh = mesh_of()
@@ -424,6 +447,11 @@ def wire(step, state, batch, mesh):
     return gathers, reductions
 
 
+def where(eqn):
+    """The spec of what an equation lays out."""
+    return next(eqn.params[name] for name in ("sharding", "dst_sharding") if name in eqn.params).spec
+
+
 class TestDtypes:
     """In the program: a CPU widens half collectives."""
 
@@ -515,20 +543,165 @@ class TestDtypes:
         (one, seen), (many, _) = (step(state, batch) for step, state in zip(steps, states, strict=True))
         assert differences(one.params, many.params) <= 1e-3 and not seen["skipped"]
 
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize(
+        ("how", "count"),
+        [
+            ("side by side", 2),
+            ("einsum", 2),
+            ("calls of calls", 2),
+            ("calls and computed again", 2),
+            ("computed again", 1),  # it has the weight at hand
+            ("turns of a loop", 1),
+            ("a loop over layers", 2),
+            ("each example", 2),
+            ("around code of its own", 2),
+            ("tied", 1),  # rows are looked up without the table's gradient
+            ("autocast", 2),
+            ("linen", 2),
+            ("nnx", 2),
+        ],
+    )
+    def test_weights_of_several_uses_are_gathered_once_in_a_pass(self, how, count, kind):
+        """Once for all passes if the gradients of microbatches are reduced once."""
+
+        def layer(x, w):
+            return jnp.sin(jnp.tanh(x @ w))
+
+        @jax.custom_vjp
+        def own(x):
+            return 2 * x
+
+        own.defvjp(lambda x: (own(x), None), lambda _, cotangent: (2 * cotangent,))
+        jitted, again, shape = jax.jit(layer), jax.checkpoint(layer), (WIDTH, WIDTH)
+        twice = jax.jit(lambda x, w: jitted(jitted(x, w), w))
+        model = jaxmp.linen.apply_policy(nn.Dense(WIDTH, use_bias=False), "mixed_bfloat16")
+        linear = nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0)))
+        graphdef, _ = nnx.split(jaxmp.nnx.apply_policy(linear, "mixed_bfloat16"))
+        apply = {
+            "linen": lambda x, w: jnp.sin(model.apply({"params": {"kernel": w}}, x)),
+            "nnx": lambda x, w: jnp.sin(nnx.merge(graphdef, {"kernel": w})(x)),
+            "einsum": lambda x, w: jnp.sin(jnp.einsum("bi,ij->bj", x, w)),
+            "each example": jax.vmap(jitted, (0, None)),
+            "around code of its own": lambda x, w: own(jitted(own(x), w)),
+            "computed again": again,
+        }.get(how, layer)
+
+        def loss_fn(params, model_state, x, rng):
+            w = params["w"] if how in ("autocast", "linen", "nnx") else params["w"].astype("bfloat16")
+            x = x if how in ("autocast", "linen", "nnx") else x.astype("bfloat16")
+            if how == "tied":
+                x = jnp.sin(w[jnp.arange(len(x))]) @ w.T
+            elif how == "calls of calls":
+                x = twice(twice(x, w), w)
+            elif how == "calls and computed again":
+                x = twice(jax.jit(lambda x, w: again(jitted(x, w), w))(x, w), w)
+            elif how == "turns of a loop":
+                x, _ = jax.lax.scan(lambda x, _: (again(jitted(x, w), w), None), x, None, length=2)
+            elif how == "a loop over layers":
+                x, _ = jax.lax.scan(lambda x, w: (twice(x, w), None), x, params["w"].astype("bfloat16"))
+            else:
+                x = apply(apply(x, w), w)
+            return jnp.mean(x.astype("float32") ** 2), model_state
+
+        mesh, specs, more = mesh_of(kind), {"w": P("fsdp")}, {}
+        if how == "a loop over layers":
+            shape, specs = (LAYERS, *shape), {"w": P(None, "fsdp")}
+        if how == "autocast":
+            more = {"policy": "mixed_bfloat16"}
+        state = sharding.init_state(lambda: {"w": jnp.ones(shape)}, tx_of(), mesh, specs)
+        batch = jax.device_put(np.ones((2 * BATCH, WIDTH), np.float32), NamedSharding(mesh, P("fsdp")))
+        for own_options, expected in (
+            ({}, count),
+            ({"accumulate_steps": 2}, count),
+            ({"accumulate_steps": 2, "reduce": "once"}, 1),
+        ):
+            step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, **own_options, **more)
+            with jax.set_mesh(mesh):
+                program = jax.make_jaxpr(step._step)(state, batch)
+            last = shape if "reduce" in own_options else shape[-2:]
+            moved = [eqn for eqn in equations(program) if eqn.primitive.name in ("sharding_constraint", "reshard")]
+            moved = [eqn for eqn in moved if eqn.outvars[0].aval.shape == last and not any(where(eqn))]
+            assert [eqn.outvars[0].aval.dtype.name for eqn in moved] == expected * ["bfloat16"], own_options
+
+    @pytest.mark.parametrize(
+        "how",
+        [
+            "a convolution of one example",
+            "a convolution of groups of examples",
+            "carried",
+            "carried in half",
+            "changed by what is carried",
+            "changed by the batch",
+            "from zeros",
+            "in a loop in a loop",
+            "times a constant",
+            "one of two",
+        ],
+    )
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_sums_of_gradients_are_those_of_float32(self, how, kind):
+        """Of integers, which bfloat16 does not hold from 257 on: what each device adds it does."""
+
+        def loss_of(half):
+            def looped(turn, x, weight):
+                """The sum of the products with what is carried."""
+
+                def added(carry, _):
+                    total, weight = carry
+                    return (total + (x @ weight.astype(half)).astype("float32"), turn(weight)), None
+
+                start = jnp.zeros_like(x, "float32"), weight
+                return jax.lax.scan(added, start, None, length=1 if how == "carried in half" else 2)[0][0]
+
+            def loss_fn(params, model_state, batch, rng):
+                w, x, zeros = params["w"], batch.astype(half), jnp.zeros((4, 4))
+                if how.startswith("a convolution"):
+                    groups = 4 if how.endswith("examples") else 1
+                    x = x.reshape((-1, 2, 2, 1) if groups > 1 else (1, -1, 4, 1))
+                    numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "batch_group_count": groups}
+                    weight = w.reshape(2, 2, 1, 4).astype(half)
+                    y = jax.lax.conv_general_dilated(x, weight, (1, 1), "SAME", **numbers)
+                elif how == "times a constant":
+                    y = x @ (np.eye(4, dtype=np.float32) @ w).astype(half)
+                elif how == "one of two":
+                    y = x @ jax.lax.cond(jnp.sum(batch) > 0, lambda w: 1 * w, lambda w: 2 * w, w).astype(half)
+                elif how == "in a loop in a loop":
+                    y = looped(lambda c: jax.lax.scan(lambda c, _: (c + w, None), c, None, length=1)[0], x, zeros)
+                else:
+                    turn = {
+                        "changed by what is carried": lambda c: np.eye(4, dtype=np.float32) @ c + w,
+                        "changed by the batch": lambda c: c * (1 + 0 * jnp.mean(batch)) + w,
+                        "from zeros": lambda c: c + w,
+                    }.get(how, lambda c: 2 * c)
+                    start = w if how.startswith("carried") else zeros
+                    y = looped(turn, x, start.astype(half if how == "carried in half" else "float32"))
+                return jnp.sum(y.astype("float32")), model_state
+
+            return loss_fn
+
+        params, mesh, specs = {"w": jnp.zeros((4, 4))}, mesh_of(kind), {"w": P("fsdp")}
+        batch = np.random.default_rng(0).integers(0, 3, (512, 4)).astype(np.float32)
+        exact = jax.grad(lambda params: loss_of("float32")(params, None, batch, None)[0])(params)["w"]
+        exact = exact.astype("bfloat16").astype("float32") if how == "carried in half" else exact
+        state = sharding.init_state(lambda: params, optax.sgd(1.0), mesh, specs)
+        state, _ = jaxmp.make_train_step(loss_of("bfloat16"), mesh=mesh, specs=specs)(state, batch)
+        np.testing.assert_array_equal(-np.asarray(state.params["w"]), exact)
+
     def test_what_sums_cotangents_of_a_half_weight_by_itself_is_an_error(self):
         def in_groups(params, model_state, batch, rng):
             weights = params["w"].astype("bfloat16")[None]
             sizes = jnp.full((1,), BATCH, jnp.int32)
             return jnp.mean(jax.lax.ragged_dot(batch.astype("bfloat16"), weights, sizes) ** 2).astype("float32"), None
 
-        def carried(params, model_state, batch, rng):
-            start = batch.astype("bfloat16"), params["w"].astype("bfloat16")
-            x, _ = jax.lax.fori_loop(0, 2, lambda _, carry: (carry[0] @ carry[1], -carry[1]), start)
-            return jnp.mean(x.astype("float32") ** 2), None
+        def learned_in_a_loop(params, model_state, batch, rng):
+            """Each turn makes another weight of it, by the examples."""
 
-        def cast_in_a_loop(params, model_state, batch, rng):
-            start = batch.astype("bfloat16"), params["w"]
-            x, _ = jax.lax.fori_loop(0, 2, lambda _, carry: (carry[0] @ carry[1].astype("bfloat16"), -carry[1]), start)
+            def turn(_, carry):
+                x, w = carry
+                return x @ w.astype("bfloat16"), w @ (batch.T @ batch)
+
+            x, _ = jax.lax.fori_loop(0, 2, turn, (batch.astype("bfloat16"), params["w"]))
             return jnp.mean(x.astype("float32") ** 2), None
 
         def of_each_example(params, model_state, batch, rng):  # or a mask on a weight
@@ -538,8 +711,7 @@ class TestDtypes:
         state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
         for loss_fn, dtype, name in (
             (in_groups, "bfloat16", "ragged_dot_general"),
-            (carried, "bfloat16", "scan"),
-            (cast_in_a_loop, "float32", "scan"),
+            (learned_in_a_loop, "float32", "scan"),
             (of_each_example, "bfloat16", "dot_general"),
         ):
             step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(), specs={"w": P("fsdp")})

@@ -1,15 +1,15 @@
-"""What is the same in all turns of a loop, computed once before it."""
+"""What is the same in all turns of a loop, computed once before it; and what is the same for all examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax._src.interpreters.partial_eval import partial_eval_jaxpr_custom
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmp._jaxpr.reading import evaluate, opened
+from jaxmp._jaxpr.reading import Bodies, bodies_of, evaluate, is_literal, opened
 
 
 def hoisted(
@@ -33,3 +33,37 @@ def hoisted(
     kept, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
     turn = turn if kept else jaxpr  # JAX's splitting marks what is computed again as differentiated
     return lambda *args: jax.tree.unflatten(tree, evaluate(turn, consts, [*kept, *jax.tree.leaves(args)]))
+
+
+def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
+    """Which results of an equation depend on no example, of which operands do not."""
+    bodies = bodies_of(eqn)
+    if bodies is None or bodies.kind == "while":
+        return [all(are_same)] * len(eqn.outvars)
+    skipped = int(bodies.kind == "cond")  # the index, which picks one
+    are_same = same_in_turns(bodies, are_same) if bodies.kind == "scan" else are_same[skipped:]
+    return [all(each) for each in zip(*(_same_ends(jaxpr, are_same) for jaxpr in bodies.jaxprs), strict=True)]
+
+
+def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
+    jaxpr, _ = opened(body)
+    known = {*jaxpr.constvars, *(var for var, is_same in zip(jaxpr.invars, are_same, strict=True) if is_same)}
+
+    def is_known(atom: Any) -> bool:
+        return is_literal(atom) or atom in known
+
+    for eqn in jaxpr.eqns:
+        ends = same_results(eqn, [is_known(atom) for atom in eqn.invars])
+        known.update(var for var, is_same in zip(eqn.outvars, ends, strict=True) if is_same)
+    return [is_known(atom) for atom in jaxpr.outvars]
+
+
+def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
+    """As it is in every turn of a scan: what is carried changes."""
+    before, now = list[bool](), list(are_same)
+    while now != before:
+        before, ends = now, _same_ends(bodies.jaxprs[0], now)
+        stop = bodies.start + bodies.carry
+        carry = [a and b for a, b in zip(now[bodies.start : stop], ends, strict=False)]
+        now = [*now[: bodies.start], *carry, *now[stop:]]
+    return now

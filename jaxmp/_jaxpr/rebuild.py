@@ -104,15 +104,26 @@ def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]
     return params
 
 
-def _jit(params: Any, function: Body) -> Body:
-    options: dict[str, Any] = {"keep_unused": params["keep_unused"]}
+def is_body_alone(eqn: Any) -> bool:
+    """Whether an equation is its body and no more: such as a ``jit`` that says nothing of how it is compiled."""
+    return eqn.primitive.name in _OPENED or (eqn.primitive.name == "jit" and not _compiled_as(eqn.params))
+
+
+def _compiled_as(params: Any) -> dict[str, Any]:
+    """What a ``jit`` says of shardings and of the compiler."""
+    options: dict[str, Any] = {}
     for option in ("in_shardings", "out_shardings"):
         if not all(map(_is_unspecified, params[option])):
             options[option] = tuple(None if _is_unspecified(sharding) else sharding for sharding in params[option])
-    if params["inline"] is not False and getattr(params["inline"], "name", "") != "AUTO":  # an enum from 0.11.2 on
-        options["inline"] = params["inline"]
     if params["compiler_options_kvs"]:
         options["compiler_options"] = dict(params["compiler_options_kvs"])
+    return options
+
+
+def _jit(params: Any, function: Body) -> Body:
+    options = {"keep_unused": params["keep_unused"], **_compiled_as(params)}
+    if params["inline"] is not False and getattr(params["inline"], "name", "") != "AUTO":  # an enum from 0.11.2 on
+        options["inline"] = params["inline"]
     # A tuple, as the shardings of results are.
     return jax.jit(named(lambda *args: tuple(function(*args)), params["name"]), **options)
 
