@@ -370,7 +370,7 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         for position, use in uses:
             use.source.is_alone &= _is_alone(jaxpr, jaxpr.invars[position])
         return _results(jaxpr, consts, given, are_fixed)
-    if bodies is not None and (bodies.kind == "scan" or name in _CALLS):
+    if bodies is not None and (bodies.kind in ("scan", "cond") or name in _CALLS):
         return _entered(eqn, bodies, given, are_fixed)
     operands = list(given)
     sums = not all(are_fixed) and name not in _ACCUMULATES and classify(name) in _SUMS
@@ -427,10 +427,11 @@ def _weight(of: _Source, value: Any, is_fixed: bool) -> _Use:
 
 
 def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
-    """The results of a call or a scan: what only it reads is gathered in its body, and so are slices of a turn."""
-    jaxpr, consts = reading.opened(bodies.jaxprs[0])
+    """The results of a call, a scan or a branch: what only it reads is gathered in it, and so are slices of a turn."""
+    is_scan, is_cond = bodies.kind == "scan", bodies.kind == "cond"
+    of_weights, are_same = same_results(eqn, _are_weights(given, are_fixed)), same_results(eqn, are_fixed)
+    index, given, are_fixed = given[:is_cond], given[is_cond:], are_fixed[is_cond:]
     operands, inside, sliced = list(given), dict[int, _Use](), set[int]()
-    is_scan = bodies.kind == "scan"
     carry = range(bodies.start, bodies.start + bodies.carry)
     known = same_in_turns(bodies, are_fixed) if is_scan else are_fixed
     of = next(each.source for each in given if isinstance(each, _Use))
@@ -456,7 +457,8 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
 
     outside, ends = dict[_Source, _Source](), list[Any]()
 
-    def run(*args: Any) -> list[Any]:
+    def run(body: Any, *args: Any) -> list[Any]:
+        jaxpr, consts = reading.opened(body)
         values = list(args)
         for position, use in inside.items():
             source, var = use.source, jaxpr.invars[position]
@@ -481,6 +483,8 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
         for n in carry:
             if isinstance(given[n], _Use) and not isinstance(values[n], _Use):
                 _require_wide(given[n], eqn, n)
+        if is_cond:
+            ends[:] = _plain(ends, jaxpr)
         if is_scan:
             return _plain(ends, jaxpr)
         return [end.source.param if isinstance(end, _Use) else end for end in ends]
@@ -492,8 +496,8 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
         made = dataclasses.replace(end.source, param=result, half=None, tap=None)
         return dataclasses.replace(end, source=outside.get(end.source, made))
 
-    results = rebuilt(eqn, bodies, [run], _NO_RULE)(*operands)
-    of_weights, are_same = same_results(eqn, _are_weights(given, are_fixed)), same_results(eqn, are_fixed)
+    functions = [functools.partial(run, body) for body in bodies.jaxprs]
+    results = rebuilt(eqn, bodies, functions, _NO_RULE)(*index, *operands)
     return [
         weight(end, each)
         if isinstance(end, _Use)

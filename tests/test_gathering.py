@@ -637,6 +637,7 @@ class TestDtypes:
             "in a loop in a loop",
             "times a constant",
             "one of two",
+            "used in a branch",
         ],
     )
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -666,6 +667,8 @@ class TestDtypes:
                     y = x @ (np.eye(4, dtype=np.float32) @ w).astype(half)
                 elif how == "one of two":
                     y = x @ jax.lax.cond(jnp.sum(batch) > 0, lambda w: 1 * w, lambda w: 2 * w, w).astype(half)
+                elif how == "used in a branch":
+                    y = jax.lax.cond(jnp.sum(batch) > 0, lambda x: x @ w.astype(half), lambda x: x, x)
                 elif how == "in a loop in a loop":
                     y = looped(lambda c: jax.lax.scan(lambda c, _: (c + w, None), c, None, length=1)[0], x, zeros)
                 else:
@@ -883,6 +886,32 @@ class TestForEightGPUs:
         assert {row.dtype for row in reduced} == {"float32"}
         # Positions are summed over the batch, too.
         assert 4 * split <= sum(row.bytes for row in reduced) <= 4 * (split + sequence * width)
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_a_weight_of_several_uses_is_gathered_once_in_a_pass(self, kind):
+        """Bare, in a call, in a call of a call; XLA keeps none of the forward pass for the backward pass."""
+        mesh, width, names = jax.sharding.AbstractMesh((8,), ("fsdp",), (kind,)), 256, "ab"
+        layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+        def loss_fn(params, model_state, x, rng):
+            for name in 2 * names:
+                x = jnp.tanh(layer(jax.jit(layer)(x, params[name]), params[name]) @ params[name].T)
+            return jnp.mean(x**2), model_state
+
+        def placed(leaf, spec):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        params = dict.fromkeys(names, jax.ShapeDtypeStruct((width, width), "float32"))
+        state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx_of()), params)
+        specs = sharding.fsdp_specs(state, mesh, min_size=512)
+        state = jax.tree.map(placed, state, specs)
+        batch = placed(jax.ShapeDtypeStruct((64, width), "float32"), P("fsdp"))
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs.params, policy="mixed_bfloat16")
+        rows = sharding.collectives(targets.compiled(step, (state, batch), "h200")).rows
+        # XLA may put several arrays into one gather.
+        gathered = [(row.dtype, row.bytes) for row in rows for _ in range(row.count) if row.kind == "all-gather"]
+        assert {dtype for dtype, _ in gathered} == {"bfloat16"}
+        assert sum(size for _, size in gathered) == 2 * len(names) * 2 * width**2
 
     def test_over_an_axis_that_splits_products_go_sums_of_activations_alone(self):
         """A layer split by its columns and one by its rows: no weight, no gradient, no activation is gathered there."""
