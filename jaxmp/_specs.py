@@ -110,6 +110,11 @@ def specs_in(specs: Any) -> list[PartitionSpec]:
 
 
 def as_tuple(entry: Any) -> tuple[str, ...]:
+    if entry is PartitionSpec.UNCONSTRAINED:
+        raise ValueError(
+            "a spec says over which axes of the mesh each axis of an array is split, got P.UNCONSTRAINED, which leaves "
+            "it to XLA; write None for an axis that stays whole"
+        )
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 

@@ -79,6 +79,7 @@ def fsdp_specs(
     Raises:
       ValueError: the mesh has no such axis; a pattern matches nothing; a rule's spec has more axes than the leaf, names
         an axis that is not there or one twice, or does not divide the leaf.
+      TypeError: a leaf is a number, no array; a rule gives no spec.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
     >>> shapes = jax.eval_shape(lambda: {"kernel": jnp.ones((512, 1024)), "bias": jnp.ones(1024)})
@@ -92,6 +93,11 @@ def fsdp_specs(
     rules, stacked = dict(rules or {}), as_tuple(stacked)
     leaves = jax.tree.leaves_with_path(shapes)
     paths = [parts_of(path) for path, _ in leaves]
+    if bare := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, "shape")]:
+        raise TypeError(
+            f"params are arrays or ShapeDtypeStructs, got {bare[0][1]!r} at {_tree.path_name(bare[0][0])!r}; take "
+            "jax.eval_shape(make_params), which makes shapes of numbers too"
+        )
     for pattern in (*rules, *stacked):
         require_match(pattern, paths)
     for pattern, rule in rules.items():
@@ -450,12 +456,20 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = Non
       compiled: ``jax.jit(fun).lower(*args).compile()``, the arguments on a mesh.
       program: its text, where that is read already.
 
+    Raises:
+      TypeError: it is not compiled.
+
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))
     >>> moved = collectives(jax.jit(jnp.sum).lower(x).compile())
     >>> [(row.kind, row.dtype, row.axis, row.bytes) for row in moved.rows]
     [('all-reduce', 'float32', 'fsdp', 4)]
     """
+    if not hasattr(compiled, "input_shardings"):
+        raise TypeError(
+            f"what moves is decided as a program is compiled, got {type(compiled).__name__}; pass "
+            "jax.jit(fun).lower(*args).compile(), of a train step step.jitted.lower(state, batch).compile()"
+        )
     mesh = next((s.mesh for s in jax.tree.leaves(compiled.input_shardings) if isinstance(s, NamedSharding)), None)
     program = program or hlo.Program(str(compiled.as_text()))
     counts: collections.Counter[Any] = collections.Counter()

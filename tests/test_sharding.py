@@ -130,6 +130,7 @@ class TestSpecs:
             ({"rules": {"type:Dense": P()}}, "params have no modules, got 'type:Dense'"),
             ({"rules": {"**/kernel": P("tensor")}}, "which has 'fsdp', got 'tensor'"),
             ({"rules": {"**/kernel": P("fsdp", "fsdp")}}, "names each axis of the mesh once"),
+            ({"rules": {"**/kernel": P(P.UNCONSTRAINED)}}, r"got P.UNCONSTRAINED, which .* write None for an axis"),
             ({"rules": {"**/kernel": P(None, None, "fsdp")}}, r"at most one entry for each axis .* shape \(6, 512\)"),
             ({"rules": {"**/kernel": P("fsdp")}}, r"must divide an axis .* got 6 over 4 \('fsdp'\) in 'dense/kernel'"),
         ],
@@ -137,6 +138,12 @@ class TestSpecs:
     def test_what_does_not_fit_is_refused(self, options, message):
         with pytest.raises(ValueError, match=message):
             sharding.fsdp_specs({"dense": {"kernel": shape(6, 512)}}, mesh_of(), **options)
+
+    def test_numbers_are_no_arrays(self):
+        params = {"dense": {"scale": 0.5}}
+        with pytest.raises(TypeError, match=r"arrays or ShapeDtypeStructs, got 0.5 at 'dense/scale'; take jax.eval"):
+            sharding.fsdp_specs(params, mesh_of())
+        assert sharding.fsdp_specs(jax.eval_shape(lambda: params), mesh_of()) == {"dense": {"scale": P()}}
 
 
 class TestDescription:
@@ -187,6 +194,7 @@ class TestInitialState:
         [
             (P("tensor"), "which has 'fsdp', got 'tensor'"),
             (P("fsdp"), r"got 3 over 4 \('fsdp'\) in 'up'"),
+            (P(P.UNCONSTRAINED), r"got P.UNCONSTRAINED, which .* write None for an axis"),
             (P(None, None, None, "fsdp"), "at most one entry for each axis of the leaf"),
         ],
     )
@@ -439,6 +447,12 @@ class TestCollectives:
     )
     def test_groups_in_each_notation(self, text, groups):
         assert sharding._groups(text) == groups
+
+    def test_a_program_that_is_not_compiled_is_an_error(self):
+        with pytest.raises(
+            TypeError, match=r"as a program is compiled, got Lowered; pass jax.jit\(fun\).lower.*compile"
+        ):
+            sharding.collectives(jax.jit(jnp.sum).lower(jnp.ones(8)))
 
     def test_a_notation_that_is_not_known_is_an_error(self):
         with pytest.raises(ValueError, match=r"XLA's notations .* got replica_groups=<4x2>; take a JAX"):
