@@ -17,6 +17,7 @@ ALSO = {
     r"jaxmp/(_jaxpr|overrides)": ["engine"],
     r"jaxmp/_(linen|adapters)": ["linen"],
     r"jaxmp/_(nnx|adapters)": ["nnx"],
+    r"jaxmp/(_gathering|_mesh_plan|_specs|sharding)": ["gathering", "test_sharding.py"],
     r"jaxmp/(_scale_state|optimizer|loss_scale)": ["optimizer", "loss_scale"],
     r"jaxmp/doctor": ["cli"],
     r"experiments/(results|report)|README": ["experiments/report"],

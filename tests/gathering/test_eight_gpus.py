@@ -1,0 +1,122 @@
+"""Train steps on a mesh, compiled for eight H200s that are not there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mesh_steps import tx_of
+
+import jaxmp
+from experiments.models import nnx as nnx_models
+from experiments.models.gpt2 import GPT2
+from jaxmp import sharding
+from jaxmp.inspect import targets
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.mark.skipif(targets.missing() is not None, reason="the packages that compile for a GPU are not installed")
+class TestForEightGPUs:
+    """Compiled for H200s that are not there."""
+
+    @pytest.mark.parametrize(("how", "loop"), [("linen", False), ("linen", True), ("autocast", True), ("nnx", True)])
+    def test_what_a_device_sends_is_the_least(self, how, loop):
+        mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+        vocabulary, sequence, width = 2048, 64, 256
+        tx = jaxmp.loss_scaling(optax.adamw(1e-3), jaxmp.NoOpLossScale())
+
+        def placed(leaf, spec):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        if how == "nnx":
+            sizes = (vocabulary, sequence, 1 + loop, width, 4, loop)
+            abstract = nnx.eval_shape(lambda: nnx_models.GPT2(*sizes, rngs=nnx.Rngs(0)))
+            graphdef, shapes = nnx.split(jaxmp.nnx.apply_policy(abstract, "mixed_bfloat16"))
+            shapes = nnx.as_pure(shapes)
+
+            def loss_fn(params, model_state, batch, rng):
+                return nnx.merge(graphdef, params).loss(*batch), model_state
+        else:
+            model = GPT2(vocabulary, sequence, 1 + loop, 4, width, "full" if loop else "none", loop)
+            shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, sequence), jnp.int32))["params"]
+            own = model if how == "autocast" else jaxmp.linen.apply_policy(model, "mixed_bfloat16")
+
+            def loss_fn(params, model_state, batch, rng):
+                return own.apply({"params": params}, *batch, method="loss"), model_state
+
+        stacked = ["blocks" if how == "nnx" else "h_0"] if loop else None
+        specs = sharding.fsdp_specs(shapes, mesh, min_size=8192, stacked=stacked)
+        policy = {"policy": "mixed_bfloat16"} if how == "autocast" else {}
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, **policy)
+        state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), shapes)
+        state = jax.tree.map(placed, state, sharding.fsdp_specs(state, mesh, min_size=8192, stacked=stacked))
+        batch = 2 * (placed(jax.ShapeDtypeStruct((16, sequence), "int32"), P("fsdp")),)
+        found = sharding.collectives(targets.compiled(step, (state, batch), "h200"))
+        split = sum(
+            leaf.size for leaf, spec in zip(jax.tree.leaves(shapes), sharding.specs_in(specs), strict=True) if spec
+        )
+        gathers = [row for row in found.rows if row.kind == "all-gather"]
+        assert {row.dtype for row in gathers} == {"bfloat16"}
+        assert found.wire <= 1.02 * 7.00 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        reduced = [row for row in found.rows if row.kind == "reduce-scatter"]
+        assert {row.dtype for row in reduced} == {"float32"}
+        # Positions are summed over the batch, too.
+        assert 4 * split <= sum(row.bytes for row in reduced) <= 4 * (split + sequence * width)
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_a_weight_of_several_uses_is_gathered_once_in_a_pass(self, kind):
+        """Bare, in a call, in a call of a call; XLA keeps none of the forward pass for the backward pass."""
+        mesh, width, names = jax.sharding.AbstractMesh((8,), ("fsdp",), (kind,)), 256, "ab"
+        layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+        def loss_fn(params, model_state, x, rng):
+            for name in 2 * names:
+                x = jnp.tanh(layer(jax.jit(layer)(x, params[name]), params[name]) @ params[name].T)
+            return jnp.mean(x**2), model_state
+
+        def placed(leaf, spec):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        params = dict.fromkeys(names, jax.ShapeDtypeStruct((width, width), "float32"))
+        state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx_of()), params)
+        specs = sharding.fsdp_specs(state, mesh, min_size=512)
+        state = jax.tree.map(placed, state, specs)
+        batch = placed(jax.ShapeDtypeStruct((64, width), "float32"), P("fsdp"))
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs.params, policy="mixed_bfloat16")
+        rows = sharding.collectives(targets.compiled(step, (state, batch), "h200")).rows
+        # XLA may put several arrays into one gather.
+        gathered = [(row.dtype, row.bytes) for row in rows for _ in range(row.count) if row.kind == "all-gather"]
+        assert {dtype for dtype, _ in gathered} == {"bfloat16"}
+        assert sum(size for _, size in gathered) == 2 * len(names) * 2 * width**2
+
+    def test_over_an_axis_that_splits_products_go_sums_of_activations_alone(self):
+        """A layer split by its columns and one by its rows: no weight, no gradient, no activation is gathered there."""
+        mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
+        width = 128
+        rules = {"*/up": P("fsdp", "tensor"), "*/down": P("tensor", "fsdp")}
+        shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
+        params = 2 * [{name: jax.ShapeDtypeStruct(size, "float32") for name, size in shapes.items()}]
+        tx = jaxmp.loss_scaling(optax.sgd(1e-3), jaxmp.NoOpLossScale())
+
+        def loss_fn(params, model_state, batch, rng):
+            for layer in params:
+                batch = batch + jnp.tanh(batch @ layer["up"]) @ layer["down"]
+            return jnp.mean(batch**2), model_state
+
+        def placed(leaf, spec):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
+        specs = sharding.fsdp_specs(state, mesh, rules=rules)
+        state = jax.tree.map(placed, state, specs)
+        batch = placed(jax.ShapeDtypeStruct((256, width), "float32"), P("fsdp"))
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs.params, policy="mixed_bfloat16")
+        found = sharding.collectives(targets.compiled(step, (state, batch), "h200"))
+        large = [row for row in found.rows if row.bytes > 1000]
+        assert {row.kind for row in large if "tensor" in row.axis} == {"all-reduce"}
+        assert sum(row.wire for row in large if row.axis == "fsdp") <= 1.01 * sharding.ideal_wire(state.params)

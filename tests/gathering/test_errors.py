@@ -1,0 +1,134 @@
+"""What a train step on a mesh cannot do is an error that says what to do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mesh_steps import BATCH, WIDTH, mesh_of, tx_of
+
+import jaxmp
+from jaxmp import sharding
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+once = pytest.mark.once
+
+
+class TestErrors:
+    def loss(self, params, model_state, batch, rng):
+        return jnp.mean((batch @ params["w"]) ** 2), model_state
+
+    def step(self, specs=None, mesh=None, **options):
+        return jaxmp.make_train_step(self.loss, mesh=mesh or mesh_of(), specs=specs or {"w": P("fsdp")}, **options)
+
+    def state(self):
+        return jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"mesh": True}, r"mesh=, and specs= of params on it, are given together, .* got mesh=Mesh.*specs=None"),
+            ({"specs": {"w": P()}}, r"are given together, .* mesh=None, specs=a tree"),
+            ({"reduce_dtype": "bfloat16"}, r"and reduce_dtype= and remat='regather' with them, .*'bfloat16'"),
+            ({"remat": "regather"}, r"are given together, .* remat='regather'"),
+            ({"reduce": "once"}, r"'once' for the microbatches of a step on a mesh, got 'once' with mesh=None"),
+            ({"mesh": True, "specs": {}, "reduce": "once"}, r"got 'once' with mesh=Mesh.* and accumulate_steps=1"),
+            ({"mesh": True, "specs": {}, "reduce": "twice"}, r"reduce is 'each', or 'once' .* got 'twice'"),
+            (
+                {"mesh": True, "specs": {}, "reduce_dtype": "float64"},
+                r"reduced in float32 \(those of float64 params in float64\) or in a half dtype, got .*float64",
+            ),
+            (
+                {"mesh": True, "specs": {}, "reduce_dtype": "float8_e4m3fn"},
+                r"or in a half dtype, got reduce_dtype='float8_e4m3fn'; pass reduce_dtype='float32'",
+            ),
+            ({"mesh": True, "specs": {}, "reduce_dtype": "int8"}, "dtypes must be floating, got int8"),
+        ],
+    )
+    def test_arguments(self, options, message):
+        options = {**options, "mesh": mesh_of()} if "mesh" in options else options
+        with pytest.raises(ValueError, match=message):
+            jaxmp.make_train_step(self.loss, **options)
+
+    def test_a_mesh_without_axes_for_the_batch(self):
+        with pytest.raises(ValueError, match=r"split over the axes 'data' and 'fsdp' .* this one \(x=4\) has none"):
+            self.step(mesh=mesh_of(x=4))
+        with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 4; make it with jax.make_mesh"):
+            self.step(mesh=4)
+
+    def test_axes_of_two_types(self):
+        kinds = (AxisType.Auto, AxisType.Explicit)
+        mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kinds)
+        with pytest.raises(ValueError, match="all be of type Auto or all of type Explicit, got 'data' of type Auto"):
+            self.step(mesh=mesh)
+
+    @pytest.mark.parametrize(
+        ("specs", "message"),
+        [
+            ({"v": P()}, r"specs must be a tree of PartitionSpec of the structure of the arrays"),
+            ({"w": P("tensor")}, r"which has 'fsdp', got 'tensor'"),
+            ({"w": P(None, None, "fsdp")}, r"at most one entry for each axis of the leaf"),
+        ],
+    )
+    def test_specs_that_do_not_fit(self, specs, message):
+        with pytest.raises(ValueError, match=message):
+            self.step(specs)(self.state(), np.ones((BATCH, WIDTH), np.float32))
+
+    def test_a_batch_that_does_not_divide(self):
+        with pytest.raises(
+            ValueError, match=r"the 4 devices of 'fsdp' must divide the batch, got 6 .* use a batch of 8"
+        ):
+            self.step()(self.state(), np.ones((6, WIDTH), np.float32))
+        with pytest.raises(ValueError, match=r"must divide the batch, got 0 examples .* use a batch of 4, say"):
+            self.step()(self.state(), np.ones((0, WIDTH), np.float32))
+        message = (
+            r"must divide the batch for each of 2 microbatches, got 12 examples in batch entry 'x'; use .* 16, say"
+        )
+        with pytest.raises(ValueError, match=message):
+            self.step(accumulate_steps=2)(self.state(), {"x": np.ones((12, WIDTH), np.float32)})
+
+    def test_a_state_that_lies_elsewhere(self):
+        mesh = mesh_of()
+        state = jax.device_put(self.state(), NamedSharding(mesh, P()))
+        with pytest.raises(
+            ValueError, match=r"a state must lie as .* say, .*spec=P\('fsdp'.* got NamedSharding.*init_state"
+        ):
+            self.step(mesh=mesh)(state, np.ones((BATCH, WIDTH), np.float32))
+
+    def test_a_state_on_axes_of_another_type(self):
+        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh_of(), {"w": P("fsdp")})
+        message = r"a state must lie as .* say, .*axis_types=\(Explicit,.* got .*axis_types=\(Auto,"
+        with pytest.raises(ValueError, match=message):
+            self.step(mesh=mesh_of(AxisType.Explicit))(state, np.ones((BATCH, WIDTH), np.float32))
+
+    def test_weights_that_the_loss_gathers_by_itself(self):
+        def loss_fn(params, model_state, batch, rng):
+            return self.loss(sharding.gather(params, {"w": P("fsdp")}, "float32"), model_state, batch, rng)
+
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(AxisType.Explicit), specs={"w": P("fsdp")})
+        with pytest.raises(ValueError, match="gathers the weights of its loss function by itself, got gather in it"):
+            step(self.state(), np.ones((BATCH, WIDTH), np.float32))
+
+    def test_a_gradient_that_comes_in_half_from_code_of_its_own(self):
+        @jax.custom_vjp
+        def product(x, w):
+            return x @ w
+
+        product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
+
+        def loss_fn(params, model_state, batch, rng):
+            half = product(batch.astype("bfloat16"), params["w"].astype("bfloat16"))
+            return jnp.mean(half.astype("float32") ** 2), model_state
+
+        batch, options = np.ones((BATCH, WIDTH), np.float32), {"mesh": mesh_of(), "specs": {"w": P("fsdp")}}
+        message = (
+            r"the gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into custom_vjp_call at .*py:\d+"
+        )
+        with pytest.raises(ValueError, match=message):
+            jaxmp.make_train_step(loss_fn, **options)(self.state(), batch)
+        step = jaxmp.make_train_step(loss_fn, reduce_dtype="bfloat16", **options)
+        assert not step(self.state(), batch)[1]["skipped"]

@@ -1,0 +1,363 @@
+"""Train steps on a mesh have the numbers of one device, and their gradients are exact where they are sums."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mesh_steps import (
+    BATCH,
+    MODEL,
+    SEQUENCE,
+    VOCABULARY,
+    WIDTH,
+    after_five,
+    differences,
+    linen_loss,
+    linen_params,
+    mesh_of,
+    pair,
+    specs_of,
+    stacked_loss,
+    stacked_params,
+    tokens,
+    tx_of,
+)
+
+import jaxmp
+from experiments.models import nnx as nnx_models
+from jaxmp import sharding
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+once = pytest.mark.once
+
+
+class TestNumbers:
+    """In float32 those of one device."""
+
+    def require_one_devices(self, mesh, specs, more, options):
+        """Of a small GPT-2, and each param lies where its spec says."""
+        steps, states = pair(linen_params, linen_loss(), mesh, specs, more, **options)
+        one, many = after_five(steps, states, tokens())
+        assert differences(one.params, many.params) <= 2e-6
+        for leaf, spec in zip(jax.tree.leaves(many.params), sharding.specs_in(specs), strict=True):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
+    @pytest.mark.parametrize(
+        ("kind", "sizes", "options", "more"),
+        [
+            (AxisType.Explicit, {"fsdp": 4}, {}, {}),  # by Auto: JAX has no types for Flax's embeddings
+            pytest.param(AxisType.Auto, {"data": 2, "fsdp": 2}, {}, {"remat": "full"}, marks=once),
+            pytest.param(AxisType.Auto, {"fsdp": 4}, {"reduce": "once"}, {"accumulate_steps": 2}, marks=once),
+            pytest.param(AxisType.Auto, {"fsdp": 4}, {}, {"accumulate_steps": 2, "remat": "dots"}, marks=once),
+        ],
+    )
+    def test_linen(self, kind, sizes, options, more):
+        mesh = mesh_of(kind, **sizes)
+        self.require_one_devices(mesh, specs_of(linen_params, mesh), more, options)
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize("options", [{}, {"reduce": "once"}], ids=["each", "once"])
+    def test_layers_in_a_scan(self, kind, options):
+        mesh = mesh_of(kind)
+        specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
+        assert specs["layers"]["up"] == P(None, None, "fsdp") and specs["bias"] == P()
+        more = {"accumulate_steps": 2} if options else {}
+        steps, states = pair(stacked_params, stacked_loss, mesh, specs, more, **options)
+        one, many = after_five(steps, states, tokens())
+        assert differences(one.params, many.params) <= 2e-6
+
+    @pytest.mark.parametrize(
+        ("kind", "sizes", "options", "more"),
+        [
+            pytest.param(AxisType.Auto, {"data": 1, "fsdp": 2, "tensor": 2}, {}, {}, marks=once),
+            (AxisType.Explicit, {"data": 2, "fsdp": 1, "tensor": 2}, {}, {"accumulate_steps": 2}),
+            pytest.param(
+                AxisType.Auto, {"fsdp": 2, "tensor": 2}, {"reduce": "once"}, {"accumulate_steps": 2}, marks=once
+            ),
+        ],
+    )
+    def test_products_split_over_an_axis_with_which_no_batch_is(self, kind, sizes, options, more):
+        mesh = mesh_of(kind, **sizes)
+        rules = {
+            "**/c_attn/kernel": P("fsdp", "tensor"),
+            "**/c_attn/bias": P("tensor"),
+            "**/c_fc/kernel": P("fsdp", "tensor"),
+            "**/c_proj/kernel": P("tensor", "fsdp"),
+            "wte": P("tensor", "fsdp"),
+        }
+        self.require_one_devices(mesh, specs_of(linen_params, mesh, rules=rules), more, options)
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize("up", [P("fsdp", "tensor"), P(("fsdp", "tensor")), P(None, "tensor")])
+    def test_a_dense_layer_split_over_a_third_axis(self, kind, up):
+        def make_params():
+            rng = np.random.default_rng(0)
+            shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+            return {name: jnp.asarray(rng.normal(size=size) / 6, jnp.float32) for name, size in shapes.items()}
+
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2), model_state
+
+        mesh = mesh_of(kind, data=1, fsdp=2, tensor=2)
+        steps, states = pair(make_params, loss_fn, mesh, {"up": up, "down": P("tensor", "fsdp")})
+        one, many = after_five(steps, states, np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32))
+        assert differences(one.params, many.params) <= 2e-6
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_calls_and_remat_whose_weights_were_gathered_before_them(self, kind):
+        first, second = jax.jit(lambda x, w: jnp.tanh(x @ w)), jax.checkpoint(lambda x, w: jnp.sin(x @ w))
+
+        def loss_fn(params, model_state, x, rng):
+            x = second(first(x, params["a"]), params["b"])
+            x = jax.jit(lambda x, w: first(x, w) + second(x, w))(x, params["c"])
+            return jnp.mean(x**2), model_state
+
+        mesh, names = mesh_of(kind), "abc"
+        batch = np.random.default_rng(1).normal(size=(BATCH, 16)).astype(np.float32)
+        specs, more = dict.fromkeys(names, P("fsdp")), {"accumulate_steps": 2}
+        make_params = functools.partial(dict.fromkeys, names, jnp.eye(16))
+        steps, states = pair(make_params, loss_fn, mesh, specs, more, reduce="once")
+        one, many = after_five(steps, states, batch)
+        assert differences(one.params, many.params) <= 2e-6
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize("options", [{}, {"reduce": "once"}], ids=["each", "once"])
+    def test_a_weight_of_many_uses(self, kind, options):
+        """Side by side, in calls of calls, in loops, computed again, for each example, in a branch."""
+        jitted, again = jax.jit(lambda x, w: jnp.tanh(x @ w)), jax.checkpoint(lambda x, w: jnp.sin(x @ w))
+
+        def loss_fn(params, model_state, x, rng):
+            w = params["w"]
+            x = jitted(jax.jit(lambda x, w: again(jitted(x, w), w))(x, w), w.T)
+            x, _ = jax.lax.scan(lambda x, _: (jitted(again(x, w), w), None), x, None, length=2)
+            x, _ = jax.lax.scan(lambda x, w: (jitted(jitted(x, w), w), None), x, jnp.stack([w, w]))
+            x = jax.vmap(lambda x: jitted(again(x, w), w))(x)
+            x = jax.lax.cond(jnp.mean(x) > 0, lambda x, w: again(jitted(x, w), w), lambda x, w: jitted(x, w), x, w)
+            return jnp.mean((x @ w) ** 2), model_state
+
+        def make_params():
+            return {"w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 16)) / 4, jnp.float32)}
+
+        batch = np.random.default_rng(1).normal(size=(BATCH, 16)).astype(np.float32)
+        steps, states = pair(make_params, loss_fn, mesh_of(kind), {"w": P("fsdp")}, {"accumulate_steps": 2}, **options)
+        one, many = after_five(steps, states, batch)
+        assert differences(one.params, many.params) <= 2e-6
+
+    def test_looped_blocks(self):
+        model = MODEL.clone(layers=2, loop=True, remat="full")
+        mesh = mesh_of()
+        specs = specs_of(lambda: linen_params(model), mesh, stacked=["h_0"])
+        assert not any(any(spec[:1]) for spec in sharding.specs_in(specs["h_0"]))
+        steps, states = pair(lambda: linen_params(model), linen_loss(model), mesh, specs)
+        one, many = after_five(steps, states, tokens())
+        assert differences(one.params, many.params) <= 2e-6
+
+    @pytest.mark.once
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_adam_differs_in_the_keys_bias_alone_whose_gradient_is_0_but_for_rounding(self, exact):
+        """It adds the same to all scores of a query. Adam divides what is left by its own size."""
+
+        def of_keys(tree):
+            return tree["h_0"]["attn"]["c_attn"]["bias"][WIDTH : 2 * WIDTH]
+
+        def without_keys(tree, fill):
+            layer = tree["h_0"]["attn"]["c_attn"]
+            bias = jnp.concatenate([layer["bias"][:WIDTH], jnp.full(WIDTH, fill), layer["bias"][2 * WIDTH :]])
+            own = {**tree["h_0"]["attn"], "c_attn": {**layer, "bias": bias}}
+            return {**tree, "h_0": {**tree["h_0"], "attn": own}}
+
+        zeroed = optax.stateless(lambda updates, _: without_keys(updates, 0.0)) if exact else optax.identity()
+        tx = jaxmp.loss_scaling(optax.chain(zeroed, optax.adamw(1e-3)), jaxmp.NoOpLossScale())
+        mesh = mesh_of()
+        specs = specs_of(linen_params, mesh)
+        steps = [jaxmp.make_train_step(linen_loss(), donate=False, **on) for on in ({}, {"mesh": mesh, "specs": specs})]
+        made = jaxmp.TrainState.create(params=linen_params(), tx=tx)
+        states = [made, sharding.init_state(linen_params, tx, mesh, specs)]
+        gradients = jax.grad(lambda params: linen_loss()(params, None, tokens(), None)[0])(linen_params())
+        bias = gradients["h_0"]["attn"]["c_attn"]["bias"]
+        assert np.abs(of_keys(gradients)).max() <= 1e-6 * np.abs(bias).max()
+        one, many = (state.params for state in after_five(steps, states, tokens()))
+        assert differences(without_keys(one, 1.0), without_keys(many, 1.0)) <= (2e-6 if exact else 1e-5)
+        if exact:
+            assert not np.any(of_keys(one)) and not np.any(of_keys(many))
+        else:
+            assert differences(of_keys(one), of_keys(many)) > 1e-3
+
+    def test_convolutions_and_statistics_of_the_whole_batch(self):
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.Conv(32, (3, 3), use_bias=False)(x)
+                x = nn.BatchNorm(use_running_average=False)(x)
+                return nn.Dense(8)(nn.relu(x).reshape(len(x), -1))
+
+        def loss_fn(params, model_state, batch, rng):
+            logits, new = Net().apply({"params": params, **model_state}, batch, mutable=["batch_stats"])
+            return jnp.mean(logits**2), new
+
+        images = np.random.default_rng(0).normal(size=(BATCH, 4, 4, 3)).astype(np.float32)
+        variables = Net().init(jax.random.key(0), images)
+        params, rest = variables["params"], {"batch_stats": variables["batch_stats"]}
+        mesh = mesh_of()
+        specs = specs_of(lambda: params, mesh)
+        states = [jaxmp.TrainState.create(params=params, tx=tx_of(), model_state=rest) for _ in range(2)]
+        steps = [jaxmp.make_train_step(loss_fn, donate=False, **more) for more in ({}, {"mesh": mesh, "specs": specs})]
+        one, many = after_five(steps, states, images)
+        assert differences((one.params, one.model_state), (many.params, many.model_state)) <= 2e-6
+
+    def test_nnx(self):
+        mesh = mesh_of()
+
+        def made():
+            model = nnx_models.GPT2(VOCABULARY, SEQUENCE, 1, WIDTH, rngs=nnx.Rngs(0))
+            return model, jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=jaxmp.DynamicLossScale())
+
+        def loss_fn(model, batch):
+            return jnp.mean(jaxmp.losses.cross_entropy(model(batch[:, :-1]), batch[:, 1:]))
+
+        specs = sharding.fsdp_specs(nnx.state(made()[0], nnx.Param), mesh, min_size=512)
+        found = []
+        for options in ({}, {"mesh": mesh, "specs": specs}):
+            (model, optimizer), step = made(), jaxmp.nnx.make_train_step(loss_fn, **options)
+            for _ in range(5):
+                step(model, optimizer, tokens())
+            found.append(nnx.as_pure(nnx.state(model, nnx.Param)))
+        assert differences(*found) <= 2e-6
+        split = [leaf for leaf in jax.tree.leaves(found[1]) if not leaf.sharding.is_fully_replicated]
+        assert len(split) == 5
+
+    @pytest.mark.once
+    def test_what_is_made_of_weights_is_a_weight(self):
+        """A low-rank update: the gradient of its product is that of a weight, summed over all rows first."""
+
+        def make_params():
+            rng = np.random.default_rng(0)
+            shapes = {"w": (WIDTH, WIDTH), "a": (WIDTH, 32), "b": (32, WIDTH)}
+            return {name: jnp.asarray(rng.normal(size=size) / 6, jnp.float32) for name, size in shapes.items()}
+
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((batch @ (params["w"] + 0.5 * (params["a"] @ params["b"]))) ** 2), model_state
+
+        mesh = mesh_of()
+        steps, states = pair(make_params, loss_fn, mesh, specs_of(make_params, mesh))
+        batch = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
+        one, many = after_five(steps, states, batch)
+        assert differences(one.params, many.params) <= 2e-6
+
+    @pytest.mark.parametrize("how", ["float64", "a derivative", "an axis of tensors", "an optimizer"])
+    def test_explicit_axes(self, how):
+        """What JAX cannot type, be it of the derivative or of the optimizer alone, runs on axes of type Auto."""
+
+        @jax.custom_vjp
+        def product(x, w):
+            return x @ w
+
+        product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
+
+        def loss_fn(params, model_state, batch, rng):
+            x = product(batch, params["up"]) if how == "a derivative" else batch @ params["up"]
+            return jnp.mean((jnp.tanh(x) @ params["down"]) ** 2).astype("float32"), model_state
+
+        sizes, specs = {"fsdp": 4}, {"up": P("fsdp"), "down": P("fsdp")}
+        if how == "an axis of tensors":
+            sizes, specs = {"fsdp": 2, "tensor": 2}, {"up": P("fsdp", "tensor"), "down": P("tensor", "fsdp")}
+        tx = optax.contrib.muon(0.1) if how == "an optimizer" else optax.sgd(0.1)
+        mesh = mesh_of(AxisType.Explicit, **sizes)
+        with jax.enable_x64(how == "float64"):
+            rng = np.random.default_rng(0)
+            dtype = how if how == "float64" else "float32"
+            shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+            params = {name: rng.normal(size=size).astype(dtype) / 6 for name, size in shapes.items()}
+            batch = rng.normal(size=(BATCH, WIDTH)).astype(dtype)
+            one = jaxmp.TrainState.create(params=jax.tree.map(jnp.array, params), tx=tx)
+            many = sharding.init_state(lambda: params, tx, mesh, specs)
+            one, _ = jaxmp.make_train_step(loss_fn)(one, batch)
+            many, _ = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs)(many, batch)
+        assert differences(one.params, many.params) <= (1e-14 if how == "float64" else 2e-6)
+        assert all(many.params[name].sharding == NamedSharding(mesh, spec) for name, spec in specs.items())
+
+    def test_evaluation_on_explicit_axes(self):
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((batch @ params["w"]) ** 2), model_state, {"largest": jnp.max(params["w"])}
+
+        params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)), jnp.float32)}
+        batch = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
+        state = sharding.init_state(lambda: params, tx_of(), mesh_of(AxisType.Explicit), {"w": P("fsdp")})
+        found = jaxmp.make_eval_step(loss_fn)(state, batch)
+        np.testing.assert_allclose(found["loss"], loss_fn(params, None, batch, None)[0], rtol=1e-6)
+        assert found["largest"] == jnp.max(params["w"])
+
+    @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.once), AxisType.Explicit])
+    def test_a_run_that_diverges_says_so(self, kind):
+        """The error, the search for its first operation, and the program of a step need no mesh to be set."""
+
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean(jnp.log(batch @ params["w"])), model_state
+
+        mesh, specs = mesh_of(kind), {"w": P("fsdp")}
+        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, optax.sgd(1.0), mesh, specs)
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, max_consecutive_skips=1)
+        batch = np.zeros((BATCH, WIDTH), np.float32)
+        moved = sharding.collectives(step.jitted.lower(state, batch).compile())
+        assert "reduce-scatter" in {row.kind for row in moved.rows}
+        message = r"not finite now: the loss \(-inf\); gradients of 'w'\. .*First: forward division by zero in log"
+        with pytest.raises(jaxmp.NonFiniteTrainingError, match=message) as caught:
+            for _ in range(9):
+                state, _ = jax.block_until_ready(step(state, batch))
+        assert caught.value.blame.primitive == "log"
+
+    @pytest.mark.once
+    def test_half_policies_stay_near_one_device(self):
+        mesh = mesh_of()
+        model = jaxmp.linen.apply_policy(MODEL, "mixed_bfloat16")
+        steps, states = pair(linen_params, linen_loss(model), mesh, specs_of(linen_params, mesh))
+        states = [step(state, tokens())[0] for step, state in zip(steps, states, strict=True)]
+        start = linen_params()
+        for key in ("wte", "h_0"):
+            moved = [
+                jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), s.params[key], start[key]) for s in states
+            ]
+            for a, b in zip(*map(jax.tree.leaves, moved), strict=True):
+                assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a) + 1e-6
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_activations_as_large_as_a_weight_are_none(self, kind):
+        """A param for each example, and a norm whose scale is a slice of a larger one."""
+
+        def loss_fn(params, model_state, batch, rng):
+            h = batch @ params["w"][0]
+            h = h * (jax.lax.rsqrt(h.var(0) + 1) * params["w"][1, 0]) + params["each"]
+            return jnp.mean(jnp.tanh(h) ** 2), model_state
+
+        rng = np.random.default_rng(0)
+        params = {"w": rng.normal(size=(2, WIDTH, WIDTH)), "each": rng.normal(size=(BATCH, WIDTH))}
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+        mesh, specs = mesh_of(kind), {"w": P(None, None, "fsdp"), "each": P()}
+        steps, states = pair(lambda: params, loss_fn, mesh, specs)
+        one, many = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
+        assert differences(one.params, many.params) <= 2e-6
+
+    def test_an_infinity_in_one_shard_skips_the_step_on_all(self):
+        mesh = mesh_of()
+
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((batch @ params["w"]) ** 2), model_state
+
+        params = {"w": jnp.ones((WIDTH, WIDTH))}
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs={"w": P("fsdp")}, donate=False)
+        state = jaxmp.TrainState.create(params=params, tx=tx_of())
+        batch = np.ones((BATCH, WIDTH), np.float32)
+        batch[-1, 0] = np.inf
+        state, metrics = step(state, batch)
+        assert metrics["skipped"] and float(jaxmp.optimizer.get_loss_scale(state.opt_state).loss_scale) == 2**14
+        np.testing.assert_array_equal(np.asarray(state.params["w"]), 1)

@@ -1,0 +1,119 @@
+"""Train steps on a mesh, for tests: models, states, specs, and how far two states are apart."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+
+import jaxmp
+from experiments.models.gpt2 import GPT2
+from jaxmp import sharding
+from jaxmp._jaxpr.walk import equations
+
+VOCABULARY, SEQUENCE, WIDTH, LAYERS, BATCH = 64, 8, 32, 3, 8
+MODEL = GPT2(vocabulary=VOCABULARY, sequence=SEQUENCE, layers=1, heads=2, width=WIDTH)
+
+
+def mesh_of(kind=AxisType.Auto, **sizes):
+    sizes = sizes or {"fsdp": 4}
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def tokens(n=BATCH):
+    return np.random.default_rng(0).integers(0, VOCABULARY, (n, SEQUENCE + 1)).astype(np.int32)
+
+
+def linen_params(model=MODEL):
+    return model.init(jax.random.key(0), jnp.zeros((1, SEQUENCE), jnp.int32))["params"]
+
+
+def linen_loss(model=MODEL):
+    def loss_fn(params, model_state, batch, rng):
+        return model.apply({"params": params}, batch[:, :-1], batch[:, 1:], method="loss"), model_state
+
+    return loss_fn
+
+
+def stacked_params():
+    rng = np.random.default_rng(0)
+
+    def normal(*sizes):
+        return jnp.asarray(rng.normal(size=sizes) / WIDTH**0.5, jnp.float32)
+
+    return {
+        "table": normal(VOCABULARY, WIDTH),
+        "layers": {"up": normal(LAYERS, WIDTH, 2 * WIDTH), "down": normal(LAYERS, WIDTH, 2 * WIDTH)},
+        "bias": normal(LAYERS, 2 * WIDTH),
+    }
+
+
+def stacked_loss(params, model_state, batch, rng):
+    """Layers in a scan, one weight transposed, the table looked up and used as a product."""
+
+    def layer(x, params):
+        weights, bias = params
+        h = jnp.tanh(x @ weights["up"] + bias)
+        return x + h @ weights["down"].T, None
+
+    x = jnp.einsum("bv,vd->bd", jax.nn.one_hot(batch[:, 0], VOCABULARY), params["table"])
+    x, _ = jax.lax.scan(layer, x, (params["layers"], params["bias"]))
+    logits = x @ params["table"].T
+    return jnp.mean(jaxmp.losses.cross_entropy(logits, batch[:, 1])), model_state
+
+
+def tx_of(scale=None):
+    return jaxmp.loss_scaling(optax.sgd(0.05, momentum=0.9), scale or jaxmp.DynamicLossScale())
+
+
+def specs_of(make_params, mesh, **options):
+    return sharding.fsdp_specs(jax.eval_shape(make_params), mesh, min_size=512, **options)
+
+
+def pair(make_params, loss_fn, mesh, specs, step_options=(), **options):
+    """The steps and states of one device, and of the mesh."""
+    common = {"donate": False, **dict(step_options)}
+    one = jaxmp.TrainState.create(params=make_params(), tx=tx_of())
+    many = sharding.init_state(make_params, tx_of(), mesh, specs)
+    steps = (
+        jaxmp.make_train_step(loss_fn, **common),
+        jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, **options, **common),
+    )
+    return steps, (one, many)
+
+
+def differences(one, many):
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True)
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
+    return max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
+
+
+def after_five(steps, states, batch):
+    states = list(states)
+    for _ in range(5):
+        for n, step in enumerate(steps):
+            states[n], metrics = step(states[n], batch)
+            assert not metrics["skipped"]
+    assert steps[1].jitted._cache_size() == 1
+    return states
+
+
+def wire(step, state, batch, mesh):
+    """The dtypes in which weights are gathered, by shape, and those in which gradients are reduced."""
+    with jax.set_mesh(mesh):
+        program = jax.make_jaxpr(step._step)(state, batch)
+    gathers, reductions = {}, set()
+    for eqn in equations(program):
+        if eqn.primitive.name in ("sharding_constraint", "reshard"):
+            aval = eqn.outvars[0].aval
+            gathers.setdefault(aval.shape, set()).add(aval.dtype.name)
+        if eqn.primitive.name in ("reduce_scatter", "psum", "psum_invariant"):
+            reductions |= {var.aval.dtype.name for var in eqn.invars}
+    return gathers, reductions
+
+
+def where(eqn):
+    """The spec of what an equation lays out."""
+    return next(eqn.params[name] for name in ("sharding", "dst_sharding") if name in eqn.params).spec
