@@ -17,8 +17,20 @@ from flax.serialization import from_state_dict, register_serialization_state, to
 
 TINY = float(np.finfo(np.float32).tiny)  # a device may flush what is smaller to zero
 HUGE = float(np.finfo(np.float32).max)
-Structure = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
-"""Names of the attributes that are leaves; names and values of those that are not."""
+
+
+class Structure(tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]):
+    """Names of the attributes that are leaves; names and values of those that are not.
+
+    ``fields`` are those that are not, by name, and this: what an object is rebuilt with at each call of a step.
+    """
+
+    fields: dict[str, Any]
+
+    def __new__(cls, parts: tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]) -> Self:
+        new = super().__new__(cls, parts)
+        new.fields = {**dict(new[1]), "_structure": new}
+        return new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +116,15 @@ def register(cls: type) -> None:
     Leaves are the attributes that are numbers or arrays, or trees of them, but for those in ``static_fields``; all the
     rest is static and hashable. What the author of the class registered is left as it is.
     """
+    frozen = "_leaves" in vars(cls)  # one of ours: no attribute was set since it was rebuilt
 
     def flatten(x: Any) -> tuple[list[Any], Structure]:
-        rest = _attributes(x)
-        known: Structure | None = rest.pop("_structure", None)
-        if known is not None:
-            leaves = [rest.pop(name, None) for name in known[0]]
-            if rest == dict(known[1]):  # what copies and changes itself in ``adjust`` takes the structure along
+        attributes = vars(x) if frozen else _attributes(x)
+        known = attributes.get("_structure")
+        if isinstance(known, Structure):
+            leaves = [attributes.get(name) for name in known[0]]
+            # What copies and changes itself in ``adjust`` takes the structure along.
+            if frozen or known.fields == {name: attributes[name] for name in attributes.keys() - known[0]}:
                 return leaves, known
         structure = _structure(x)
         return [getattr(x, name) for name in structure[0]], structure
@@ -120,8 +134,7 @@ def register(cls: type) -> None:
         return list(zip(map(jax.tree_util.GetAttrKey, structure[0]), leaves, strict=True)), structure
 
     def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-        names, static = structure
-        return rebuilt(cls, {**dict(static), **dict(zip(names, leaves, strict=True)), "_structure": structure})
+        return rebuilt(cls, structure.fields, zip(structure[0], leaves, strict=True))
 
     def save(x: Any) -> dict[str, Any]:
         return {name: to_state_dict(value) for name, value in _fields(x).items() if _is_saved(value)}
@@ -142,13 +155,15 @@ def register(cls: type) -> None:
         register_serialization_state(cls, save, restore)
 
 
-def rebuilt(cls: type, fields: Mapping[str, Any]) -> Any:
+def rebuilt(cls: type, fields: Mapping[str, Any], leaves: Iterable[tuple[str, Any]] = ()) -> Any:
     """An instance past the constructor and its checks: a leaf may be a tracer, or whatever a tree is rebuilt with."""
     new: Any = object.__new__(cls)
     if not _slots(cls):
-        vars(new).update(fields)
+        attributes = vars(new)
+        attributes.update(fields)
+        attributes.update(leaves)
         return new
-    for name, value in fields.items():
+    for name, value in (*fields.items(), *leaves):
         object.__setattr__(new, name, value)
     return new
 
@@ -170,14 +185,14 @@ def _fields(x: Any) -> dict[str, Any]:
 
 
 def _structure(x: Any) -> Structure:
-    """The names of the leaves of ``x``, and all the rest; one that was rebuilt from leaves remembers it.
+    """That of ``x``; one that was rebuilt from leaves remembers it.
 
     For leaves may be no numbers there, and to look at every attribute took longer than to dispatch a small step.
     """
     fields = _fields(x)
     dynamic = [item for item in fields.items() if item[0] not in x.static_fields]
     names = tuple(name for name, value in dynamic if all(map(_is_number, jax.tree.leaves(value))))
-    return names, tuple(sorted((name, value) for name, value in fields.items() if name not in names))
+    return Structure((names, tuple(sorted(item for item in fields.items() if item[0] not in names))))
 
 
 def _is_number(leaf: Any) -> bool:

@@ -46,6 +46,7 @@ from jaxmp.rounding import in_dtype_of, with_compensation
 Metrics = dict[str, Any]
 
 _LAG = 4  # steps between a report of several processes and its reading
+_NO_MESH = contextlib.nullcontext()
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -337,8 +338,8 @@ class TrainStep:
         self._donated = 0 if donate else ()
         self._max_skips = max_consecutive_skips
         self._warned = False
-        self._reports: deque[tuple[Any, Any]] = deque()
-        self._bad_batch: Any = None
+        self._reports: deque[tuple[int, Any, Any]] = deque()  # of the call of this number: how long stuck, the batch
+        self._calls, self._next_report = 0, 0.0
         self._jitted_for = functools.cache(self._jit)
         self.jitted = self._jitted_for(None)
         self._stays = False  # whether ``jitted`` is right for the state that it returned last, whatever the batch
@@ -346,12 +347,13 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; see :func:`make_train_step`."""
+        ours = state is self._returned()
         try:
             if self._reports:
                 self._read_reports(state, batch)
             if self._plan is not None:
                 batch = self._batch_on_mesh(batch)
-            if not self._stays or state is not self._returned():
+            if not self._stays or not ours:
                 state = self._placed(state, batch)
             with self._on_mesh():
                 state, metrics, stuck = self.jitted(state, batch)
@@ -360,8 +362,11 @@ class TrainStep:
             tell_of_devices(state, batch, error)
             raise
         self._returned = weakref.ref(state)
-        if not isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
-            self._reports.append((stuck, batch))
+        self._calls += 1
+        # Inside another transformation nothing can be read.
+        if (not ours or self._calls >= self._next_report) and not isinstance(stuck, jax.core.Tracer):
+            self._reports.append((self._calls, stuck, batch))
+            self._next_report = np.inf  # until this one is read
         return state, metrics
 
     def jitted_for(self, state: Any) -> Any:
@@ -406,7 +411,7 @@ class TrainStep:
             return self._stepped(state, batch)
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._plan is None else self._plan.set()
+        return _NO_MESH if self._plan is None else self._plan.set()
 
     def _stepped(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
         if self._ema_decay is None and state.ema_params is not None:
@@ -501,23 +506,23 @@ class TrainStep:
             )
 
     def _read_reports(self, state: TrainState, batch: Any) -> None:
-        while self._reports and self._is_due(self._reports[0][0]):
-            stuck, reported = self._reports.popleft()
+        while self._reports and self._is_due(*self._reports[0][:2]):
+            call, stuck, reported = self._reports.popleft()
             try:
                 count = int(np.asarray(stuck))  # jax.device_get takes 20 µs more
             except RuntimeError:  # a guard of transfers, which takes longer to lift than to read
                 with jax.transfer_guard_device_to_host("allow"):
                     count = int(np.asarray(stuck))
-            self._bad_batch = reported if count else None
+            # The count grows by one a call: until then it is too small, and to read it takes longer than to call.
+            self._next_report = call + max(1, self._max_skips - count)
             # The state at hand may be another run's; to look at it is to wait for it, which does no harm any more.
             if count >= self._max_skips and int(jax.device_get(state.stuck)) >= self._max_skips:
-                bad = batch if _is_deleted(self._bad_batch) else self._bad_batch
                 self._reports.clear()
-                raise self._error(count, state, bad)
+                raise self._error(count, state, batch if _is_deleted(reported) else reported)
 
-    def _is_due(self, report: Any) -> bool:
+    def _is_due(self, call: int, report: Any) -> bool:
         # What is ready differs between processes, and all must come to an error at the same step.
-        return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
+        return report.is_ready() if report.is_fully_addressable else self._calls >= call + _LAG
 
     def _error(self, steps: int, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         from jaxmp.inspect.blame import first_nonfinite  # not needed before

@@ -238,13 +238,28 @@ def test_reading_the_reports_never_waits_for_the_device():
         def __array__(self, *args, **kwargs):
             raise AssertionError("waited")
 
-    step._reports.append((Unfinished(), batch))
+    step._reports.append((0, Unfinished(), batch))
     bad = {**batch, "x": batch["x"] * jnp.nan}
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
     with jax.transfer_guard("disallow"):
         for _ in range(4):
             state, _ = step(state, bad)
-    assert len(step._reports) == 5
+    assert len(step._reports) == 2
+
+
+def test_a_report_is_read_only_where_the_count_may_have_reached_its_limit():
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=6)
+    bad = {**batch, "x": batch["x"] * jnp.nan}
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
+    taken = []
+    with pytest.raises(NonFiniteTrainingError, match="6 steps in a row were skipped"):
+        for i in range(30):
+            state, metrics = step(state, batch if i < 15 else bad)
+            jax.block_until_ready((state, metrics))
+            taken += [call for call, *_ in step._reports]
+    # Of calls 1, 7, 13 and 19, which is the fourth bad one, and of the sixth.
+    assert taken == [1, 7, 13, 19, 21]
 
 
 @pytest.mark.parametrize(
