@@ -353,7 +353,7 @@ class TrainStep:
                 self._read_reports(state, batch)
             if self._plan is not None:
                 batch = self._batch_on_mesh(batch)
-            if not self._stays or not ours:
+            if not ours or not (self._stays or home_of(batch) is None):
                 state = self._placed(state, batch)
             with self._on_mesh():
                 state, metrics, stuck = self.jitted(state, batch)

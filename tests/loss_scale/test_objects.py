@@ -75,6 +75,15 @@ def test_copies_of_every_kind_are_equal(scale: LossScale) -> None:
 
 
 @every_scale
+def test_one_that_was_pickled_when_its_structure_was_a_plain_tuple_goes_on(scale: LossScale) -> None:
+    rebuilt = jax.tree.map(lambda leaf: leaf, scale)
+    old = pickle.loads(pickle.dumps(rebuilt))
+    vars(old)["_structure"] = tuple(vars(rebuilt)["_structure"])
+    assert_same(jax.tree.map(lambda leaf: leaf, old), scale)
+    assert_same(copy.deepcopy(rebuilt), rebuilt)
+
+
+@every_scale
 def test_restoring_brings_back_every_field_whatever_the_target_has(scale: LossScale) -> None:
     target = StaticLossScale(1.0) if isinstance(scale, StaticLossScale) else type(scale)()
     assert_same(flax.serialization.from_bytes(target, flax.serialization.to_bytes(scale)), scale)
