@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
+
+from jaxmp._nnx_variables import PLAIN
 
 
 class ArrayCall(NamedTuple):
@@ -31,13 +33,22 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     refs = RefMap()
     graphdef, state = nnx.flatten(objects, ref_index=refs, graph=True)
     outside = IndexMap.from_refmap(refs)
+    leaves = [leaf for _, leaf in state]
+    are_known = all(map(_is_object, outside.values())) and all(map(_is_plain_variable, leaves))
+    numbers = [refs[leaf] for leaf in leaves] if are_known else None
 
     def pure(plain: dict[int, Any], values: list[Any]) -> Any:
         inside = IndexMap()
         copies = nnx.unflatten(graphdef, values, index_ref=inside)
         given = {index: _identity(node) for index, node in inside.items() if isinstance(node, nnx.Variable)}
+        before = numbers and _attributes(inside.values())
         args, kwargs = fill(plain, copies)
         results, made, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
+
+        if numbers and before and not made and _have(before):  # most change no more
+            own = [(inside[index], given[index]) for index in numbers]
+            written = {n: value_of(var) for n, (var, old) in enumerate(own) if _identity(var) != old}
+            return (results, [], _Changes(None, numbers, None, fill_results)), written
 
         refs: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(inside), "graph": True}
         structure, after = nnx.flatten(copies, **refs)
@@ -56,7 +67,7 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         results, made, changes = results
         return changes.carry_out(outside, results, made, written)
 
-    return ArrayCall(pure, (plain, [value_of(leaf) for _, leaf in state]), write, (tree, graphdef))
+    return ArrayCall(pure, (plain, [value_of(leaf) for leaf in leaves]), write, (tree, graphdef))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,12 +76,12 @@ class _Changes:
 
     structure: Any  # of its arguments afterwards; None if only Variables have changed
     indices: list[Any]  # of the leaves of the arguments, the numbers that they had before
-    made: Any  # the structure of the objects among its results
+    made: Any  # the structure of the objects among its results; None if there are none
     fill: Callable[..., Any]  # makes its results of what is no object and of objects
 
     def carry_out(self, outside: IndexMap, results: Any, made: list[Any], written: dict[int, Any]) -> Any:
         """Changes the objects of a call by their numbers, and returns its results."""
-        known: IndexMap = IndexMap(outside)
+        known: Any = outside
         if self.structure is None:
             for n, value in written.items():
                 if not isinstance(value, NoUpdate):  # an array reference, which has changed already
@@ -81,7 +92,11 @@ class _Changes:
             known = IndexMap()
             values = [written[n] if n in written else outside[index] for n, index in enumerate(self.indices)]
             nnx.unflatten(self.structure, values, index_ref=known, outer_index_outer_ref=outside)
-        return self.fill(results, nnx.unflatten(self.made, made, index_ref=known, outer_index_outer_ref=outside))
+        if self.made is None:
+            return self.fill(results, {})
+        return self.fill(
+            results, nnx.unflatten(self.made, made, index_ref=IndexMap(known), outer_index_outer_ref=outside)
+        )
 
 
 def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
@@ -118,6 +133,42 @@ def _check_may_change(node: Any) -> None:
         node.set_raw_value(node.get_raw_value())
     elif isinstance(node, nnx.Pytree):
         node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")
+
+
+def _is_plain_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable) and not leaf.ref
+
+
+_Attributes = list[tuple[Any, dict[str, Any]]]
+"""Objects, and what they are made of but for the values of Variables."""
+
+
+def _attributes(nodes: Iterable[Any]) -> _Attributes | None:
+    """The attributes of objects; None if a part of one may change by itself, as a list does."""
+    found = [(node, _attributes_of(node)) for node in nodes]
+    for node, own in found:
+        for name, value in own.items() if not isinstance(node, nnx.Variable) else ():
+            if type(value) not in PLAIN and not name.startswith("_pytree__") and not _is_fixed(value):
+                return None
+    return found
+
+
+def _attributes_of(node: Any) -> dict[str, Any]:
+    return node.get_metadata() if isinstance(node, nnx.Variable) else dict(vars(node))
+
+
+def _is_fixed(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_fixed, value))
+    return type(value) in PLAIN or _is_object(value) or jax.tree_util.all_leaves([value])
+
+
+def _have(attributes: _Attributes) -> bool:
+    """Whether objects still have these attributes."""
+    pairs = [(_attributes_of(node), old) for node, old in attributes]
+    return all(
+        new.keys() == old.keys() and all([value is old[name] for name, value in new.items()]) for new, old in pairs
+    )
 
 
 def value_of(leaf: Any) -> Any:

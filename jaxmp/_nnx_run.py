@@ -25,7 +25,7 @@ from jaxmp import tree as _tree
 from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, note_half, remembered, widen
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp._nnx_objects import of_arrays
-from jaxmp._nnx_variables import is_object, own_variables
+from jaxmp._nnx_variables import is_object, modules_in, own_variables
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.rules import Rules
 from jaxmp.patterns import Path
@@ -168,8 +168,7 @@ class _Run:
 
     def find(self, module: Any, path: Path) -> None:
         """Notes the paths of a module and of those below it."""
-        for below, node in nnx.iter_modules(module):
-            self.paths[id(node)] = node, (*path, *map(str, below))
+        self.paths.update((id(node), (node, (*path, *below))) for below, node in modules_in(module))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

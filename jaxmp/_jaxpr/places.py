@@ -140,16 +140,21 @@ class Places:
     def repeated(self, operands: Sequence[Any]) -> list[Any]:
         """The results of the equation as it stands."""
         eqn, trace, primitive, tracers = self._eqn, self._trace, self._eqn.primitive, list[Any]()
-        # What a forwarding rule may drop, JAX looks at again.
-        if not self._is_short or eqn.effects or primitive in partial_eval.forwarding_rules or not _is_plain(primitive):
+        is_cast, avals = primitive is _CAST, [var.aval for var in eqn.outvars]
+        # What a forwarding rule may drop, as it leaves its operand what it is, JAX looks at again.
+        is_dropped = primitive in partial_eval.forwarding_rules and (
+            primitive.multiple_results or avals == [atom.aval for atom in eqn.invars]
+        )
+        if not self._is_short or eqn.effects or is_dropped or not (is_cast or _is_plain(primitive)):
             return self.bound(operands, eqn.params)
         for atom, operand in zip(eqn.invars, operands, strict=True):
             if isinstance(atom, Literal):
                 operand = partial_eval.DynamicJaxprTracer(trace, atom.aval, atom, self._source)
             elif getattr(operand, "_trace", None) is not trace or operand.aval is not atom.aval:
                 return self.bound(operands, eqn.params)
+            if is_cast and isinstance(operand.val, Literal):  # which JAX folds
+                return self.bound(operands, eqn.params)
             tracers.append(operand)
-        avals = [var.aval for var in eqn.outvars]
         return list(trace.emit_eqn(tracers, avals, primitive, eqn.params, eqn.effects, self._source, eqn.ctx))
 
 

@@ -84,15 +84,14 @@ class _Evaluation:
         """The value as it is."""
         return atom.val if reading.is_literal(atom) else self.env[atom]
 
-    def read_as(self, atom: Any, node: Node, dtype: np.dtype, repeat: tuple[Step, Sequence[Any]] | None = None) -> Any:
+    def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: Any = None) -> Any:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
-        value = self.read(atom)
         if reading.is_literal(atom):
             return self.cast(value, dtype)
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray):
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
-            return self.read_as(*self.narrow[atom], dtype, repeat)
+            return self.read_as(self.read(self.narrow[atom][0]), *self.narrow[atom], dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
         # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
@@ -125,13 +124,13 @@ class _Evaluation:
 
     def results_of(self, step: Step) -> Sequence[Any]:
         """Those of an equation."""
-        eqn, node, given, places = step.eqn, step.node, [self.read(atom) for atom in step.eqn.invars], self.places
+        eqn, node, places, given = step.eqn, step.node, self.places, [self.read(atom) for atom in step.eqn.invars]
         if _stands(step):
             return places.repeated(given)
         repeat = (step, given) if eqn.primitive.name in BROADCAST else None
         wanted = zip(given, eqn.invars, step.operands, _wants(step), strict=True)
         operands = [
-            value if dtype is None or operand is None else self.read_as(atom, operand, dtype, repeat)
+            value if dtype is None or operand is None else self.read_as(value, atom, operand, dtype, repeat)
             for value, atom, operand, dtype in wanted
         ]
         step.bound = [jax.typeof(value) for value in operands]
@@ -230,7 +229,7 @@ def _stands(step: Step) -> bool:
     """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
     if step.stands is None:
         has_rules = step.eqn.primitive.name in _WITH_RULES and step.region.level != "written"  # decided when they run
-        known = filter(None, (*step.operands, *step.nodes))
+        known = [node for node in (*step.operands, *step.nodes) if node is not None]
         is_changed = any([node.late is not None or node.dtype != node.written for node in known]) or bool(step.float8)
         if is_changed or reading.asks_for_what_is_missing(step.eqn.params) or (step.bodies is not None and has_rules):
             step.stands = False
@@ -239,7 +238,7 @@ def _stands(step: Step) -> bool:
         else:
             wanted = zip(step.operands, _wants(step), strict=True)
             is_computed = step.node is not None and step.node.compute is not None
-            step.stands = not is_computed and all(op is None or dtype in (None, op.dtype) for op, dtype in wanted)
+            step.stands = not is_computed and all([op is None or dtype in (None, op.dtype) for op, dtype in wanted])
     return step.stands
 
 
@@ -269,7 +268,7 @@ def _wants_of_leaf(step: Step) -> list[np.dtype | None]:
         return [None if operand is None else operand.written for operand in operands]
     if name == _CAST and (node.kind is Kind.KEPT or _is_widening(step)):  # from whatever dtype the value has
         return [None if operand is None else operand.late for operand in operands]
-    return [None if operand is None else read_in(node, operand) for operand in operands]
+    return [None if operand is None else node.compute or read_in(node, operand) for operand in operands]
 
 
 def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None]:

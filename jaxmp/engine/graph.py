@@ -7,7 +7,6 @@ and what the body returns) and the result of a conditional (what each branch ret
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -171,8 +170,10 @@ class _Builder:
     def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
         """A node, or a value without one, as that of its key; one without a key is like no other."""
         number: Any = node or object()
-        with contextlib.suppress(TypeError):  # parameters that are not hashable: no other is known to be equal
-            number = self.numbers.setdefault(key, number) if key is not None else number
+        try:
+            number = number if key is None else self.numbers.setdefault(key, number)
+        except TypeError:  # parameters that are not hashable: no other is known to be equal
+            key = None
         if node is not None:
             node.same = number
         return _Value(node, number, is_fixed)
@@ -213,6 +214,7 @@ class _Builder:
         for eqn in jaxpr.eqns:
             if eqn.source_info.name_stack is not stack:  # a scope has many equations, one after the other
                 stack, scopes = eqn.source_info.name_stack, (*names, *reading.names_of(eqn))
+                self.region = region_of(scopes)
             step, values = self.step(eqn, [read(atom) for atom in eqn.invars], scopes)
             env.update(zip(eqn.outvars, values, strict=True))
             steps.append(step)
@@ -222,7 +224,6 @@ class _Builder:
 
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
         bodies = None if DECIDED in names else reading.bodies_of(eqn)
-        self.region = region_of(names)
         fixed = [value.is_fixed for value in values]
         step = Step(eqn, names, [value.node for value in values], [], region=self.region, bodies=bodies, fixed=fixed)
         if bodies is None:
@@ -298,7 +299,7 @@ class _Builder:
         constants = [node.const for node in inputs if node.const is not None]
         step.kind, step.reason, asked, has_epsilon = self.rules.kind_of(eqn, constants, step.names)
         step.float8 = _float8_products.asked(step, self.rules) if name in PRODUCTS else None
-        key = None if eqn.effects else (name, *eqn.params.values(), *(value.number for value in values))
+        key = None if eqn.effects else (name, *eqn.params.values(), *[value.number for value in values])
         for position, var in enumerate(eqn.outvars):
             reads = inputs
             if step.kind is Kind.CLEAR and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort

@@ -357,7 +357,7 @@ def _hands_places(step: Step) -> bool:
     """Whether an operation may be one that places are handed to, or a complex number."""
     name, node = step.eqn.primitive.name, step.node
     kind = step.eqn.outvars[0].aval.dtype.kind if name in (_CAST, "complex", "mul", "neg", "exp") else ""
-    is_read = any(step.operands) and (name in _READ_PLACES or (name == _CAST and kind in "iu"))
+    is_read = (name in _READ_PLACES or (name == _CAST and kind in "iu")) and any(step.operands)
     return is_read or kind == "c" or (node is not None and name in _SQUARES and len(_square(node)) > 1)
 
 
@@ -421,6 +421,8 @@ def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
 
 def _readers(node: Node, through: Collection[str] = ()) -> list[Node]:
     """Who computes with a value, however it was moved; who does so by one of ``through`` is told and passed."""
+    if not through and Kind.CLEAR not in [user.kind for user in node.users]:
+        return [*dict.fromkeys(node.users)]
     after = walk(node.users, lambda user: user.users if user.kind is Kind.CLEAR or user.name in through else ())
     return [user for user in after if user.kind is not Kind.CLEAR or user.name in through]
 

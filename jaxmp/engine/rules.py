@@ -108,9 +108,9 @@ class Rules:
         if self.overrides:
             self.visited.add((path_of(names), name))
         region = region_of(names)
-        if any(_is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)):
+        if any([_is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)]):
             return Decision(Kind.KEPT, "float64, complex and fp8 are left alone")
-        if not any(is_castable(var.aval) for var in eqn.outvars):
+        if not any([is_castable(var.aval) for var in eqn.outvars]):
             return Decision(Kind.KEPT, "no floating result")
         if cls is None:
             return Decision(Kind.KEPT, "an unknown primitive keeps its dtypes")
