@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxmp._jaxpr import reading
@@ -62,3 +63,29 @@ def test_the_short_way_puts_what_bind_does(keeps):
     assert list(described(short)) == list(described(long))
     known = list(described(short))
     assert len(known) > 60 and known[0][2] == "around/layer"
+
+
+@pytest.mark.parametrize("name", ["convert_element_type", "broadcast_in_dim"])
+def test_what_jax_folds_or_drops_it_looks_at_again(name):
+    x = jnp.float32(1.5)
+    eqns = jax.make_jaxpr(lambda x: (x.astype("bfloat16"), jnp.broadcast_to(x, (2, 8))))(x).eqns
+    (eqn,) = (eqn for eqn in eqns if eqn.primitive.name == name)
+    own = {"new_dtype": x.dtype, "shape": (), "broadcast_dimensions": ()}
+    same = eqn.replace(outvars=eqn.invars, params={key: own.get(key, value) for key, value in eqn.params.items()})
+
+    def standing(is_short):
+        def evaluated(x):
+            places, results = Places(), []
+            number = jax.lax.convert_element_type(np.float32(1.5), jnp.float32)  # written out in the program
+            for each in (eqn, same):
+                places.at(each)
+                for operand in (x, number):
+                    results += (
+                        places.repeated([operand]) if is_short else places.within(bound, each, [operand], each.params)
+                    )
+            return results
+
+        return jax.make_jaxpr(evaluated)(x)
+
+    assert str(standing(True)) == str(standing(False))
+    assert len(standing(True).eqns) == (2 if name == "broadcast_in_dim" else 1)

@@ -15,9 +15,10 @@ from autocast_tools import HALVES, cosine, half, products
 from flax import nnx
 from flax.errors import TraceContextError
 from linen_zoo import data, dtypes_of, same_bits
-from nnx_zoo import rngs
+from nnx_zoo import rngs, values
 
 import jaxmp
+from jaxmp._nnx_variables import modules_in
 
 BATCHES = data(3, 16, 8)
 X = BATCHES[0]
@@ -235,6 +236,56 @@ def test_what_becomes_of_attributes_happens_to_the_callers_objects():
     same_bits(model.head.kernel[...], kernel[...] * 2)
     np.testing.assert_allclose(out, extra(X), rtol=0.02, atol=0.02)
     model.extra.kernel[...] = jnp.zeros((8, 2))  # nothing of the trace is left in it
+
+
+class Held(nnx.Module):
+    """Holds what may change without a new value in any attribute."""
+
+    def __init__(self) -> None:
+        self.net, self.layers = Net(rngs()), nnx.List([nnx.Linear(8, 8, rngs=rngs())])
+        self.table, self.pair = nnx.Dict(a=nnx.Variable(jnp.zeros(()))), ("a", 1)
+        self.tree = nnx.data([{"x": nnx.Variable(jnp.zeros(()))}])
+
+
+def rename(model: Any) -> None:
+    model.tree[0]["y"] = model.tree[0].pop("x")
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda model: None,
+    "a value": lambda model: model.net.calls.set_value(model.net.calls.get_value() + 1),
+    "a mode": lambda model: setattr(model.net.drop, "deterministic", True),
+    "a static attribute": lambda model: setattr(model, "pair", ("b", 2)),
+    "an attribute less": lambda model: delattr(model.net, "mask"),
+    "one Variable twice": lambda model: setattr(model, "again", model.net.calls),
+    "modules exchanged": lambda model: vars(model.net).update(first=model.net.head, head=model.net.first),
+    "a longer list": lambda model: model.layers.append(nnx.Linear(8, 8, rngs=nnx.Rngs(1))),
+    "a key in a dictionary": lambda model: setattr(model.table, "b", nnx.Variable(jnp.ones(()))),
+    "a plain container": rename,
+    "metadata": lambda model: model.net.calls.set_metadata(note="changed"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_of_an_object_is_what_nnx_jit_changes(change):
+    def run(model: Any, x: jax.Array) -> jax.Array:
+        CHANGES[change](model)
+        return x @ x.T
+
+    model, wanted = Held(), Held()
+    half(run)(model, X), nnx.jit(run)(wanted, X)
+    assert nnx.graphdef(model) == nnx.graphdef(wanted)
+    assert model.net.calls.get_metadata() == wanted.net.calls.get_metadata()
+    same_bits(values(model), values(wanted))
+
+
+def test_paths_of_modules_are_those_of_nnx():
+    model = Held()
+    model.shared, model.deep = model.net.head, nnx.data({"b": [nnx.Linear(1, 1, rngs=rngs())], "a": (Net(rngs()), 1)})
+    model.layers.append(model.net.first)
+    for each in (model, nnx.Sequential(*[nnx.Linear(1, 1, rngs=rngs()) for _ in range(12)])):
+        wanted = {id(node): tuple(map(str, path)) for path, node in nnx.iter_modules(each)}
+        assert {id(node): path for path, node in modules_in(each)} == wanted and len(wanted) > 11
 
 
 def test_intermediates_are_captured_in_the_dtype_they_were_written_with():
