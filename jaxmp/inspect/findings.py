@@ -66,8 +66,11 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
 
 
 def _half_sums(audited: Audited) -> Found:
+    read = {each for value in audited.values.all for each in value.inputs} | set(audited.values.results)
     for value in audited.values.all:
-        if value.is_half and value.place and (terms := _terms(value)) > EXACT[value.dtype.name]:
+        if not value.is_half or not value.place or not (value.reader or value in read):
+            continue  # derivatives of maxima count their ties, read or not
+        if (terms := _terms(value)) > EXACT[value.dtype.name]:
             yield (
                 value.place,
                 f"{value.name} of {terms:,} terms in {value.dtype.name}, which counts to {EXACT[value.dtype.name]:,}",
@@ -216,8 +219,9 @@ def _round_trips(audited: Audited) -> Found:
         # Derivatives of casts have nothing between them where a bias was added, or an axis summed, in float32.
         if all(map(is_derived, (value, *wide))):
             continue
-        if DECIDED in place.names and all(each is value.inputs[0] and each.at.path != place.path for each in wide):
-            continue  # two modules that the engine ran, each with its own cast: XLA makes neither
+        carried = set(origins(value.inputs[0], lambda each: each.name == JOIN))
+        if DECIDED in place.names and all(each in carried and each.at.path != place.path for each in wide):
+            continue  # two modules that the engine ran, or turns of one, each with its own cast: a carry has one dtype
         yield (
             place,
             f"{value.dtype.name} → {value.inputs[0].dtype.name} → {value.dtype.name} with nothing between that needs "

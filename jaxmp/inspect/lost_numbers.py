@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp.inspect.evidence import EXACT, Audited, Found
-from jaxmp.inspect.values import Value, constant
+from jaxmp.inspect.values import Value, constant, origins
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Pow: operator.pow, ast.Mult: operator.mul,
@@ -51,8 +51,7 @@ def _lost_constants(
 ) -> Found:
     for value in audited.values.all:
         if value.is_half and value.is_cast and not value.inputs[0].is_half:
-            numbers = constant(value.inputs[0])
-            if numbers is not None and numbers.size and jnp.issubdtype(numbers.dtype, jnp.number):
+            for numbers in _constants_in(value.inputs[0]):
                 numbers = numbers.astype(np.float64)
                 if is_lost(numbers, _rounded(numbers, value.dtype)):
                     worst = numbers.flat[np.argmax(np.abs(numbers))]
@@ -69,6 +68,33 @@ def _lost_constants(
                 if np.isfinite(array) and is_lost(array, _rounded(array, operand.dtype)):
                     yield value.place, f"the constant {number:g} is {what} in {operand.dtype.name}", remedy
                     break
+
+
+def _constants_in(value: Value) -> Iterator[Any]:
+    """The constants that a value consists of, or is on one side: those of a ``where``, or of a mask times a number."""
+
+    def goes_on(each: Value) -> bool:
+        return (each.is_move and each.name not in _BOUNDS) or (each.name == "mul" and any(map(_is_mask, each.inputs)))
+
+    for each in [value] if constant(value) is not None else origins(value, goes_on):
+        numbers = constant(each)
+        if numbers is not None and numbers.size and jnp.issubdtype(numbers.dtype, jnp.number):
+            yield numbers
+
+
+_BOUNDS = frozenset({"max", "min", "clamp", "reduce_max", "reduce_min"})
+"""Moves that need not return a constant among their operands: they compare it with others."""
+
+
+def _is_mask(value: Value) -> bool:
+    """Whether a value is of 0 and 1: booleans, moved and cast, or what is subtracted from 1, say."""
+    if value.dtype == np.bool_:
+        return True
+    known = [constant(each) for each in value.inputs]
+    are_small = all(each is None or bool(np.all(np.abs(each) <= 1)) for each in known)
+    masks = [each for each, const in zip(value.inputs, known, strict=True) if const is None]
+    is_kept = value.is_cast or value.is_move or value.name in ("add", "sub")
+    return is_kept and are_small and bool(masks) and all(map(_is_mask, masks))
 
 
 def _rounded(numbers: Any, dtype: np.dtype) -> Any:
@@ -149,7 +175,7 @@ def _find_range(value: Value, known: dict[Value, _Range | None]) -> _Range | Non
         numbers = value.const.astype(np.float64)
         is_integer = bool(np.all(np.isfinite(numbers)) and np.all(numbers == np.round(numbers)))
         return (float(np.min(numbers)), float(np.max(numbers))) if is_integer else None
-    is_arithmetic = value.name in ("add", "sub", "mul")
+    is_arithmetic = value.name in ("add", "sub", "mul", "neg", "abs")
     if not (value.is_move or value.is_cast or is_arithmetic) or value.is_half or value.dtype == np.bool_:
         return None
     inputs = value.inputs[1:] if value.name == "select_n" else value.inputs
@@ -160,6 +186,8 @@ def _find_range(value: Value, known: dict[Value, _Range | None]) -> _Range | Non
     ranges = [each for each in found if each is not None]
     if len(ranges) < len(found) or all(scalars):
         return None
+    if value.name == "abs":
+        return 0.0, max(map(abs, ranges[0]))
     if value.name in _OF_RANGES:
         ends = [_OF_RANGES[value.name](*ends) for ends in itertools.product(*ranges)]
         return min(ends), max(ends)
@@ -175,7 +203,7 @@ def _scalar_or_range(value: Value, known: dict[Value, _Range | None]) -> _Range 
 
 
 _OF_RANGES: dict[str, Callable[..., float]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": min, "max": max,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "min": min, "max": max,
     "clamp": lambda low, each, high: min(max(low, each), high),
 }  # fmt: skip
 """Operations that are monotone in each operand, so that the ends of their results are those of some ends."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jaxmp
 from jaxmp.inspect import audit
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -167,6 +169,50 @@ def test_what_a_loop_adds_up_in_float32_is_no_round_trip() -> None:
 
 
 @pytest.mark.once
+def test_a_carry_of_an_engine_s_module_is_no_round_trip() -> None:
+    cell = nn.RNN(nn.SimpleCell(16))  # whose carry begins in float32
+    model, x = jaxmp.linen.apply_policy(cell, "mixed_bfloat16"), shape(2, 8, 16)
+    assert found(model.apply, jax.eval_shape(cell.init, jax.random.key(0), x), x) == []
+
+    def own(h: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda _, z: jnp.tanh(z.astype(BF16)).astype(F32), h.astype(F32))
+
+    assert found(own, shape(8, 16, dtype=BF16)) == ["round-trip"]
+
+
+@pytest.mark.once
+def test_what_nothing_reads_is_no_sum() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        y = x @ p["w"]
+        top = jnp.max(y, axis=1, keepdims=True).astype(F32)  # whose derivative counts ties, and is not asked for
+        return jnp.mean((y.astype(F32) - jax.lax.stop_gradient(top)) ** 2)
+
+    grad = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))
+    assert found(grad, {"w": shape(16, 512)}, shape(8, 16)) == []
+
+
+MASKED = {
+    "a bias": lambda s, m: s + jnp.where(m, 0.0, -1e9),
+    "times a number": lambda s, m: s + (1 - m) * -1e9,
+    "float32 scores": lambda s, m: jnp.where(m, s.astype(F32) * 0.1, -1e30).astype(F16),
+}
+HELD = {
+    "an infinity": lambda s, m: s + jnp.where(m, 0.0, -jnp.inf),
+    "in float32": lambda s, m: jax.nn.softmax(s.astype(F32) + jnp.where(m, 0.0, -1e9)).astype(F16),
+    "a factor": lambda s, m: (s.astype(F32) * jnp.where(m, 1e-3, 1e9)).astype(F16),
+    "a bound": lambda s, m: jnp.minimum(s.astype(F32) * 0.1, 1e9).astype(F16),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", [*MASKED, *HELD])
+def test_a_mask_whose_number_half_makes_infinite_is_found_however_it_is_written(name: str) -> None:
+    args = shape(4, 8, 8, dtype=F16), shape(8, 8, dtype=jnp.bool_)
+    expected = ["overflowing-constant"] * (name in MASKED)
+    assert found({**MASKED, **HELD}[name], *args, policy="mixed_float16") == expected
+
+
+@pytest.mark.once
 def test_integers_are_counts_and_their_range_is_followed() -> None:
     mask = np.triu(np.full((8, 8), -1e9, np.float32), 1)
     assert found(lambda h: h + jnp.asarray(mask).astype(BF16), shape(8, 8, dtype=BF16)) == []
@@ -178,6 +224,9 @@ def test_integers_are_counts_and_their_range_is_followed() -> None:
     assert found(lambda h: h + jnp.clip(distance(), -64, 64).astype(BF16), wide) == []
     assert found(lambda h: h + jnp.clip(distance(), -64, 300).astype(BF16), wide) == ["inexact-integers"]
     assert found(lambda h: h + jnp.maximum(distance(), -64).astype(BF16), wide) == ["inexact-integers"]
+    assert found(lambda h: h - jnp.abs(distance()).astype(BF16), wide) == ["inexact-integers"]
+    assert found(lambda h: h + (-jnp.arange(512))[:, None].astype(BF16), wide) == ["inexact-integers"]
+    assert found(lambda h: h - jnp.abs(jnp.clip(distance(), -64, 200)).astype(BF16), wide) == []
 
 
 PARAMS, X, SCALAR = {"w": shape(16, 16)}, shape(8, 16), shape()
@@ -195,7 +244,14 @@ def of_scale(scaled: Any) -> Any:
     return lambda p, x, s: jax.grad(lambda p: scaled(mean(p, x), s))(p)
 
 
+def shared(p: Any, x: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    each = jax.shard_map(lambda p, x: jax.lax.pmean(mean(p, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    return each(p, x)
+
+
 UNSCALED = {
+    "of a shard_map": (jax.grad(shared), PARAMS, X),
     "a weight of the loss": (jax.grad(lambda p, x: 5.0 * mean(p, x)), PARAMS, X),
     "a penalty": (jax.grad(lambda p, x: mean(p, x) + 16.0 * jnp.abs(p["w"]).sum()), PARAMS, X),
     "a learned temperature": (
@@ -210,6 +266,7 @@ SCALED = {
     "of an array": (of_scale(lambda loss, s: loss * s[0]), PARAMS, X, shape(1)),
     "an exponent": (of_scale(lambda loss, s: loss * 2.0**s), PARAMS, X, SCALAR),
     "a quotient": (jax.grad(lambda p, x: mean(p, x) / (1 / 1024)), PARAMS, X),
+    "of a shard_map": (jax.grad(lambda p, x: shared(p, x) * 1024), PARAMS, X),
     "a constant": (jax.grad(lambda p, x: mean(p, x) * 1024), PARAMS, X),
     "of each example": (
         jax.vmap(jax.grad(lambda p, x: mean(p, x[None]) * 1024), (None, 0)), PARAMS, X
