@@ -32,7 +32,7 @@ from jaxmp.inspect.watch import Watch, line, metrics, read
 # Okabe and Ito's palette, which colour-blind readers can tell apart (Wong 2011, Nature Methods 8, 441).
 COLORS = ("#222222", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
 GREY, LIGHT = "#6B6B6B", "#E6E6E6"
-_BLACK, _RED, _BLUE, _, _PINK, _ORANGE, _SKY, _ = COLORS
+_BLACK, _RED, _BLUE, _GREEN, _PINK, _ORANGE, _SKY, _BROWN = COLORS
 _LABELS = 70  # of an axis, at most
 _BORDERED = 60  # rows and columns of a heat map whose cells have a border, at most
 _BOXES = 40  # of a plan
@@ -54,16 +54,22 @@ def figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
-    """A plain frame: no box, a light grid, the title to the left."""
+def style(axes: Any, title: str, x: str = "", y: str = "", grid: str = "y") -> None:
+    """A plain frame: no box, a light grid across the axis of that name, if any, the title to the left."""
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     axes.set_xlabel(x, fontsize=9, color=GREY)
     axes.set_ylabel(y, fontsize=9, color=GREY)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#BBBBBB")
     axes.tick_params(labelsize=8, colors=GREY)
-    axes.grid(axis="y", color=LIGHT, linewidth=0.8)
+    if grid:
+        axes.grid(axis=grid, color=LIGHT, linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _ink(color: str) -> str:
+    """What can be read on a colour."""
+    return "white" if color in (_RED, _BLUE, _GREEN, _BROWN, _BLACK) else _BLACK
 
 
 def _title(page: Any, text: str) -> None:
@@ -120,7 +126,8 @@ def exponents(found: Numerics | Statistics | Mapping[str, Statistics], dtype: An
         if each.scale != 1:
             shown = range(low, high + 1)
             heights = [100 * each.before.histogram.get(e, 0) / max(each.before.count, 1) for e in shown]
-            axes.step(shown, heights, where="post", color=GREY, linewidth=0.9)
+            axes.step(shown, heights, where="post", color=GREY, linewidth=0.9, label="without the loss scale")
+            axes.legend(frameon=False, fontsize=7, loc="upper right", labelcolor=GREY)
         for border in (smallest, form.min_exponent, form.max_exponent + 1):
             axes.axvline(border, color="#BBBBBB", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
         axes.text(1.01, 0.5, each.shares(), transform=axes.transAxes, va="center", fontsize=8, color=_BLACK)
@@ -172,17 +179,16 @@ def _finding(tensors: Sequence[_Tensor], dtype: str) -> str:
 
 def _strips(axes: Any, low: int, high: int) -> None:
     """The ranges of the formats, one under the other."""
-    style(axes, "", "binary exponent of the magnitude: floor(log2|x|)")
-    axes.grid(visible=False)
+    style(axes, "", "binary exponent of the magnitude: floor(log2|x|)", grid="")
     names = ("float16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
     for y, name in enumerate(names):
         form = formats.format_of(dtypes.canonical_dtype(name))
         borders = (low, form.min_exponent - form.mantissa_bits, form.min_exponent, form.max_exponent + 1, high)
         edges = [min(max(border, low), high) for border in borders]
         for (start, stop), (fate, color) in zip(itertools.pairwise(edges), _FATES.items(), strict=True):
-            axes.barh(y, stop - start, left=start, height=0.78, color=color, alpha=0.85, linewidth=0)
+            axes.barh(y, stop - start, left=start, height=0.78, color=color, linewidth=0)
             if stop - start >= 1.4 * len(fate) * (high - low) / 100:
-                axes.text((start + stop) / 2, y, fate, ha="center", va="center", fontsize=7, color="white")
+                axes.text((start + stop) / 2, y, fate, ha="center", va="center", fontsize=7, color=_ink(color))
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0, labelcolor=_BLACK)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -240,8 +246,7 @@ def _heat(page: Any, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
     for axes, what, title in zip(both, ("vanished", "zeros"), ("vanishes under the scale", "is 0 as computed"),
                                  strict=True):  # fmt: skip
         shares = np.array([[row[what][kind].get(path, np.nan) for row in rows] for path in paths])
-        style(axes, title, "step")
-        axes.grid(visible=False)
+        style(axes, title, "step", grid="")
         border = 0.2 if max(shares.shape) <= _BORDERED else 0  # would hide small cells
         image = axes.pcolormesh(100 * shares, cmap="magma_r", vmin=0, vmax=100, edgecolors="white", linewidth=border)
         shown = range(0, len(rows), -(-len(rows) // 8))
@@ -389,9 +394,7 @@ def errors(comparison: Comparison) -> Any:
     low, high = min([*finite, rounding]) / 2, max([*finite, rounding]) * 3
     titles = ("what scopes return, and the gradients that reach them", "gradients of the arguments")
     for axes, part, title in zip(panels[:, 0], parts, titles, strict=False):
-        style(axes, title)
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x", color=LIGHT)
+        style(axes, title, grid="x")
         axes.set_xscale("log")
         if half:
             axes.axvline(rounding, color=GREY, linewidth=1, linestyle=(0, (4, 3)), label=f"one rounding to {half}")
@@ -404,16 +407,14 @@ def errors(comparison: Comparison) -> Any:
                           linestyle="-" if part is scopes else "none",
                           label="forward" if phase == "forward" else "gradient")  # fmt: skip
         if comparison.entered in part and part is scopes:
-            axes.axhspan(part.index(comparison.entered) - 0.5, part.index(comparison.entered) + 0.5, color=_ORANGE,
-                         alpha=0.25, linewidth=0, label="enters here")  # fmt: skip
+            n = part.index(comparison.entered)
+            axes.axhspan(n - 0.5, n + 0.5, color=_ORANGE, alpha=0.25, linewidth=0, label="enters here")
         _rows_of(axes, part)
         axes.set_ylim(len(part) - 0.4, -0.6)
     panels[0, 0].set_xlim(low, high * 1.2)
     if panels[0, 0].get_legend_handles_labels()[0]:
         panels[0, 0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
-    panels[-1, 0].set_xlabel(
-        "relative error: L2 norm of the difference over that of the reference", fontsize=9, color=GREY
-    )
+    panels[-1, 0].set_xlabel("relative error: L2 norm of the difference over the reference's", fontsize=9, color=GREY)
     scope = comparison.entered
     entered = "nowhere at once" if scope is None else f"in {_short(scope)}" if scope else "in code in no scope"
     worst = comparison.worst
@@ -442,32 +443,32 @@ def memory(plans: Mapping[str, Memory]) -> Any:
     """
     if not plans:
         raise ValueError("a picture of memory needs a plan, but there is none; pass {name: memory(step)(state, batch)}")
-    first, *others = plans
+    first = next(iter(plans))
     if not plans[first].peak:
         raise ValueError(f"a picture of memory needs a plan that takes some, but {first} takes none; leave it out")
     most = max(plan.peak for plan in plans.values())
     size, unit = (_MiB, "MiB") if most >= 10 * _MiB else (2**10, "KiB")
     digits = 0 if most >= 10 * size else 2
     page = figure(9.5, 1.9 + 0.62 * len(plans) * 2)
-    of_kinds = (_BLUE, _SKY, COLORS[3], COLORS[7], _PINK, _ORANGE, _BLACK)
-    for axes, what, colors in zip(page.subplots(2, 1, sharex=True), ("kind", "dtype"),
-                                  (of_kinds, (_BLUE, _ORANGE, _RED, *of_kinds[1:5], _BLACK)), strict=True):  # fmt: skip
+    of_kinds = (_BLUE, _SKY, _GREEN, _BROWN, _PINK, _ORANGE, _BLACK)
+    of_dtypes = {"float32": _BLUE, "bfloat16": _ORANGE, "float16": _RED}
+    for axes, what in zip(page.subplots(2, 1, sharex=True), ("kind", "dtype"), strict=True):
         sizes = [getattr(plan, f"by_{what}") for plan in plans.values()]
-        style(axes, f"by {what}")
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x", color=LIGHT)
+        style(axes, f"by {what}", grid="x")
         parts = list(dict.fromkeys(part for each in sizes for part in each))
         if what == "dtype":
             parts.sort(key=lambda part: -max(each.get(part, 0) for each in sizes))
+        others = itertools.cycle((_SKY, _GREEN, _BROWN, _PINK, _BLACK))
+        colors = [of_dtypes.get(part) or next(others) for part in parts] if what == "dtype" else of_kinds
         starts = np.zeros(len(plans))
-        for part, color in zip(parts, itertools.cycle(colors), strict=False):
+        for part, color in zip(parts, colors, strict=False):
             widths = np.array([each.get(part, 0) for each in sizes]) / size
             label = part if widths.max() * size > 0.003 * most else None  # who cannot be seen has no colour either
             axes.barh(range(len(plans)), widths, left=starts, height=0.66, color=color, label=label, linewidth=0)
             for y, (start, width) in enumerate(zip(starts, widths, strict=True)):
                 if width * size > 0.055 * most:
-                    place = (start + width / 2, y)
-                    axes.text(*place, f"{width:,.{digits}f}", ha="center", va="center", fontsize=7.5, color="white")
+                    axes.text(start + width / 2, y, f"{width:,.{digits}f}", ha="center", va="center", fontsize=7.5,
+                              color=_ink(color))  # fmt: skip
             starts += widths
         for y, plan in enumerate(plans.values()):
             less = f" ({plan.peak / plans[first].peak - 1:+.0%})" if y else ""
@@ -480,7 +481,7 @@ def memory(plans: Mapping[str, Memory]) -> Any:
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1))
     axes.set_xlabel(f"{unit} at the peak", fontsize=9, color=GREY)
     where = f"on {plans[first].device}"
-    if others:
+    if len(plans) > 1:
         best = min(plans, key=lambda name: plans[name].peak)
         saved = 1 - plans[best].peak / plans[first].peak
         _title(page, f"{best} needs {saved:.0%} less memory than {first} {where}" if saved > 0 else
@@ -643,18 +644,12 @@ def _arrows(axes: Any, n: int, boxes: Sequence[_Box], places: Sequence[_Place]) 
 
 
 def _draw_box(axes: Any, n: int, box: _Box, place: _Place) -> None:
-    from matplotlib.patches import Rectangle
-
     x, y, _ = place
     left, share_before = x - 1.2, 0.0
     for name, share in _dtypes_of(box).items():
-        axes.add_patch(
-            Rectangle(
-                (left + 2.4 * share_before, y - 0.3), 2.4 * share, 0.6, facecolor=_FILL.get(name, _OTHER), zorder=2
-            )
-        )
+        axes.barh(y, 2.4 * share, 0.6, left + 2.4 * share_before, color=_FILL.get(name, _OTHER), zorder=2)
         share_before += share
-    axes.add_patch(Rectangle((left, y - 0.3), 2.4, 0.6, facecolor="none", edgecolor="#777777", linewidth=0.9, zorder=3))
+    axes.barh(y, 2.4, 0.6, left, color="none", edgecolor="#777777", linewidth=0.9, zorder=3)
     path = _short(box.path) if box.path else "in no scope"
     path = path if len(path) <= 28 else f"…{path[-27:]}"
     axes.text(x, y - 0.1, f"{n + 1}  {path}", ha="center", va="center",

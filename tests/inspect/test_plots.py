@@ -1,6 +1,7 @@
 """Pictures: what is drawn is what was found, and the titles say what is to be seen."""
 
 import builtins
+import dataclasses
 import json
 
 import jax
@@ -45,6 +46,7 @@ def test_a_histogram_has_a_bar_of_the_right_height_and_colour_for_each_exponent(
 def test_a_loss_scale_moves_the_bars_and_leaves_the_line_of_what_was():
     found = statistics_of(X[:5])
     page = plots.exponents({"a": found}, "bfloat16", loss_scale=8)
+    assert [text.get_text() for text in page.axes[0].get_legend().get_texts()] == ["without the loss scale"]
     assert sorted(bar.get_x() for bar in bars(page.axes[0])) == [e + 3 for e in sorted(found.histogram)]
     (line,) = [line for line in page.axes[0].lines if len(line.get_xdata()) > 2]
     before = {x: y for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True) if y}
@@ -233,6 +235,10 @@ def test_memory_is_drawn_by_kind_and_dtype():
     assert sorted(bar.get_width() for bar in bars(page.axes[1])) == [61, 100]
     assert " 61 (-39%)" in texts(page) and page.axes[1].get_xlabel() == "MiB at the peak"
     assert page.get_suptitle() == "half needs 39% less memory than float32 on a GPU"
+    mixed = dataclasses.replace(plans["half"], by_dtype={"bfloat16": 40 * mib, "float32": 21 * mib})
+    drawn = bars(plots.memory({"mixed": mixed}).axes[1])
+    first, last = (bar.get_facecolor() for bar in sorted(drawn, key=lambda bar: bar.get_x()))
+    assert last == bars(page.axes[1])[0].get_facecolor() != first  # float32 is blue, whatever is larger
     small = memory(lambda params, batch: (batch @ params).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
     assert plots.memory({"it": small}).get_suptitle() == f"it needs {small.peak / 1024:,.2f} KiB on {small.device}"
     assert plots.memory({"a": plans["half"], "b": plans["float32"]}).get_suptitle().startswith("Nothing needs less")
