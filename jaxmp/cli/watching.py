@@ -18,7 +18,7 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     Raises:
       UsageError: it is no folder of a run, or not watched.
     """
-    with told(FileNotFoundError):
+    with told(FileNotFoundError, ValueError):
         rows, seen = watch.metrics(folder), watch.read(folder)
     if not rows:
         return "no step yet", seen

@@ -143,7 +143,8 @@ class Audit(tables.Shown):
 
     def _shown(self) -> Any:
         total = sum(map(work, self.products))
-        title = f"{len(self.products)} products, {tables.short(total)}FLOP" + (": " * bool(self.flops)) + self._shares()
+        count = f"{len(self.products)} product{'s' * (len(self.products) != 1)}"
+        title = f"{count}, {tables.short(total)}FLOP" + (": " * bool(self.flops)) + self._shares()
         rows = [
             (
                 each.path,

@@ -187,12 +187,22 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 
     Raises:
       FileNotFoundError: it is no folder of a run.
+      ValueError: the file is another program's.
     """
     file = folder / "metrics.csv"
     if not file.is_file():
         raise FileNotFoundError(f"a run's folder has metrics.csv, but {folder} has none; give the folder of --run-dir")
     with file.open() as opened:
-        return [row for row in csv.DictReader(opened) if row["split"] == "train" and row["skipped"]]
+        rows = csv.DictReader(opened)
+        if lacking := [name for name in _COLUMNS if name not in (rows.fieldnames or _COLUMNS)]:
+            raise ValueError(
+                f"the metrics.csv of a run has the columns {', '.join(_COLUMNS)}, but {file} has no "
+                f"{', '.join(lacking)}; give the folder of --run-dir"
+            )
+        return [row for row in rows if row["split"] == "train" and row["skipped"]]
+
+
+_COLUMNS = ("step", "split", "loss", "grad_norm", "loss_scale", "skipped")
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -200,6 +210,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: the run is not watched, or has not had its first step that is.
+      ValueError: the file is another program's.
     """
     if not (folder / FILE).is_file():
         raise FileNotFoundError(f"{folder} has no {FILE}: train with --watch 100, say, or wait for the first such step")
@@ -207,4 +218,6 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for text in (folder / FILE).read_text().splitlines():
         with contextlib.suppress(ValueError):  # cut off where a run was killed, or not whole yet
             rows.append(json.loads(text))
+    if any(not isinstance(row, dict) or "vanished" not in row for row in rows):
+        raise ValueError(f"{folder / FILE} has lines that are no watched step; give the folder of a run with --watch N")
     return rows

@@ -180,7 +180,7 @@ def test_it_is_shown_as_text_a_table_and_json() -> None:
 
     report = audit(lambda x, w: jnp.exp(x) @ w, compile=False)(*HALF)
     text = str(report)
-    assert text.startswith("1 products, 8.19kFLOP: bfloat16 100.0%\npath")
+    assert text.startswith("1 product, 8.19kFLOP: bfloat16 100.0%\npath")
     assert "half-exponential: (no scope)" in text
     assert json.loads(report.to_json())["findings"][0]["kind"] == "half-exponential"
     console = Console(width=200, record=True, file=sys.stderr)

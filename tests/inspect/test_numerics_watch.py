@@ -109,7 +109,7 @@ def test_the_command_shows_a_run(run, capsys):
 def test_the_command_says_what_it_needs(run, tmp_path, capsys):
     assert cli.main(["watch", str(tmp_path)]) == 2
     assert "a run's folder has metrics.csv" in capsys.readouterr().err
-    (tmp_path / "metrics.csv").write_text("step,split,skipped\n")
+    (tmp_path / "metrics.csv").write_text("step,split,loss,grad_norm,loss_scale,skipped\n")
     assert cli.main(["watch", str(tmp_path)]) == 2
     assert f"has no {FILE}: train with --watch 100" in capsys.readouterr().err
     (tmp_path / FILE).write_text("")  # the first such step is to come
@@ -117,6 +117,13 @@ def test_the_command_says_what_it_needs(run, tmp_path, capsys):
     assert capsys.readouterr().out == "no step yet; no step was watched yet\n"
     assert cli.main(["watch", str(tmp_path), "--plot", str(tmp_path / "it.png")]) == 2
     assert "a heat map needs a step that was watched" in capsys.readouterr().err
+    for lines in ("{}", "[1]"):
+        (tmp_path / FILE).write_text(lines)
+        assert cli.main(["watch", str(tmp_path)]) == 2
+        assert f"{FILE} has lines that are no watched step; give the folder" in capsys.readouterr().err
+    (tmp_path / "metrics.csv").write_text("epoch,split,loss\n1,train,2\n")  # another program's
+    assert cli.main(["watch", str(tmp_path)]) == 2
+    assert "metrics.csv has no step, grad_norm, loss_scale, skipped; give the folder" in capsys.readouterr().err
 
 
 def test_the_bars_of_one_step_are_under_those_of_another_at_80_columns():
