@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ TIMES = {
     "resnet50-hand-fp32": 238.3, "resnet50-hand-tf32": 68.0, "resnet50-hand-fp16": 35.2, "resnet50-hand-bf16": 37.9,
     "gpt2-hand-fp32": 331.7, "gpt2-hand-tf32": 103.7, "gpt2-hand-fp16": 32.6, "gpt2-hand-bf16": 33.6,
     "bert-hand-tf32": 145.9, "bert-hand-fp16": 58.2, "bert-hand-bf16": 60.7,
+    "resnet50-jmp-fp16": 36.18, "resnet50-flax-fp16": 36.31, "gpt2-jmp-fp16": 35.77, "gpt2-flax-fp16": 35.42,
 }  # fmt: skip
 """Milliseconds a step, measured on one NVIDIA H200 with JAX 0.11.2, 2026-11-20, one run each."""
 ABOUT = (
@@ -94,6 +97,32 @@ def notes(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def predictions(results: Sequence[dict[str, Any]]) -> list[Table]:
+    """The times on record beside those predicted, the fastest first, and how many pairs of them are in order."""
+    found = sorted(
+        (TIMES[f"{result['name']}-{key}"], row["predicted"], f"{result['name']}, {row['label']}")
+        for result in results
+        for key, row in result["variants"].items()
+        if result["full"] and f"{result['name']}-{key}" in TIMES and row.get("predicted")
+    )
+    if len(found) < 2:
+        return []
+    rows = [(name, f"{measured:.1f}", f"{ms:.1f}", f"{ms / measured - 1:+.1%}") for measured, ms, name in found]
+    largest = max(abs(ms / measured - 1) for measured, ms, _ in found)
+    pairs = [
+        (one < other, max(one, other) / min(one, other) - 1)
+        for (_, one, _), (_, other, _) in itertools.combinations(found, 2)
+    ]
+    apart = [in_order for in_order, ratio in pairs if ratio > largest]
+    notes = [
+        f"{sum(in_order for in_order, _ in pairs)} of {len(pairs)} pairs are ordered as measured; of those whose "
+        f"predictions differ by more than the largest error, {largest:.1%}, {sum(apart)} of {len(apart)}"
+    ]
+    if ties := [ratio for in_order, ratio in pairs if not in_order]:
+        notes.append(f"ties: in the other {len(ties)} the predictions differ by at most {max(ties):.1%}")
+    return [Table("Predicted and measured", ("step", "measured ms", "predicted ms", "error"), rows, notes=tuple(notes))]
+
+
 def picture(result: dict[str, Any]) -> plots.Panel:
     """The peak of each step in GiB, torch.compile's as a line."""
     rows = list(result["variants"].values())
@@ -110,5 +139,9 @@ def picture(result: dict[str, Any]) -> plots.Panel:
 
 def write(folder: Path, where: dict[str, str], results: list[dict[str, Any]]) -> None:
     """compile_only.md, .json and .png, and the tables on the terminal."""
-    title, tables, panels = "Train steps compiled for a GPU", [*map(table, results)], [[*map(picture, results)]]
+    title, tables, panels = (
+        "Train steps compiled for a GPU",
+        [*map(table, results), *predictions(results)],
+        [[*map(picture, results)]],
+    )
     records.record(folder, "compile_only", title, where, tables, {"results": results}, [ABOUT], "Peak memory", panels)

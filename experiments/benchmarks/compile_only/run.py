@@ -43,6 +43,7 @@ _H200 = targets.TARGETS["h200"]
 VARIANTS = (
     "hand-fp32", "hand-tf32", "hand-fp16", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16",
     "jaxmp-bf16-remat", "jaxmp-bf16-remat-dots", "jaxmp-bf16-remat-full", "jaxmp-fp16-unscaled", "jaxmp-fp16",
+    "jmp-fp16", "flax-fp16",
 )  # fmt: skip
 """The rows of benchmarks.train_step that ``--variants`` takes."""
 
@@ -55,8 +56,8 @@ class Config(records.Small):
     """Models to compile."""
     variants: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = ()
     """Rows to compile, among hand-fp32, hand-tf32, hand-fp16, hand-bf16, jaxmp-fp32, jaxmp-tf32, jaxmp-bf16,
-    autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled and jaxmp-fp16.
-    (default: all)"""
+    autocast-bf16, jaxmp-bf16-remat, jaxmp-bf16-remat-dots, jaxmp-bf16-remat-full, jaxmp-fp16-unscaled, jaxmp-fp16,
+    jmp-fp16 and flax-fp16. (default: all)"""
     target: str = "h200"
     """GPU to compile for, as in jaxmp/inspect/targets.py. What is not for the H200 is not compared with torch."""
     layers: int = 0

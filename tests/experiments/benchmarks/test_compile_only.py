@@ -87,6 +87,22 @@ def test_a_predicted_time_stands_beside_the_one_on_record():
     assert report.table(found).rows[0][9:11] == ("34.5", "")
 
 
+def test_times_on_record_stand_beside_those_predicted_and_pairs_are_counted():
+    rows = result_of(hand_fp16={"predicted": 34.0}, hand_bf16={"predicted": 33.0}, hand_tf32={"predicted": 93.33},
+                     jaxmp_bf16={"predicted": 30.0}, hand_fp32={"predicted": 331.7})  # fmt: skip
+    (found,) = report.predictions([rows])
+    assert found.rows == [
+        ("gpt2, hand_fp16", "32.6", "34.0", "+4.3%"), ("gpt2, hand_bf16", "33.6", "33.0", "-1.8%"),
+        ("gpt2, hand_tf32", "103.7", "93.3", "-10.0%"), ("gpt2, hand_fp32", "331.7", "331.7", "+0.0%"),
+    ]  # fmt: skip
+    assert found.notes == (
+        "5 of 6 pairs are ordered as measured; of those whose predictions differ by more than the largest error, "
+        "10.0%, 5 of 5",
+        "ties: in the other 1 the predictions differ by at most 3.0%",
+    )
+    assert report.predictions([{**rows, "full": False}]) == []
+
+
 # Targets.
 
 
