@@ -139,17 +139,18 @@ def test_the_bars_of_one_step_are_under_those_of_another_at_80_columns():
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
-    (tmp_path / FILE).write_text('{"step": 1}\n{"ste')
-    assert read(tmp_path) == [{"step": 1}]
+    (tmp_path / FILE).write_text('{"step": 1, "vanished": {}}\n{"ste')
+    assert read(tmp_path) == [{"step": 1, "vanished": {}}]
 
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_checkpoint(run, tmp_path):
     _, _, config = run
     experiment = language_modeling.prepare(config)
-    for last in ('{"step": 4}\n', '{"step": 4', '{"st'):  # the last ones of a process that was killed
-        (tmp_path / FILE).write_text('{"step": 2}\n' + last)
+    first, second = (f'{{"step": {n}, "vanished": {{}}}}\n' for n in (2, 4))
+    for last in (second, second[:10], second[:4]):  # the last ones of a process that was killed
+        (tmp_path / FILE).write_text(first + last)
         watching.Watching(experiment.step, config, tmp_path, 3)
-        assert (tmp_path / FILE).read_text() == '{"step": 2}\n'
+        assert (tmp_path / FILE).read_text() == first
 
 
 def nine_steps(step):
