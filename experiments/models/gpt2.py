@@ -47,7 +47,7 @@ class GPT2(nn.Module):
         self.wpe = transformer.embed(self.sequence, self.width)
         kind, count = (Loop, 1) if self.loop else (Block, self.layers)
         self.h = [kind(self.heads, self.width, self.remat, self.layers) for _ in range(count)]
-        self.ln_f = nn.LayerNorm(1e-5)
+        self.ln_f = transformer.LayerNorm(1e-5)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.wte.attend(self.hidden(tokens))[..., : self.vocabulary]
@@ -91,7 +91,7 @@ class Block(transformer.Block):
 
     def setup(self) -> None:
         residual = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
-        self.ln_1, self.ln_2 = nn.LayerNorm(1e-5), nn.LayerNorm(1e-5)
+        self.ln_1, self.ln_2 = transformer.LayerNorm(1e-5), transformer.LayerNorm(1e-5)
         self.attn, self.mlp = Attention(self.width, residual), MLP(self.width, residual)
 
     def before(self, x: jax.Array) -> jax.Array:

@@ -35,6 +35,11 @@ class Embed(nn.Embed):
         return projected_cross_entropy(x, self.embedding, labels, **options)
 
 
+# It keeps its input alone, in half. A loop over blocks stores all that its backward pass reads, and that were three
+# arrays in float32 of each norm; without a loop XLA makes one of what is computed twice.
+LayerNorm = nn.remat(nn.LayerNorm, prevent_cse=False)
+
+
 def embed(rows: int, width: int) -> Embed:
     """Embeddings with the initialisation of both models."""
     return Embed(rows, width, embedding_init=NORMAL)

@@ -34,14 +34,19 @@ def loss_of(model: Any, **options: Any) -> Any:
     return lambda params: model.apply({"params": params}, TOKENS, TARGETS, method="loss", **options)
 
 
-def products(jaxpr: Any) -> Iterator[tuple[str, str]]:
-    """The operands' dtypes of every product, the bodies of loops once."""
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of a program, the bodies of loops once."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield eqn.invars[0].aval.dtype.name, eqn.invars[1].aval.dtype.name
+        yield eqn
         for inner in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
             if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield from products(getattr(inner, "jaxpr", inner))
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def products(jaxpr: Any) -> Iterator[tuple[str, str]]:
+    """The operands' dtypes of every product."""
+    found = (eqn.invars for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general")
+    return ((left.aval.dtype.name, right.aval.dtype.name) for left, right in found)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +107,16 @@ def test_blocks_in_a_loop_compute_what_they_do_one_by_one():
     assert float(found[0]) == pytest.approx(float(want[0]), rel=1e-6)
     kernels = [want[1][f"h_{i}"]["mlp"]["c_fc"]["kernel"] for i in range(2)]
     np.testing.assert_allclose(found[1]["h_0"]["block"]["mlp"]["c_fc"]["kernel"], kernels, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loop_over_blocks_stores_what_has_the_tokens_width_in_half():
+    plain = GPT2(*SIZES[:4], width=32, loop=True)
+    model, params = jaxmp.linen.apply_policy(plain, "mixed_bfloat16"), made(plain)["params"]
+    with jax.numpy_dtype_promotion("standard"):  # which Flax's own LayerNorm needs in half precision
+        program = jax.make_jaxpr(jax.grad(loss_of(model)))(params)
+    loops = (eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "scan")
+    stored = [var.aval for loop in loops for var in loop.outvars if var.aval.shape == (2, 16, 32)]
+    assert len(stored) > 4 and {each.dtype.name for each in stored} == {"bfloat16"}
 
 
 def test_bert_sees_everything_but_what_is_masked():
