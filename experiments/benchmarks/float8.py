@@ -215,11 +215,12 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
     return Table(title, ("size", "way", *FIGURES), cells, 2, tuple(goals))
 
 
-def pictures(part: str, cases: list[dict[str, Any]], figures: list[str]) -> list[plots.Panel]:
-    """Every way's figures over those of bfloat16."""
+def pictures(part: str, cases: list[dict[str, Any]]) -> list[plots.Panel]:
+    """Every way's figures over those of bfloat16; a product by itself has no kernels beside it that move bytes."""
     ways = {f"{case['size']}, {way}": row for case in cases for way, row in case["rows"].items() if HALF not in way}
+    figures = [figure for figure in PICTURED if any(figure in row for row in ways.values())]
     bars = {figure: {name: row.get(figure) for name, row in ways.items()} for figure in figures}
-    titles = {figures[0]: TITLES[part]}
+    titles = dict.fromkeys(figures[:1], TITLES[part])
     return [plots.Panel(titles.get(each, ""), each, bars[each], line=(1, HALF), form=".2f") for each in figures]
 
 
@@ -251,9 +252,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         where = kept.joined([case.pop("environment") for case in results])
         parts = {part: [case for case in results if case["part"] == part] for part in get_args(Part)}
         tables = [table(part, found, config.smoke) for part, found in parts.items() if found]
-        known = {name for case in results for row in case["rows"].values() for name in row}
-        figures = [figure for figure in PICTURED if figure in known]
-        panels = [pictures(part, found, figures) for part, found in parts.items() if found and figures]
+        panels = [panels for part, found in parts.items() if (panels := pictures(part, found))]
         data, shows = {"smoke": config.smoke, "results": results}, "float8 over bfloat16"
         records.record(folder, "float8", "Products in float8", where, tables, data, [ABOUT], shows, panels)
     has.end()

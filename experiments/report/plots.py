@@ -86,22 +86,29 @@ class Panel:
 
 @drawn
 def panels(grid: Sequence[Sequence[Panel]], path: Path, caption: str = "") -> None:
-    """Writes a picture of panels; beside one another they share their rows' names if these are the same."""
+    """Writes a picture of panels; beside one another they share their rows' names if these are the same.
+
+    Rows may differ in length: right of a shorter one nothing is drawn.
+    """
     names = [
         [list(dict.fromkeys([*p.bars, *(row for own in p.dots.values() for row in own)])) for p in r] for r in grid
     ]
     most = [max(map(len, row)) for row in names]
     shared = [all(own == row[0] for own in row) for row in names]
-    width = sum(3.4 if shared[0] and i else 5.6 for i in range(len(grid[0])))
+    columns = max(map(len, grid))
+    widest = next(i for i, row in enumerate(grid) if len(row) == columns)
+    width = sum(3.4 if shared[widest] and i else 5.6 for i in range(columns))
     page = figure(width, sum(1.3 + 0.34 * rows for rows in most))
     ratios = [1.3 + 0.34 * rows for rows in most]
     for i, (row, places) in enumerate(
-        zip(grid, page.subplots(len(grid), len(grid[0]), squeeze=False, height_ratios=ratios), strict=True)
+        zip(grid, page.subplots(len(grid), columns, squeeze=False, height_ratios=ratios), strict=True)
     ):
+        for axes in places[len(row) :]:
+            axes.set_axis_off()
         above = 1.2 if any(panel.line for panel in row) else 0.6  # of all alike: rows of the same name stand level
-        for j, (panel, axes) in enumerate(zip(row, places, strict=True)):
+        for j, (panel, axes) in enumerate(zip(row, places, strict=False)):
             _panel(axes, panel, names[i][j], named=not (shared[i] and j), above=above)
-    handles = dict(zip(*reversed(places[-1].get_legend_handles_labels()), strict=True))
+    handles = dict(zip(*reversed(places[len(row) - 1].get_legend_handles_labels()), strict=True))
     if handles:
         page.legend(
             handles.values(), handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8.5

@@ -52,6 +52,18 @@ def test_a_layer_has_the_gradients_of_bfloat16_but_for_the_rounding(emulated):
         assert 0.01 < np.linalg.norm(ours - half) / np.linalg.norm(half) < 0.1
 
 
+def test_no_panel_is_empty_and_right_of_the_last_nothing_is_drawn(tmp_path):
+    def cases(*figures):
+        rows = {way: dict.fromkeys(figures, 0.9) for way in (float8.HALF, float8.DEFAULT)}
+        return [{"part": "block", "size": size, "rows": rows} for size in (64, 128)]
+
+    grid = [float8.pictures("product", cases("MiB / bfloat16")), float8.pictures("block", cases(*float8.PICTURED[1:]))]
+    assert [[panel.x for panel in row] for row in grid] == [["MiB / bfloat16"], ["GB / bfloat16", "MiB / bfloat16"]]
+    assert all(0.9 in panel.bars.values() for row in grid for panel in row) and not float8.pictures("step", cases())
+    float8.plots.panels(grid, tmp_path / "float8.png")
+    assert (tmp_path / "float8.png").stat().st_size > 10_000
+
+
 def test_every_part_has_its_rows_and_what_is_not_installed_says_so(emulated, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(float8, "PEERS", tuple(float8.Row(row.label, "torchao", "bf16") for row in float8.PEERS))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
