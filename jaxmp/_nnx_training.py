@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jaxmp import _loss_functions, _placement, training
+from jaxmp._jaxpr.invariant import passed_on
 from jaxmp._nnx_optimizer import Optimizer, require_optimizer
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name
@@ -116,28 +117,34 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
     """``loss_fn`` of a model as one of its params and its other arrays."""
     _loss_functions.require_arguments(loss_fn, "model, batch")
 
-    def of_arrays(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        form, *others = model_state
+    def run(form: _Form, params: Any, others: Any, batch: Any) -> tuple[Any, Any, list[Any]]:
+        """What the loss function returns, and the model after it."""
         model = nnx.merge(form.graphdef, params, *others)
         result = loss_fn(model, batch)
+        graphdef, *parts = nnx.split(model, form.wrt, nnx.RngState, ..., graph=True)
+        return result, graphdef, [nnx.as_pure(part) for part in parts]
+
+    def of_arrays(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        form, *before = model_state
+        result, graphdef, (after, *others) = run(form, params, before, batch)
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         require_loss(loss, "return loss, or (loss, metrics), in this order")
-        graphdef, *parts = nnx.split(model, form.wrt, nnx.RngState, ..., graph=True)
-        after, *others = map(nnx.as_pure, parts)
         if graphdef != form.graphdef:
-            names = {*_names(after, *others)} ^ {*_names(params, *model_state[1:])}
+            names = {*_names(after, *others)} ^ {*_names(params, *before)}
             raise ValueError(
                 "a loss function must leave a model with the Variables and attributes that it had, but added, removed "
                 f"or changed {', '.join(map(repr, sorted(names))) or 'an attribute that is no array'}; remove what it "
                 "adds at its end, nnx.pop(model, nnx.Intermediate), say, and keep what changes in a Variable"
             )
-        pairs = zip(_names(params), jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
-        if written := [name for name, new, old in pairs if new is not old]:
-            raise TypeError(
-                f"a loss function may write to every Variable but those that are trained, got {written[0]!r} written; "
-                "leave it out of the optimizer's wrt, or make the step of jaxmp.nnx.scaled_value_and_grad and "
-                "optimizer.update"
-            )
+        if any(new is not old for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)):
+            # By nnx.remat and nnx.scan, which return all that they took; whether it is the same the program says.
+            ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
+            if written := [name for n, name in enumerate(_names(params)) if ends[n] != n]:
+                raise TypeError(
+                    "a loss function may write to every Variable but those that are trained, got "
+                    f"{written[0]!r} written; leave it out of the optimizer's wrt, or make the step of "
+                    "jaxmp.nnx.scaled_value_and_grad and optimizer.update"
+                )
         return loss, (form, *others), metrics
 
     return of_arrays

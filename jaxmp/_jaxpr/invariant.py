@@ -1,4 +1,4 @@
-"""What is the same in all turns of a loop, computed once before it; and what is the same for all examples."""
+"""What is the same in all turns of a loop, for all examples, or after a program as before it."""
 
 from __future__ import annotations
 
@@ -67,3 +67,36 @@ def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
         carry = [a and b for a, b in zip(now[bodies.start : stop], ends, strict=False)]
         now = [*now[: bodies.start], *carry, *now[stop:]]
     return now
+
+
+def passed_on(program: Any) -> list[int | None]:
+    """For each result of a program the number of the argument that it is, untouched; None for what is none."""
+    jaxpr, _ = opened(program)
+    numbers = {var: n for n, var in enumerate(jaxpr.invars)}
+
+    def number_of(atom: Any) -> int | None:
+        return None if is_literal(atom) else numbers.get(atom)
+
+    for eqn in jaxpr.eqns:
+        for var, operand in zip(eqn.outvars, _operands_passed_on(eqn), strict=True):
+            if operand is not None and (number := number_of(eqn.invars[operand])) is not None:
+                numbers[var] = number
+    return [number_of(atom) for atom in jaxpr.outvars]
+
+
+def _operands_passed_on(eqn: Any) -> list[int | None]:
+    bodies = bodies_of(eqn)
+    if bodies is None or eqn.primitive.name == "shard_map":  # whose body has parts of arrays
+        return [None] * len(eqn.outvars)
+    ends = [passed_on(body) for body in bodies.jaxprs]
+    if bodies.kind == "call":
+        return ends[0]
+    if bodies.kind == "cond":  # its first operand picks a branch
+        return [None if len({*end}) > 1 or end[0] is None else end[0] + 1 for end in zip(*ends, strict=True)]
+
+    def is_same(n: int, operand: int) -> bool:
+        """What is carried stays in its place in each turn; what a scan runs over comes out in the same order."""
+        return operand == bodies.start + n if n < bodies.carry else operand >= bodies.start + bodies.carry
+
+    turn = [None if end is None else end + bodies.consts for end in ends[-1]]
+    return [end if end is not None and is_same(n, end) else None for n, end in enumerate(turn)]

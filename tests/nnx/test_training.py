@@ -211,6 +211,41 @@ def test_the_program_recomputes_what_remat_says():
     close(texts["full", "params"], texts["none", "params"])
 
 
+class Blocks(nnx.Module):
+    """Two blocks in a loop, recomputed or not."""
+
+    def __init__(self, remat: bool) -> None:
+        self.first, self.remat = nnx.Linear(6, 5, rngs=rngs()), remat
+        self.norms = nnx.vmap(lambda _: nnx.BatchNorm(5, rngs=rngs()), in_axes=0, out_axes=0)(jnp.arange(2))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def block(norm: Any, x: jax.Array) -> jax.Array:
+            return jnp.tanh(norm(x))
+
+        block = nnx.remat(block) if self.remat else block
+        first = nnx.remat(nnx.Linear.__call__) if self.remat else nnx.Linear.__call__
+        return nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.norms, first(self.first, x))
+
+
+def test_what_remat_and_scan_of_nnx_return_is_what_they_took_unless_it_is_written():
+    found = {}
+    for remat in (False, True):
+        model, optimizer = setup(Blocks(remat))
+        step = make_train_step(lambda model, batch: jnp.mean(model(batch["x"]) ** 2), accumulate_steps=2)
+        found[remat] = [step(model, optimizer, ROWS)["loss"] for _ in range(3)], values(model)
+    assert bits(found[True]) == bits(found[False]) and compiled(step) == 1
+
+    def writes(model: Any, batch: Any) -> jax.Array:
+        def nudged(first: Any, x: jax.Array) -> jax.Array:
+            first.bias[...] += 1
+            return first(x)
+
+        return jnp.mean(nnx.remat(nudged)(model.first, batch["x"]) ** 2)
+
+    with pytest.raises(TypeError, match="but those that are trained, got 'first/bias' written; leave it out of"):
+        make_train_step(writes)(model, optimizer, ROWS)
+
+
 def test_autocast_of_the_loss_function_puts_its_products_in_half_and_keeps_what_is_written():
     model = Net(rngs())
     optimizer = Optimizer(model, optax.sgd(0.1))

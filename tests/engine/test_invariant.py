@@ -1,0 +1,37 @@
+"""Which results of a program are its arguments, untouched."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxmp._jaxpr.invariant import passed_on
+
+A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
+
+
+def turned(carry, xs, **options):
+    """A loop that keeps the first of what it carries, changes the second, and returns a slice and its double."""
+    return lax.scan(lambda c, x: ((c[0], c[1] + x), (x, 2 * x)), (carry, carry), xs, **options)
+
+
+@pytest.mark.parametrize(
+    "fun, ends",
+    [
+        (lambda a, b: (b, a, a + b, 1.0), [1, 0, None, None]),
+        (jax.checkpoint(lambda a, b: (jnp.sin(a), b, a)), [None, 1, 0]),
+        (jax.checkpoint(jax.jit(lambda a, b: (b, b * a, a))), [1, None, 0]),
+        (lambda a, b: turned(a[0], b), [None, None, 1, None]),
+        (lambda a, b: turned(a, jnp.stack([b, b])), [0, None, None, None]),
+        (lambda a, b: turned(a[0], b, reverse=True), [None, None, 1, None]),
+        (lambda a, b: lax.scan(lambda c, x: (x, c), a[0], b), [None, None]),
+        (lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), length=2)[0], [None, None]),
+        (lambda a, b: lax.cond(a[0, 0] > 0, lambda: (a, b, b), lambda: (a, a, 2 * b)), [0, None, None]),
+        (lambda a, b: lax.while_loop(lambda c: c[0].sum() < b.sum(), lambda c: (c[0] + a, c[1]), (a, b)), [None, 1]),
+    ],
+)  # fmt: skip
+def test_results_are_known_as_arguments_through_calls_loops_and_branches(fun, ends):
+    assert passed_on(jax.make_jaxpr(fun)(A, B)) == ends
+    assert passed_on(jax.make_jaxpr(jax.jit(fun))(A, B)) == ends
