@@ -44,7 +44,7 @@ from jaxmp.engine.trace import Program, arrays_in
 
 _FLOAT32 = np.dtype(np.float32)
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})
-_CALLS = frozenset({"jit", "remat2"})
+_ENTERED_CALLS = frozenset({"jit", "remat2"})
 # What sums the cotangents of its operands by itself, in their dtype; of an unknown primitive nobody knows.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
 _ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # its operands, not their cotangents
@@ -370,7 +370,7 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         for position, use in uses:
             use.source.is_alone &= _is_alone(jaxpr, jaxpr.invars[position])
         return _results(jaxpr, consts, given, are_fixed)
-    if bodies is not None and (bodies.kind in ("scan", "cond") or name in _CALLS):
+    if bodies is not None and (bodies.kind in ("scan", "cond") or name in _ENTERED_CALLS):
         return _entered(eqn, bodies, given, are_fixed)
     operands = list(given)
     sums = not all(are_fixed) and name not in _ACCUMULATES and classify(name) in _SUMS
@@ -459,29 +459,39 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
 
     def run(body: Any, *args: Any) -> list[Any]:
         jaxpr, consts = reading.opened(body)
-        values = list(args)
-        for position, use in inside.items():
-            source, var = use.source, jaxpr.invars[position]
-            is_turn = is_scan and position >= carry.stop
-            own = use
-            if position in sliced:  # of whole weights: each is one of its own
-                own = dataclasses.replace(_weight(source, args[position], use.is_fixed), rounded=use.rounded)
-            elif is_turn or source.half is None:
-                param, half, tap = args[position] if is_turn and source.given else (args[position], None, None)
-                alone, spec = _is_alone(jaxpr, var), PartitionSpec(*source.spec[1:]) if is_turn else source.spec
-                mine = dataclasses.replace(source, param=param, half=half, tap=tap, spec=spec, is_alone=alone)
-                mine.gathers_again &= eqn.primitive.name != "remat2"  # which frees what it saw
-                own = dataclasses.replace(use, source=mine)
-            values[position], outside[own.source] = own, source
-        found: Any = {n for n in carry if known[n] and _tree.is_float_array(args[n])}
-        while found is not None:  # what a turn makes a weight is one in the next
-            for n in found:
+        weights = {n for n in carry if known[n] and _tree.is_float_array(args[n])}
+
+        def turn() -> list[Any]:
+            values = list(args)
+            for position, use in inside.items():
+                source, var = use.source, jaxpr.invars[position]
+                is_turn = is_scan and position >= carry.stop
+                own = use
+                if position in sliced:  # of whole weights: each is one of its own
+                    own = dataclasses.replace(_weight(source, args[position], use.is_fixed), rounded=use.rounded)
+                elif is_turn or source.half is None:
+                    param, half, tap = args[position] if is_turn and source.given else (args[position], None, None)
+                    alone, spec = _is_alone(jaxpr, var), PartitionSpec(*source.spec[1:]) if is_turn else source.spec
+                    mine = dataclasses.replace(source, param=param, half=half, tap=tap, spec=spec, is_alone=alone)
+                    mine.gathers_again &= eqn.primitive.name != "remat2"  # which frees what it saw
+                    own = dataclasses.replace(use, source=mine)
+                values[position], outside[own.source] = own, source
+            for n in weights:
                 values[n] = _weight(of, args[n], known[n])
-            ends[:] = _results(jaxpr, consts, values, known)
-            made = {n for n, end in zip(carry, ends, strict=False) if isinstance(end, _Use)}
-            found = {n for n in made if not isinstance(values[n], _Use)} or None
+            return _results(jaxpr, consts, values, known)
+
+        def settle(ends: list[Any]) -> list[Any]:
+            """What a turn makes a weight is one in the next."""
+            while made := {n for n, end in zip(carry, ends, strict=False) if isinstance(end, _Use)} - weights:
+                weights.update(made)
+                ends = turn()
+            return ends
+
+        if carry and jaxpr.effects:  # which happen once: in turns that are thrown away they do not
+            jax.eval_shape(lambda: [settle(turn()), None][1])
+        ends[:] = settle(turn())
         for n in carry:
-            if isinstance(given[n], _Use) and not isinstance(values[n], _Use):
+            if isinstance(given[n], _Use) and n not in weights:
                 _require_wide(given[n], eqn, n)
         if is_cond:
             ends[:] = _plain(ends, jaxpr)
@@ -508,7 +518,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
     ]
 
 
-_NO_RULE: Any = None  # there are none in calls and scans
+_NO_RULE: Any = None  # calls, scans and branches have none
 _BY_ROWS = frozenset({("gather", 0), ("conv_general_dilated", 1)})
 
 

@@ -1,4 +1,4 @@
-"""What is the same in all turns of a loop, for all examples, or after a program as before it."""
+"""What a program does not change: from turn to turn of a loop, from example to example, from argument to result."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def hoisted(
 
 
 def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
-    """Which results of an equation depend on no example, of which operands do not."""
+    """Which results of an equation depend on no example; ``are_same`` says it of its operands."""
     bodies = bodies_of(eqn)
+    if eqn.primitive.name in ("axis_index", "shard_map"):  # another on each device
+        return [False] * len(eqn.outvars)
     if bodies is None or bodies.kind == "while":
         return [all(are_same)] * len(eqn.outvars)
     skipped = int(bodies.kind == "cond")  # the index, which picks one
@@ -59,7 +61,7 @@ def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
-    """As it is in every turn of a scan: what is carried changes."""
+    """Which operands of a scan's body depend on no example in any turn; what is carried may in later ones."""
     before, now = list[bool](), list(are_same)
     while now != before:
         before, ends = now, _same_ends(bodies.jaxprs[0], now)
@@ -88,7 +90,7 @@ def _operands_passed_on(eqn: Any) -> list[int | None]:
     bodies = bodies_of(eqn)
     if bodies is None or eqn.primitive.name == "shard_map":  # whose body has parts of arrays
         return [None] * len(eqn.outvars)
-    ends = [passed_on(body) for body in bodies.jaxprs]
+    ends = [passed_on(body) for body in (bodies.jaxprs if bodies.kind == "cond" else bodies.jaxprs[-1:])]
     if bodies.kind == "call":
         return ends[0]
     if bodies.kind == "cond":  # its first operand picks a branch

@@ -105,7 +105,7 @@ def params_in_dtype(eqn: Any, dtype: np.dtype, is_exact: bool) -> dict[str, Any]
 
 
 def is_body_alone(eqn: Any) -> bool:
-    """Whether an equation is its body and no more: such as a ``jit`` that says nothing of how it is compiled."""
+    """Whether an equation is its body and no more: such as a ``jit`` that says nothing but its name."""
     return eqn.primitive.name in _OPENED or (eqn.primitive.name == "jit" and not _compiled_as(eqn.params))
 
 
