@@ -33,7 +33,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.invariant import same_in_turns, same_results
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import bound, is_body_alone, rebuilt
-from jaxmp._jaxpr.walk import equations, interpreted, jaxprs_in, product_dtypes
+from jaxmp._jaxpr.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp._mesh_plan import COPIES, Plan, while_tracing, wide
 from jaxmp._specs import as_tuple, require_specs, specs_in
 from jaxmp.dtypes import is_half
@@ -142,6 +142,7 @@ class _Source:
     is_alone: bool  # one equation of the body reads it
     gathers_again: bool  # the backward pass does, for what was gathered before is freed
     given: bool = False  # it was gathered before
+    is_made: bool = False  # of weights, by the loss
     half: Any = None
     tap: Any = None
     _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
@@ -174,7 +175,7 @@ class _Use:
     """What a variable stands for: a weight, moved, and rounded by the author."""
 
     source: _Source
-    moves: tuple[Callable[[Any], Any], ...] = ()
+    moves: tuple[tuple[Any, int], ...] = ()  # equations, and which of their results
     rounded: np.dtype | None = None
     least: float = math.inf  # the fewest elements that it had on its way
     is_fixed: bool = True  # the same for all examples for sure; with noise, it may be one of each example
@@ -190,16 +191,15 @@ class _Use:
             new = np.dtype(eqn.params["new_dtype"])
             is_rounding = new.itemsize < (self.rounded or self.source.wide).itemsize
             return [dataclasses.replace(self, rounded=new) if is_rounding else self]
-        moves = (functools.partial(_moved, eqn, number) for number in range(len(eqn.outvars)))
-        sizes = (min(self.least, var.aval.size) for var in eqn.outvars)
         return [
-            dataclasses.replace(self, moves=(*self.moves, move), least=size)
-            for move, size in zip(moves, sizes, strict=True)
+            dataclasses.replace(self, moves=(*self.moves, (eqn, number)), least=min(self.least, var.aval.size))
+            for number, var in enumerate(eqn.outvars)
         ]
 
-    def moved(self, value: Any) -> Any:
-        for move in self.moves:
-            value = move(value)
+    def moved(self, value: Any, is_named: bool = True) -> Any:
+        for eqn, number in self.moves:
+            if is_named or eqn.primitive.name != "name":
+                value = bound(eqn, [value], _anywhere(eqn.params))[number]
         return value
 
     def cast(self, value: Any, dtype: Any) -> Any:
@@ -210,7 +210,8 @@ class _Use:
         if not self.moves:
             return cotangent
         whole = jax.ShapeDtypeStruct(self.source.param.shape, cotangent.dtype)
-        return jax.linear_transpose(self.moved, whole)(cotangent)[0]
+        moved = functools.partial(self.moved, is_named=False)  # JAX cannot transpose a name
+        return jax.linear_transpose(moved, whole)(cotangent)[0]
 
     def read(self, dtype: Any, shape: Sequence[int] | None = None) -> Any:
         """The value, for whatever operation: its gradient comes whole, and each device keeps its part."""
@@ -222,7 +223,9 @@ class _Use:
             return half.astype(source.wide)
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
-            return plan.put(cotangent, spec).astype(param.dtype), None
+            # XLA reduces what reaches a made weight where it reaches one that is split.
+            cotangent = cotangent if source.is_made and not plan.is_explicit else plan.put(cotangent, spec)
+            return cotangent.astype(param.dtype), None
 
         value.defvjp(lambda param, half: (half.astype(source.wide), None), backward)
         moved = self.moved(value(param, half))
@@ -243,10 +246,6 @@ class _Use:
 
         copies.defvjp(lambda half, tap: (copies(half, tap), None), backward)
         return copies(half, tap)
-
-
-def _moved(eqn: Any, number: int, value: Any) -> Any:
-    return bound(eqn, [value], _anywhere(eqn.params))[number]
 
 
 def _anywhere(params: dict[str, Any]) -> dict[str, Any]:
@@ -360,8 +359,12 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         return use.followed(eqn)
     if _is_copying(eqn):
         return [use.copies(eqn.outvars[0].aval.dtype)]
-    if len(uses) == 1 and not all(are_fixed) and (name == "dot_general" or (name, position) in _BY_ROWS):
-        return [_by_rows(eqn, position, use, given)]
+    is_fixed, least = all(are_fixed), max(use.size for _, use in uses)
+    if len(uses) == 1 and (name == "dot_general" or (name, position) in _BY_ROWS):
+        if not is_fixed:
+            return [_by_rows(eqn, position, use, given)]
+        if name == "gather" and eqn.outvars[0].aval.size > least:  # positions, looked up for each example
+            return [_weight(use.source, _by_rows(eqn, position, use, given), True, least)]
     if (recipe := float8.recipe_of(eqn)) and (result := _in_float8(eqn, recipe, given)) is not None:
         return [result]
     bodies = reading.bodies_of(eqn)
@@ -373,7 +376,7 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
     if bodies is not None and (bodies.kind in ("scan", "cond") or name in _ENTERED_CALLS):
         return _entered(eqn, bodies, given, are_fixed)
     operands = list(given)
-    sums = not all(are_fixed) and name not in _ACCUMULATES and classify(name) in _SUMS
+    sums = not is_fixed and name not in _ACCUMULATES and classify(name) in _SUMS
     for position, use in uses:
         if sums:
             _require_wide(use, eqn, position)
@@ -390,7 +393,7 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
 
     results = bound(eqn, operands, eqn.params)
     return [
-        _weight(use.source, each, name == "dynamic_slice" or all(are_fixed))
+        _weight(use.source, each, name == "dynamic_slice" or is_fixed, math.inf if name in PRODUCTS else least)
         if _tree.is_float_array(each) and is_weight(n, each)
         else each
         for n, each in enumerate(results)
@@ -399,9 +402,9 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
 
 def _read_whole(use: _Use, eqn: Any, position: int) -> Any:
     """A weight for an equation that takes all of it."""
-    aval, out = eqn.invars[position].aval, eqn.outvars[0].aval
-    repeats = eqn.primitive.name in BROADCAST and aval.shape != out.shape
-    return use.read(aval.dtype, out.shape if repeats else None)
+    aval, shapes = eqn.invars[position].aval, [var.aval.shape for var in eqn.outvars]
+    repeats = eqn.primitive.name in BROADCAST and aval.shape != shapes[0]
+    return use.read(aval.dtype, shapes[0] if repeats else None)
 
 
 def _require_wide(use: _Use, eqn: Any, position: int) -> None:
@@ -421,9 +424,9 @@ def _are_weights(given: Sequence[Any], are_fixed: Sequence[bool]) -> list[bool]:
     return [known or isinstance(each, _Use) for each, known in zip(given, are_fixed, strict=True)]
 
 
-def _weight(of: _Source, value: Any, is_fixed: bool) -> _Use:
-    source = _Source(of.plan, of.name, value, PartitionSpec(), value.dtype, False, False)
-    return _Use(source, is_fixed=is_fixed)
+def _weight(of: _Source, value: Any, is_fixed: bool, least: float = math.inf) -> _Use:
+    source = _Source(of.plan, of.name, value, PartitionSpec(), value.dtype, False, False, is_made=True)
+    return _Use(source, least=least, is_fixed=is_fixed)
 
 
 def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
@@ -659,6 +662,17 @@ def _rows_of(eqn: Any, position: int, other: Any, plan: Plan) -> tuple[int, int]
     return pairs[0] if pairs else None
 
 
+def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
+    """A product over several axes as one of matrices: XLA's CPU has no others with float32 results of half operands."""
+    matrices, shape = [], list[int]()
+    for value, summed in zip(operands, eqn.params["dimension_numbers"][0], strict=True):
+        kept = [dim for dim in range(value.ndim) if dim not in summed]
+        shape += [value.shape[dim] for dim in kept]
+        matrices.append(value.transpose(*summed, *kept).reshape(math.prod(value.shape[dim] for dim in summed), -1))
+    params = {**eqn.params, "dimension_numbers": (((0,), (0,)), ((), ())), "preferred_element_type": dtype}
+    return bound(eqn, matrices, params)[0].reshape(shape)
+
+
 def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole: bool = False) -> Any:
     """``fun``, the transpose of a product, with results in ``dtype``, float32 or wider, of half operands.
 
@@ -675,6 +689,10 @@ def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole:
             operands = [value.astype(dtype) for value in operands]
         elif name != "dot_general":
             return bound(eqn, operands, eqn.params)
+        else:
+            (summed, batch) = eqn.params["dimension_numbers"]
+            if len(summed[0]) > 1 and not batch[0]:
+                return [_of_matrices(eqn, operands, dtype)]
         return bound(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
 
     return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(dtype)

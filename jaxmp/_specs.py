@@ -64,7 +64,18 @@ def require_match(pattern: str, paths: Sequence[Path]) -> None:
         )
 
 
+def require_arrays(tree: Any, attribute: str = "shape") -> None:
+    leaves = jax.tree.leaves_with_path(tree)
+    if bare := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, attribute)]:
+        raise TypeError(
+            f"params are arrays or ShapeDtypeStructs, got {bare[0][1]!r} at {_tree.path_name(bare[0][0])!r}; take "
+            "jax.eval_shape(make_params), which makes shapes of numbers too"
+        )
+
+
 def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
+    if not hasattr(mesh, "shape"):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))")
     if missing := [name for name in names if name not in mesh.shape]:
         raise ValueError(
             f"{argument} must be of the mesh, which has {', '.join(map(repr, mesh.shape)) or 'none'}, got "

@@ -35,6 +35,7 @@ from jaxmp._specs import (
     is_spec,
     names_of,
     parts_of,
+    require_arrays,
     require_axes,
     require_match,
     require_specs,
@@ -92,12 +93,8 @@ def fsdp_specs(
     require_axes(mesh, [axis], "axis")
     rules, stacked = dict(rules or {}), as_tuple(stacked)
     leaves = jax.tree.leaves_with_path(shapes)
+    require_arrays(shapes)
     paths = [parts_of(path) for path, _ in leaves]
-    if bare := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, "shape")]:
-        raise TypeError(
-            f"params are arrays or ShapeDtypeStructs, got {bare[0][1]!r} at {_tree.path_name(bare[0][0])!r}; take "
-            "jax.eval_shape(make_params), which makes shapes of numbers too"
-        )
     for pattern in (*rules, *stacked):
         require_match(pattern, paths)
     for pattern, rule in rules.items():
@@ -342,12 +339,14 @@ def describe(shapes: Any, specs: Any, mesh: Mesh) -> Description:
 
     Raises:
       ValueError: the specs are of another tree, or do not divide a leaf.
+      TypeError: a leaf is a number, no array.
 
     >>> mesh = jax.sharding.AbstractMesh((4,), ("fsdp",))
     >>> description = describe({"w": jax.ShapeDtypeStruct((64, 8), "float32")}, {"w": jax.P("fsdp")}, mesh)
     >>> description.bytes, description.replicated
     (512, ())
     """
+    require_arrays(shapes)
     require_specs(shapes, specs)
     rows = []
     for (path, leaf), spec in zip(jax.tree.leaves_with_path(shapes), specs_in(specs), strict=True):
@@ -433,10 +432,14 @@ def ideal_wire(params: Any, axes: Iterable[str] = ("fsdp",)) -> float:
       params: a tree of arrays or shapes, each with a ``NamedSharding``.
       axes: of the mesh, over which the batch is split.
 
+    Raises:
+      TypeError: a leaf is a number, no array.
+
     >>> mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
     >>> ideal_wire(jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("fsdp"))))
     224.0
     """
+    require_arrays(params, "sharding")
     axes, total = set(axes), 0.0
     for leaf in jax.tree.leaves(params):
         mesh, names = leaf.sharding.mesh, set(names_of(leaf.sharding.spec))

@@ -141,8 +141,17 @@ class TestSpecs:
 
     def test_numbers_are_no_arrays(self):
         params = {"dense": {"scale": 0.5}}
-        with pytest.raises(TypeError, match=r"arrays or ShapeDtypeStructs, got 0.5 at 'dense/scale'; take jax.eval"):
-            sharding.fsdp_specs(params, mesh_of())
+        for fails in (
+            lambda: sharding.fsdp_specs(params, mesh_of()),
+            lambda: sharding.describe(params, {"dense": {"scale": P()}}, mesh_of()),
+            lambda: sharding.ideal_wire(params),
+        ):
+            with pytest.raises(
+                TypeError, match=r"arrays or ShapeDtypeStructs, got 0.5 at 'dense/scale'; take jax.eval"
+            ):
+                fails()
+        with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 'fsdp=4'; make it with jax.make_"):
+            sharding.fsdp_specs({"w": jnp.ones(8)}, "fsdp=4")
         assert sharding.fsdp_specs(jax.eval_shape(lambda: params), mesh_of()) == {"dense": {"scale": P()}}
 
 

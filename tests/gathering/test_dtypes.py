@@ -279,6 +279,29 @@ class TestDtypes:
         state, _ = jaxmp.make_train_step(loss_of("bfloat16"), mesh=mesh, specs=specs)(state, batch)
         np.testing.assert_array_equal(-np.asarray(state.params["w"]), exact)
 
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_rows_looked_up_for_each_example_are_no_weights(self, kind):
+        """Positions and types of tokens, spread over the batch as the models of transformers do."""
+
+        def loss_of(half):
+            def loss_fn(params, model_state, batch, rng):
+                tables = {name: table.astype(half) for name, table in params.items()}
+                ids, places = batch["ids"], jnp.broadcast_to(jnp.arange(2), batch["ids"].shape)
+                h = tables["token"][ids] + tables["place"][places] + tables["type"][jnp.zeros_like(ids)]
+                return jnp.sum((h @ tables["w"]).astype("float32") * batch["times"]), model_state
+
+            return loss_fn
+
+        params = {name: jnp.ones((4, 4)) for name in ("token", "place", "type", "w")}
+        mesh, specs = mesh_of(kind), {name: P("fsdp") for name in params}
+        rng = np.random.default_rng(0)
+        batch = {"ids": rng.integers(0, 4, (516, 2)), "times": rng.integers(0, 3, (516, 2, 4)).astype(np.float32)}
+        exact = jax.grad(lambda params: loss_of("float32")(params, None, batch, None)[0])(params)
+        state = sharding.init_state(lambda: params, optax.sgd(1.0), mesh, specs)
+        state, _ = jaxmp.make_train_step(loss_of("bfloat16"), mesh=mesh, specs=specs)(state, batch)
+        for name, gradient in exact.items():
+            np.testing.assert_array_equal(1 - np.asarray(state.params[name]), gradient)
+
     def test_what_sums_cotangents_of_a_half_weight_by_itself_is_an_error(self):
         def in_groups(params, model_state, batch, rng):
             weights = params["w"].astype("bfloat16")[None]

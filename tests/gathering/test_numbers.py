@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_steps import (
@@ -368,6 +369,25 @@ class TestNumbers:
             jax.block_until_ready(step(state, np.ones((BATCH, WIDTH), np.float32)))
             jax.effects_barrier()
         assert [each for each in seen if each == "step"] == ["step"] * 2 and len(seen) == 2 + 2 * 3
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_weights_that_are_named_and_printed_and_carries_that_begin_with_zeros(self, kind, capfd):
+        def loss_fn(params, model_state, batch, rng):
+            jax.debug.print("the mean is {}", jnp.mean(params["w"]))
+            w = checkpoint_name(params["w"], "weight")
+
+            def turn(h, x):
+                return jnp.tanh(h @ w + x), None
+
+            h, _ = jax.lax.scan(turn, jnp.zeros((BATCH, WIDTH)), jnp.stack([batch, batch]))
+            return jnp.mean((h @ w.T) ** 2), model_state
+
+        rng = np.random.default_rng(0)
+        params = {"w": jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)}
+        steps, states = pair(lambda: params, loss_fn, mesh_of(kind), {"w": P("fsdp")})
+        one, many = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
+        jax.effects_barrier()
+        assert differences(one.params, many.params) <= 2e-6 and capfd.readouterr().out.count("the mean is") == 10
 
     def test_an_infinity_in_one_shard_skips_the_step_on_all(self):
         mesh = mesh_of()
