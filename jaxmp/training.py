@@ -46,7 +46,7 @@ from jaxmp.rounding import in_dtype_of, with_compensation
 Metrics = dict[str, Any]
 
 _LAG = 4  # steps between a report of several processes and its reading
-_NO_MESH = contextlib.nullcontext()
+_NULL_CONTEXT = contextlib.nullcontext()
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -269,7 +269,8 @@ def make_train_step(
       TypeError: the loss function takes or returns something else; the loss is float16 or no scalar; the state is no
         :class:`TrainState` (Flax's own, say).
       RuntimeError: the state was given to a donating step before.
-      NonFiniteTrainingError: training can't go on; noticed some steps late, because only finished counters are read.
+      NonFiniteTrainingError: training can't go on; noticed some steps late, because only finished counters are
+        read, and of these those that may have reached the limit.
 
     Warns once when the loss has float16 products and the optimizer no loss scale.
 
@@ -344,16 +345,18 @@ class TrainStep:
         self.jitted = self._jitted_for(None)
         self._stays = False  # whether ``jitted`` is right for the state that it returned last, whatever the batch
         self._returned: Callable[[], TrainState | None] = lambda: None
+        self._stuck: Callable[[], Any] = lambda: None  # its counter
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; see :func:`make_train_step`."""
-        ours = state is self._returned()
+        is_returned = state is self._returned()
+        is_counted = getattr(state, "stuck", self) is self._stuck()  # so too of a state that NNX or replace made
         try:
             if self._reports:
                 self._read_reports(state, batch)
             if self._plan is not None:
                 batch = self._batch_on_mesh(batch)
-            if not ours or not (self._stays or home_of(batch) is None):
+            if not is_returned or not (self._stays or home_of(batch) is None):
                 state = self._placed(state, batch)
             with self._on_mesh():
                 state, metrics, stuck = self.jitted(state, batch)
@@ -361,10 +364,10 @@ class TrainStep:
             _tell_of_donation(state, error)
             tell_of_devices(state, batch, error)
             raise
-        self._returned = weakref.ref(state)
+        self._returned, self._stuck = weakref.ref(state), weakref.ref(state.stuck)
         self._calls += 1
         # Inside another transformation nothing can be read.
-        if (not ours or self._calls >= self._next_report) and not isinstance(stuck, jax.core.Tracer):
+        if (not is_counted or self._calls >= self._next_report) and not isinstance(stuck, jax.core.Tracer):
             self._reports.append((self._calls, stuck, batch))
             self._next_report = np.inf  # until this one is read
         return state, metrics
@@ -411,7 +414,7 @@ class TrainStep:
             return self._stepped(state, batch)
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
-        return _NO_MESH if self._plan is None else self._plan.set()
+        return _NULL_CONTEXT if self._plan is None else self._plan.set()
 
     def _stepped(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
         if self._ema_decay is None and state.ema_params is not None:
@@ -508,6 +511,7 @@ class TrainStep:
     def _read_reports(self, state: TrainState, batch: Any) -> None:
         while self._reports and self._is_due(*self._reports[0][:2]):
             call, stuck, reported = self._reports.popleft()
+            self._next_report = call + 1  # if the read fails
             try:
                 count = int(np.asarray(stuck))  # jax.device_get takes 20 µs more
             except RuntimeError:  # a guard of transfers, which takes longer to lift than to read

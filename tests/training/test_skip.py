@@ -262,6 +262,42 @@ def test_a_report_is_read_only_where_the_count_may_have_reached_its_limit():
     assert taken == [1, 7, 13, 19, 21]
 
 
+def test_after_a_report_whose_reading_failed_the_next_ones_are_read():
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=3)
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
+
+    class Interrupted:
+        is_fully_addressable = True
+
+        def is_ready(self):
+            return True
+
+        def __array__(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    bad = {**batch, "x": batch["x"] * jnp.nan}
+    state, _ = step(state, bad)
+    ((call, _, given),) = step._reports
+    step._reports[0] = (call, Interrupted(), given)
+    with pytest.raises(KeyboardInterrupt):
+        step(state, bad)
+    at, text = fails_within(step, state, bad, 50)
+    assert at is not None and at < 10 and "3 steps in a row were skipped" in text
+
+
+def test_a_state_made_anew_of_the_one_returned_is_looked_at_no_more_often():
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=6)
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
+    taken = set()
+    for _ in range(14):
+        state, metrics = step(state.replace(apply_fn=None), batch)
+        jax.block_until_ready((state, metrics))
+        taken |= {call for call, *_ in step._reports}
+    assert taken == {1, 7, 13}
+
+
 @pytest.mark.parametrize(
     "around",
     [
