@@ -22,14 +22,17 @@ HUGE = float(np.finfo(np.float32).max)
 class Structure(tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]):
     """Names of the attributes that are leaves; names and values of those that are not.
 
-    ``fields`` are those that are not, by name, and this: what an object is rebuilt with at each call of a step.
+    What was rebuilt has it as ``_structure``. ``fields`` are those that are not leaves, by name, ``names`` those of all
+    attributes: by them each call of a step sees whether the object still has this structure.
     """
 
     fields: dict[str, Any]
+    names: frozenset[str]
 
     def __new__(cls, parts: tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]) -> Self:
         new = super().__new__(cls, parts)
-        new.fields = {**dict(new[1]), "_structure": new}
+        new.fields = dict(new[1])
+        new.names = frozenset((*new[0], *new.fields, "_structure"))
         return new
 
 
@@ -116,16 +119,18 @@ def register(cls: type) -> None:
     Leaves are the attributes that are numbers or arrays, or trees of them, but for those in ``static_fields``; all the
     rest is static and hashable. What the author of the class registered is left as it is.
     """
-    frozen = "_leaves" in vars(cls)  # one of ours: no attribute was set since it was rebuilt
+    has_slots = bool(_slots(cls))
 
     def flatten(x: Any) -> tuple[list[Any], Structure]:
-        attributes = vars(x) if frozen else _attributes(x)
+        attributes = _attributes(x) if has_slots else vars(x)
         known = attributes.get("_structure")
-        if isinstance(known, Structure):
-            leaves = [attributes.get(name) for name in known[0]]
-            # What copies and changes itself in ``adjust`` takes the structure along.
-            if frozen or known.fields == {name: attributes[name] for name in attributes.keys() - known[0]}:
-                return leaves, known
+        # What copies and changes itself, in ``adjust`` say, takes the structure along.
+        if (
+            isinstance(known, Structure)
+            and attributes.keys() == known.names
+            and known.fields.items() <= attributes.items()
+        ):
+            return [attributes[name] for name in known[0]], known
         structure = _structure(x)
         return [getattr(x, name) for name in structure[0]], structure
 
@@ -134,7 +139,9 @@ def register(cls: type) -> None:
         return list(zip(map(jax.tree_util.GetAttrKey, structure[0]), leaves, strict=True)), structure
 
     def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-        return rebuilt(cls, structure.fields, zip(structure[0], leaves, strict=True))
+        new = rebuilt(cls, structure.fields, zip(structure[0], leaves, strict=True))
+        object.__setattr__(new, "_structure", structure)
+        return new
 
     def save(x: Any) -> dict[str, Any]:
         return {name: to_state_dict(value) for name, value in _fields(x).items() if _is_saved(value)}
@@ -185,7 +192,7 @@ def _fields(x: Any) -> dict[str, Any]:
 
 
 def _structure(x: Any) -> Structure:
-    """That of ``x``; one that was rebuilt from leaves remembers it.
+    """The structure of ``x``; one that was rebuilt from leaves remembers it.
 
     For leaves may be no numbers there, and to look at every attribute took longer than to dispatch a small step.
     """

@@ -83,6 +83,16 @@ def test_one_that_was_pickled_when_its_structure_was_a_plain_tuple_goes_on(scale
     assert_same(copy.deepcopy(rebuilt), rebuilt)
 
 
+def test_a_copy_with_another_static_field_keeps_it() -> None:
+    rebuilt = jax.tree.map(lambda leaf: leaf, DynamicLossScale(period=2000))
+    clone = copy.copy(rebuilt)
+    object.__setattr__(clone, "period", 7)
+    assert jax.tree.map(lambda leaf: leaf, clone).period == 7
+    object.__setattr__(clone, "note", "more")
+    assert jax.tree.map(lambda leaf: leaf, clone).note == "more"
+    assert jax.tree.map(lambda leaf: leaf, rebuilt).period == 2000
+
+
 @every_scale
 def test_restoring_brings_back_every_field_whatever_the_target_has(scale: LossScale) -> None:
     target = StaticLossScale(1.0) if isinstance(scale, StaticLossScale) else type(scale)()
