@@ -123,6 +123,8 @@ def test_it_is_shown_as_text_a_table_and_json():
     assert lines[0].endswith(f"ms predicted on NVIDIA H200, model FLOP utilisation {found.model_flop_utilisation:.1%}")
     assert lines[-2].startswith("bound by: arithmetic ")
     assert lines[-1] == "on record it is within 12%: times that differ by less are a tie"
+    other = module.of_program(hlo.Program(TEXT), module._hardware("a100"))  # of which nothing is on record
+    assert str(other).splitlines()[-1].startswith("bound by: arithmetic ")
     assert found.table().row_count == len(found.kernels)
     assert json.loads(found.to_json())["kernels"][0]["name"] == found.kernels[0].name
 
