@@ -152,7 +152,7 @@ class Places:
                 operand = partial_eval.DynamicJaxprTracer(trace, atom.aval, atom, self._source)
             elif getattr(operand, "_trace", None) is not trace or operand.aval is not atom.aval:
                 return self.bound(operands, eqn.params)
-            if is_cast and isinstance(operand.val, Literal):  # which JAX folds
+            if is_cast and operand.get_const() is not None:  # which JAX folds
                 return self.bound(operands, eqn.params)
             tracers.append(operand)
         return list(trace.emit_eqn(tracers, avals, primitive, eqn.params, eqn.effects, self._source, eqn.ctx))
