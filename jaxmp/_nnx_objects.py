@@ -41,19 +41,19 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         inside = IndexMap()
         copies = nnx.unflatten(graphdef, values, index_ref=inside)
         given = {index: _identity(node) for index, node in inside.items() if isinstance(node, nnx.Variable)}
-        before = numbers and _attributes(inside.values())
+        before = numbers and _snapshot(inside.values())
         args, kwargs = fill(plain, copies)
         results, made, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
 
-        if numbers and before and not made and _have(before):  # most change no more
+        if numbers and before and not made and _unchanged(before):  # most calls change only Variables
             own = [(inside[index], given[index]) for index in numbers]
             written = {n: value_of(var) for n, (var, old) in enumerate(own) if _identity(var) != old}
             return (results, [], _Changes(None, numbers, None, fill_results)), written
 
-        refs: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(inside), "graph": True}
-        structure, after = nnx.flatten(copies, **refs)
-        made_structure, made_state = nnx.flatten(made, **refs)
-        indices = [refs["ref_outer_index"].get(leaf) for _, leaf in after]
+        maps: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(inside), "graph": True}
+        structure, after = nnx.flatten(copies, **maps)
+        made_structure, made_state = nnx.flatten(made, **maps)
+        indices = [maps["ref_outer_index"].get(leaf) for _, leaf in after]
         written = {
             n: value_of(leaf)
             for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True))
@@ -139,11 +139,11 @@ def _is_plain_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable) and not leaf.ref
 
 
-_Attributes = list[tuple[Any, dict[str, Any]]]
+_Snapshot = list[tuple[Any, dict[str, Any]]]
 """Objects, and what they are made of but for the values of Variables."""
 
 
-def _attributes(nodes: Iterable[Any]) -> _Attributes | None:
+def _snapshot(nodes: Iterable[Any]) -> _Snapshot | None:
     """The attributes of objects; None if a part of one may change by itself, as a list does."""
     found = [(node, _attributes_of(node)) for node in nodes]
     for node, own in found:
@@ -163,9 +163,9 @@ def _is_fixed(value: Any) -> bool:
     return type(value) in PLAIN or _is_object(value) or jax.tree_util.all_leaves([value])
 
 
-def _have(attributes: _Attributes) -> bool:
+def _unchanged(snapshot: _Snapshot) -> bool:
     """Whether objects still have these attributes."""
-    pairs = [(_attributes_of(node), old) for node, old in attributes]
+    pairs = [(_attributes_of(node), old) for node, old in snapshot]
     return all(
         new.keys() == old.keys() and all([value is old[name] for name, value in new.items()]) for new, old in pairs
     )

@@ -137,7 +137,8 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
                 "adds at its end, nnx.pop(model, nnx.Intermediate), say, and keep what changes in a Variable"
             )
         if any(new is not old for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)):
-            # By nnx.remat and nnx.scan, which return all that they took; whether it is the same the program says.
+            # By nnx.remat and nnx.scan, which return all that they took; whether it is the same the program says,
+            # for which the loss is traced once more: the graphdef that the first trace returned is in no program.
             ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
             if written := [name for n, name in enumerate(_names(params)) if ends[n] != n]:
                 raise TypeError(

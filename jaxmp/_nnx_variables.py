@@ -74,7 +74,10 @@ def submodules(node: Any, seen: set[int] | None = None) -> Iterator[nnx.Module]:
 
 
 def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
-    """As ``nnx.iter_modules``, in another order, and without a look at what no module is in."""
+    """The modules in ``root``, itself included, each once and before those in it, without a look at what has none.
+
+    Paths are those of ``nnx.iter_modules``, which yields a module after those in it, but an index is a string, too.
+    """
     stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
     seen = set[int]()
     while stack:

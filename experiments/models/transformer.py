@@ -35,8 +35,8 @@ class Embed(nn.Embed):
         return projected_cross_entropy(x, self.embedding, labels, **options)
 
 
-# It keeps its input alone, in half. A loop over blocks stores all that its backward pass reads, and that were three
-# arrays in float32 of each norm; without a loop XLA makes one of what is computed twice.
+# It keeps its input alone, in half. A loop over blocks stores all that its backward pass reads, which would be
+# three arrays in float32 of each norm; without a loop XLA computes it once.
 LayerNorm = nn.remat(nn.LayerNorm, prevent_cse=False)
 
 

@@ -268,7 +268,7 @@ def _wants_of_leaf(step: Step) -> list[np.dtype | None]:
         return [None if operand is None else operand.written for operand in operands]
     if name == _CAST and (node.kind is Kind.KEPT or _is_widening(step)):  # from whatever dtype the value has
         return [None if operand is None else operand.late for operand in operands]
-    return [None if operand is None else node.compute or read_in(node, operand) for operand in operands]
+    return [None if operand is None else read_in(node, operand) for operand in operands]
 
 
 def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None]:

@@ -171,12 +171,12 @@ class _Builder:
         """A node, or a value without one, as that of its key; one without a key is like no other."""
         number: Any = node or object()
         try:
-            number = number if key is None else self.numbers.setdefault(key, number)
+            same = number if key is None else self.numbers.setdefault(key, number)
         except TypeError:  # parameters that are not hashable: no other is known to be equal
-            key = None
+            same = number
         if node is not None:
-            node.same = number
-        return _Value(node, number, is_fixed)
+            node.same = same
+        return _Value(node, same, is_fixed)
 
     def node(
         self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: str = ""
