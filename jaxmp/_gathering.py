@@ -490,8 +490,11 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
                 ends = turn()
             return ends
 
-        if carry and jaxpr.effects:  # which happen once: in turns that are thrown away they do not
-            jax.eval_shape(lambda: [settle(turn()), None][1])
+        def thrown_away() -> None:
+            settle(turn())
+
+        if carry and jaxpr.effects:  # which must happen once: in turns that are thrown away they do not
+            jax.eval_shape(thrown_away)
         ends[:] = settle(turn())
         for n in carry:
             if isinstance(given[n], _Use) and n not in weights:
@@ -689,10 +692,8 @@ def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole:
             operands = [value.astype(dtype) for value in operands]
         elif name != "dot_general":
             return bound(eqn, operands, eqn.params)
-        else:
-            (summed, batch) = eqn.params["dimension_numbers"]
-            if len(summed[0]) > 1 and not batch[0]:
-                return [_of_matrices(eqn, operands, dtype)]
+        elif len((dims := eqn.params["dimension_numbers"])[0][0]) > 1 and not dims[1][0]:
+            return [_of_matrices(eqn, operands, dtype)]
         return bound(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
 
     return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(dtype)
