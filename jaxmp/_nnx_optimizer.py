@@ -137,7 +137,8 @@ class Optimizer(_Object):
             )
         params = nnx.as_pure(nnx.state(model, self.wrt))
         grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
-        updates, new_params, opt_state, skipped = take_step(self.tx, grads, opt_state, params, kwargs)
+        updates, opt_state, skipped = take_step(self.tx, grads, opt_state, params, kwargs)
+        new_params = optax.apply_updates(_tree.widen(params), updates)
         nnx.update(model, _tree.select_tree(skipped == 0, new_params, params))
         _set(self.opt_state, opt_state)
         self.step[...] += 1

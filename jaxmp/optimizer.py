@@ -1,8 +1,8 @@
 """Loss scaling as an optax transform: unscale in float32, check, skip a non-finite step whole, adapt the scale.
 
 The transform wraps an optimizer; the scale lives in the optimizer's state, and :func:`scaled_value_and_grad` reads it
-from there. Nothing here talks to the host: a skipped step is a select on the device. After Micikevicius et al., "Mixed
-Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
+from there. Nothing here talks to the host: a skipped step is a select on the device, and a branch in a train step on a
+CPU. After Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmp import hardware
+from jaxmp._jaxpr import reading
 from jaxmp.loss_scale import LossScale, as_loss_scale
 from jaxmp.rounding import BEHIND_LOW_PRECISION, LowPrecision, LowPrecisionState, decoded, rounds_params
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
@@ -121,13 +123,20 @@ def loss_scaling(
         return wrap_opt_state(inner_state, loss_scale, grad_norm=grad_norm)
 
     def update(
+        updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, LossScalingState]:
+        return stepped(updates, state, params, None, **extra_args)
+
+    def stepped(
         updates: optax.Updates,
         state: LossScalingState,
-        params: optax.Params | None = None,
+        params: optax.Params | None,
+        made: Made | None,
         *,
         clip_norm: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScalingState]:
+    ) -> tuple[Any, LossScalingState]:
+        """As ``update``, but in place of the updates comes what is made of them, if anything is."""
         _check_state(state)
         _check_gradients(updates)
         grads = state.loss_scale.unscale(widen(updates))
@@ -135,36 +144,51 @@ def loss_scaling(
         if "grad" in extra_args:
             extra_args["grad"] = state.loss_scale.unscale(widen(extra_args["grad"]))
         clipped = grads if clip_norm is None else _clip(grads, jnp.sqrt(squares), clip_norm)
-        try:
-            new_updates, inner_state = inner.update(clipped, state.inner_state, as_taken(params), **extra_args)
-        except Exception as error:
-            if params is not None:  # perhaps what it was given explains the error better than the error does
-                _check_same_structure(jax.eval_shape(inner.init, as_taken(params)), state.inner_state)
-                _check_same_leaves(updates, params, error)
-            raise
-        _check_same_structure(inner_state, state.inner_state)
-        _check_same_shapes(new_updates, updates if params is None else params)
+
+        @functools.cache
+        def of_inner() -> tuple[Any, Any]:
+            try:
+                new_updates, inner_state = inner.update(clipped, state.inner_state, as_taken(params), **extra_args)
+            except Exception as error:
+                if params is not None:  # perhaps what it was given explains the error better than the error does
+                    _check_same_structure(jax.eval_shape(inner.init, as_taken(params)), state.inner_state)
+                    _check_same_leaves(updates, params, error)
+                raise
+            _check_same_structure(inner_state, state.inner_state)
+            _check_same_shapes(new_updates, updates if params is None else params)
+            return new_updates, inner_state
 
         finite = jnp.isfinite(squares)
         if check_updates:
-            finite &= all_finite(new_updates)
+            finite &= all_finite(of_inner()[0])
         grad_max = max_abs(grads) if state.loss_scale.needs_grad_max else None
         if axis_name is not None:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
             grad_max = None if grad_max is None else jax.lax.pmax(grad_max, axis_name)
+        if made is None:
+            new_updates, inner_state = of_inner()
+            result = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates)
+            inner_state = select_tree(finite, inner_state, state.inner_state)
+        else:
+
+            def both() -> tuple[Any, Any]:
+                new_updates, inner_state = of_inner()
+                return made.of(new_updates), inner_state
+
+            result, inner_state = _computed_where(finite, both, (made.before, state.inner_state))
         bad = 1 - finite.astype(jnp.int32)
         new_state = LossScalingState(
-            inner_state=select_tree(finite, inner_state, state.inner_state),
+            inner_state=inner_state,
             loss_scale=state.loss_scale.adjust(finite, grad_max),
             skipped=state.skipped + bad,
             consecutive_skipped=(state.consecutive_skipped + bad) * bad,
             last_finite=finite,
             grad_norm=jnp.sqrt(squares).astype(jnp.float32) if grad_norm else None,
         )
-        return jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates), new_state
+        return result, new_state
 
     tx = _LossScaling(init, update)
-    tx.inner = inner
+    tx.inner, tx.stepped = inner, stepped
     return tx
 
 
@@ -189,6 +213,14 @@ class _LossScaling(optax.GradientTransformationExtraArgs):
     """What :func:`loss_scaling` returns. A transform around it may drop the extra argument ``clip_norm``."""
 
     inner: optax.GradientTransformationExtraArgs
+    stepped: Callable[..., tuple[Any, LossScalingState]]
+
+
+class Made(NamedTuple):
+    """What a step makes of the updates, such as new params, and what it is if the step is skipped."""
+
+    of: Callable[[Any], Any]
+    before: Any
 
 
 def _clip(grads: Any, norm: jax.Array, clip_norm: jax.typing.ArrayLike) -> Any:
@@ -364,31 +396,53 @@ def _stands_behind(state: Any) -> bool:
 
 
 def take_step(
-    tx: optax.GradientTransformationExtraArgs, grads: Any, opt_state: Any, params: Any, extra_args: Mapping[str, Any]
-) -> tuple[Any, Any, Any, jax.Array]:
+    tx: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    extra_args: Mapping[str, Any],
+    made: Made | None = None,
+) -> tuple[Any, Any, jax.Array]:
     """One step of an optimizer with ``loss_scaling`` in it.
 
     Returns:
-      The updates; the new params, float32, which are not to be used if the step was skipped; the new state, of which
-      only the loss scale changed then; and whether it was, int32 0 or 1.
+      The updates, or what is made of them; the new state, of which only the loss scale changed if the step was skipped;
+      and whether it was, int32 0 or 1.
 
     Raises:
       ValueError: ``clip_norm`` among ``extra_args``, and another transform around ``loss_scaling``.
     """
-    if "clip_norm" in extra_args and not isinstance(tx, _LossScaling):
+    is_outermost = isinstance(tx, _LossScaling)
+    if "clip_norm" in extra_args and not is_outermost:
         raise ValueError(
             "clip_norm needs loss_scaling as the outermost transform, but another stands around it, or beside it in a "
             "chain, and may not hand it on; clip inside: "
             "jaxmp.loss_scaling(optax.chain(optax.clip_by_global_norm(…), tx), loss_scale)"
         )
-    updates, new_state = tx.update(grads, opt_state, params, **extra_args)
+    if is_outermost:
+        result, new_state = tx.stepped(grads, opt_state, params, made, **extra_args)
+    else:
+        result, new_state = tx.update(grads, opt_state, params, **extra_args)
     skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
-    if not isinstance(new_state, LossScalingState):
+    if not is_outermost:
         # A transform around loss_scaling may drop bad gradients before it (MultiSteps), or go on when it skips.
         finite = jnp.isfinite(unscaled_norm(grads, get_loss_scale(opt_state)))
         skipped = jnp.maximum(skipped, 1 - finite.astype(jnp.int32))
         new_state = _keep_scale(skipped == 0, new_state, opt_state)
-    return updates, optax.apply_updates(widen(params), updates), new_state, skipped
+        result = result if made is None else select_tree(skipped == 0, made.of(result), made.before)
+    return result, new_state, skipped
+
+
+def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
+    """``make()`` where the bool scalar ``pred`` holds, else ``otherwise``, as :func:`jaxmp.tree.select_tree` of both.
+
+    On a CPU it is a branch: XLA computes there what is selected in more kernels than what is not, and copies it before.
+    On other devices a branch waits for the host, and XLA cannot divide one between devices as well as a selection.
+    """
+    is_alone = jax.sharding.get_abstract_mesh().empty
+    if not (is_alone and reading.is_tracing() and hardware.detect().platform == "cpu"):
+        return select_tree(pred, make(), otherwise)
+    return jax.lax.cond(pred, lambda: select_tree(True, make(), otherwise), lambda: otherwise)
 
 
 def with_loss(step: Callable[..., T], loss: Any) -> T:

@@ -29,6 +29,7 @@ from jaxmp._mesh_plan import explicit_mesh_of, plan_of, typed
 from jaxmp._placement import at, at_home, home_of, is_traced, moved_to, settled, tell_of_devices
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
+    Made,
     get_loss_scale,
     get_loss_scaling_state,
     has_loss_scale,
@@ -182,18 +183,26 @@ class TrainState(flax.struct.PyTreeNode):
         Raises:
           ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
         """
-        _, params, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {})
-        new = {"params": params}  # float32 still; the selection below brings the params' own dtypes back
         if model_state is not None:
-            new["model_state"] = _require_same_structure(model_state, self.model_state)
-        if ema_decay is not None:
-            if self.ema_params is None:
-                raise ValueError(
-                    "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
-                    "jaxmp.nnx.Optimizer(..., ema=True)"
-                )
-            new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
-        kept = _tree.select_tree(skipped == 0, new, {name: getattr(self, name) for name in new})
+            _require_same_structure(model_state, self.model_state)
+        if ema_decay is not None and self.ema_params is None:
+            raise ValueError(
+                "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
+                "jaxmp.nnx.Optimizer(..., ema=True)"
+            )
+
+        def changed(updates: Any) -> dict[str, Any]:
+            params = optax.apply_updates(_tree.widen(self.params), updates)  # selected, they get their dtypes back
+            new = {"params": params}
+            if model_state is not None:
+                new["model_state"] = model_state
+            if ema_decay is not None:
+                new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
+            return new
+
+        names = ["params"] + ["model_state"] * (model_state is not None) + ["ema_params"] * (ema_decay is not None)
+        made = Made(changed, {name: getattr(self, name) for name in names})
+        kept, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {}, made)
         new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
         return self.replace(
             step=self.step + 1,

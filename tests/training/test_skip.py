@@ -225,6 +225,40 @@ def test_two_runs_go_through_one_step_function_and_after_an_error_a_third():
     assert step.jitted._cache_size() == 1
 
 
+def test_a_cpu_branches_where_other_devices_select_and_both_compute_the_same():
+    with jax.numpy_dtype_promotion("standard"):
+        state, step, batch = linen_run()
+        bad = {**batch, "x": batch["x"] * jnp.nan}
+        selecting = linen_run()[1]
+        branching = state
+        for given in (batch, bad, batch):
+            branching, _ = step(branching, given)
+            with jaxmp.hardware.assumed("h200"):
+                state, _ = selecting(state, given)
+        assert "cond[" in str(jax.make_jaxpr(step.jitted)(state, batch))
+        with jaxmp.hardware.assumed("h200"):
+            assert "cond[" not in str(jax.make_jaxpr(selecting.jitted)(state, batch))
+    assert branching.skipped == state.skipped == 1
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), contents(branching), contents(state)
+    )
+
+
+def test_a_member_of_a_vmap_skips_alone():
+    """A branch by a mapped flag is a selection."""
+    params, batch = problem()
+    state = TrainState.create(params=params, tx=loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale()))
+    step = make_train_step(train_loss, donate=False)
+    batches = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * jnp.nan]), batch)
+    both, metrics = jax.jit(jax.vmap(step.jitted, in_axes=(None, 0)))(state, batches)[:2]
+    good, _ = step(state, batch)
+    assert metrics["skipped"].tolist() == [False, True]
+    for n, one in enumerate((good, state)):
+        wanted = jax.tree.leaves(contents(one))
+        for found, leaf in zip(jax.tree.leaves(contents(both)), wanted, strict=True):
+            np.testing.assert_allclose(found[n], leaf, rtol=1e-6, atol=1e-7)
+
+
 def test_reading_the_reports_never_waits_for_the_device():
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=1)
