@@ -36,6 +36,7 @@ import tyro
 
 from experiments.data import DataError, text, tokens
 from experiments.models import GPT2, NextToken
+from experiments.models.gpt2 import SIZES
 from experiments.models.weights import PUBLISHED_GPT2
 from experiments.training import batch_size, cli, loop, mesh, sampling, text_training
 from experiments.training.experiment import Batch, Closing, Experiment
@@ -43,16 +44,6 @@ from experiments.training.metrics import accuracy
 from experiments.training.text_training import Task
 
 Size = Literal["124M", "355M", "774M", "1558M", "1.3B", "1.8B", "7B"]
-SIZES: dict[str, dict[str, int]] = {
-    "124M": {"layers": 12, "heads": 12, "width": 768, "context": 1024},
-    "355M": {"layers": 24, "heads": 16, "width": 1024, "context": 1024},
-    "774M": {"layers": 36, "heads": 20, "width": 1280, "context": 1024},
-    "1558M": {"layers": 48, "heads": 25, "width": 1600, "context": 1024},
-    "1.3B": {"layers": 24, "heads": 16, "width": 2048, "context": 2048},
-    "1.8B": {"layers": 8, "heads": 32, "width": 4096, "context": 2048},
-    "7B": {"layers": 32, "heads": 32, "width": 4096, "context": 2048},
-}
-"""Params with GPT-2's tokens; the first four are those that were published (Radford et al. 2019, table 2)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ bfloat16, so there the first is what counts). The run folder holds autocast.md a
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from typing import Any, Literal
@@ -74,20 +73,13 @@ def step_of(case: Workload, variant: str, policy: str) -> tuple[Any, Any]:
     return start, jax.jit(step, donate_argnums=0)
 
 
-def programs_of(lowered: Any, compiled: Any) -> dict[str, dict[str, Any]]:
-    """Products, casts and casts that undo one another, in a step as it was lowered and as it was compiled."""
-    texts = {"lowered": lowered.as_text("hlo"), "compiled": compiled.as_text()}
-    counts = {"products": programs.products, "casts": programs.casts, "round_trips": programs.round_trips}
-    return {stage: {name: count(hlo.Program(text)) for name, count in counts.items()} for stage, text in texts.items()}
-
-
 def differences(by_hand: dict[str, dict[str, Any]], autocast: dict[str, dict[str, Any]]) -> list[str]:
     """Where autocast's programs fall behind those by hand, in words; empty if nowhere."""
     found = []
     # A CPU's compiler puts casts of its own around what it cannot do in half precision.
     for stage in by_hand if jax.default_backend() != "cpu" else ("lowered",):
         hand, auto = by_hand[stage], autocast[stage]
-        if words := records.difference(auto["products"], hand["products"]):
+        if words := programs.difference(auto["products"], hand["products"]):
             found.append(f"{stage}: {words}")
         if auto["round_trips"] > hand["round_trips"]:
             found.append(f"{stage}: {auto['round_trips']} casts undo the cast before, by hand {hand['round_trips']}")
@@ -103,25 +95,22 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
         start, step = step_of(case, variant, config.policy)
         lowered = step.lower(jax.eval_shape(start), case.batch)
         compiled = lowered.compile()
-        about = {"bytes": memory.of_compiled(compiled), "programs": programs_of(lowered, compiled)}
+        texts = {"lowered": lowered.as_text("hlo"), "compiled": compiled.as_text()}
+        counts = {stage: programs.counts(hlo.Program(text)) for stage, text in texts.items()}
+        about = {"bytes": memory.of_compiled(compiled), "programs": counts}
         turn = timing.turn(compiled, start(), batch)
         return Prepared(turn, lambda: float(turn()[1]), about=about)
 
-    rows = compared(
-        {variant: functools.partial(ready, variant) for variant in VARIANTS},
-        config.rounds,
-        config.block_ms,
-        lambda variant: progress.advance(0, f"compiling {variant}", name),
-        lambda i: progress.advance(int(i >= 0), "timing, in turn", name),
-    )
+    make = {variant: functools.partial(ready, variant) for variant in VARIANTS}
+    rows = compared(make, config.rounds, config.block_ms, functools.partial(progress.advance, title=name))
     if bad := [f"{variant}: {row['error']}" for variant, row in rows.items() if "error" in row]:
         raise FloatingPointError(f"{', '.join(bad)}: the times mean nothing")
-    programs = {variant: row.pop("programs") for variant, row in rows.items()}
+    found = {variant: row.pop("programs") for variant, row in rows.items()}
     return {
         "model": f"{case.text}, {case.sizes.vocabulary} {'classes' if case.images else 'tokens'}",
         "policy": str(jaxmp.get_policy(config.policy)),
-        "programs": programs,
-        "differences": differences(programs[BY_HAND], programs[AUTOCAST]),
+        "programs": found,
+        "differences": differences(found[BY_HAND], found[AUTOCAST]),
         "variants": rows,
     }
 
@@ -150,7 +139,11 @@ def goals(result: dict[str, Any]) -> list[str]:
 def program_table(result: dict[str, Any]) -> Table:
     """A row a program: what it multiplies and what it casts."""
     rows = [
-        (f"{variant}, {stage}", _counts(program["products"]), _counts(program["casts"]), str(program["round_trips"]))
+        (
+            f"{variant}, {stage}",
+            *(programs.words(program[what]) for what in ("products", "casts")),
+            str(program["round_trips"]),
+        )
         for variant, stages in result["programs"].items()
         for stage, program in stages.items()
         if variant in ("float32", BY_HAND, AUTOCAST)
@@ -158,19 +151,14 @@ def program_table(result: dict[str, Any]) -> Table:
     return Table(f"{result['model']}: the programs", PROGRAM_COLUMNS, rows)
 
 
-def _counts(counts: collections.Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
-
-
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         for name in config.models:
             case_of(name, config)
         folder = records.folder_of("autocast", config)
-    where = environment()
     with Progress("autocast", len(config.models) * config.rounds) as progress:
         results = [measure(name, config, progress) for name in config.models]
-    where = {**where, "policy": results[0]["policy"]}
+    where = {**environment(), "policy": results[0]["policy"]}
     tables = [make(result) for result in results for make in (table, program_table)]
     title = "A training step under autocast, by hand and in float32"
     records.record(folder, "autocast", title, where, tables, {"results": results}, [INTRO])

@@ -31,22 +31,20 @@ import optax
 from jax import lax
 
 import jaxmp
-from experiments.benchmarks.compile_only import sharded
 from experiments.benchmarks.shared import records, scaled_steps
 from experiments.benchmarks.train_step.measure import start_anew
 from experiments.benchmarks.train_step.rows import Row
-from experiments.measure import programs, timing
+from experiments.measure import memory, programs, timing
 from experiments.measure.environment import environment, require_gpu
 from experiments.measure.turns import Prepared, compared
-from experiments.models import GPT2, attention, gpt2
+from experiments.models import gpt2
 from experiments.models.workloads import Sizes, workload
 from experiments.report import plots
 from experiments.report.goals import Goal
 from experiments.report.progress import Progress
-from experiments.report.tables import Table, spread
+from experiments.report.tables import Table, spread, titled
 from experiments.training import cli, kept
 from jaxmp import hlo
-from jaxmp.inspect import targets
 
 Part = Literal["product", "layer", "block", "step"]
 Route = Literal["jaxmp", "torch"]
@@ -100,9 +98,9 @@ class Blocks(nn.Module):
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
 
-def model_of(size: Any) -> GPT2:
+def model_of(size: Any) -> gpt2.GPT2:
     """GPT-2 in one of its sizes, or a small one."""
-    return sharded.model(size) if isinstance(size, str) else sharded.SMOKE
+    return gpt2.sized(size if isinstance(size, str) else None)
 
 
 def case_of(part: Part, size: Any, way: str, tokens: int) -> tuple[Callable[[], Any], Callable[..., Any]]:
@@ -152,8 +150,7 @@ def case_of(part: Part, size: Any, way: str, tokens: int) -> tuple[Callable[[], 
 def ready(part: Part, size: Any, way: str, tokens: int, device: str | None) -> Prepared:
     """A way of jaxmp's, compiled, with what its program tells."""
     start, step = case_of(part, size, way, tokens)
-    with attention.implementation("cudnn" if device else None):
-        compiled = targets.compiled(jax.jit(step, donate_argnums=0), jax.eval_shape(start), device)
+    compiled = memory.compiled(step, jax.eval_shape(start), device)
     found = programs.facts(compiled, hlo.Program(compiled.as_text()))
     dots = {name: count for name, count in found["products"].items() if name.startswith("dot")}
     float8 = sum(count for name, count in dots.items() if "f8e" in name)
@@ -176,7 +173,7 @@ def peer(part: Part, size: Any, row: Row, tokens: int) -> Prepared:
     return torch_steps.prepare(case, row, "train", case.random_batch())
 
 
-def measure(part: Part, size: Any, route: Route, config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure(part: Part, size: Any, route: Route, config: Config, progress: Progress) -> dict[str, Any]:
     """By way what is known of it, or an ``error``; against the first one's, in bfloat16."""
     tokens = 64 if config.smoke else TOKENS
     if route == "jaxmp":
@@ -186,7 +183,8 @@ def measure(part: Part, size: Any, route: Route, config: Config, tell: Callable[
         there = [row for row in PEERS if not row.missing]
         make = {row.label: functools.partial(peer, part, size, row, tokens) for row in there if len(there) > 1}
         start_anew(there)
-    rows = compared(make, 0 if config.device else config.rounds, config.block_ms, tell) if make else {}
+    rounds = 0 if config.device else config.rounds
+    rows = compared(make, rounds, config.block_ms, lambda _, text: progress.advance(0, text)) if make else {}
     base = next(iter(rows.values()), {})
     for row in rows.values():
         if "ratio" in row:
@@ -211,8 +209,7 @@ def table(part: str, cases: list[dict[str, Any]], smoke: bool) -> Table:
             value = case["rows"].get(DEFAULT, {}).get(figure)
             if (of, own) == (part, case["size"]) and DEFAULT in case["rows"] and not smoke:
                 goals.append(Goal("", f"{size}: {figure}", value, limit, least=figure == "speed-up").sentence())
-    title = f"{'SMOKE TEST, no result: ' if smoke else ''}{TITLES[part]}"
-    return Table(title, ("size", "way", *FIGURES), cells, 2, tuple(goals))
+    return Table(titled(TITLES[part], smoke), ("size", "way", *FIGURES), cells, 2, tuple(goals))
 
 
 def pictures(part: str, cases: list[dict[str, Any]]) -> list[plots.Panel]:
@@ -229,11 +226,10 @@ def main(config: Config) -> list[dict[str, Any]]:
     if config.smoke and not config.device and jax.default_backend() != "gpu":
         os.environ.setdefault("JAXMP_FLOAT8", "emulate")
     with cli.bad_values_end_it():
-        where = {"target": targets.target_of(config.device).name} if config.device else {}
         if not config.device:
             require_gpu(config.smoke)
+        where = environment(("torch", "torchao", "transformer_engine"), config.device)
         folder = records.folder_of("float8", config, rounds=2)
-        where |= environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc", "torch", "torchao", "transformer_engine"))
         setting = {name: getattr(config, name) for name in ("smoke", "rounds", "block_ms")}
         has = kept.Kept(folder, config.minutes, where, **setting)
         has.require_alike("*-*-*.json")
@@ -244,9 +240,7 @@ def main(config: Config) -> list[dict[str, Any]]:
     with Progress("float8", len(asked)) as progress:
         for case in sorted(asked, key=lambda case: case[2]):  # torch at the end
             name = "-".join(map(str, case))
-            tell: Any = functools.partial(progress.advance, 0, title=name)
-            has.get(name, functools.partial(measure, *case, config, tell))
-            progress.advance(1, "done", name)
+            has.get(name, functools.partial(measure, *case, config, progress), progress)
     results = [found for case in cases if (found := has.read("-".join(map(str, case))))]
     if results:
         where = kept.joined([case.pop("environment") for case in results])

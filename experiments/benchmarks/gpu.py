@@ -135,7 +135,6 @@ PIECES = (
           ("--image-size", "32", "--batch-size", "8", "--examples", "64", "--rounds", "2", "--block-ms", "1"),
           result="input_pipeline", wants=(), limited=False),
 )  # fmt: skip
-NAMES = tuple(piece.name for piece in PIECES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,13 +153,7 @@ class Config(records.Small):
 
 def place() -> dict[str, Any]:
     """Device, versions, backend and free memory, from a process that has ended: this one leaves the GPU alone."""
-    code = (
-        "import json, jax; from experiments.measure.environment import environment; where = environment(); "
-        "stats = jax.devices()[0].memory_stats() or {}; "
-        "print(json.dumps({'device': where['device'], 'versions': where['versions'], "
-        "'backend': jax.default_backend(), 'bytes': stats.get('bytes_limit')}))"
-    )
-    done = _captured([sys.executable, "-c", code])
+    done = _captured([sys.executable, "-m", "experiments.measure.environment"])
     if done.returncode:
         raise ValueError(
             f"JAX must find its device, but the process that asked for it ended with: {_last_word(done.stderr)}"
@@ -168,23 +161,18 @@ def place() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path}
-
-
 def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def foreseen(pieces: tuple[Piece, ...], here: dict[str, Any], small: bool) -> list[str]:
+def foreseen(pieces: list[Piece], here: dict[str, Any], small: bool) -> list[str]:
     """What will fail or be missing, by what is not here: packages, data, memory."""
-    wanted: dict[str, list[str]] = {}
-    for piece in pieces:
-        for package in piece.wants:
-            if importlib.util.find_spec(package) is None:
-                wanted.setdefault(package, []).append(piece.name)
-    found = [f"{package} is not installed: wanted by {', '.join(names)}" for package, names in wanted.items()]
+    packages = dict.fromkeys(package for piece in pieces for package in piece.wants)
+    found = [
+        f"{package} is not installed: wanted by {', '.join(piece.name for piece in pieces if package in piece.wants)}"
+        for package in packages
+        if importlib.util.find_spec(package) is None
+    ]
     if small:
         return found
     if any(piece.name == "accuracy-images" for piece in pieces):
@@ -221,7 +209,7 @@ class Run:
         """What is known of a piece: its ``state`` (done, failed, begun or to do), ``seconds``, ``reason``."""
         return self._about["pieces"].get(piece.name, {"state": "to do", "seconds": 0.0, "reason": ""})
 
-    def left(self, pieces: tuple[Piece, ...]) -> list[Piece]:
+    def left(self, pieces: list[Piece]) -> list[Piece]:
         """Those that are not done, in order, the ones that failed before last."""
         todo = [piece for piece in pieces if self.of(piece)["state"] != "done"]
         return sorted(todo, key=lambda piece: self.of(piece)["state"] == "failed")
@@ -268,7 +256,7 @@ class Run:
             state, why = "failed", f"the README's tables were not written: {_last_word(done.stderr)}"
         self._keep(piece, state, 0.0, why)
 
-    def table(self, pieces: tuple[Piece, ...]) -> Table:
+    def table(self, pieces: list[Piece]) -> Table:
         """A row a piece: its state, the minutes that it took, why it failed or is not done."""
         found = {piece.name: self.of(piece) for piece in pieces}
         rows = [(name, of["state"], f"{of['seconds'] / 60:.1f}", of["reason"]) for name, of in found.items()]
@@ -295,7 +283,7 @@ def _follow(command: list[str], log: Path, seconds: float) -> tuple[int, bool]:
     limit = ["timeout", "--signal=INT", "--kill-after=15", f"{seconds:.3f}"] if seconds else []
     unfinished = False
     with log.open("w") as file, subprocess.Popen(
-        [*limit, *command], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=file, text=True,
+        [*limit, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=file, text=True,
         start_new_session=True,  # so that what it has started ends with it
     ) as process:  # fmt: skip
         try:
@@ -318,42 +306,30 @@ def _last_word(said: str) -> str:
     return (errors or lines or ["it said nothing"])[-1][:300]
 
 
-def chosen(names: tuple[str, ...]) -> tuple[Piece, ...]:
-    """The pieces of those names, in the order of ``PIECES``; all of none.
-
-    Raises:
-      ValueError: there is none of a name.
-    """
-    if unknown := [name for name in names if name not in NAMES]:
-        raise ValueError(f"--pieces must be among {', '.join(NAMES)}; got {', '.join(unknown)}")
-    return tuple(piece for piece in PIECES if not names or piece.name in names)
-
-
 def main(config: Config) -> None:
-    held = contextlib.ExitStack()
-    with cli.bad_values_end_it():
-        records.check(config)
-        pieces = chosen(config.pieces)
-        folder = config.run_dir or Path("runs") / ("gpu-smoke" if config.smoke else "gpu")
-        if config.list:
-            for piece in pieces:
-                command = piece.command(folder, config.smoke, 0)
-                print(f"{piece.name}: {piece.title}\n  {shlex.join(['python', *command[1:]])}")
-            return
-        here = place()
-        if here["backend"] != "gpu" and not config.smoke:
-            raise ValueError(
-                f"this measures a GPU, but JAX finds only {here['device']}; install jax[cuda13] where there is one, or "
-                "see every piece run small here with --smoke (make gpu SMOKE=1)"
-            )
-        folder = run_folder("gpu", folder).absolute()
-        held.enter_context(alone_in(folder))
-        run = Run(config, folder, here)
-    with held:
+    with contextlib.ExitStack() as held:
+        with cli.bad_values_end_it():
+            records.check(config)
+            pieces = [*cli.chosen("--pieces", config.pieces, {piece.name: piece for piece in PIECES}).values()]
+            folder = config.run_dir or Path("runs") / ("gpu-smoke" if config.smoke else "gpu")
+            if config.list:
+                for piece in pieces:
+                    command = piece.command(folder, config.smoke, 0)
+                    print(f"{piece.name}: {piece.title}\n  {shlex.join(['python', *command[1:]])}")
+                return
+            here = place()
+            if here["backend"] != "gpu" and not config.smoke:
+                raise ValueError(
+                    f"this measures a GPU, but JAX finds only {here['device']}; install jax[cuda13] where there is "
+                    "one, or see every piece run small here with --smoke (make gpu SMOKE=1)"
+                )
+            folder = run_folder("gpu", folder).absolute()
+            held.enter_context(alone_in(folder))
+            run = Run(config, folder, here)
         _run(run, pieces, here)
 
 
-def _run(run: Run, pieces: tuple[Piece, ...], here: dict[str, Any]) -> None:
+def _run(run: Run, pieces: list[Piece], here: dict[str, Any]) -> None:
     config = run.config
     memory = f", {here['bytes'] / 2**30:.0f} GiB for JAX" if here["bytes"] else ""
     print(f"{here['device']}{memory}; {here['versions']}", flush=True)

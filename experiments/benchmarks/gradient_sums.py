@@ -18,9 +18,9 @@ gradient_sums.md, .json and .png.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -48,7 +48,7 @@ NOTE = (
 )
 # Every rounding of the program is done. From JAX 0.12 on XLA's CPU has kernels for products that add up in half: that
 # is not what is measured here.
-compiled = functools.partial(
+compiled = partial(
     jax.jit, compiler_options={"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
 )
 
@@ -69,7 +69,7 @@ class Case:
       params: by name; each name is a part of its path in every model.
       fun: ``fun(r, x, **params)``, where ``r`` stands around all that half precision rounds, forwards and backwards.
       torch: ``torch(torch, x, **params)``, first the package.
-      linen: makes the layer with a ``dtype``, None for what people write themselves, without one.
+      linen: makes the layer with a ``dtype=``, None for what people write themselves, without one.
       nnx: the same in NNX.
       targets: labels of a cross-entropy; None for a weighted sum of the results.
     """
@@ -101,12 +101,12 @@ def cases(smoke: bool) -> list[Case]:
     rows, images = normal(64, 1024 // few, 8), normal(16, 64 // few, 64 // few, 3)
     square, ones = normal(8, 8) / np.float32(8**0.5), np.ones(8, np.float32)
     ids, text = tokens(16, 1024 // few), tokens(16, 256 // few + 1)
-    turns = normal(4096 // few, 4, 8)
+    turns, rngs = normal(4096 // few, 4, 8), nnx.Rngs(0)
     return [
         Case(
             "bias", f"nn.Dense, {rows.size // 8:,} rows", "bias", rows, {"kernel": square, "bias": ones}, _dense,
             lambda torch, x, kernel, bias: torch.nn.functional.linear(x, kernel.T, bias),
-            lambda dtype: nn.Dense(8, dtype=dtype), lambda dtype: nnx.Linear(8, 8, dtype=dtype, rngs=nnx.Rngs(0)),
+            partial(nn.Dense, 8), partial(nnx.Linear, 8, 8, rngs=rngs),
         ),
         Case(
             "convolution's bias", f"nn.Conv, {images.size // 3:,} pixels", "bias", images,
@@ -114,27 +114,25 @@ def cases(smoke: bool) -> list[Case]:
             lambda torch, x, kernel, bias: torch.nn.functional.conv2d(
                 x.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), bias, padding=1
             ).permute(0, 2, 3, 1),
-            lambda dtype: nn.Conv(8, (3, 3), dtype=dtype),
-            lambda dtype: nnx.Conv(3, 8, (3, 3), dtype=dtype, rngs=nnx.Rngs(0)),
+            partial(nn.Conv, 8, (3, 3)), partial(nnx.Conv, 3, 8, (3, 3), rngs=rngs),
         ),
         Case(
             "embedding", f"nn.Embed, {ids.size:,} tokens of Zipf's law", "embedding", ids,
             {"embedding": normal(1024, 8)}, lambda r, x, embedding: r(embedding[x]),
             lambda torch, x, embedding: torch.nn.functional.embedding(x, embedding),
-            lambda dtype: nn.Embed(1024, 8, dtype=dtype),
-            lambda dtype: nnx.Embed(1024, 8, dtype=dtype, rngs=nnx.Rngs(0)),
+            partial(nn.Embed, 1024, 8), partial(nnx.Embed, 1024, 8, rngs=rngs),
         ),
         Case(
             "tied embedding", f"lookup and output layer, {text[:, 1:].size:,} tokens", "embedding", text[:, :-1],
             {"embedding": normal(1024, 8), "kernel": square}, _tied,
             lambda torch, x, embedding, kernel: (torch.nn.functional.embedding(x, embedding) @ kernel) @ embedding.T,
-            lambda dtype: Tied(dtype), lambda dtype: NNXTied(dtype), targets=text[:, 1:],
+            Tied, NNXTied, targets=text[:, 1:],
         ),
         Case(
             "norm's scale", f"nn.LayerNorm, {rows.size // 8:,} rows", "scale", rows, {"scale": ones, "bias": ones},
             lambda r, x, scale, bias: r(_normalised(r(x)) * scale + bias),
             lambda torch, x, scale, bias: torch.nn.functional.layer_norm(x, (8,), scale, bias, 1e-6),
-            lambda dtype: nn.LayerNorm(dtype=dtype), lambda dtype: nnx.LayerNorm(8, dtype=dtype, rngs=nnx.Rngs(0)),
+            nn.LayerNorm, partial(nnx.LayerNorm, 8, rngs=rngs),
         ),
         Case(
             "scale of a norm by hand", f"{rows.size // 8:,} rows", "scale", rows, {"scale": ones, "kernel": square},
@@ -261,8 +259,8 @@ def torch_gradient(case: Case, half: str) -> np.ndarray:
     if case.targets is None:
         loss = (y * torch.tensor(weights(y.shape))).sum()
     else:
-        loss = torch.nn.functional.cross_entropy(y.flatten(0, -2), torch.tensor(case.targets).long().flatten())
-        loss = loss * case.targets.size / 16
+        labels = torch.tensor(case.targets).long().flatten()
+        loss = torch.nn.functional.cross_entropy(y.flatten(0, -2), labels, reduction="sum") / 16
     loss.backward()
     return params[case.param].grad.double().numpy()
 
@@ -282,7 +280,7 @@ def loss_of(case: Case, y: Any) -> Any:
     return jnp.sum(y * jnp.asarray(weights(y.shape), jnp.promote_types(y.dtype, jnp.float32)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded(half: str, value: Any) -> Any:
     return value.astype(half).astype(value.dtype)
 
@@ -292,7 +290,7 @@ _rounded.defvjp(lambda half, value: (_rounded(half, value), None), lambda half, 
 
 def float64_gradient(case: Case, half: str | None) -> np.ndarray:
     """The gradient in float64: with unrounded operands, or with all rounded to ``half`` that is not a sum."""
-    rounded = (lambda value: value) if half is None else functools.partial(_rounded, half)
+    rounded = (lambda value: value) if half is None else partial(_rounded, half)
     with jax.enable_x64(True):
         x, params = jax.tree.map(lambda leaf: leaf.astype(np.float64) if leaf.dtype == np.float32 else leaf,
                                  (case.x, case.params))  # fmt: skip
@@ -304,10 +302,10 @@ def half_gradient(case: Case, way: str, half: str) -> tuple[Callable[..., Any], 
     """A way's gradients as a function of params and input, and the params."""
     dtype = half if way == BY_HAND else None
     if way == NNX:
-        model = case.nnx(dtype) if case.nnx else NNXWritten(case, dtype)
+        model = case.nnx(dtype=dtype) if case.nnx else NNXWritten(case, dtype)
         graph, params = nnx.split(jaxmp.nnx.apply_policy(model, POLICIES[half]))
     else:
-        module: Any = case.linen(dtype) if case.linen else Written(case, dtype)
+        module: Any = case.linen(dtype=dtype) if case.linen else Written(case, dtype)
         params = jax.eval_shape(module.init, jax.random.key(0), case.x)["params"]
         module = jaxmp.linen.apply_policy(module, POLICIES[half]) if way == LINEN else module
 

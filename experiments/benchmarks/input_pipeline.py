@@ -11,6 +11,7 @@ ran at once. The run folder holds input_pipeline.md and .json.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Literal
 
 import jax
@@ -54,16 +55,14 @@ def measure(config: Config, size: int, progress: Progress) -> dict[str, Any]:
     on_host = images.Images(pixels, rng.integers(0, 10, config.examples, np.int32))
     held = {"device": images.Images(*map(jnp.asarray, on_host)), "host": on_host}
     mean, std = images.statistics(pixels)
-    turns = {}
-    for place, split in held.items():
-        for dtype in config.dtypes:
-            as_input = images.Pixels(size, mean, std, dtype)
-            batches = images.epochs(split, config.batch_size, 0, config.shift, flip=True, pixels=as_input)
-            turns[f"{dtype}, held on the {place}"] = batches.__next__
+    turns, found = {}, {}
+    for (place, split), dtype in itertools.product(held.items(), config.dtypes):
+        as_input = images.Pixels(size, mean, std, dtype)
+        batches = images.epochs(split, config.batch_size, 0, config.shift, flip=True, pixels=as_input)
+        turns[f"{dtype}, held on the {place}"] = batches.__next__
     times = timing.interleaved(
         turns, config.rounds, config.block_ms, lambda i: progress.advance(int(i >= 0), "timing, in turn")
     )
-    found = {}
     for name, own in times.items():
         low, ms, high = timing.quartiles(own)
         rates = [1000 * config.batch_size / each for each in (high, ms, low)]
@@ -77,21 +76,20 @@ def main(config: Config) -> dict[str, Any]:
         cli.require("--batch-size", config.batch_size, 1, config.examples + 1)
         folder = records.folder_of("input_pipeline", config, rounds=2, batch_size=1, examples=1, consumer=1)
     size = config.image_size or (224 if jax.default_backend() == "gpu" else 64)
-    where = environment()
     with Progress("input pipeline", config.rounds) as progress:
         variants = measure(config, size, progress)
     rows = []
     for name, row in variants.items():
         rates, share = row["images_per_s"], f"{100 * row['share']:.1f}"
         rows.append((name, f"{rates[1]:,.0f}", spread(rates, ",.0f"), f"{row['ms']:.3g}", share))
-    title = f"{STORED[0]}×{STORED[1]} to {size}×{size}, batches of {config.batch_size}"
+    tables = [Table(f"{STORED[0]}×{STORED[1]} to {size}×{size}, batches of {config.batch_size}", COLUMNS, rows)]
     intro = (
         f"Of {config.examples:,} images: shuffled, cropped (±{config.shift} pixels), mirrored, normalised, resized. "
         f"Share: of the time in which a consumer of {config.consumer:,.0f} images/s takes a batch."
     )
     result = {"config": dataclasses.asdict(config), "size": size, "variants": variants}
-    name, tables = "Images a second of the input pipeline", [Table(title, COLUMNS, rows)]
-    records.record(folder, "input_pipeline", name, where, tables, result, [intro])
+    title = "Images a second of the input pipeline"
+    records.record(folder, "input_pipeline", title, environment(), tables, result, [intro])
     return result
 
 

@@ -104,13 +104,8 @@ def measure(name: str, config: Config, progress: Progress) -> dict[str, Any]:
         turn = timing.turn(jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state, batch)
         return Prepared(turn, lambda: float(turn()[1]))
 
-    rows = compared(
-        {label: functools.partial(ready, variant) for label, variant in VARIANTS.items()},
-        config.rounds,
-        config.block_ms,
-        lambda label: progress.advance(0, f"compiling {label}", name),
-        lambda i: progress.advance(int(i >= 0), "timing, in turn", name),
-    )
+    make = {label: functools.partial(ready, variant) for label, variant in VARIANTS.items()}
+    rows = compared(make, config.rounds, config.block_ms, functools.partial(progress.advance, title=name))
     if why := rows[REFERENCE].get("error"):
         raise FloatingPointError(f"{REFERENCE}, which all are held against: {why}")
     return {"model": text, "policy": str(jaxmp.get_policy(config.policy)), "variants": rows}
@@ -121,7 +116,7 @@ def table(result: dict[str, Any]) -> Table:
     rows = []
     for label, row in result["variants"].items():
         if "error" in row:
-            rows.append((label, row["error"], *[""] * 5))
+            rows.append((label, row["error"]))
             continue
         ms, ratio = row["ms"][1], row["ratio"][1]
         rows.append((label, *times(row), f"{100 * (ratio - 1):+.2f} %", f"{ms * (ratio - 1) / ratio:+.3f}"))

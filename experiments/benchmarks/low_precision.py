@@ -22,12 +22,11 @@ import jaxmp
 from experiments.benchmarks.shared import records
 from experiments.measure import memory, programs, timing
 from experiments.measure.environment import environment
-from experiments.models import GPT2, attention
+from experiments.models import GPT2
 from experiments.report.goals import Goal
-from experiments.report.tables import Table
+from experiments.report.tables import Table, titled
 from experiments.training import cli
 from jaxmp import hlo
-from jaxmp.inspect import targets
 
 REFERENCE = ("float32", "float32")
 VARIANTS = (REFERENCE, *itertools.product(("stochastic", "kahan", "nearest"), ("float32", "bfloat16", "float8")))
@@ -63,7 +62,7 @@ def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], 
         return (optax.apply_updates(state[0], updates), opt_state), None
 
     args = jax.eval_shape(start)
-    compiled = targets.compiled(jax.jit(step, donate_argnums=0), args, config.device)
+    compiled = memory.compiled(step, args, config.device)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args[0]))
     moved = programs.traffic(hlo.Program(compiled.as_text()))[0]
     found = {"kept": kept, "moved": moved, "temporary": compiled.memory_analysis().temp_size_in_bytes}
@@ -83,13 +82,12 @@ def step_mib(config: Config, variant: tuple[str, str]) -> float:
 
     step = jaxmp.make_train_step(lambda p, own, x, rng: (model.apply({"params": p}, x, x, method="loss"), own))
     args = jax.eval_shape(start)
-    with attention.implementation("cudnn" if config.device else None):
-        return memory.of_compiled(targets.compiled(step, args, config.device)) / 2**20
+    return memory.of_step(step, args, config.device) / 2**20
 
 
 def main(config: Config) -> dict[tuple[str, str], Any]:
     with cli.bad_values_end_it():
-        where = {"target": targets.target_of(config.device).name} if config.device else {}
+        where = environment(target=config.device)
         folder = records.folder_of("low_precision", config, rows=1, rounds=2)
     found = {variant: update(config, variant) for variant in VARIANTS}
     rows: dict[tuple[str, str], Any] = {variant: row for variant, (row, _) in found.items()}
@@ -107,8 +105,7 @@ def main(config: Config) -> dict[tuple[str, str], Any]:
         (*variant, *(f"{row[key]:{form}}" if key in row else "" for key, form in FIGURES.items()))
         for variant, row in rows.items()
     ]
-    title = f"{'SMOKE TEST, no result: ' if config.smoke else ''}AdamW of {config.rows}×2048, and a step of GPT-2"
-    where |= environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc") if config.device else ())
+    title = titled(f"AdamW of {config.rows}×2048, and a step of GPT-2", config.smoke)
     data = {"smoke": config.smoke, "variants": {" ".join(v): row for v, row in rows.items()}}
     tables = [Table(title, COLUMNS, cells, 2, tuple(goals))]
     records.record(folder, "low_precision", "An update in low precision", where, tables, data)

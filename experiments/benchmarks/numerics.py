@@ -31,7 +31,7 @@ from experiments.measure.environment import environment
 from experiments.models import GPT2
 from experiments.report.tables import Table, spread
 from experiments.training import cli
-from jaxmp.inspect import Watch, roofline, targets
+from jaxmp.inspect import Watch, roofline
 
 COLUMNS = (
     "GPT-2", "plain ms", "watched ms", "ratio", "1 of 100 watched", "quartiles", "reading ms", "first plain s",
@@ -84,20 +84,18 @@ def measure(config: Config) -> dict[str, Any]:
 
 def timed(step: Any, watch: Watch, state: Any, batch: Any, rounds: int) -> dict[str, Any]:
     """Milliseconds of each by round, and of reading; under ``first`` those of the call that compiles."""
-
-    def taken(run: Callable[[], Any]) -> tuple[float, Any]:
-        started = time.perf_counter()
-        result = jax.block_until_ready(run())
-        return 1000 * (time.perf_counter() - started), result
-
     times: dict[str, list[float]] = {"plain": [], "watched": [], "reading": []}
+
+    def took(name: str, run: Callable[..., Any], *args: Any) -> Any:
+        started = time.perf_counter()
+        result = jax.block_until_ready(run(*args))
+        times[name].append(1000 * (time.perf_counter() - started))
+        return result
+
     for _ in range(rounds + 1):
-        ms, (state, _) = taken(lambda state=state: step(state, batch))
-        times["plain"].append(ms)
-        ms, (state, _) = taken(lambda state=state: watch(1, state, batch))
-        times["watched"].append(ms)
-        ms, _ = taken(lambda: watch.steps.clear())
-        times["reading"].append(ms)
+        state, _ = took("plain", step, state, batch)
+        state, _ = took("watched", watch, 1, state, batch)
+        took("reading", watch.steps.clear)
     first = {name: own.pop(0) for name, own in times.items()}
     both = [watched + reading for watched, reading in zip(times["watched"], times["reading"], strict=True)]
     found = timing.against({**times, "both": both}, "plain")
@@ -106,8 +104,7 @@ def timed(step: Any, watch: Watch, state: Any, batch: Any, rounds: int) -> dict[
 
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
-        if config.device is not None:
-            targets.target_of(config.device)
+        where = environment(target=config.device)
         folder = records.folder_of("numerics", config, layers=1, width=64, vocabulary=2, batch=1, context=1)
     result = measure(config)
     plain, watched = result["plain"], result["watched"]
@@ -120,7 +117,7 @@ def main(config: Config) -> dict[str, Any]:
         row += [f"{each['first'] / 1000:.0f}" for each in (plain, watched)]
     data = {"config": {name: str(value) for name, value in dataclasses.asdict(config).items()}, "steps": result}
     tables = [Table(title, COLUMNS[: len(row)], [tuple(row)])]
-    records.record(folder, "numerics", "What an instrumented step costs", environment(), tables, data)
+    records.record(folder, "numerics", "What an instrumented step costs", where, tables, data)
     return result
 
 

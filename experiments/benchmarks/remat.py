@@ -30,10 +30,9 @@ from experiments.models.transformer import Remat
 from experiments.models.workloads import FULL, SMOKE, Workload, workload
 from experiments.report import plots
 from experiments.report.progress import Progress
-from experiments.report.tables import Table
+from experiments.report.tables import Table, titled
 from experiments.training import cli, kept
 from experiments.training.batch_size import SHARE, free_bytes, largest_batch, read_bytes
-from experiments.training.runs import run_folder
 from jaxmp.inspect import targets
 
 Policy = Literal["mixed_bfloat16", "mixed_float16", "tensorfloat32", "float32"]
@@ -65,25 +64,13 @@ class Config(records.Pieces, records.Small):
     """Compile for this GPU: needs the extra compile-only, and no GPU."""
 
 
-def step_bytes(case: Workload, row: Row, device: Any = None) -> int:
-    """Bytes that a step needs by the compiler's account, or ``NO_ROOM`` if it had none.
-
-    Args:
-      case: the model.
-      row: how it is trained.
-      device: a GPU that is not there to compile for; None for the device that is.
-
-    Raises:
-      ValueError: the compiler does not tell.
-    """
+def step_bytes(case: Workload, row: Row, device: str | None = None) -> int:
+    """Bytes that a step needs on a device, as :func:`experiments.measure.memory.of_step` finds them."""
     start, step = jax_steps.train_step(case, row)
-    state = jax.eval_shape(start)
-    if device is None:
-        return memory.of_lowered(jax.jit(step, donate_argnums=0).lower(state, case.batch))
-    return memory.of_lowered(memory.lower_for(step, device, state, case.batch), targets.COMPILER_OPTIONS)
+    return memory.of_step(step, (jax.eval_shape(start), case.batch), device)
 
 
-def measure(case: Workload, row: Row, device: Any, limit: int | None) -> dict[str, Any]:
+def measure(case: Workload, row: Row, device: str | None, limit: int | None) -> dict[str, Any]:
     """Memory of a step, and the largest batch within ``limit``; an ``error`` in place of what cannot be had."""
     found: dict[str, Any] = {}
     try:
@@ -126,8 +113,7 @@ def table(group: Group) -> Table:
                 f"Largest batch: whose step needs at most {largest['limit'] / MIB:,.0f} MiB, by compiling; near that "
                 "limit XLA computes some of a step again by itself."
             )
-    smoke = "SMOKE TEST, no result: " if group["setting"]["smoke"] else ""
-    title = f"{smoke}{group['text']}, {group['policy']}"
+    title = titled(f"{group['text']}, {group['policy']}", group["setting"]["smoke"])
     return Table(title, COLUMNS, rows, 1, (*dict.fromkeys(notes),))
 
 
@@ -142,35 +128,30 @@ def pictures(group: Group) -> list[plots.Panel]:
 
 def main(config: Config) -> list[Group]:
     with cli.bad_values_end_it():
-        records.check(config)
-        device = None
         if config.target:
             jax.config.update("jax_platforms", "cpu")  # it would look for the GPU that is not there
-            device = targets.device_of(targets.TARGETS["h200"].text())
+            targets.device_of(targets.target_of(config.target).text())
         else:
             require_gpu(config.smoke)
         limit = limit_of(config)
-        folder = run_folder("remat", config.run_dir)
-        where = {**({"target": device.device_kind} if device else {}), **environment()}
+        folder = records.folder_of("remat", config)
         setting = {"memory_limit": config.memory_limit or "the device's", "smoke": config.smoke}
-        has = kept.Kept(folder, config.minutes, where, **setting)
+        has = kept.Kept(folder, config.minutes, environment(target=config.target), **setting)
         own = {"batch_size": config.batch_size, "layers": config.layers}
-        cases = {name: workload(name, (SMOKE if config.smoke else FULL)[name], **own) for name in config.models}
-        for name, case in cases.items():
-            has.require_alike(f"{name}-*.json", sizes=dataclasses.asdict(case.sizes))
+        cases = [workload(name, (SMOKE if config.smoke else FULL)[name], **own) for name in config.models]
+        for case in cases:
+            has.require_alike(f"{case.name}-*.json", sizes=dataclasses.asdict(case.sizes))
     groups = []
     kinds = list(dict.fromkeys(config.remats))
     with Progress("remat", len(cases) * len(config.policies) * len(kinds)) as progress:
-        for case, policy in itertools.product(cases.values(), dict.fromkeys(config.policies)):
+        for case, policy in itertools.product(cases, dict.fromkeys(config.policies)):
             sizes, rows = dataclasses.asdict(case.sizes), {}
             for kind in kinds:
                 precision: Any = PRECISIONS[policy]
-                progress.advance(0, f"{policy}, {kind}", case.name)
                 row = Row(kind, "jaxmp", precision, scaled=precision == "fp16", remat=kind)
-                find = functools.partial(measure, case, row, device, limit)
-                if found := has.get(f"{case.name}-{policy}-{kind}", find, sizes=sizes):
+                find = functools.partial(measure, case, row, config.target or None, limit)
+                if found := has.get(f"{case.name}-{policy}-{kind}", find, progress, sizes=sizes):
                     rows[kind] = found
-                progress.advance(1, f"{policy}, {kind}", case.name)
             group = {**case.facts, "policy": policy, "setting": {"sizes": sizes, **has.setting}, "rows": rows}
             groups += [group] if rows else []
     if groups:

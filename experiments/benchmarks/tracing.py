@@ -153,9 +153,9 @@ def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         jaxmp.autocast(measure, config.policy)
         folder = records.folder_of("tracing", config, layers=1)
-    where = {**environment(), "policy": config.policy}
     with Progress("tracing", 3 * len(APIS)) as progress:
         rows = measure(config, progress)
+    where = {**environment(), "policy": config.policy}
     title, tables = "What policies and autocast add to tracing", [table(rows, config.layers)]
     records.record(folder, "tracing", title, where, tables, {"models": rows})
     return rows

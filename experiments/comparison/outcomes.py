@@ -124,8 +124,13 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """The policy, and the loss scale if there is one."""
-        return self.policy if self.loss_scale == "none" else f"{self.policy}, {self.loss_scale}"
+        """What it is called."""
+        return label(self.policy, self.loss_scale)
+
+
+def label(policy: str, loss_scale: str) -> str:
+    """The policy, and the loss scale if there is one."""
+    return policy if loss_scale == "none" else f"{policy}, {loss_scale}"
 
 
 def compare(

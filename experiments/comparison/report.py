@@ -12,7 +12,7 @@ import numpy as np
 from experiments.comparison.outcomes import Outcome
 from experiments.measure import flops
 from experiments.measure.timing import quartiles
-from experiments.report.tables import Table
+from experiments.report.tables import Table, deviating
 
 RESULT_COLUMNS = (
     "policy", "loss scale", "held-out loss", "accuracy %", "Δ loss", "Δ points",
@@ -170,16 +170,12 @@ def _and(parts: list[str]) -> str:
 
 
 def _result(outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
-    def spread(metric: str, factor: float, digits: int) -> str:
-        text = f"{factor * mean(outcome, metric):.{digits}f}"
-        return f"{text} ± {factor * _deviation(outcome, metric):.{digits}f}" if len(outcome.test) > 1 else text
-
     is_baseline = outcome is baseline
     return (
         outcome.policy,
         outcome.loss_scale,
-        spread("loss", 1, 3),
-        spread("accuracy", 100, 2),
+        deviating([test["loss"] for test in outcome.test], ".3f"),
+        deviating([100 * test["accuracy"] for test in outcome.test], ".2f"),
         "" if is_baseline else f"{difference(outcome, baseline, 'loss'):+.3f}",
         "" if is_baseline else f"{100 * difference(outcome, baseline, 'accuracy'):+.2f}",
         "" if is_baseline else _share(outcome.zero_activations),

@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
 import jaxmp
+from jaxmp.inspect import targets
 
 _PACKAGES = ("jaxmp", "jax", "jaxlib", "flax", "optax", "numpy")
+_COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
-def environment(packages: tuple[str, ...] = ()) -> dict[str, str]:
-    """Device, versions of Python, of what matters and of what is installed of ``packages``, date and command."""
+def environment(packages: tuple[str, ...] = (), target: str | None = None) -> dict[str, str]:
+    """Device, versions of Python, of what matters and of what is installed of ``packages``, date and command.
+
+    Args:
+      packages: names of distributions.
+      target: the GPU that is not there for which all is compiled, by its name in :data:`jaxmp.inspect.targets.TARGETS`:
+        it comes first, and the packages that compile for it are among the versions.
+
+    Raises:
+      ValueError: there are no figures of that GPU.
+    """
+    compiled_for = {"target": targets.target_of(target).name} if target else {}
+    packages = (*packages, *(_COMPILERS if target else ()))
     device = jax.devices()[0]
     cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
     versions = [f"{name} {version(name)}" for name in (*_PACKAGES, *filter(_installed, packages))]
     return {
+        **compiled_for,
         "device": f"{jax.device_count()} × {device.device_kind} ({device.platform}{cores})",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
         "date": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
         "command": command(),
     }
+
+
+def place() -> dict[str, Any]:
+    """Device and versions, the backend, and the bytes of memory that JAX may have; None where it does not tell."""
+    found, stats = environment(), jax.devices()[0].memory_stats() or {}
+    about = {"backend": jax.default_backend(), "bytes": stats.get("bytes_limit")}
+    return {"device": found["device"], "versions": found["versions"], **about}
 
 
 def require_gpu(smoke: bool) -> None:
@@ -67,3 +90,7 @@ def program_line() -> list[str]:
         return ["python", "-m", spec.name.removesuffix(".__main__")]
     script = Path(sys.argv[0]).absolute()
     return ["python", str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script.name)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(place()))

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from experiments.models import attention
 from jaxmp.inspect import targets
+from jaxmp.training import TrainStep
 
 NO_ROOM = sys.maxsize
 """What a step needs that could not even be compiled: nobody knows how much."""
 
 
-def lower_for(step: Any, device: Any, state: Any, batch: Any) -> Any:
-    """A train step lowered for a GPU that is not there, its state donated, its half attention cuDNN's."""
-    with attention.implementation("cudnn"), targets.with_cudnn(targets.TARGETS["h200"].cudnn):
-        traced = jax.jit(step, donate_argnums=0).trace(targets.on(device, state), targets.on(device, batch))
-        return traced.lower(lowering_platforms=("cuda",))
-
-
-def of_lowered(lowered: Any, compiler_options: dict[str, Any] | None = None) -> int:
-    """Bytes that a lowered function needs at most, ``NO_ROOM`` if its compiler had none; compiles it.
+def of_step(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> int:
+    """Bytes that a step needs at most, ``NO_ROOM`` if its compiler had none; arguments are those of :func:`compiled`.
 
     Raises:
       ValueError: the compiler does not tell.
     """
     try:
-        needed = of_compiled(lowered.compile(compiler_options))
+        needed = of_compiled(compiled(step, args, device))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # the compiler tries kernels, and those had no room
             raise
@@ -39,6 +34,18 @@ def of_lowered(lowered: Any, compiler_options: dict[str, Any] | None = None) -> 
             "and look for no largest one"
         )
     return needed
+
+
+def compiled(step: Callable[..., Any], args: tuple[Any, Any], device: str | None = None) -> Any:
+    """A step compiled for its state, which it is given, and a batch.
+
+    Args:
+      step: a function, or a train step.
+      args: state and batch, arrays or shapes.
+      device: a GPU that is not there to compile for, where half attention is cuDNN's; None for the device that is.
+    """
+    with attention.implementation("cudnn" if device else None):
+        return targets.compiled(step if isinstance(step, TrainStep) else jax.jit(step, donate_argnums=0), args, device)
 
 
 def of_compiled(compiled: Any) -> int | None:

@@ -1,7 +1,8 @@
-"""What is measured in a process of its own, one after the other, while the next one's imports run."""
+"""What is measured in a process of its own, one after the other, while the next one's imports run; and busy hosts."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -70,6 +71,21 @@ def answer(measure: Callable[[], dict[str, Any]]) -> None:
         raise ValueError("--alone is what a run starts for each row: it waits for the run's process number on stdin")
     threading.Thread(target=_end_after, args=(int(line),), daemon=True).start()
     print(json.dumps(strict_json(measure())), flush=True)
+
+
+@contextlib.contextmanager
+def busy_cores(count: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Within it a process of its own works on every core of the host, or so many processes do: those."""
+    program = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
+    started = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(count or os.cpu_count() or 1)]
+    try:
+        for process in started:
+            process.stdout.readline()  # it is at work
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def _end_after(parent: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from experiments.measure import memory
@@ -27,6 +28,11 @@ def facts(compiled: Any, program: Program) -> dict[str, Any]:
     }
 
 
+def counts(program: Program) -> dict[str, Any]:
+    """``products``, ``casts``, and ``round_trips``, the casts that undo one another."""
+    return {"products": products(program), "casts": casts(program), "round_trips": round_trips(program)}
+
+
 def products(program: Program) -> Counter[str]:
     """How many matrix products, convolutions and fused attentions there are, as in ``"dot bf16×bf16"``."""
     counts = Counter[str]()
@@ -34,6 +40,20 @@ def products(program: Program) -> Counter[str]:
         if kind := product_kind(instruction):
             counts[f"{kind} {'×'.join(program.dtypes(computation, instruction)[:2])}"] += times
     return counts
+
+
+def words(numbers: Mapping[str, int]) -> str:
+    """How many there are of each kind."""
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(numbers.items())) or "none"
+
+
+def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
+    """Which products two programs have not in common, in words."""
+    return ", ".join(
+        f"{ours.get(name, 0)} {name} for {theirs.get(name, 0)}"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name, 0) != theirs.get(name, 0)
+    )
 
 
 def casts(program: Program) -> Counter[str]:

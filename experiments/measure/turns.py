@@ -62,7 +62,7 @@ def failed(error: BaseException) -> str:
 
 
 def together(
-    prepared: dict[str, Prepared], rounds: int, block_ms: float, after_round: Callable[[int], None]
+    prepared: dict[str, Prepared], rounds: int, block_ms: float, after_round: Callable[[int], None] = lambda _: None
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds of each row, round for round and all in turn, and the loss that each ends with.
 
@@ -108,8 +108,7 @@ def compared(
     make: Mapping[str, Callable[[], Prepared]],
     rounds: int,
     block_ms: float,
-    before: Callable[[str], None],
-    after_round: Callable[[int], None] = lambda _: None,
+    tell: Callable[[int, str], None],
 ) -> dict[str, dict[str, Any]]:
     """What is known of each way, its times and their ratio to the first one's; an ``error`` of one that failed.
 
@@ -117,12 +116,12 @@ def compared(
       make: name to what makes it ready.
       rounds: of timing; of none, nothing is run.
       block_ms: milliseconds of a turn.
-      before: called with each name before it is made ready.
-      after_round: called with the number of each round.
+      tell: called with how many more rounds are done, and with what comes next.
     """
-    prepared, errors = all_of(make, before)
+    prepared, errors = all_of(make, lambda name: tell(0, f"compiling {name}"))
     rows = {name: prepared[name].about if name in prepared else {"error": errors[name]} for name in make}
-    for name, row in (together(prepared, rounds, block_ms, after_round) if rounds else {}).items():
+    timed = together(prepared, rounds, block_ms, lambda i: tell(int(i >= 0), "timing, in turn")) if rounds else {}
+    for name, row in timed.items():
         why = row.get("error") or broken(row)
         rows[name] = {"error": why} if why else rows[name] | row
     times = {name: row["milliseconds"] for name, row in rows.items() if "milliseconds" in row}

@@ -10,6 +10,17 @@ from experiments.models import transformer
 from experiments.models.activations import gelu
 from experiments.models.transformer import NORMAL, Remat
 
+SIZES: dict[str, dict[str, int]] = {
+    "124M": {"layers": 12, "heads": 12, "width": 768, "context": 1024},
+    "355M": {"layers": 24, "heads": 16, "width": 1024, "context": 1024},
+    "774M": {"layers": 36, "heads": 20, "width": 1280, "context": 1024},
+    "1558M": {"layers": 48, "heads": 25, "width": 1600, "context": 1024},
+    "1.3B": {"layers": 24, "heads": 16, "width": 2048, "context": 2048},
+    "1.8B": {"layers": 8, "heads": 32, "width": 4096, "context": 2048},
+    "7B": {"layers": 32, "heads": 32, "width": 4096, "context": 2048},
+}
+"""Params with GPT-2's tokens; the first four are those that were published (table 2)."""
+
 
 class GPT2(nn.Module):
     """Tokens (batch, sequence) to the float logits of the tokens that follow, (batch, sequence, vocabulary).
@@ -142,3 +153,11 @@ class MLP(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.c_proj(gelu(self.c_fc(x)))
+
+
+def sized(size: str | None) -> GPT2:
+    """GPT-2 in one of ``SIZES``; None is a small one, to see that everything runs."""
+    if size is None:
+        return GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
+    own = SIZES[size]
+    return GPT2(sequence=own["context"], layers=own["layers"], heads=own["heads"], width=own["width"])

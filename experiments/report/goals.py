@@ -52,3 +52,8 @@ class Goal(NamedTuple):
 def share(part: float | None, whole: float | None) -> float | None:
     """The one over the other, if both are known."""
     return None if part is None or not whole else part / whole
+
+
+def saved(needed: float | None) -> float | None:
+    """What is saved of a whole, of which this share is needed."""
+    return None if needed is None else 1 - needed

@@ -20,7 +20,7 @@ from experiments.benchmarks.train_step.goals import RECORDED
 from experiments.benchmarks.train_step.results import Results
 from experiments.models.workloads import FULL, Name
 from experiments.report.goals import Goal
-from experiments.report.tables import Table
+from experiments.report.tables import Table, deviating
 
 MODELS = {"resnet50": "ResNet-50, 256×224×224", "bert": "BERT-Base, 64×512", "gpt2": "GPT-2 124M, 16×1024"}
 TASKS = {"resnet50": "images", "bert": "bert", "gpt2": "gpt2"}
@@ -163,7 +163,7 @@ def accuracy(policy: str, loss_scale: str) -> Callable[[Sources, str], str]:
         unit = "points" if TASKS[model] == "images" else "% loss"
         seeds = f"{len(found)} of {accuracy_report.SEEDS} seeds"
         mark, few = ("", f", {seeds}") if met is None else ("✓ " if met else "✗ ", "")
-        return f"{mark}{accuracy_report.spread(found, '+.2f')} {unit}{few}"
+        return f"{mark}{deviating(found, '+.2f')} {unit}{few}"
 
     return cell
 

@@ -137,7 +137,7 @@ def of_memory(folder: Path, smoke: bool) -> Iterator[Picture]:
     """The memory of BERT-Large's train step by policy and remat."""
     sizes = {"layers": 1, "width": 64, "vocabulary": 96} if smoke else {"layers": 24, "width": 1024}
     case = workload("bert", length=128, batch_size=16, **sizes)
-    has = kept.Kept(folder, 0, environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc")), smoke=smoke)
+    has = kept.Kept(folder, 0, environment(target=None if smoke else "h200"), smoke=smoke)
     plans = {}
     for name, row in ROWS.items():
         key = name.replace(", ", "-")
@@ -201,7 +201,7 @@ def main(config: Config) -> None:
     with cli.bad_values_end_it():
         records.check(config)
         folder = run_folder("inspect_pictures", config.run_dir)
-    where = environment(("jax-cuda13-plugin",) if "memory" in config.pictures and not config.smoke else ())
+    where = environment(target="h200" if "memory" in config.pictures and not config.smoke else None)
     facts = f"{where['device']}; {where['versions']}; {where['date'][:10]}; `{where['command']}`"
     for name in config.pictures:
         for picture in OF[name](folder, config.smoke):

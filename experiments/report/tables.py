@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+import numpy as np
 import rich.console
 import rich.table
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells of text under headings; the first ``left`` columns are aligned left, the others right."""
+    """Cells of text under headings; the first ``left`` columns are aligned left, the others right.
+
+    A row may end early: it has an error in place of figures, say.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -34,7 +39,7 @@ class Table:
         """As Markdown, under a heading."""
         lines = [f"## {self.title}", "", _row(self.columns)]
         lines.append(_row(tuple("---" if i < self.left else "---:" for i in range(len(self.columns)))))
-        lines += [_row(row) for row in self.rows]
+        lines += [_row((*row, *[""] * (len(self.columns) - len(row)))) for row in self.rows]
         return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
 
 
@@ -42,6 +47,26 @@ def terminal() -> rich.console.Console:
     """Where tables are shown: wide where there is no terminal, so that no cell is cut."""
     console = rich.console.Console()
     return console if console.is_terminal else rich.console.Console(width=240)
+
+
+def titled(text: str, smoke: bool) -> str:
+    """The title of a table, which says so if its figures mean nothing."""
+    return f"SMOKE TEST, no result: {text}" if smoke else text
+
+
+def cell(value: float | None, form: str) -> str:
+    """A figure; empty if there is none."""
+    return "" if value is None or math.isnan(value) else format(value, form)
+
+
+def deviating(values: list[float], form: str) -> str:
+    """Mean ± standard deviation; the mean alone of one value, and of none nothing.
+
+    >>> deviating([1.0, 2.0], "+.2f")
+    '+1.50 ± 0.71'
+    """
+    deviation = f" ± {np.std(values, ddof=1):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{np.mean(values):{form}}{deviation}" if values else ""
 
 
 def spread(quartiles: tuple[float, float, float], form: str) -> str:

@@ -113,7 +113,7 @@ def step_bytes(experiment: Experiment, batch_size: int) -> int:
     batch = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype), next(experiment.train_batches(0))
     )
-    needed = memory.of_lowered(experiment.step.jitted.lower(state, batch))
+    needed = memory.of_step(experiment.step, (state, batch))
     return needed + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -22,6 +22,7 @@ from experiments.training import processes
 from experiments.training.allocator import keep_freed_memory
 
 C = TypeVar("C")
+T = TypeVar("T")
 GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX may take in a script; it would leave a quarter unused by itself."""
 BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))]
@@ -109,6 +110,17 @@ def require(flag: str, value: float, least: float, below: float = float("inf")) 
     if not least <= value < below:
         limit = f" and below {below:g}" if below < math.inf else " and finite" if value == math.inf else ""
         raise ValueError(f"{flag} must be at least {least:g}{limit}, got {value:g}")
+
+
+def chosen(flag: str, names: Sequence[str], among: Mapping[str, T]) -> dict[str, T]:
+    """What a flag names ``among`` what there is, in the order of that; all of it where it names nothing.
+
+    Raises:
+      ValueError: there is none of a name.
+    """
+    if unknown := [name for name in names if name not in among]:
+        raise ValueError(f"{flag} must be among {', '.join(among)}; got {', '.join(unknown)}")
+    return {name: one for name, one in among.items() if name in (names or among)}
 
 
 def check(config: Any) -> None:

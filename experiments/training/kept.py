@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.report.progress import Progress
 from experiments.training.runs import strict_json, write_json
 
 UNFINISHED = "not all is measured: the same command goes on from here"
@@ -116,20 +117,26 @@ class Kept:
         about = {"setting": {**own, **self.setting}, "environment": self.where}
         write_json(self.folder / f"{name}.json", {**about, **found})
 
-    def get(self, name: str, find: Callable[[], dict[str, Any] | None], **own: Any) -> dict[str, Any] | None:
+    def get(
+        self, name: str, find: Callable[[], dict[str, Any] | None], progress: Progress | None = None, **own: Any
+    ) -> dict[str, Any] | None:
         """What ``find`` found before, or finds now; None if there is, or it had, no time for it.
 
-        What was found with an ``error`` is looked for again.
+        What was found with an ``error`` is looked for again. ``progress`` shows the name, and goes on by one.
 
         Raises:
           ValueError: what was found before is of another setting, or damaged.
         """
         self.require_alike(f"{name}.json", **own)
+        if progress:
+            progress.advance(0, name)
         record = self.read(name)
         if (not record or "error" in record) and not self.clock.late() and (found := find()):
             self.save(name, found, **own)
             record = self.read(name)
         self.environments += [record["environment"]] if record else []
+        if progress:
+            progress.advance(1, name)
         return {key: record[key] for key in record if key not in ("setting", "environment")} or None
 
     def end(self) -> None:

@@ -397,6 +397,15 @@ def _strict(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def numbers(value: Any) -> Any:
+    """Strict JSON with the numbers that are not finite, which it has as their names, numbers again."""
+    if isinstance(value, dict):
+        return {key: numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [numbers(inner) for inner in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
 def _readable(text: str) -> str:
     """Without what would steer a terminal: bytes that a model draws may be any."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from experiments.benchmarks.shared import records
-from experiments.comparison.outcomes import BASELINE
+from experiments.comparison.outcomes import BASELINE, label
 from experiments.report import plots
-from experiments.report.tables import Table
+from experiments.report.tables import Table, deviating, titled
 from experiments.training import kept
 
 METRICS = {"images": "accuracy", "gpt2": "loss", "bert": "loss"}
@@ -60,26 +60,12 @@ def _curve(rows: list[dict[str, str]], points: int) -> dict[str, list[float]]:
     return {name: [float(f"{span[:, i].mean():.6g}") for span in spans] for i, name in enumerate(names)}
 
 
-def numbers(value: Any) -> Any:
-    """JSON with its numbers that are not finite, which strict JSON has as names, numbers again."""
-    if isinstance(value, dict):
-        return {key: numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [numbers(inner) for inner in value]
-    return float(value) if value in ("nan", "inf", "-inf") else value
-
-
 def by_variant(found: list[Record]) -> dict[str, Variants]:
     """Task to policy and loss scale to the runs of each seed, in the order of the records."""
     tasks: dict[str, Variants] = {}
     for record in found:
         tasks.setdefault(record["task"], {}).setdefault((record["policy"], record["loss_scale"]), []).append(record)
     return tasks
-
-
-def label(policy: str, loss_scale: str) -> str:
-    """The policy, and the loss scale if there is one."""
-    return policy if loss_scale == "none" else f"{policy}, {loss_scale}"
 
 
 def differences(task: str, runs: list[Record], baseline: list[Record]) -> list[float]:
@@ -109,26 +95,17 @@ def goal(task: str, name: str, runs: list[Record], baseline: list[Record]) -> tu
     else:
         most = _most(name)
         met, rule = mean <= most, f"the goal at most {most} gained"
-    far = f"{spread(found, '+.2f')} {UNITS[METRICS[task]]}"
+    far = f"{deviating(found, '+.2f')} {UNITS[METRICS[task]]}"
     word = "open" if few else "met" if met else "NOT MET"
     return None if few else met, f"{word}: {name} is {far} from float32 over {seeds}{few}, {rule}"
-
-
-def spread(values: list[float], form: str) -> str:
-    """Mean ± standard deviation; the mean alone of one value."""
-    if not values:
-        return ""
-    text = format(statistics.fmean(values), form)
-    return f"{text} ± {np.std(values, ddof=1):{form.lstrip('+')}}" if len(values) > 1 else text
 
 
 def title(runs: list[Record]) -> str:
     """What was trained, in words."""
     setting = runs[0]["setting"]
     size = f" at {size}×{size}" if (size := setting.get("image_size")) else ""
-    smoke = "SMOKE TEST, no result: " if setting["smoke"] else ""
     deep = f" of {setting['layers']} layers" if "layers" in setting else ""
-    return f"{smoke}{setting.get('model', runs[0]['task'])}{deep} on {setting['dataset']}{size}"
+    return titled(f"{setting.get('model', runs[0]['task'])}{deep} on {setting['dataset']}{size}", setting["smoke"])
 
 
 def _most(name: str) -> float:
@@ -165,9 +142,9 @@ def _row(task: str, policy: str, loss_scale: str, runs: list[Record], baseline: 
         policy,
         loss_scale,
         str(len(runs)),
-        spread([100 * run["final"]["accuracy"] for run in runs], ".2f"),
-        spread([run["final"]["loss"] for run in runs], ".4f"),
-        "" if own else spread(differences(task, runs, baseline), "+.2f"),
+        deviating([100 * run["final"]["accuracy"] for run in runs], ".2f"),
+        deviating([run["final"]["loss"] for run in runs], ".4f"),
+        "" if own else deviating(differences(task, runs, baseline), "+.2f"),
         shown(minutes, "{:.3g}"),
         shown(mean(baseline, "minutes") / minutes if minutes else math.nan, "{:.2f}", own),
         shown(bytes_ / 2**20, "{:.0f} MiB"),

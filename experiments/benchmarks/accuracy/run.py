@@ -38,7 +38,7 @@ from experiments.measure.environment import environment, require_gpu
 from experiments.measure.turns import failed
 from experiments.training import cli, kept, loop
 from experiments.training.experiment import Experiment
-from experiments.training.runs import checkpoints_folder, run_folder, strict_json
+from experiments.training.runs import checkpoints_folder, numbers, strict_json
 
 POLICIES = (
     "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2", "O3@none",
@@ -153,7 +153,6 @@ def plan(config: Config) -> list[Run]:
     Raises:
       ValueError: a flag has a value that cannot be.
     """
-    records.check(config)
     for seed in config.seeds:
         cli.require("--seeds", seed, 0, 2**31)
     policies = config.policies or (SMOKE_POLICIES if config.smoke else POLICIES)
@@ -179,7 +178,7 @@ def finished(folder: Path) -> list[dict[str, Any]]:
         own = (record["task"], record["policy"], record["loss_scale"])
         return order.index(own) if own in order else len(order), own, record["seed"]
 
-    return sorted((accuracy_report.numbers(kept.read(path)) for path in folder.glob("*-seed*.json")), key=place)
+    return sorted((numbers(kept.read(path)) for path in folder.glob("*-seed*.json")), key=place)
 
 
 class _TimeIsUp(Exception):
@@ -225,7 +224,7 @@ def train(
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
         runs = plan(config)
-        folder = run_folder("accuracy", config.run_dir)
+        folder = records.folder_of("accuracy", config)
         has = kept.Kept(folder, config.minutes, environment(), smoke=config.smoke)
         missing = [run for run in runs if not has.read(run.name)]
         for run in missing:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.shared import records
-from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, TENSOR_FLOPS, saved
+from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, TENSOR_FLOPS
+from experiments.measure import programs
 from experiments.report import plots
-from experiments.report.goals import Goal, share
+from experiments.report.goals import Goal, saved, share
 from experiments.report.tables import Table
 
 MIB = 2**20
@@ -46,13 +47,13 @@ def table(result: dict[str, Any]) -> Table:
     rows: list[tuple[str, ...]] = []
     for key, row in variants.items():
         ms, measured = row.get("predicted"), TIMES.get(f"{result['name']}-{key}") if full else None
-        products = ", ".join(f"{count} {name}" for name, count in sorted(row["products"].items()))
         rows.append((
             row["label"], f"{row['temporaries'] / MIB:,.0f}", f"{row['peak'] / MIB:,.0f}",
             f"{row['peak'] / MIB / RECORDED[result['name']].torch:.2f}" if full else "",
             f"{1 - row['peak'] / base:.0%}" if base else "",
             f"{row['half']:.2%}", f"{row['launches']:,}", f"{row['traffic'] / 1e9:.1f}", f"{row['layout'] / 1e9:.1f}",
-            f"{ms:.1f}" if ms else "", f"{measured} ({ms / measured - 1:+.1%})" if ms and measured else "", products,
+            f"{ms:.1f}" if ms else "", f"{measured} ({ms / measured - 1:+.1%})" if ms and measured else "",
+            programs.words(row["products"]),
         ))  # fmt: skip
     return Table(result["model"], COLUMNS, rows, notes=tuple(notes(result)))
 
@@ -86,7 +87,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     rows, lines = result["variants"], [goal.sentence() for goal in goals(result)]
     if (half := rows.get("jaxmp-bf16")) and (auto := rows.get("autocast-bf16")):
         same = auto["products"] == half["products"]
-        but = "" if same else f", but {records.difference(auto['products'], half['products'])}"
+        but = "" if same else f", but {programs.difference(auto['products'], half['products'])}"
         lines.append(f"{'met' if same else 'NOT MET'}: autocast has the products of the policy{but}")
         lines.append(f"autocast: {auto['launches'] - half['launches']:+,} kernels, "
                      f"{(auto['traffic'] - half['traffic']) / 1e9:+.2f} GB")  # fmt: skip
@@ -139,9 +140,6 @@ def picture(result: dict[str, Any]) -> plots.Panel:
 
 def write(folder: Path, where: dict[str, str], results: list[dict[str, Any]]) -> None:
     """compile_only.md, .json and .png, and the tables on the terminal."""
-    title, tables, panels = (
-        "Train steps compiled for a GPU",
-        [*map(table, results), *predictions(results)],
-        [[*map(picture, results)]],
-    )
-    records.record(folder, "compile_only", title, where, tables, {"results": results}, [ABOUT], "Peak memory", panels)
+    title, data = "Train steps compiled for a GPU", {"results": results}
+    tables, panels = [*map(table, results), *predictions(results)], [[*map(picture, results)]]
+    records.record(folder, "compile_only", title, where, tables, data, [ABOUT], "Peak memory", panels)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from typing import Annotated, Any
 
 import jax
@@ -39,7 +38,6 @@ from experiments.training.runs import run_folder
 from jaxmp import hardware, hlo
 from jaxmp.inspect import prediction, targets
 
-_H200 = targets.TARGETS["h200"]
 VARIANTS = (
     "hand-fp32", "hand-tf32", "hand-fp16", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16",
     "jaxmp-bf16-remat", "jaxmp-bf16-remat-dots", "jaxmp-bf16-remat-full", "jaxmp-fp16-unscaled", "jaxmp-fp16",
@@ -79,16 +77,13 @@ def case_of(name: Name, config: Config) -> Workload:
     return workload(name, (SMOKE if config.smoke else FULL)[name], layers=layers)
 
 
-def measure(case: Workload, row: Row, device: Any, target: str) -> dict[str, Any]:
-    """What is to be known of a row's step on ``device``, the target of that name."""
+def measure(case: Workload, row: Row, target: str) -> dict[str, Any]:
+    """What is to be known of a row's step on the target of that name."""
     start, step = jax_steps.train_step(case, row)
-    started = time.perf_counter()
     state = jax.eval_shape(start)
-    with attention.implementation("cudnn"), targets.with_cudnn(_H200.cudnn):
+    with attention.implementation("cudnn"), targets.with_cudnn(targets.target_of(target).cudnn):
         counted = flops.count(step, state, case.batch)
-    lowered = memory.lower_for(step, device, state, case.batch)
-    traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=targets.COMPILER_OPTIONS)
+    compiled = memory.compiled(step, (state, case.batch), target)
     program = hlo.Program(compiled.as_text())
     for name, attended in programs.attention_flops(program).items():
         counted[name] = counted.get(name, 0) + attended
@@ -98,7 +93,6 @@ def measure(case: Workload, row: Row, device: Any, target: str) -> dict[str, Any
         "flops": counted,
         "half": sum(counted.get(name, 0) for name in ("bfloat16", "float16")) / sum(counted.values()),
         "predicted": prediction.of_program(program, hardware.detect(target)).milliseconds,
-        "seconds": {"trace": traced - started, "compile": time.perf_counter() - traced},
     }
 
 
@@ -111,10 +105,9 @@ def main(config: Config) -> list[dict[str, Any]]:
         chosen = {name: rows_of(name, config.variants, VARIANTS, "--variants") for name in cases}
         if not any(chosen.values()):
             raise ValueError(f"--variants {' '.join(config.variants)} are not of --models {' '.join(config.models)}")
-        device = targets.device_of(targets.target_of(config.target).text())
+        targets.device_of(targets.target_of(config.target).text())
         folder = run_folder("compile_only", config.run_dir)
-        where = {"target": device.device_kind, **environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc"))}
-        has = kept.Kept(folder, 0, where, smoke=config.smoke)
+        has = kept.Kept(folder, 0, environment(target=config.target), smoke=config.smoke)
         for name, case in cases.items():
             has.require_alike(f"{name}-*.json", sizes=dataclasses.asdict(case.sizes))
     results = []
@@ -122,11 +115,9 @@ def main(config: Config) -> list[dict[str, Any]]:
         for name in sorted(cases, key=NAMES.index):
             case, rows = cases[name], {}
             for key, row in chosen[name].items():
-                progress.advance(0, f"compiling {key}", name)
-                find = functools.partial(measure, case, row, device, config.target)
-                rows[key] = has.get(f"{name}-{key}", find, sizes=dataclasses.asdict(case.sizes))
-                progress.advance(1, f"{key}: {rows[key]['peak'] / 2**20:,.0f} MiB", name)
-            full = case.sizes == FULL[name] and device.device_kind == _H200.name
+                find = functools.partial(measure, case, row, config.target)
+                rows[key] = has.get(f"{name}-{key}", find, progress, sizes=dataclasses.asdict(case.sizes))
+            full = case.sizes == FULL[name] and config.target == "h200"
             about = {"name": name, "model": case.text, "smoke": config.smoke, "full": full}
             results += [{**about, "variants": rows}] if rows else []
     report.write(folder, kept.joined(has.environments), results)

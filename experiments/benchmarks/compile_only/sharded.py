@@ -8,20 +8,17 @@ import math
 import re
 from typing import Any
 
-from experiments import language_modeling
 from experiments.benchmarks.shared import records
 from experiments.measure.environment import environment
 from experiments.measure.sharded import Way, measure
-from experiments.models import GPT2
+from experiments.models import gpt2
 from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli, kept
-from experiments.training.runs import run_folder
 from jaxmp.inspect import targets
 
 GIB = 2**30
-SMOKE = GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
 PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02
 """GiB that a step may need at most on each of eight GPUs, and what it may send, of the ideal."""
 COLUMNS = ("params", "by", "GPUs", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "sent by kind")
@@ -34,12 +31,6 @@ ABOUT = (
     "float32."
 )
 NAMES: dict[Way, str] = {"linen": "Linen", "autocast": "autocast", "nnx": "NNX", "hand": "hand"}
-
-
-def model(size: str) -> GPT2:
-    """A model of that size."""
-    own = language_modeling.SIZES[size]
-    return GPT2(sequence=own["context"], layers=own["layers"], heads=own["heads"], width=own["width"])
 
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
@@ -78,31 +69,25 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
-    sizes, ways = list(language_modeling.SIZES), list(NAMES)
+    sizes, ways = list(gpt2.SIZES), list(NAMES)
     return sizes.index(row["setting"]["size"]), row["gpus"], row["topology"], ways.index(row["way"])
 
 
 def main(config: Any) -> list[dict[str, Any]]:
     """Compiles ``--sizes`` in ``--ways`` for each ``--topology``, and writes sharded.md and .json in the folder."""
     with cli.bad_values_end_it():
-        records.check(config)
         target = targets.target_of(config.target)
         meshes = {each: mesh_of(config.mesh, len(targets.devices_of(target.text(), each))) for each in config.topology}
-        folder = run_folder("sharded", config.run_dir)
-        where = {"target": target.name, **environment(("jax-cuda13-plugin", "nvidia-cuda-nvcc"))}
-        has = kept.Kept(folder, 0, where, smoke=config.smoke)
+        folder = records.folder_of("sharded", config)
+        has = kept.Kept(folder, 0, environment(target=config.target), smoke=config.smoke)
     with Progress("sharded", len(config.sizes) * len(config.ways) * len(meshes)) as progress:
         for size, way, (topology, mesh) in itertools.product(config.sizes, config.ways, meshes.items()):
-            progress.advance(0, f"compiling {size} by {NAMES[way]}", topology)
-            own = SMOKE if config.smoke else model(size)
+            own = gpt2.sized(None if config.smoke else size)
             find = functools.partial(measure, own, config.target, topology, mesh, way)
             name = "-".join([size, way, topology.replace(" ", ""), *(f"{axis}{n}" for axis, n in mesh.items())])
-            has.get(name, find, size=size)
-            progress.advance(1, size, topology)
+            has.get(name, find, progress, size=size)
     rows = sorted(map(kept.read, folder.glob("*-*.json")), key=_order)
-    where, data = (
-        kept.joined([row["environment"] for row in rows]),
-        {"smoke": config.smoke, "rows": rows, "about": ABOUT},
-    )
+    where = kept.joined([row["environment"] for row in rows])
+    data = {"smoke": config.smoke, "rows": rows, "about": ABOUT}
     records.record(folder, "sharded", "Train steps compiled for many GPUs", where, [table(rows)], data, [ABOUT])
     return rows

@@ -140,12 +140,3 @@ def record(
     for table in tables:
         table.show(console)
     console.print(*facts, f"written to {folder}", sep="\n", markup=False, highlight=False, soft_wrap=True)
-
-
-def difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
-    """Which products two programs have not in common, in words."""
-    return ", ".join(
-        f"{ours.get(name, 0)} {name} for {theirs.get(name, 0)}"
-        for name in sorted({*ours, *theirs})
-        if ours.get(name, 0) != theirs.get(name, 0)
-    )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from experiments.benchmarks.train_step.results import Results
 from experiments.benchmarks.train_step.rows import ROWS
 from experiments.models.workloads import FULL
-from experiments.report.goals import Goal, share
+from experiments.report.goals import Goal, saved, share
 
 
 class Limits(NamedTuple):
@@ -98,8 +98,3 @@ def sentences(results: Results) -> list[str]:
     if results.about["sizes"] != dataclasses.asdict(FULL[results.about["model"]]):
         return ["The goals are for the sizes of the field: not judged here."]
     return [goal.sentence() for goal in goals(results)]
-
-
-def saved(needed: float | None) -> float | None:
-    """What is saved of a whole, of which this share is needed."""
-    return None if needed is None else 1 - needed

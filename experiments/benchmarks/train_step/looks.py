@@ -6,9 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step import jax_steps, measure
 from experiments.benchmarks.train_step.config import Config, case_of
 from experiments.benchmarks.train_step.rows import PEERS, ROWS, rows_of
-from experiments.measure import timing, turns
+from experiments.measure import processes, timing, turns
 from experiments.measure.environment import environment
 from experiments.models.workloads import Name, Workload
 from experiments.report.progress import Progress
@@ -67,10 +64,9 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     with turns.caches_in(folder / "cache"), Progress(look, len(cases)) as progress:
         for record, value, case in cases:
             find = functools.partial(_points, case, config, value, progress)
-            if found := has.get(record, find, sizes=dataclasses.asdict(case.sizes)):
+            if found := has.get(record, find, progress, sizes=dataclasses.asdict(case.sizes)):
                 about = {"axis": look, "text": case_of(case.name, config).text, "points": []}
                 results.setdefault(case.name, about)["points"] += found["points"]
-            progress.advance(1, f"{look} {value}", case.name)
     where = kept.joined(has.environments) if results else has.where
     title = f"A train step while {os.cpu_count()} cores are busy" if look == "busy" else f"Half precision by {look}"
     tables = [table(result) for result in results.values()]
@@ -84,9 +80,7 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
     chosen = rows_of(case.name, config.rows or (BUSY_ROWS if config.look == "busy" else SWEEP_ROWS))
     errors = {key: f"not installed: {row.missing}" for key, row in chosen.items() if row.missing}
     there = {key: row for key, row in chosen.items() if not row.missing}
-    prepared, failed = measure.prepare_all(
-        case, there, "train", lambda key: progress.advance(0, f"{ROWS[key].label}: getting ready", case.name)
-    )
+    prepared, failed = measure.prepare_all(case, there, "train", progress)
     errors |= failed
     rounds, block_ms = config.length
     labels, blocks = (("idle", "busy"), min(BUSY_BLOCKS, rounds)) if config.look == "busy" else ((value,), 1)
@@ -94,8 +88,8 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
     for _ in range(blocks):
         for label, times in found.items():
             progress.advance(0, f"timing, {label}", case.name)
-            with busy_cores() if label == "busy" else contextlib.nullcontext():
-                timed = turns.together(prepared, -(-rounds // blocks), block_ms, lambda _: None) if prepared else {}
+            with processes.busy_cores() if label == "busy" else contextlib.nullcontext():
+                timed = turns.together(prepared, -(-rounds // blocks), block_ms) if prepared else {}
             for key, each in timed.items():
                 times.setdefault(key, []).extend(each.get("milliseconds", []))
                 errors |= {key: why} if (why := each.get("error") or turns.broken(each)) else {}
@@ -103,21 +97,6 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
     measure.start_anew(there.values())
     sound = {label: {key: own for key, own in times.items() if key not in errors} for label, times in found.items()}
     return {"points": [{"value": label, "milliseconds": own, "errors": errors} for label, own in sound.items()]}
-
-
-@contextlib.contextmanager
-def busy_cores(count: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Within it a process of its own works on every core of the host, or so many processes do: those."""
-    program = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
-    processes = [subprocess.Popen(program, stdout=subprocess.PIPE) for _ in range(count or os.cpu_count() or 1)]
-    try:
-        for process in processes:
-            process.stdout.readline()  # it is at work
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 def table(result: dict[str, Any]) -> Table:

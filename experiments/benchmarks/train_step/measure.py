@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from experiments.benchmarks.train_step.rows import Pass, Row
 from experiments.measure import energy, flops, memory, profiling
 from experiments.measure.turns import Prepared, all_of, failed
 from experiments.models.workloads import Workload
+from experiments.report.progress import Progress
 
 
 def prepare(case: Workload, row: Row, which: Pass) -> Prepared:
@@ -82,7 +83,7 @@ def alone(case: Workload, row: Row, passes: Iterable[Pass], seconds: float) -> d
 
 
 def prepare_all(
-    case: Workload, rows: Mapping[str, Row], which: Pass, before: Callable[[str], None]
+    case: Workload, rows: Mapping[str, Row], which: Pass, progress: Progress
 ) -> tuple[dict[str, Prepared], dict[str, str]]:
     """Every row ready to take its turns in this process, and why those that are not are not.
 
@@ -91,7 +92,8 @@ def prepare_all(
     start_anew(rows.values())
     order = {"fp32": 0, "tf32": 1}
     names = sorted(rows, key=lambda name: order.get(rows[name].precision, 2))
-    prepared, errors = all_of({name: functools.partial(prepare, case, rows[name], which) for name in names}, before)
+    make = {name: functools.partial(prepare, case, rows[name], which) for name in names}
+    prepared, errors = all_of(make, lambda name: progress.advance(0, f"{rows[name].label}: getting ready", case.name))
     return {name: prepared[name] for name in rows if name in prepared}, errors
 
 

@@ -11,7 +11,7 @@ from experiments.benchmarks.train_step.rows import ROWS, Pass, rows_of
 from experiments.measure import ceiling
 from experiments.report import plots
 from experiments.report.goals import share
-from experiments.report.tables import Table, spread
+from experiments.report.tables import Table, cell, spread, titled
 from experiments.training import kept
 
 COLUMNS = (
@@ -42,11 +42,10 @@ def table(results: Results, which: Pass) -> Table:
         found = results.figures(which, key)
         error = found.get("error") or (f"not installed: {row.missing}" if row.missing and not found else "")
         if found or error:
-            cells = [row.label, *([error] if error else _cells(results, which, key))]
-            rows.append((*cells, *[""] * (len(columns) - len(cells))))
+            rows.append((row.label, *([error] if error else _cells(results, which, key))))
     notes = train_step_goals.sentences(results) if which == "train" else []
-    smoke = "SMOKE TEST, no result: " if results.about["setting"]["smoke"] else ""
-    return Table(f"{smoke}{results.about['text']}: {TITLES[which]}", columns, rows, notes=tuple(notes))
+    title = titled(f"{results.about['text']}: {TITLES[which]}", results.about["setting"]["smoke"])
+    return Table(title, columns, rows, notes=tuple(notes))
 
 
 def _cells(results: Results, which: Pass, key: str) -> list[str]:
@@ -56,23 +55,19 @@ def _cells(results: Results, which: Pass, key: str) -> list[str]:
     memory, compiled = results.memory(which, key), found.get("compiled_bytes")
     other = results.memory(which, reference) if reference else None
     return [
-        _cell(ms, ".4g"),
+        cell(ms, ".4g"),
         spread(found["ms"], ".4g") if ms else "",
-        _cell(ratio and ratio[1], ".3f"),
-        _cell(ms and 1000 * results.about["items"] / ms, ",.0f"),
-        _cell(memory and memory / 2**20, ",.1f") + (" c" if memory and found.get("peak") is None else ""),
-        _cell(share(memory, other), ".3f"),
-        _cell(compiled and compiled / 2**20, ",.1f"),
-        _cell(results.utilisation(which, key), ".1%"),
-        _cell(found.get("tensor_flops"), ".1%"),
-        _cell(found.get("tensor_time"), ".1%"),
-        _cell(found.get("joules"), ".3g"),
-        _cell(found.get("compile_seconds"), ".1f"),
+        cell(ratio and ratio[1], ".3f"),
+        cell(ms and 1000 * results.about["items"] / ms, ",.0f"),
+        cell(memory and memory / 2**20, ",.1f") + (" c" if memory and found.get("peak") is None else ""),
+        cell(share(memory, other), ".3f"),
+        cell(compiled and compiled / 2**20, ",.1f"),
+        cell(results.utilisation(which, key), ".1%"),
+        cell(found.get("tensor_flops"), ".1%"),
+        cell(found.get("tensor_time"), ".1%"),
+        cell(found.get("joules"), ".3g"),
+        cell(found.get("compile_seconds"), ".1f"),
     ]
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def write(folder: Path) -> dict[str, Results]:

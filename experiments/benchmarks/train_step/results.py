@@ -70,7 +70,7 @@ class Results:
             own, others = (turns.get(name, {}) for name in (row, other))
             a, b = own.get("milliseconds"), others.get("milliseconds")
             if a and b and not broken(own) and not broken(others):
-                return timing.quartiles([x / y for x, y in zip(a, b, strict=True)])
+                return timing.ratio(a, b)
         return None
 
     def fastest(self, which: Pass, *rows: str) -> str | None:

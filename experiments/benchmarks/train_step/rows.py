@@ -7,6 +7,8 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Literal
 
+from experiments.training import cli
+
 Precision = Literal["bf16", "fp16", "tf32", "fp32"]
 Library = Literal[
     "jaxmp", "autocast", "unprepared", "hand", "jmp", "flax", "torch", "compile", "torchao", "transformer_engine"
@@ -91,8 +93,5 @@ def rows_of(
     Raises:
       ValueError: a name is not ``among`` those that ``flag`` takes.
     """
-    among = tuple(among)
-    if unknown := [name for name in names if name not in among]:
-        raise ValueError(f"{flag} must be among {', '.join(among)}; got {', '.join(unknown)}")
-    chosen = {name: row for name, row in ROWS.items() if name in (names or among)}
+    chosen = cli.chosen(flag, names, {name: row for name, row in ROWS.items() if name in among})
     return {name: row for name, row in chosen.items() if row.remat == "none" or model != "resnet50"}

@@ -116,15 +116,12 @@ class Measurement:
         seconds = len(able) * (READY_SECONDS + rounds * block_ms / 1000)
         if not able or (tries and not _to_try_again(tries)) or self.has.clock.late(seconds):
             return
-        prepared, errors = measure.prepare_all(
-            case, able, which, lambda key: progress.advance(0, f"{ROWS[key].label}: getting ready", case.name)
-        )
-        found = turns.together(
-            prepared,
-            rounds,
-            block_ms,
-            lambda i: progress.advance(0, f"timing, in turn: round {max(i, 0) + 1} of {rounds}", case.name),
-        )
+        prepared, errors = measure.prepare_all(case, able, which, progress)
+
+        def tell(i: int) -> None:
+            progress.advance(0, f"timing, in turn: round {max(i, 0) + 1} of {rounds}", case.name)
+
+        found = turns.together(prepared, rounds, block_ms, tell)
         prepared.clear()
         measure.start_anew(able.values())
         found |= {key: {"error": f"{why} beside the other rows"} for key, why in errors.items()}

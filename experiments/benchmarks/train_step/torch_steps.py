@@ -84,7 +84,8 @@ def forward(case: Workload, row: Row, batch: dict[str, np.ndarray]) -> Callable[
 def layers(row: Row, width: int, blocks: int, shape: tuple[int, int]) -> Prepared:
     """A layer of width × 4·width, or so many of GPT-2's blocks, with the gradients, on random numbers in bfloat16."""
     own = [in_torch.Block(width, max(1, width // 64), causal=True) for _ in range(blocks)]
-    model = _of_library(torch.nn.Sequential(*(own or [torch.nn.Linear(width, 4 * width, bias=False)])), row)
+    model = torch.nn.Sequential(*(own or [torch.nn.Linear(width, 4 * width, bias=False)]))
+    model = in_torch.of_library(model, row.library).to(device())
     call = torch.compile(model, dynamic=False)
     x = torch.randn(*shape, width, device=device(), dtype=torch.bfloat16, requires_grad=True)
 
@@ -107,9 +108,7 @@ def prepare(case: Workload, row: Row, which: Pass, batch: dict[str, np.ndarray])
     torch.backends.cudnn.benchmark = True
     run = (train_step if which == "train" else forward)(case, row, batch)
     started = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    Result(run()).block_until_ready()
     seconds = time.perf_counter() - started
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -134,23 +133,7 @@ def start_anew() -> None:
 
 def _build(case: Workload, row: Row) -> torch.nn.Module:
     torch.manual_seed(0)
-    return _of_library(in_torch.build(case), row)
-
-
-def _of_library(model: torch.nn.Module, row: Row) -> torch.nn.Module:
-    """The model on the device, its layers those of the row's library if that has layers of its own, in float8."""
-    if row.library == "torchao":
-        from torchao.float8 import convert_to_float8_training
-
-        model = convert_to_float8_training(model)
-    elif row.library == "transformer_engine":
-        from transformer_engine import pytorch as te
-
-        linear = [(module, *named) for module in model.modules() for named in module.named_children()]
-        for module, name, layer in linear:
-            if isinstance(layer, torch.nn.Linear):
-                setattr(module, name, te.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None))
-    return model.to(device())
+    return in_torch.of_library(in_torch.build(case), row.library).to(device())
 
 
 def _on_device(case: Workload, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -243,13 +242,13 @@ def compiles(monkeypatch):
     asked, now = [], {}
     environment = compile_only.environment
 
-    def measure(case, row, device, target):
+    def measure(case, row, target):
         asked.append((case.name, row.label))
         return {**ROW, "label": row.label, "peak": 2**31 + len(asked)}
 
     monkeypatch.setattr(compile_only, "measure", measure)
-    monkeypatch.setattr(compile_only, "environment", lambda *args: {**environment(*args), **now})
-    monkeypatch.setattr(targets, "device_of", lambda _: types.SimpleNamespace(device_kind="NVIDIA H200"))
+    monkeypatch.setattr(compile_only, "environment", lambda **about: {**environment(**about), **now})
+    monkeypatch.setattr(targets, "device_of", lambda _: None)
     monkeypatch.setattr(report.plots, "panels", lambda *_: None)
     return asked, now
 

@@ -90,7 +90,7 @@ def test_a_speed_up_is_over_the_first_way_and_is_held_against_the_goals(monkeypa
 
     monkeypatch.setattr(float8, "compared", compared)
     for device, goals in ((None, 2), ("h200", 2)):
-        case = float8.measure("step", "1.3B", "jaxmp", float8.Config(device=device), lambda _: None)
+        case = float8.measure("step", "1.3B", "jaxmp", float8.Config(device=device), float8.Progress("float8", 1))
         row = case["rows"]["float8"]
         assert (row["GB / bfloat16"], row["MiB / bfloat16"]) == (1.5, 0.88)
         notes = float8.table("step", [case], smoke=False).notes

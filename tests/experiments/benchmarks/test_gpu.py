@@ -44,7 +44,6 @@ def pieces(monkeypatch, **scripts):
 
     monkeypatch.setattr(gpu.Piece, "command", command)
     monkeypatch.setattr(gpu, "PIECES", made)
-    monkeypatch.setattr(gpu, "NAMES", tuple(scripts))
     return made
 
 
@@ -167,7 +166,7 @@ def test_without_a_gpu_one_line_says_what_to_do(on, tmp_path, capsys):
 def test_what_is_not_here_is_named_with_the_pieces_that_want_it(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    chosen = gpu.chosen(("step-gpt2", "accuracy-images", "remat"))
+    chosen = [piece for piece in gpu.PIECES if piece.name in ("step-gpt2", "accuracy-images", "remat")]
     assert gpu.foreseen(chosen, HERE, small=True) == ["torch is not installed: wanted by step-gpt2"]
     _, data, memory = gpu.foreseen(chosen, {**HERE, "bytes": 24 * 2**30}, small=False)
     assert data == f"CIFAR-10 is not in {tmp_path}/jaxmp/data: accuracy-images must download it"
@@ -193,7 +192,7 @@ def test_of_a_wheelhouse_only_what_is_not_installed_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("piece", gpu.PIECES, ids=gpu.NAMES)
+@pytest.mark.parametrize("piece", gpu.PIECES, ids=[piece.name for piece in gpu.PIECES])
 def test_every_piece_has_flags_that_its_benchmark_takes(piece, small, tmp_path):
     module = f"experiments.benchmarks.{piece.benchmark}"
     package = importlib.import_module(module)

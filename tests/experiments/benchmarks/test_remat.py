@@ -112,7 +112,7 @@ def test_a_folder_is_gone_on_with_in_the_same_setting_only(quick, tmp_path, caps
 def test_a_folder_is_of_one_device_or_target_and_of_the_same_versions(quick, tmp_path, monkeypatch, capsys, name):
     remat.main(smoke(tmp_path, remats=("none",)))
     environment = remat.environment
-    monkeypatch.setattr(remat, "environment", lambda: {**environment(), name: "another"})
+    monkeypatch.setattr(remat, "environment", lambda **_: {**environment(), name: "another"})
     with pytest.raises(SystemExit):
         remat.main(smoke(tmp_path))
     assert re.search(f"{name} is .* there and another here", capsys.readouterr().err)
@@ -127,35 +127,24 @@ def test_what_failed_is_compiled_anew(quick, tmp_path, monkeypatch):
     assert remat.main(config)[0]["rows"]["none"] == {"step_bytes": 2**20} and not finds
 
 
-class Compiles:
-    """A step in place of a jitted one, whose compiler says ``needs(batch)`` bytes, or raises it; None says nothing."""
-
-    def __init__(self, needs):
-        self._needs = needs
-
-    def lower(self, state, batch):
-        self._found = self._needs(jax.tree.leaves(batch)[0].shape[0])
-        return self
-
-    def compile(self, options=None):
-        if isinstance(self._found, Exception):
-            raise self._found
-        return self
-
-    def memory_analysis(self):
-        if self._found is None:
-            return None
-        sizes = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
-        return types.SimpleNamespace(**dict.fromkeys(sizes, 0) | {"temp_size_in_bytes": self._found})
-
-
 NO_MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
 
 @pytest.fixture
 def compiler(steps, monkeypatch):
-    """Puts a compiler in place of XLA that needs so much for a batch."""
-    return lambda needs: monkeypatch.setattr(remat.jax, "jit", lambda *_, **__: Compiles(needs))
+    """Puts a compiler in place of XLA that says ``needs(batch)`` bytes, or raises it; None says nothing."""
+    sizes = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
+
+    def says(needs):
+        def compiled(step, args, device):
+            if isinstance(found := needs(jax.tree.leaves(args[1])[0].shape[0]), Exception):
+                raise found
+            stats = None if found is None else dict.fromkeys(sizes, 0) | {"temp_size_in_bytes": found}
+            return types.SimpleNamespace(memory_analysis=lambda: stats and types.SimpleNamespace(**stats))
+
+        monkeypatch.setattr(remat.memory, "compiled", compiled)
+
+    return says
 
 
 def test_a_batch_that_had_no_room_to_be_compiled_is_too_large_and_the_search_goes_on(compiler):
@@ -194,12 +183,12 @@ def test_what_cannot_be_ends_it_with_one_line(tmp_path, capsys, changes, text):
 
 
 def test_what_is_compiled_names_its_target_wherever_it_was_compiled(quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(targets, "device_of", lambda _: types.SimpleNamespace(device_kind="NVIDIA H200"))
+    monkeypatch.setattr(targets, "device_of", lambda _: None)
     (group,) = remat.main(smoke(tmp_path, target="h200", memory_limit="1MB", smoke=False, remats=("none",)))
     where = json.loads((tmp_path / "remat.json").read_text())["environment"]
-    assert where["target"] == group["setting"]["target"] == "NVIDIA H200"
+    assert where["target"] == group["setting"]["target"] == "NVIDIA H200 141GB HBM3e"
     assert "cpu" in where["device"] and "device" not in group["setting"]
-    assert "- target: NVIDIA H200\n- device: " in (tmp_path / "remat.md").read_text()
+    assert "- target: NVIDIA H200 141GB HBM3e\n- device: " in (tmp_path / "remat.md").read_text()
 
 
 def test_compiling_for_a_gpu_without_its_packages_says_what_to_install(tmp_path, monkeypatch, capsys):

@@ -18,6 +18,7 @@ from experiments.benchmarks.train_step.rows import ROWS
 from experiments.measure import processes, turns
 from experiments.measure.turns import Prepared
 from experiments.models.workloads import workload
+from experiments.report.progress import Progress
 
 
 def test_no_time_for_energy_measures_none(monkeypatch):
@@ -115,10 +116,10 @@ def test_a_row_that_fails_among_the_others_says_why_and_they_go_on(monkeypatch):
     monkeypatch.setattr(measure, "prepare", prepare)
     monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
     rows = {key: ROWS[key] for key in ("jaxmp-bf16", "hand-bf16", "hand-fp32", "flax-fp16")}
-    prepared, errors = measure.prepare_all(workload("gpt2"), rows, "train", lambda _: None)
+    prepared, errors = measure.prepare_all(workload("gpt2"), rows, "train", Progress("rows", 4))
     assert errors == {"flax-fp16": "OSError: libcudart.so: cannot open"}
     prepared["hand-bf16"].turn = prepared["hand-fp32"].loss = fails
-    found = turns.together(prepared, rounds=2, block_ms=0.1, after_round=lambda _: None)
+    found = turns.together(prepared, rounds=2, block_ms=0.1)
     assert list(found) == ["jaxmp-bf16", "hand-bf16", "hand-fp32"]
     assert len(found["jaxmp-bf16"]["milliseconds"]) == 2 and found["jaxmp-bf16"]["loss"] == 2.5
     assert found["hand-bf16"] == found["hand-fp32"] == {"error": "OSError: libcudart.so: cannot open"}
@@ -143,6 +144,7 @@ def test_a_row_without_room_says_so(monkeypatch):
     monkeypatch.setattr("gc.collect", lambda: 0)  # seconds each beside the other tests
     found = measure.alone(workload("gpt2"), ROWS["jaxmp-bf16"], ("train", "forward"), 0.0)
     assert found == {"train": {"error": "out of memory"}, "forward": {"error": "out of memory"}}
-    prepared, errors = measure.prepare_all(workload("gpt2"), {"hand-fp32": ROWS["hand-fp32"]}, "train", lambda _: None)
+    rows = {"hand-fp32": ROWS["hand-fp32"]}
+    prepared, errors = measure.prepare_all(workload("gpt2"), rows, "train", Progress("rows", 1))
     assert prepared == {} and errors == {"hand-fp32": "out of memory"}
     assert turns.reason(RuntimeError("no kernel\nfor that")) == "RuntimeError: no kernel"

@@ -364,7 +364,7 @@ def test_what_is_broken_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(
         return {key: broken if key == "jaxmp-fp16" else each for key, each in together(prepared, *args).items()}
 
     monkeypatch.setattr(turns, "together", breaks)
-    monkeypatch.setattr(looks, "busy_cores", contextlib.nullcontext)
+    monkeypatch.setattr(looks.processes, "busy_cores", contextlib.nullcontext)
     config = train_step.Config(smoke=True, models=("gpt2",), rows=("jaxmp-fp16", "jaxmp-tf32"), run_dir=tmp_path)
     train_step.main(dataclasses.replace(config, look="width"))
     train_step.main(dataclasses.replace(config, look="busy"))
@@ -378,7 +378,7 @@ def test_what_is_broken_is_told_in_place_of_a_gain_and_of_times_on_busy_cores(
 
 def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp_path, monkeypatch):
     seen, working = [], []
-    together, busy_cores = turns.together, looks.busy_cores
+    together, busy_cores = turns.together, looks.processes.busy_cores
 
     @contextlib.contextmanager
     def watched():
@@ -386,7 +386,7 @@ def test_the_step_is_timed_with_idle_cores_and_with_busy_ones_in_turn(quick, tmp
             working.extend(processes)
             yield
 
-    monkeypatch.setattr(looks, "busy_cores", watched)
+    monkeypatch.setattr(looks.processes, "busy_cores", watched)
     monkeypatch.setattr(
         turns,
         "together",
