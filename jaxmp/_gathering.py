@@ -32,7 +32,7 @@ from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.invariant import same_in_turns, same_results
 from jaxmp._jaxpr.places import Places
-from jaxmp._jaxpr.rebuild import bound, is_body_alone, rebuilt
+from jaxmp._jaxpr.rebuild import bound, is_body_alone, params_in_dtype, rebuilt
 from jaxmp._jaxpr.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp._mesh_plan import COPIES, Plan, while_tracing, wide
 from jaxmp._specs import as_tuple, require_specs, specs_in
@@ -47,6 +47,10 @@ _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "b
 _ENTERED_CALLS = frozenset({"jit", "remat2"})
 # What sums the cotangents of its operands by itself, in their dtype; of an unknown primitive nobody knows.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
+# What a weight alone goes through in float32 where it is half: the engine casts its operands as well.
+_WIDENED = frozenset({Class.CLEAR, Class.WIDEST, Class.INFER, Class.POINTWISE, Class.ACCUMULATION})
+_FILLS = frozenset({"pad"})  # with a scalar, whose cotangent is a sum
+_PRODUCTS = PRODUCTS - {"ragged_dot_general"}
 _ACCUMULATES = frozenset({"add_any", "scatter-add", "scatter-sub", "scatter-mul"})  # its operands, not their cotangents
 
 
@@ -220,16 +224,16 @@ class _Use:
 
         @jax.custom_vjp
         def value(param: Any, half: Any) -> Any:
-            return half.astype(source.wide)
+            return self.cast(half, source.wide)  # which rounds no cotangent
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
             # XLA reduces what reaches a made weight where it reaches one that is split.
             cotangent = cotangent if source.is_made and not plan.is_explicit else plan.put(cotangent, spec)
             return cotangent.astype(param.dtype), None
 
-        value.defvjp(lambda param, half: (half.astype(source.wide), None), backward)
+        value.defvjp(lambda param, half: (value(param, half), None), backward)
         moved = self.moved(value(param, half))
-        return self.cast(moved if shape is None else jnp.broadcast_to(moved, shape), dtype)
+        return (moved if shape is None else jnp.broadcast_to(moved, shape)).astype(dtype)
 
     def copies(self, dtype: Any) -> Any:
         """(devices, …), see :meth:`Plan.copies`."""
@@ -364,7 +368,8 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         if not is_fixed:
             return [_by_rows(eqn, position, use, given)]
         if name == "gather" and eqn.outvars[0].aval.size > least:  # positions, looked up for each example
-            return [_weight(use.source, _by_rows(eqn, position, use, given), True, least)]
+            rows = _by_rows(eqn, position, use, given)
+            return [_weight(use.source, rows, rows.dtype, True, least)]
     if (recipe := float8.recipe_of(eqn)) and (result := _in_float8(eqn, recipe, given)) is not None:
         return [result]
     bodies = reading.bodies_of(eqn)
@@ -375,13 +380,13 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         return _results(jaxpr, consts, given, are_fixed)
     if bodies is not None and (bodies.kind in ("scan", "cond") or name in _ENTERED_CALLS):
         return _entered(eqn, bodies, given, are_fixed)
-    operands = list(given)
-    sums = not is_fixed and name not in _ACCUMULATES and classify(name) in _SUMS
+    operands, of_weights = list(given), same_results(eqn, _are_weights(given, are_fixed))
+    is_wide = name in _FILLS or (all(of_weights) and (name in _PRODUCTS or classify(name) in _WIDENED))
+    sums = not is_wide and name not in _ACCUMULATES and classify(name) in _SUMS
     for position, use in uses:
-        if sums:
+        if sums and not (is_fixed and all(var.aval.size <= eqn.invars[position].aval.size for var in eqn.outvars)):
             _require_wide(use, eqn, position)
-        operands[position] = _read_whole(use, eqn, position)
-    of_weights = same_results(eqn, _are_weights(given, are_fixed))
+        operands[position] = _read_whole(use, eqn, position, is_wide)
 
     def is_weight(n: int, result: Any) -> bool:
         """A slice by a loop's counter is one, and so is what has the elements of one, masked, with noise, scaled."""
@@ -391,20 +396,57 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         is_split = use.source.plan.is_split(jax.typeof(result).sharding.spec)
         return classify(name) not in _SUMS and any(is_alike) and not is_split
 
-    results = bound(eqn, operands, eqn.params)
+    results = _computed_wide(eqn, operands) if is_wide else bound(eqn, operands, eqn.params)
+    is_fixed, least = name == "dynamic_slice" or is_fixed, math.inf if name in PRODUCTS else least
     return [
-        _weight(use.source, each, name == "dynamic_slice" or is_fixed, math.inf if name in PRODUCTS else least)
+        _weight(use.source, each, var.aval.dtype, is_fixed, least)
         if _tree.is_float_array(each) and is_weight(n, each)
-        else each
-        for n, each in enumerate(results)
+        else each.astype(var.aval.dtype)
+        for n, (each, var) in enumerate(zip(results, eqn.outvars, strict=True))
     ]
 
 
-def _read_whole(use: _Use, eqn: Any, position: int) -> Any:
+def _computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results in float32 of an equation of half operands: so are the sums of their cotangents.
+
+    A product is computed in half, the products of its derivative have results in float32.
+    """
+    avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
+    if not any(is_half(getattr(aval, "dtype", np.int32)) for aval in avals) or reading.names_a_dtype(eqn):
+        return bound(eqn, operands, eqn.params)
+    dtypes = [wide(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype for aval in avals]
+    operands = [jnp.asarray(value, dtype) for value, dtype in zip(operands, dtypes, strict=True)]
+    if name not in _PRODUCTS:
+        return bound(eqn, operands, params_in_dtype(eqn, _FLOAT32, False))
+
+    @jax.custom_vjp
+    def product(*operands: Any) -> Any:
+        halves = [value.astype(aval.dtype) for value, aval in zip(operands, avals, strict=True)]
+        return bound(eqn, halves, eqn.params)[0].astype(dtypes[0])
+
+    def forward(*operands: Any) -> tuple[Any, Any]:
+        return product(*operands), [value.astype(aval.dtype) for value, aval in zip(operands, avals, strict=True)]
+
+    def backward(kept: list[Any], cotangent: Any) -> tuple[Any, ...]:
+        def of_operand(n: int) -> Any:
+            def computed(value: Any) -> Any:
+                return bound(eqn, [*kept[:n], value, *kept[n + 1 :]], _anywhere(eqn.params))[0]
+
+            pull = jax.linear_transpose(computed, avals[n])
+            half = cotangent.astype(eqn.outvars[0].aval.dtype)
+            return _in_wide(lambda cotangent: pull(cotangent)[0], half, dtypes[n], is_whole=True)
+
+        return tuple(map(of_operand, range(len(kept))))
+
+    product.defvjp(forward, backward)
+    return [product(*operands)]
+
+
+def _read_whole(use: _Use, eqn: Any, position: int, is_wide: bool = False) -> Any:
     """A weight for an equation that takes all of it."""
     aval, shapes = eqn.invars[position].aval, [var.aval.shape for var in eqn.outvars]
     repeats = eqn.primitive.name in BROADCAST and aval.shape != shapes[0]
-    return use.read(aval.dtype, shapes[0] if repeats else None)
+    return use.read(wide(aval.dtype) if is_wide else aval.dtype, shapes[0] if repeats else None)
 
 
 def _require_wide(use: _Use, eqn: Any, position: int) -> None:
@@ -424,9 +466,11 @@ def _are_weights(given: Sequence[Any], are_fixed: Sequence[bool]) -> list[bool]:
     return [known or isinstance(each, _Use) for each, known in zip(given, are_fixed, strict=True)]
 
 
-def _weight(of: _Source, value: Any, is_fixed: bool, least: float = math.inf) -> _Use:
-    source = _Source(of.plan, of.name, value, PartitionSpec(), value.dtype, False, False, is_made=True)
-    return _Use(source, least=least, is_fixed=is_fixed)
+def _weight(of: _Source, value: Any, dtype: np.dtype, is_fixed: bool, least: float = math.inf) -> _Use:
+    """What has the values of ``dtype``, in float32, in which the cotangents of all its uses are added."""
+    value = value.astype(wide(value.dtype))
+    source = _Source(of.plan, of.name, value, PartitionSpec(), dtype, False, False, is_made=True)
+    return _Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None, least=least, is_fixed=is_fixed)
 
 
 def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
@@ -449,7 +493,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
         inside[position], operands[position] = use, source.param
         if is_turn and (use.moves or any(source.spec[:1])):
             sliced.add(position)
-            operands[position] = dataclasses.replace(use, rounded=None).read(source.wide)
+            operands[position] = use.read(source.wide)
         elif is_turn:
             if source.given:
                 half, tap = source.gathered()
@@ -471,7 +515,9 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
                 is_turn = is_scan and position >= carry.stop
                 own = use
                 if position in sliced:  # of whole weights: each is one of its own
-                    own = dataclasses.replace(_weight(source, args[position], use.is_fixed), rounded=use.rounded)
+                    own = dataclasses.replace(
+                        _weight(source, args[position], source.wide, use.is_fixed), rounded=use.rounded
+                    )
                 elif is_turn or source.half is None:
                     param, half, tap = args[position] if is_turn and source.given else (args[position], None, None)
                     alone, spec = _is_alone(jaxpr, var), PartitionSpec(*source.spec[1:]) if is_turn else source.spec
@@ -480,7 +526,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
                     own = dataclasses.replace(use, source=mine)
                 values[position], outside[own.source] = own, source
             for n in weights:
-                values[n] = _weight(of, args[n], known[n])
+                values[n] = _weight(of, args[n], args[n].dtype, known[n])
             return _results(jaxpr, consts, values, known)
 
         def settle(ends: list[Any]) -> list[Any]:
@@ -508,7 +554,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
     def weight(end: _Use, result: Any) -> _Use:
         """What comes out is a weight still."""
         if is_scan:
-            return _weight(end.source, result, end.is_fixed)
+            return _weight(end.source, result, result.dtype, end.is_fixed)
         made = dataclasses.replace(end.source, param=result, half=None, tap=None)
         return dataclasses.replace(end, source=outside.get(end.source, made))
 
@@ -517,7 +563,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
     return [
         weight(end, each)
         if isinstance(end, _Use)
-        else _weight(of, each, is_same)
+        else _weight(of, each, each.dtype, is_same)
         if is_weight and _tree.is_float_array(each)
         else each
         for end, each, is_weight, is_same in zip(ends, results, of_weights, are_same, strict=True)
