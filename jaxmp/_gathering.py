@@ -90,7 +90,7 @@ class Gathered:
         jaxpr, consts = program.jaxpr
         arrays = [*leaves, *arrays_in(jax.tree.leaves(rest))]
         known = len(leaves) + len(arrays_in(jax.tree.leaves(rest[:1])))  # the model state is the same for all, too
-        results = _results(jaxpr, consts, arrays, [n < known for n in range(len(arrays))])
+        results = _results(jaxpr, consts, arrays, [n < known for n in range(len(arrays))], _Loop())
         return program.unflatten(_plain(results, jaxpr))
 
     def hold(self, params: Any, *rest: Any) -> Held:
@@ -328,11 +328,27 @@ def _enters_scan(bodies: reading.Bodies, position: int) -> bool:
 # --- writing it again ---
 
 
-def _results(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], are_fixed: Sequence[bool]) -> list[Any]:
+@dataclasses.dataclass(eq=False)
+class _Loop:
+    """What turns of a loop have found, so that none is done again for it, however deep one stands in another."""
+
+    weights: set[int] = dataclasses.field(default_factory=set)  # operands of its body that are weights in later turns
+    is_tried: bool = False  # it, or one around it, was run for that before
+    inside: dict[Any, _Loop] = dataclasses.field(default_factory=dict)
+
+    def of(self, eqn: Any) -> _Loop:
+        """An equation of its body."""
+        return self.inside.setdefault(eqn, _Loop(is_tried=self.is_tried))
+
+
+def _results(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], are_fixed: Sequence[bool], loop: _Loop
+) -> list[Any]:
     """The results of a body, among which there may be uses of weights as there are among its arguments.
 
     Args:
       are_fixed: which of ``args`` are the same for all examples.
+      loop: the body's.
     """
     places = Places()
 
@@ -341,7 +357,7 @@ def _results(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], are_fixed: 
         known = [value.is_fixed if isinstance(value, _Use) else is_fixed for value, is_fixed in operands]
         places.at(eqn)
         if any(isinstance(value, _Use) for value in given):
-            return [(each, False) for each in places.within(_rewritten, eqn, given, known)]
+            return [(each, False) for each in places.within(_rewritten, eqn, given, known, loop)]
         return [(each, all(known)) for each in places.repeated(given)]
 
     operands, constants = list(zip(args, are_fixed, strict=True)), [(const, True) for const in consts]
@@ -354,7 +370,7 @@ def _plain(values: Sequence[Any], jaxpr: Any) -> list[Any]:
     return [value.read(atom.aval.dtype) if isinstance(value, _Use) else value for value, atom in ends]
 
 
-def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
+def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool], loop: _Loop) -> Sequence[Any]:
     """The results of an equation that reads weights; what is made of them for no example is a weight again."""
     name = eqn.primitive.name
     uses = [(position, value) for position, value in enumerate(given) if isinstance(value, _Use)]
@@ -377,9 +393,9 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool]) -> Seq
         jaxpr, consts = reading.opened(bodies.jaxprs[0])
         for position, use in uses:
             use.source.is_alone &= _is_alone(jaxpr, jaxpr.invars[position])
-        return _results(jaxpr, consts, given, are_fixed)
+        return _results(jaxpr, consts, given, are_fixed, loop.of(eqn))
     if bodies is not None and (bodies.kind in ("scan", "cond") or name in _ENTERED_CALLS):
-        return _entered(eqn, bodies, given, are_fixed)
+        return _entered(eqn, bodies, given, are_fixed, loop.of(eqn))
     operands, of_weights = list(given), same_results(eqn, _are_weights(given, are_fixed))
     is_wide = name in _FILLS or (all(of_weights) and (name in _PRODUCTS or classify(name) in _WIDENED))
     sums = not is_wide and name not in _ACCUMULATES and classify(name) in _SUMS
@@ -473,7 +489,9 @@ def _weight(of: _Source, value: Any, dtype: np.dtype, is_fixed: bool, least: flo
     return _Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None, least=least, is_fixed=is_fixed)
 
 
-def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: Sequence[bool]) -> Sequence[Any]:
+def _entered(
+    eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: Sequence[bool], loop: _Loop
+) -> Sequence[Any]:
     """The results of a call, a scan or a branch: what only it reads is gathered in it, and so are slices of a turn."""
     is_scan, is_cond = bodies.kind == "scan", bodies.kind == "cond"
     of_weights, are_same = same_results(eqn, _are_weights(given, are_fixed)), same_results(eqn, are_fixed)
@@ -506,7 +524,7 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
 
     def run(body: Any, *args: Any) -> list[Any]:
         jaxpr, consts = reading.opened(body)
-        weights = {n for n in carry if known[n] and _tree.is_float_array(args[n])}
+        loop.weights.update(n for n in carry if known[n] and _tree.is_float_array(args[n]))
 
         def turn() -> list[Any]:
             values = list(args)
@@ -525,25 +543,26 @@ def _entered(eqn: Any, bodies: reading.Bodies, given: Sequence[Any], are_fixed: 
                     mine.gathers_again &= eqn.primitive.name != "remat2"  # which frees what it saw
                     own = dataclasses.replace(use, source=mine)
                 values[position], outside[own.source] = own, source
-            for n in weights:
+            for n in loop.weights:
                 values[n] = _weight(of, args[n], args[n].dtype, known[n])
-            return _results(jaxpr, consts, values, known)
+            return _results(jaxpr, consts, values, known, loop)
 
         def settle(ends: list[Any]) -> list[Any]:
             """What a turn makes a weight is one in the next."""
-            while made := {n for n, end in zip(carry, ends, strict=False) if isinstance(end, _Use)} - weights:
-                weights.update(made)
+            while made := {n for n, end in zip(carry, ends, strict=False) if isinstance(end, _Use)} - loop.weights:
+                loop.weights.update(made)
                 ends = turn()
             return ends
 
         def thrown_away() -> None:
             settle(turn())
 
-        if carry and jaxpr.effects:  # which must happen once: in turns that are thrown away they do not
+        if carry and jaxpr.effects and not loop.is_tried:  # which must happen once: in turns thrown away they do not
+            loop.is_tried = True
             jax.eval_shape(thrown_away)
         ends[:] = settle(turn())
         for n in carry:
-            if isinstance(given[n], _Use) and n not in weights:
+            if isinstance(given[n], _Use) and n not in loop.weights:
                 _require_wide(given[n], eqn, n)
         if is_cond:
             ends[:] = _plain(ends, jaxpr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,16 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
 
 def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
     jaxpr, _ = opened(body)
+    found = _ENDS.setdefault(jaxpr, {})
+    if (ends := found.get(tuple(are_same))) is None:  # asked in each turn of each loop around it
+        ends = found[tuple(are_same)] = _same_ends_of(jaxpr, are_same)
+    return ends
+
+
+_ENDS: Any = weakref.WeakKeyDictionary()
+
+
+def _same_ends_of(jaxpr: Any, are_same: Sequence[bool]) -> list[bool]:
     known = {*jaxpr.constvars, *(var for var, is_same in zip(jaxpr.invars, are_same, strict=True) if is_same)}
 
     def is_known(atom: Any) -> bool:
