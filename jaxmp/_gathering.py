@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import float8
@@ -32,10 +31,12 @@ from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.invariant import same_in_turns, same_results
 from jaxmp._jaxpr.places import Places
-from jaxmp._jaxpr.rebuild import bound, is_body_alone, params_in_dtype, rebuilt
+from jaxmp._jaxpr.rebuild import bound, is_body_alone, rebuilt
 from jaxmp._jaxpr.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp._mesh_plan import COPIES, Plan, while_tracing, wide
-from jaxmp._specs import as_tuple, require_specs, specs_in
+from jaxmp._mesh_products import computed_wide, goes_by_rows, in_float8, may_be_wide, product_by_rows
+from jaxmp._mesh_weights import Source, Use, weight_of
+from jaxmp._specs import require_specs, specs_in
 from jaxmp.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.marks import DECIDED, region_of
@@ -44,6 +45,7 @@ from jaxmp.engine.trace import Program, arrays_in
 
 _FLOAT32 = np.dtype(np.float32)
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})
+_NO_RULE: Any = None  # calls, scans and branches have none
 _ENTERED_CALLS = frozenset({"jit", "remat2"})
 # What sums the cotangents of its operands by itself, in their dtype; of an unknown primitive nobody knows.
 _SUMS = frozenset({Class.HALF, Class.ACCUMULATION, Class.LINALG, Class.RECURSE, None})
@@ -109,7 +111,7 @@ class Gathered:
             leaves[n] += self.plan.reduced(parts, specs[n]).astype(leaves[n].dtype)
         return jax.tree.unflatten(tree, leaves)
 
-    def _uses(self, params: Any, rest: tuple[Any, ...]) -> tuple[Program, list[_Use]]:
+    def _uses(self, params: Any, rest: tuple[Any, ...]) -> tuple[Program, list[Use]]:
         """What was traced, and each floating param in it."""
         plan, shapes = self.plan, params
         require_specs(params, plan.specs)
@@ -130,131 +132,8 @@ class Gathered:
                 half = known.pop() if len(known) == 1 and plan.is_split(spec) else leaf.dtype
                 dtype = half if is_half(half) else leaf.dtype
                 name, is_alone = _tree.path_name(path), _is_alone(jaxpr, var)
-                uses.append(_Use(_Source(plan, name, leaf, spec, dtype, is_alone, self.gathers_again)))
+                uses.append(Use(Source(plan, name, leaf, spec, dtype, is_alone, self.gathers_again)))
         return program, uses
-
-
-@dataclasses.dataclass(eq=False)
-class _Source:
-    """A param in a body, gathered there when it is first used."""
-
-    plan: Plan
-    name: str
-    param: Any
-    spec: PartitionSpec
-    dtype: np.dtype  # that it is gathered in
-    is_alone: bool  # one equation of the body reads it
-    gathers_again: bool  # the backward pass does, for what was gathered before is freed
-    given: bool = False  # it was gathered before
-    is_made: bool = False  # of weights, by the loss
-    half: Any = None
-    tap: Any = None
-    _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
-
-    def gathered_again(self, param: Any) -> Any:
-        """The weight, for the backward pass: once for all uses whose derivatives are in one trace."""
-        trace = get_opaque_trace_state()
-        if self._again is None or self._again[0] is not param or self._again[1] != trace:
-            # Without a barrier XLA would keep what the forward pass gathered.
-            half = self.plan.whole(jax.lax.optimization_barrier(param), self.spec, self.dtype)
-            self._again = param, trace, half
-        return self._again[2]
-
-    def gathered(self) -> tuple[Any, Any]:
-        """The weight, and its tap."""
-        if self.half is None:
-            self.half = self.plan.whole(self.param, self.spec, self.dtype)
-        if self.tap is None:
-            self.tap = self.plan.tap(self.param, self.spec)
-        return self.half, self.tap
-
-    @property
-    def wide(self) -> np.dtype:
-        """What its cotangents are computed in."""
-        return wide(self.param.dtype)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Use:
-    """What a variable stands for: a weight, moved, and rounded by the author."""
-
-    source: _Source
-    moves: tuple[tuple[Any, int], ...] = ()  # equations, and which of their results
-    rounded: np.dtype | None = None
-    least: float = math.inf  # the fewest elements that it had on its way
-    is_fixed: bool = True  # the same for all examples for sure; with noise, it may be one of each example
-
-    @property
-    def size(self) -> float:
-        """The elements that it has of its own, not counting copies."""
-        return min(self.source.param.size, self.least)
-
-    def followed(self, eqn: Any) -> list[_Use]:
-        """The results of an equation that only moves it."""
-        if eqn.primitive.name == "convert_element_type":
-            new = np.dtype(eqn.params["new_dtype"])
-            is_rounding = new.itemsize < (self.rounded or self.source.wide).itemsize
-            return [dataclasses.replace(self, rounded=new) if is_rounding else self]
-        return [
-            dataclasses.replace(self, moves=(*self.moves, (eqn, number)), least=min(self.least, var.aval.size))
-            for number, var in enumerate(eqn.outvars)
-        ]
-
-    def moved(self, value: Any, is_named: bool = True) -> Any:
-        for eqn, number in self.moves:
-            if is_named or eqn.primitive.name != "name":
-                value = bound(eqn, [value], _anywhere(eqn.params))[number]
-        return value
-
-    def cast(self, value: Any, dtype: Any) -> Any:
-        return (value if self.rounded is None else value.astype(self.rounded)).astype(dtype)
-
-    def moved_back(self, cotangent: Any) -> Any:
-        """The cotangent of the weight, of that of the moved one."""
-        if not self.moves:
-            return cotangent
-        whole = jax.ShapeDtypeStruct(self.source.param.shape, cotangent.dtype)
-        moved = functools.partial(self.moved, is_named=False)  # JAX cannot transpose a name
-        return jax.linear_transpose(moved, whole)(cotangent)[0]
-
-    def read(self, dtype: Any, shape: Sequence[int] | None = None) -> Any:
-        """The value, for whatever operation: its gradient comes whole, and each device keeps its part."""
-        source, half = self.source, self.source.gathered()[0]
-        plan, spec, param = source.plan, source.spec, source.param
-
-        @jax.custom_vjp
-        def value(param: Any, half: Any) -> Any:
-            return self.cast(half, source.wide)  # which rounds no cotangent
-
-        def backward(_: None, cotangent: Any) -> tuple[Any, None]:
-            # XLA reduces what reaches a made weight where it reaches one that is split.
-            cotangent = cotangent if source.is_made and not plan.is_explicit else plan.put(cotangent, spec)
-            return cotangent.astype(param.dtype), None
-
-        value.defvjp(lambda param, half: (value(param, half), None), backward)
-        moved = self.moved(value(param, half))
-        return (moved if shape is None else jnp.broadcast_to(moved, shape)).astype(dtype)
-
-    def copies(self, dtype: Any) -> Any:
-        """(devices, …), see :meth:`Plan.copies`."""
-        half, tap = self.source.gathered()
-        plan = self.source.plan
-
-        @jax.custom_vjp
-        def copies(half: Any, tap: Any) -> Any:
-            weight = self.cast(self.moved(half), dtype)
-            return plan.by_rows(jnp.broadcast_to(weight, (plan.devices, *weight.shape)))
-
-        def backward(_: None, parts: Any) -> tuple[None, Any]:
-            return None, plan.of_parts(jax.vmap(self.moved_back)(parts.astype(self.source.wide)), self.source.spec)
-
-        copies.defvjp(lambda half, tap: (copies(half, tap), None), backward)
-        return copies(half, tap)
-
-
-def _anywhere(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters that do not say where the result lies."""
-    return {name: None if name in ("sharding", "out_sharding") else value for name, value in params.items()}
 
 
 # --- what reads a weight ---
@@ -354,9 +233,9 @@ def _results(
 
     def equation(eqn: Any, operands: list[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
         given = [value for value, _ in operands]
-        known = [value.is_fixed if isinstance(value, _Use) else is_fixed for value, is_fixed in operands]
+        known = [value.is_fixed if isinstance(value, Use) else is_fixed for value, is_fixed in operands]
         places.at(eqn)
-        if any(isinstance(value, _Use) for value in given):
+        if any(isinstance(value, Use) for value in given):
             return [(each, False) for each in places.within(_rewritten, eqn, given, known, loop)]
         return [(each, all(known)) for each in places.repeated(given)]
 
@@ -367,26 +246,26 @@ def _results(
 def _plain(values: Sequence[Any], jaxpr: Any) -> list[Any]:
     """The results of a body as arrays."""
     ends = zip(values, jaxpr.outvars, strict=True)
-    return [value.read(atom.aval.dtype) if isinstance(value, _Use) else value for value, atom in ends]
+    return [value.read(atom.aval.dtype) if isinstance(value, Use) else value for value, atom in ends]
 
 
 def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool], loop: _Loop) -> Sequence[Any]:
     """The results of an equation that reads weights; what is made of them for no example is a weight again."""
     name = eqn.primitive.name
-    uses = [(position, value) for position, value in enumerate(given) if isinstance(value, _Use)]
+    uses = [(position, value) for position, value in enumerate(given) if isinstance(value, Use)]
     position, use = uses[0]
     if _is_move(eqn):
         return use.followed(eqn)
     if _is_copying(eqn):
         return [use.copies(eqn.outvars[0].aval.dtype)]
     is_fixed, least = all(are_fixed), max(use.size for _, use in uses)
-    if len(uses) == 1 and (name == "dot_general" or (name, position) in _BY_ROWS):
+    if len(uses) == 1 and goes_by_rows(eqn, position):
         if not is_fixed:
-            return [_by_rows(eqn, position, use, given)]
+            return [product_by_rows(eqn, position, use, given)]
         if name == "gather" and eqn.outvars[0].aval.size > least:  # positions, looked up for each example
-            rows = _by_rows(eqn, position, use, given)
-            return [_weight(use.source, rows, rows.dtype, True, least)]
-    if (recipe := float8.recipe_of(eqn)) and (result := _in_float8(eqn, recipe, given)) is not None:
+            rows = product_by_rows(eqn, position, use, given)
+            return [weight_of(use.source, rows, rows.dtype, True, least)]
+    if (recipe := float8.recipe_of(eqn)) and (result := in_float8(eqn, recipe, given)) is not None:
         return [result]
     bodies = reading.bodies_of(eqn)
     if bodies is not None and is_body_alone(eqn):
@@ -398,6 +277,7 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool], loop: 
         return _entered(eqn, bodies, given, are_fixed, loop.of(eqn))
     operands, of_weights = list(given), same_results(eqn, _are_weights(given, are_fixed))
     is_wide = name in _FILLS or (all(of_weights) and (name in _PRODUCTS or classify(name) in _WIDENED))
+    is_wide = is_wide and may_be_wide(eqn)
     sums = not is_wide and name not in _ACCUMULATES and classify(name) in _SUMS
     for position, use in uses:
         if sums and not (is_fixed and all(var.aval.size <= eqn.invars[position].aval.size for var in eqn.outvars)):
@@ -412,81 +292,42 @@ def _rewritten(eqn: Any, given: Sequence[Any], are_fixed: Sequence[bool], loop: 
         is_split = use.source.plan.is_split(jax.typeof(result).sharding.spec)
         return classify(name) not in _SUMS and any(is_alike) and not is_split
 
-    results = _computed_wide(eqn, operands) if is_wide else bound(eqn, operands, eqn.params)
+    results = computed_wide(eqn, operands) if is_wide else bound(eqn, operands, eqn.params)
     is_fixed, least = name == "dynamic_slice" or is_fixed, math.inf if name in PRODUCTS else least
     return [
-        _weight(use.source, each, var.aval.dtype, is_fixed, least)
+        weight_of(use.source, each, var.aval.dtype, is_fixed, least)
         if _tree.is_float_array(each) and is_weight(n, each)
-        else each.astype(var.aval.dtype)
+        else (each.astype(var.aval.dtype) if is_wide else each)
         for n, (each, var) in enumerate(zip(results, eqn.outvars, strict=True))
     ]
 
 
-def _computed_wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results in float32 of an equation of half operands: so are the sums of their cotangents.
-
-    A product is computed in half, the products of its derivative have results in float32.
-    """
-    avals, name = [atom.aval for atom in eqn.invars], eqn.primitive.name
-    if not any(is_half(getattr(aval, "dtype", np.int32)) for aval in avals) or reading.names_a_dtype(eqn):
-        return bound(eqn, operands, eqn.params)
-    dtypes = [wide(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype for aval in avals]
-    operands = [jnp.asarray(value, dtype) for value, dtype in zip(operands, dtypes, strict=True)]
-    if name not in _PRODUCTS:
-        return bound(eqn, operands, params_in_dtype(eqn, _FLOAT32, False))
-
-    @jax.custom_vjp
-    def product(*operands: Any) -> Any:
-        halves = [value.astype(aval.dtype) for value, aval in zip(operands, avals, strict=True)]
-        return bound(eqn, halves, eqn.params)[0].astype(dtypes[0])
-
-    def forward(*operands: Any) -> tuple[Any, Any]:
-        return product(*operands), [value.astype(aval.dtype) for value, aval in zip(operands, avals, strict=True)]
-
-    def backward(kept: list[Any], cotangent: Any) -> tuple[Any, ...]:
-        def of_operand(n: int) -> Any:
-            def computed(value: Any) -> Any:
-                return bound(eqn, [*kept[:n], value, *kept[n + 1 :]], _anywhere(eqn.params))[0]
-
-            pull = jax.linear_transpose(computed, avals[n])
-            half = cotangent.astype(eqn.outvars[0].aval.dtype)
-            return _in_wide(lambda cotangent: pull(cotangent)[0], half, dtypes[n], is_whole=True)
-
-        return tuple(map(of_operand, range(len(kept))))
-
-    product.defvjp(forward, backward)
-    return [product(*operands)]
-
-
-def _read_whole(use: _Use, eqn: Any, position: int, is_wide: bool = False) -> Any:
+def _read_whole(use: Use, eqn: Any, position: int, is_wide: bool = False) -> Any:
     """A weight for an equation that takes all of it."""
     aval, shapes = eqn.invars[position].aval, [var.aval.shape for var in eqn.outvars]
     repeats = eqn.primitive.name in BROADCAST and aval.shape != shapes[0]
     return use.read(wide(aval.dtype) if is_wide else aval.dtype, shapes[0] if repeats else None)
 
 
-def _require_wide(use: _Use, eqn: Any, position: int) -> None:
+def _require_wide(use: Use, eqn: Any, position: int) -> None:
     """Raises if an equation sums the cotangents of a weight in half."""
     name, aval = eqn.primitive.name, eqn.invars[position].aval
     inside = (var.aval for jaxpr in jaxprs_in(eqn) for each in equations(jaxpr) for var in each.outvars)
     halves = [each.dtype.name for each in (aval, *inside) if is_half(getattr(each, "dtype", np.int32))]
     if halves and use.source.plan.reduce_dtype == _FLOAT32:
+        guess = (
+            f"; it may be activations of the shape {aval.shape}, which are taken for a weight, as one of that shape is "
+            "in them: with another batch size they are not"
+        )
         raise ValueError(
             f"the gradient of {use.source.name!r} cannot be reduced in float32: it goes in {aval.dtype.name} "
             f"into {name} at {reading.user_source_of(eqn)}, which computes it in {halves[0]}; compute in float32 "
-            f"there, or make_train_step(…, reduce_dtype={halves[0]!r})"
+            f"there, or make_train_step(…, reduce_dtype={halves[0]!r}){'' if use.is_fixed else guess}"
         )
 
 
 def _are_weights(given: Sequence[Any], are_fixed: Sequence[bool]) -> list[bool]:
-    return [known or isinstance(each, _Use) for each, known in zip(given, are_fixed, strict=True)]
-
-
-def _weight(of: _Source, value: Any, dtype: np.dtype, is_fixed: bool, least: float = math.inf) -> _Use:
-    """What has the values of ``dtype``, in float32, in which the cotangents of all its uses are added."""
-    value = value.astype(wide(value.dtype))
-    source = _Source(of.plan, of.name, value, PartitionSpec(), dtype, False, False, is_made=True)
-    return _Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None, least=least, is_fixed=is_fixed)
+    return [known or isinstance(each, Use) for each, known in zip(given, are_fixed, strict=True)]
 
 
 def _entered(
@@ -496,12 +337,12 @@ def _entered(
     is_scan, is_cond = bodies.kind == "scan", bodies.kind == "cond"
     of_weights, are_same = same_results(eqn, _are_weights(given, are_fixed)), same_results(eqn, are_fixed)
     index, given, are_fixed = given[:is_cond], given[is_cond:], are_fixed[is_cond:]
-    operands, inside, sliced = list(given), dict[int, _Use](), set[int]()
+    operands, inside, sliced = list(given), dict[int, Use](), set[int]()
     carry = range(bodies.start, bodies.start + bodies.carry)
     known = same_in_turns(bodies, are_fixed) if is_scan else are_fixed
-    of = next(each.source for each in given if isinstance(each, _Use))
+    of = next(each.source for each in given if isinstance(each, Use))
     for position, use in enumerate(given):
-        if not isinstance(use, _Use):
+        if not isinstance(use, Use):
             continue
         source = use.source
         is_turn = is_scan and position >= carry.stop
@@ -520,7 +361,7 @@ def _entered(
             source.gathered()
             source.gathers_again &= eqn.primitive.name == "jit"  # or each turn would, and each remat
 
-    outside, ends = dict[_Source, _Source](), list[Any]()
+    outside, ends = dict[Source, Source](), list[Any]()
 
     def run(body: Any, *args: Any) -> list[Any]:
         jaxpr, consts = reading.opened(body)
@@ -534,7 +375,7 @@ def _entered(
                 own = use
                 if position in sliced:  # of whole weights: each is one of its own
                     own = dataclasses.replace(
-                        _weight(source, args[position], source.wide, use.is_fixed), rounded=use.rounded
+                        weight_of(source, args[position], source.wide, use.is_fixed), rounded=use.rounded
                     )
                 elif is_turn or source.half is None:
                     param, half, tap = args[position] if is_turn and source.given else (args[position], None, None)
@@ -544,12 +385,12 @@ def _entered(
                     own = dataclasses.replace(use, source=mine)
                 values[position], outside[own.source] = own, source
             for n in loop.weights:
-                values[n] = _weight(of, args[n], args[n].dtype, known[n])
+                values[n] = weight_of(of, args[n], args[n].dtype, known[n])
             return _results(jaxpr, consts, values, known, loop)
 
         def settle(ends: list[Any]) -> list[Any]:
             """What a turn makes a weight is one in the next."""
-            while made := {n for n, end in zip(carry, ends, strict=False) if isinstance(end, _Use)} - loop.weights:
+            while made := {n for n, end in zip(carry, ends, strict=False) if isinstance(end, Use)} - loop.weights:
                 loop.weights.update(made)
                 ends = turn()
             return ends
@@ -562,18 +403,18 @@ def _entered(
             jax.eval_shape(thrown_away)
         ends[:] = settle(turn())
         for n in carry:
-            if isinstance(given[n], _Use) and n not in loop.weights:
+            if isinstance(given[n], Use) and n not in loop.weights:
                 _require_wide(given[n], eqn, n)
         if is_cond:
             ends[:] = _plain(ends, jaxpr)
         if is_scan:
             return _plain(ends, jaxpr)
-        return [end.source.param if isinstance(end, _Use) else end for end in ends]
+        return [end.source.param if isinstance(end, Use) else end for end in ends]
 
-    def weight(end: _Use, result: Any) -> _Use:
+    def weight(end: Use, result: Any) -> Use:
         """What comes out is a weight still."""
         if is_scan:
-            return _weight(end.source, result, result.dtype, end.is_fixed)
+            return weight_of(end.source, result, result.dtype, end.is_fixed)
         made = dataclasses.replace(end.source, param=result, half=None, tap=None)
         return dataclasses.replace(end, source=outside.get(end.source, made))
 
@@ -581,184 +422,9 @@ def _entered(
     results = rebuilt(eqn, bodies, functions, _NO_RULE)(*index, *operands)
     return [
         weight(end, each)
-        if isinstance(end, _Use)
-        else _weight(of, each, each.dtype, is_same)
+        if isinstance(end, Use)
+        else weight_of(of, each, each.dtype, is_same)
         if is_weight and _tree.is_float_array(each)
         else each
         for end, each, is_weight, is_same in zip(ends, results, of_weights, are_same, strict=True)
     ]
-
-
-_NO_RULE: Any = None  # calls, scans and branches have none
-_BY_ROWS = frozenset({("gather", 0), ("conv_general_dilated", 1)})
-
-
-def _by_rows(eqn: Any, position: int, use: _Use, given: Sequence[Any]) -> Any:
-    """The result of a product or a lookup; the gradient of the weight by the rows that each device has."""
-    plan, name = use.source.plan, eqn.primitive.name
-    aval, out = eqn.invars[position].aval, eqn.outvars[0].aval
-    others = [value for n, value in enumerate(given) if n != position]
-    dims = _rows_of(eqn, position, others[0], plan)
-    half, tap = use.source.gathered()
-
-    def computed(weight: Any, others: Sequence[Any], params: Any) -> Any:
-        return bound(eqn, [*others[:position], weight, *others[position:]], params)[0]
-
-    def forward(half: Any, others: Sequence[Any]) -> Any:
-        weight = use.moved(half)
-        weight = use.cast(weight, half.dtype if name == "gather" else aval.dtype)  # rows are looked up in half
-        return computed(weight, others, eqn.params).astype(out.dtype)
-
-    def of_weight(cotangent: Any, *others: Any) -> Any:
-        dtype = aval.dtype if name != "gather" else use.source.wide
-        weight = jax.ShapeDtypeStruct(aval.shape, dtype)
-        pull = jax.linear_transpose(lambda weight: computed(weight, others, _anywhere(eqn.params)), weight)
-        cotangent = cotangent.astype(dtype) if name == "gather" else cotangent
-        wide = use.source.wide
-        return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, wide, dims is None))
-
-    source = use.source
-    keeps = not (source.gathers_again and plan.is_split(source.spec))
-
-    @jax.custom_vjp
-    def by_rows(target: Any, half: Any, param: Any, *others: Any) -> Any:
-        return forward(half, others)
-
-    def forward_and_kept(target: Any, half: Any, param: Any, *others: Any) -> tuple[Any, Any]:
-        return forward(half, others), (half if keeps else param, others)
-
-    def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
-        half, others = kept
-        half = half if keeps else source.gathered_again(half)
-        floats = [n for n, value in enumerate(others) if _tree.is_float_array(value)]
-
-        def of_floats(*values: Any) -> Any:
-            filled = dict(zip(floats, values, strict=True))
-            return forward(half, [filled.get(n, value) for n, value in enumerate(others)])
-
-        rest: list[Any] = [None] * len(others)
-        if floats:
-            pulled = jax.vjp(of_floats, *(others[n] for n in floats))[1](cotangent)
-            for n, value in zip(floats, pulled, strict=True):
-                rest[n] = value
-        if dims is None:  # one sum over all rows, whoever has them
-            gradient = plan.put(of_weight(cotangent, *others), use.source.spec).astype(use.source.param.dtype)
-        else:
-            parts = plan.over_rows(of_weight, dims, (cotangent, *others))
-            gradient = plan.of_parts(parts, use.source.spec)
-        return gradient, None, None, *rest
-
-    by_rows.defvjp(forward_and_kept, backward)
-    return by_rows(source.param if dims is None else tap, half, None if keeps else source.param, *others)
-
-
-def _in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
-    """The result of a product in float8, the gradient of the weight by the rows that each device has, in float32.
-
-    None where there are two weights, or nothing that the devices divide.
-    """
-    product = next(each for each in equations(eqn.params["call_jaxpr"]) if each.primitive.name == "dot_general")
-    both = zip(given, eqn.invars, strict=True)
-    operands = [value.read(atom.aval.dtype) if isinstance(value, _Use) else value for value, atom in both]
-    sides = [side for side in (0, 1) if isinstance(given[3 * side], _Use)]
-    if len(sides) != 1:
-        return None
-    side, use = sides[0], given[3 * sides[0]]
-    other, *cast = operands[3 - 3 * side :][:3]
-    plan, dims = use.source.plan, _rows_of(product, side, other, use.source.plan)
-    if dims is None:
-        return None
-    operands[3 * side] = jax.lax.stop_gradient(operands[3 * side])
-    is_exact = recipe.weight_gradient == "compute"
-    precision = jax.lax.Precision.DEFAULT if is_exact or recipe.accumulate == "fast" else jax.lax.Precision.HIGHEST
-    params = {**_anywhere(product.params), "precision": precision}
-
-    def of_weight(cotangent: Any, scale: Any, other: Any, other_scale: Any) -> Any:
-        if is_exact:
-            cotangent, other = cotangent.astype(jnp.bfloat16), other.astype(jnp.bfloat16)
-        else:
-            cotangent = float8.dequantised((None, cotangent, scale), recipe.gradient)
-            other = float8.dequantised((None, other, other_scale), recipe.forward)
-        factors = [other, other]
-
-        def multiplied(weight: Any) -> Any:
-            factors[side] = weight
-            return bound(product, factors, params)[0]
-
-        pull = jax.linear_transpose(multiplied, jax.ShapeDtypeStruct(product.invars[side].aval.shape, other.dtype))
-        return use.moved_back(_in_wide(lambda cotangent: pull(cotangent)[0], cotangent, use.source.wide))
-
-    @jax.custom_vjp
-    def adding(result: Any, tap: Any, *kept: Any) -> Any:
-        return result
-
-    def backward(kept: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
-        # It is quantised for the gradient of the other operand too: XLA does it once.
-        of_result = (cotangent, kept[1]) if is_exact else float8.quantised(cotangent, recipe.gradient)[1:]
-        parts = plan.over_rows(of_weight, (dims[0], 0, dims[1], 0), (*of_result, *kept))
-        return cotangent, plan.of_parts(parts, use.source.spec), None, None
-
-    adding.defvjp(lambda result, tap, *kept: (result, kept), backward)
-    kept = jax.lax.stop_gradient((other, cast[1]) if is_exact else tuple(cast))
-    return adding(bound(eqn, operands, eqn.params)[0], use.source.gathered()[1], *kept)
-
-
-def _rows_of(eqn: Any, position: int, other: Any, plan: Plan) -> tuple[int, int] | None:
-    """The axis of the result, and that of the operand that is no weight, along which the batch is split."""
-    name, params = eqn.primitive.name, eqn.params
-    shape = eqn.invars[1 - position].aval.shape
-    pairs: list[tuple[int, int]] = []
-    if name == "dot_general":
-        contracting, batch = params["dimension_numbers"]
-        bound_dims = [[*contracting[n], *batch[n]] for n in (0, 1)]
-        free = [dim for dim in range(len(shape)) if dim not in bound_dims[1 - position]]
-        weight = len(eqn.invars[position].aval.shape) - len(bound_dims[position])
-        first = len(batch[0]) + (weight if position == 0 else 0)
-        pairs = [(first + n, dim) for n, dim in enumerate(free)]
-    elif name == "gather" and not params["dimension_numbers"].operand_batching_dims:
-        offsets = params["dimension_numbers"].offset_dims
-        rows = [dim for dim in range(len(eqn.outvars[0].aval.shape)) if dim not in offsets]
-        pairs = [(dim, n) for n, dim in enumerate(rows)]
-    elif name == "conv_general_dilated" and params["batch_group_count"] == 1:
-        numbers = params["dimension_numbers"]
-        pairs = [(numbers.out_spec[0], numbers.lhs_spec[0])]
-    pairs = [pair for pair in pairs if shape[pair[1]] % plan.devices == 0]
-    if plan.is_explicit:
-        spec = jax.typeof(other).sharding.spec
-        known = [pair for pair in pairs if set(as_tuple(spec[pair[1]])) & set(plan.axes)]
-        pairs = known or pairs
-    return pairs[0] if pairs else None
-
-
-def _of_matrices(eqn: Any, operands: Sequence[Any], dtype: np.dtype) -> Any:
-    """A product over several axes as one of matrices: XLA's CPU has no others with float32 results of half operands."""
-    matrices, shape = [], list[int]()
-    for value, summed in zip(operands, eqn.params["dimension_numbers"][0], strict=True):
-        kept = [dim for dim in range(value.ndim) if dim not in summed]
-        shape += [value.shape[dim] for dim in kept]
-        matrices.append(value.transpose(*summed, *kept).reshape(math.prod(value.shape[dim] for dim in summed), -1))
-    params = {**eqn.params, "dimension_numbers": (((0,), (0,)), ((), ())), "preferred_element_type": dtype}
-    return bound(eqn, matrices, params)[0].reshape(shape)
-
-
-def _in_wide(fun: Callable[..., Any], cotangent: Any, dtype: np.dtype, is_whole: bool = False) -> Any:
-    """``fun``, the transpose of a product, with results in ``dtype``, float32 or wider, of half operands.
-
-    Convolutions have half results, as cuDNN makes no others; those over the rows of all devices (``is_whole``), which
-    XLA divides, are computed in ``dtype``.
-    """
-    jaxpr, consts = reading.opened(jax.make_jaxpr(fun)(cotangent))
-
-    def equation(eqn: Any, operands: list[Any]) -> list[Any]:
-        name = eqn.primitive.name
-        if name == "convert_element_type":
-            return operands
-        if name == "conv_general_dilated" and is_whole:
-            operands = [value.astype(dtype) for value in operands]
-        elif name != "dot_general":
-            return bound(eqn, operands, eqn.params)
-        elif len((dims := eqn.params["dimension_numbers"])[0][0]) > 1 and not dims[1][0]:
-            return [_of_matrices(eqn, operands, dtype)]
-        return bound(eqn, operands, {**eqn.params, "preferred_element_type": dtype})
-
-    return interpreted(jaxpr, consts, [cotangent], equation)[0].astype(dtype)
