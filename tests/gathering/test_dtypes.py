@@ -318,15 +318,10 @@ class TestDtypes:
             x, _ = jax.lax.fori_loop(0, 2, turn, (batch.astype("bfloat16"), params["w"]))
             return jnp.mean(x.astype("float32") ** 2), None
 
-        def of_each_example(params, model_state, batch, rng):  # or a mask on a weight
-            x = batch.astype("bfloat16") * params["w"][:BATCH].astype("bfloat16")
-            return jnp.mean((x @ params["w"].astype("bfloat16")).astype("float32") ** 2), None
-
         state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
         for loss_fn, dtype, name in (
             (in_groups, "bfloat16", "ragged_dot_general"),
             (learned_in_a_loop, "float32", "scan"),
-            (of_each_example, "bfloat16", "dot_general"),
         ):
             step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(), specs={"w": P("fsdp")})
             message = f"the gradient of 'w' cannot be reduced in float32: it goes in {dtype} into {name} at "
