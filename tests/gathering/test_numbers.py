@@ -166,7 +166,10 @@ class TestNumbers:
     @pytest.mark.once
     @pytest.mark.parametrize("exact", [False, True])
     def test_adam_differs_in_the_keys_bias_alone_whose_gradient_is_0_but_for_rounding(self, exact):
-        """It adds the same to all scores of a query. Adam divides what is left by its own size."""
+        """It adds the same to all scores of a query. Adam divides what is left by its own size.
+
+        It does so with the rounding of all small gradients, which differs from processor to processor: hence 1e-5.
+        """
 
         def of_keys(tree):
             return tree["h_0"]["attn"]["c_attn"]["bias"][WIDTH : 2 * WIDTH]
@@ -188,7 +191,7 @@ class TestNumbers:
         bias = gradients["h_0"]["attn"]["c_attn"]["bias"]
         assert np.abs(of_keys(gradients)).max() <= 1e-6 * np.abs(bias).max()
         one, many = (state.params for state in after_five(steps, states, tokens()))
-        assert differences(without_keys(one, 1.0), without_keys(many, 1.0)) <= (2e-6 if exact else 1e-5)
+        assert differences(without_keys(one, 1.0), without_keys(many, 1.0)) <= 1e-5
         if exact:
             assert not np.any(of_keys(one)) and not np.any(of_keys(many))
         else:
