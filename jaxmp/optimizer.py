@@ -151,10 +151,10 @@ def loss_scaling(
                 new_updates, inner_state = inner.update(clipped, state.inner_state, as_taken(params), **extra_args)
             except Exception as error:
                 if params is not None:  # perhaps what it was given explains the error better than the error does
-                    _check_same_structure(jax.eval_shape(inner.init, as_taken(params)), state.inner_state)
+                    _check_same_state(jax.eval_shape(inner.init, as_taken(params)), state.inner_state)
                     _check_same_leaves(updates, params, error)
                 raise
-            _check_same_structure(inner_state, state.inner_state)
+            _check_same_state(inner_state, state.inner_state)
             _check_same_shapes(new_updates, updates if params is None else params)
             return new_updates, inner_state
 
@@ -437,12 +437,21 @@ def _computed_where(pred: jax.Array, make: Callable[[], T], otherwise: T) -> T:
     """``make()`` where the bool scalar ``pred`` holds, else ``otherwise``, as :func:`jaxmp.tree.select_tree` of both.
 
     On a CPU it is a branch: XLA computes there what is selected in more kernels than what is not, and copies it before.
-    On other devices a branch waits for the host, and XLA cannot divide one between devices as well as a selection.
+    On other devices a branch waits for the host, and XLA cannot divide one between devices as well as a selection. What
+    has effects, such as a print, has them in any case.
     """
     is_alone = jax.sharding.get_abstract_mesh().empty
     if not (is_alone and reading.is_tracing() and hardware.detect().platform == "cpu"):
         return select_tree(pred, make(), otherwise)
-    return jax.lax.cond(pred, lambda: select_tree(True, make(), otherwise), lambda: otherwise)
+    closed, shapes = jax.make_jaxpr(make, return_shape=True)()
+
+    def made() -> T:
+        found: T = jax.tree.unflatten(jax.tree.structure(shapes), reading.evaluate(*reading.opened(closed), []))
+        return found
+
+    if closed.effects:
+        return select_tree(pred, made(), otherwise)
+    return jax.lax.cond(pred, lambda: select_tree(True, made(), otherwise), lambda: otherwise)
 
 
 def with_loss(step: Callable[..., T], loss: Any) -> T:
@@ -529,14 +538,17 @@ def _check_state(state: Any) -> None:
         )
 
 
-def _check_same_structure(own: Any, given: Any) -> None:
+def _check_same_state(own: Any, given: Any) -> None:
+    rule = "the state must come from the optimizer that loss_scaling wraps, whose state for these params has"
     expected: Any = jax.tree.structure(own)
     got: Any = jax.tree.structure(given)
     if expected != got:
-        raise ValueError(
-            "the state must come from the optimizer that loss_scaling wraps, whose state has the structure "
-            f"{expected}, got {got}; call tx.init again"
-        )
+        raise ValueError(f"{rule} the structure {expected}, got {got}; call tx.init again")
+    for (path, leaf), found in zip(jax.tree.leaves_with_path(own), jax.tree.leaves(given), strict=True):
+        if jnp.shape(leaf) != jnp.shape(found):
+            raise ValueError(
+                f"{rule} {path_name(path)!r} of shape {jnp.shape(leaf)}, got {jnp.shape(found)}; call tx.init again"
+            )
 
 
 def _check_same_shapes(updates: Any, params: Any) -> None:

@@ -120,7 +120,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
     Raises:
       ValueError: the trees differ in structure.
-      TypeError: two leaves differ in shape.
+      TypeError: two leaves differ in shape; a new one is complex and the old one is not.
 
     >>> select_tree(jnp.array(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})["a"]
     Array([0., 0.], dtype=float32)
@@ -133,6 +133,11 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         sharding = jax.typeof(old).sharding
         if new.shape == old.shape and jax.typeof(new).sharding.spec != sharding.spec:  # on a mesh with explicit axes
             new = jax.sharding.reshard(new, sharding)
+        if jnp.iscomplexobj(new) and not jnp.iscomplexobj(old):
+            raise TypeError(
+                f"a leaf must stay real, for a cast cuts off what is imaginary, got {new.dtype} for {old.dtype}; "
+                "start with a complex leaf, or return its real part"
+            )
         # PRNG keys have no astype; and unlike jnp.where, select broadcasts nothing.
         return jax.lax.select(jnp.asarray(pred), new if new.dtype == old.dtype else new.astype(old.dtype), old)
 

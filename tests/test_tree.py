@@ -219,6 +219,8 @@ def test_trees_or_leaves_that_do_not_match_are_refused():
         tree.select_tree(True, {"a": 1}, {"b": 1})
     with pytest.raises(TypeError, match="same shapes"):
         tree.select_tree(True, jnp.ones(3), jnp.zeros(()))
+    with pytest.raises(TypeError, match=r"got complex64 for float32; start with a complex leaf, or return its real"):
+        tree.select_tree(True, jnp.ones(3, jnp.complex64), jnp.zeros(3))
 
 
 def test_a_path_reads_as_users_write_it():

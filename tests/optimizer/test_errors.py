@@ -130,10 +130,20 @@ def test_a_state_of_another_optimizer_is_refused():
     changing = tx_of(
         optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, (1,)))
     )
-    text = r"must come from the optimizer that loss_scaling wraps, whose state has the structure .*; call tx.init again"
+    text = r"from the optimizer that loss_scaling wraps, whose state for these params has the structure .*; call"
     for tx, other in ((adam, momentum), (momentum, adam), (changing, changing)):
         with pytest.raises(ValueError, match=text):
             tx.update(jnp.ones(2), other.init(jnp.ones(2)), jnp.ones(2))
+
+
+def test_a_state_whose_leaf_changes_its_shape_is_named():
+    tx = tx_of(
+        optax.GradientTransformation(
+            lambda params: {"a": jnp.zeros(2)}, lambda updates, state, params=None: (updates, {"a": jnp.zeros(3)})
+        )
+    )
+    with pytest.raises(ValueError, match=r"for these params has 'a' of shape \(3,\), got \(2,\); call tx.init again"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
 def test_an_inner_transform_that_fails_for_another_reason_says_so_itself():

@@ -244,6 +244,23 @@ def test_a_cpu_branches_where_other_devices_select_and_both_compute_the_same():
     )
 
 
+def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
+    params, batch = problem()
+    seen = []
+
+    def told(updates, state, params=None):
+        jax.debug.callback(lambda norm: seen.append(bool(np.isfinite(norm))), jaxmp.tree.sum_of_squares(updates))
+        return updates, state
+
+    tx = optax.chain(optax.GradientTransformation(lambda params: (), told), standard(optax.sgd(0.1)))
+    state = TrainState.create(params=params, tx=loss_scaling(tx, DynamicLossScale()))
+    step = make_train_step(train_loss, donate=False)
+    for given in (batch, {**batch, "x": batch["x"] * jnp.nan}, batch):
+        state, _ = step(state, given)
+    jax.effects_barrier()
+    assert seen == [True, False, True] and state.skipped == 1
+
+
 def test_a_member_of_a_vmap_skips_alone():
     """A branch by a mapped flag is a selection."""
     params, batch = problem()
