@@ -49,11 +49,12 @@ class Asked:
         """What the product depends on that is written, besides its operands."""
         return self._answer[0], self._recipe, self._is_fused, reading.may_be_skipped()
 
-    def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Its results, and the types of what it multiplies."""
+    def emit(self, operands: Sequence[Any], is_summed: bool) -> tuple[list[Any], list[Any]]:
+        """Its results, and the types of what it multiplies; ``is_summed`` is that of :func:`float8.dot_general`."""
         (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
         weight, _ = self._answer
-        result = float8.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
+        dot = functools.partial(float8.dot_general, weight=weight, is_fused=self._is_fused, is_summed=is_summed)
+        result = dot(lhs, rhs, numbers, self._recipe)
         return [result], [jax.ShapeDtypeStruct(each.shape, self._recipe.forward) for each in operands]
 
     @functools.cached_property

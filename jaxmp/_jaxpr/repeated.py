@@ -22,11 +22,19 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxmp._jaxpr.joint import sum_and_largest
+
 _cast = Primitive("cast_repeated")
 
 
 def cast_repeated(
-    bind: Callable[..., Any], value: Any, dtype: np.dtype, shape: tuple[int, ...], like: Any, is_normalised: bool
+    bind: Callable[..., Any],
+    value: Any,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    like: Any,
+    is_normalised: bool,
+    is_measured: bool,
 ) -> Any:
     """``value`` in ``dtype``, repeated along leading axes and those of size 1 up to ``shape``.
 
@@ -38,9 +46,10 @@ def cast_repeated(
       like: what it meets; where ``jax.vmap`` has one of it for each example, the result is repeated for each.
       is_normalised: whether its cotangents come from a normalisation, the kernel of which sums those of a scale and a
         bias: XLA finds no room there for a third sum in float32, which gets a kernel of its own.
+      is_measured: whether the largest magnitude of its cotangents is wanted too, for a product in float8.
     """
     axes = tuple(range(len(shape) - value.ndim, len(shape)))
-    params = {"dtype": dtype, "shape": shape, "axes": axes, "is_normalised": is_normalised}
+    params = {"dtype": dtype, "shape": shape, "axes": axes, "is_normalised": is_normalised, "is_measured": is_measured}
     return bind(_cast, (value,) if like is None else (value, like), params)
 
 
@@ -64,17 +73,20 @@ def _backward(
     shape: tuple[int, ...],
     axes: tuple[int, ...],
     is_normalised: bool,
+    is_measured: bool,
 ) -> list[Any]:
     rest = [None] * len(like)
     if type(cotangent) is ad.Zero:
         return [ad.Zero(value.aval), *rest]
+    old = dict(zip(axes, value.aval.shape, strict=True))
+    summed = tuple(axis for axis, size in enumerate(shape) if old.get(axis) != size)
+    if is_measured and summed == tuple(range(len(shape) - 1)) and value.aval.dtype == np.float32:
+        return [sum_and_largest(cotangent)[0].reshape(value.aval.shape), *rest]
     if is_normalised:
         cotangent = jax.lax.optimization_barrier(cotangent)
     else:
         info = jnp.finfo(dtype)
         cotangent = jax.lax.reduce_precision(cotangent, info.nexp, info.nmant)
-    old = dict(zip(axes, value.aval.shape, strict=True))
-    summed = tuple(axis for axis, size in enumerate(shape) if old.get(axis) != size)
     return [jnp.sum(cotangent.astype(value.aval.dtype), summed).reshape(value.aval.shape), *rest]
 
 

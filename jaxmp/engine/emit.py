@@ -120,7 +120,9 @@ class _Evaluation:
         if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
         self.casts.append(value.size * dtype.itemsize)
-        return cast_repeated(self.places.bind, value, dtype, shape, like, bool(step.node and _is_normalised(step.node)))
+        is_normalised = bool(step.node and _is_normalised(step.node))
+        is_measured = any(operand and operand.float8 and _added(operand) is step.node for operand in step.operands)
+        return cast_repeated(self.places.bind, value, dtype, shape, like, is_normalised, is_measured)
 
     def results_of(self, step: Step) -> Sequence[Any]:
         """Those of an equation."""
@@ -144,7 +146,7 @@ class _Evaluation:
         if step.bodies is not None:
             return places.within(self.results_of_bodies, step, step.bodies, operands)
         if step.float8:
-            results, step.bound = places.within(step.float8.emit, operands)
+            results, step.bound = places.within(step.float8.emit, operands, _added(node) is not None)
             return results
         params = eqn.params
         if node is not None and node.compute is not None:
@@ -223,6 +225,17 @@ def _is_normalised(node: Node) -> bool:
     adds = (user for passed in walk([node], as_large) for user in readers(passed) if user.name == "add")
     weights = (other for add in adds for other in add.inputs if not other.is_cast_once and other.const is None)
     return any(math.prod(weight.shape) < size for weight in weights)
+
+
+def _added(product: Node | None) -> Node | None:
+    """Where a bias is added to a product, if the gradient of both is summed in the kernel that computes it."""
+    if product is None or len(product.users) != 1:
+        return None
+    add = product.users[0]
+    if (add.name, add.shape, add.loop) != ("add", product.shape, product.loop) or _is_normalised(add):
+        return None
+    rows = (one for one in add.inputs if math.prod(one.shape) == add.shape[-1] and not one.is_cast_once)
+    return add if any(one.dtype == np.float32 != read_in(add, one) for one in rows) else None
 
 
 def _stands(step: Step) -> bool:
@@ -307,8 +320,8 @@ def _signature(step: Step, rules: Rules) -> Any:
 
 
 def _decisions(step: Step) -> Any:
-    own = tuple((node.compute, node.dtype, node.late) for node in step.nodes if node is not None)
+    own: tuple[Any, ...] = tuple((node.compute, node.dtype, node.late) for node in step.nodes if node is not None)
     shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
-    own = (*own, *step.float8.decision) if step.float8 else own
+    own = (*own, *step.float8.decision, _added(step.node) is not None) if step.float8 else own
     # What is wanted of comparisons depends on constants too.
     return (own, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

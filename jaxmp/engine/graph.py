@@ -42,6 +42,7 @@ class Node:
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
     has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
+    float8: _float8_products.Asked | None = None  # of a product, as its step has it
 
     # What jaxmp.engine.decide finds out.
     after_product: bool = False  # a product, or a half argument, lies upstream
@@ -312,7 +313,7 @@ class _Builder:
             for operand in inputs if _tells_apart(name, inputs) else ():
                 operand.is_seen = True
         else:
-            node.has_epsilon = has_epsilon
+            node.has_epsilon, node.float8 = has_epsilon, step.float8
             if step.kind is Kind.CLEAR and len(inputs) == 1:
                 node.const = inputs[0].const
                 node.is_looked_up = name == "gather" and not step.fixed[1]
