@@ -1,11 +1,11 @@
-"""The sum of an array's rows and its largest magnitude, as one reduction where nothing divides the program.
+"""The sum of an array's rows and its largest magnitude, as one reduction where XLA does not divide the program.
 
 The gradient of what a bias is added to is summed for the bias, and a float8 product needs its largest magnitude. XLA's
 GPU compiler puts one reduction into the kernel that computes what it reads; of two it expects that each computes it
 again, and gives them a kernel that reads it once more. A sum and a maximum as the parts of one complex number are one.
-Over several devices XLA could not join the parts that each finds, and would end the process. How many there are is not
-known before a program is lowered: so this is an operation of its own, and two reductions in all programs but those of
-one device. Who wants the one and who wants the other ask for both, and XLA does it once.
+Over several devices XLA would have to join the parts that each finds. It cannot, and on GPUs ends the process. How many
+there are is not known before a program is lowered: so this is an operation of its own, and two reductions wherever XLA
+divides the program. Who wants the sum and who wants the magnitude ask for both, and XLA finds them once.
 """
 
 from __future__ import annotations
