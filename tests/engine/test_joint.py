@@ -92,10 +92,13 @@ class TestSeveralDevices:
         assert is_joint(mapped, placed) == (len(axes) == 2)
         require_equal(jax.jit(mapped)(placed), value)
 
-    def test_in_a_shard_map_and_beside_it_each_has_its_own(self, mesh):
+    @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit, jax.checkpoint])
+    def test_in_a_shard_map_and_beside_it_each_has_its_own(self, wrap, mesh):
+        shared = wrap(sum_and_largest)
+
         def fun(value):
-            inside = jax.shard_map(sum_and_largest, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(value)
-            return inside, sum_and_largest(value)
+            inside = jax.shard_map(shared, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(value)
+            return inside, shared(value)
 
         value = drawn(48, 24)
         placed = jax.device_put(value, NamedSharding(mesh, P("a")))
