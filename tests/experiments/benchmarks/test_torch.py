@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 
 import benchmark_tools
 import flax.traverse_util
@@ -123,7 +124,10 @@ def test_a_prepared_rows_peak_and_compile_time_are_without_the_search_for_kernel
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
     monkeypatch.setattr(torch_steps.time, "perf_counter", lambda: done.append("clock") or 0.0)
-    monkeypatch.setattr(torch_steps, "forward", lambda *_: done.append("made") or (lambda: done.append("run")))
+    on_gpu = types.SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(
+        torch_steps, "forward", lambda *_: done.append("made") or (lambda: done.append("run") or on_gpu)
+    )
     torch_steps.prepare(workload("gpt2", SMALL["gpt2"]), ROWS["torch-bf16"], "forward", {})
     assert done == ["made", "clock", "run", "synchronize", "clock", "reset_peak_memory_stats"]
 
