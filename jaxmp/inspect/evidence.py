@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxmp.inspect.program import Place
 from jaxmp.inspect.values import Value, Values
 from jaxmp.sharding import Collective
@@ -14,6 +16,12 @@ EXACT = {"float16": 2**11, "bfloat16": 2**8}
 """Up to where a half dtype has all integers."""
 Found = Iterable[tuple[Place | tuple[str, str], str, str]]
 """Of each finding its place, or its path and source, what is wrong, and the remedy."""
+
+
+def rounded_to(dtype: np.dtype, numbers: Any) -> Any:
+    """Numbers, or one, as a half dtype has them, in float64."""
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(numbers).astype(np.float32).astype(dtype).astype(np.float64)
 
 
 @dataclasses.dataclass(frozen=True)

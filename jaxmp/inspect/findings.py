@@ -12,14 +12,15 @@ import numpy as np
 from jaxmp import tables
 from jaxmp._jaxpr import reading
 from jaxmp.engine.marks import DECIDED
-from jaxmp.inspect.evidence import EXACT, Argument, Audited, Found, Sent
-from jaxmp.inspect.lost_numbers import inexact_integers, overflowing_constants, vanishing_constants
+from jaxmp.inspect.evidence import Argument, Audited, Found, Sent
+from jaxmp.inspect.integers import inexact_integers
+from jaxmp.inspect.lost_numbers import overflowing_constants, vanishing_constants
 from jaxmp.inspect.products import compiled_otherwise, float32_products, mixed_products, unaligned_products
 from jaxmp.inspect.program import Place
+from jaxmp.inspect.sums import half_sums, terms
 from jaxmp.inspect.values import JOIN, TURN, TURNS, Value, constant, leading_to, made_of, origins
 
 _EXPONENTIAL = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "pow", "cumlogsumexp"})
-_SCATTERS = frozenset({"scatter-add", "scatter-sub"})
 _SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})
 _SCALING |= {"reshape", "transpose", "squeeze"}
 _OF_VARIANCE = frozenset({"add", "sub", "mul", "div", "max", "min", "convert_element_type", "abs", "neg"})
@@ -63,39 +64,6 @@ def findings(audited: Audited) -> tuple[Finding, ...]:
                 path = paths.get(source, "")
             found.setdefault((kind, path, source), Finding(kind, path, source, what, remedy))
     return tuple(found.values())
-
-
-def _half_sums(audited: Audited) -> Found:
-    read = {each for value in audited.values.all for each in value.inputs} | set(audited.values.results)
-    for value in audited.values.all:
-        if not value.is_half or not value.place or not (value.reader or value in read):
-            continue  # derivatives of maxima count their ties, read or not
-        if (terms := _terms(value)) > EXACT[value.dtype.name]:
-            yield (
-                value.place,
-                f"{value.name} of {terms:,} terms in {value.dtype.name}, which counts to {EXACT[value.dtype.name]:,}",
-                "sum in float32: cast before, or pass dtype=jnp.float32",
-            )
-
-
-def _terms(value: Value) -> int:
-    """How many terms each element of a sum has; 0 of what is none."""
-    params, name = value.at.eqn.params, value.name
-    if name in ("reduce", "reduce_window"):
-        body = reading.opened(params["jaxpr"])[0]
-        if {eqn.primitive.name for eqn in body.eqns} != {"add"}:
-            return 0
-    if name in ("reduce_sum", "reduce"):
-        return math.prod(value.inputs[0].shape[axis] for axis in params.get("axes", params.get("dimensions")))
-    if name == "cumsum":
-        return int(value.inputs[0].shape[params["axis"]])
-    if name in ("reduce_window_sum", "reduce_window"):
-        return math.prod(params["window_dimensions"])
-    if name in _SCATTERS and not params["unique_indices"]:
-        batching = getattr(params["dimension_numbers"], "scatter_indices_batching_dims", ())
-        indices = value.inputs[1].shape[:-1]
-        return math.prod(size for axis, size in enumerate(indices) if axis not in batching)
-    return 0
 
 
 def _half_exponentials(audited: Audited) -> Found:
@@ -147,7 +115,7 @@ def _variance(value: Value) -> list[Value]:
         between = [*sorted(around, key=lambda each: each.at.key), value]
         if _is_dot_of_itself(total):
             return [total, *between]
-        if total.place and _terms(total):
+        if total.place and terms(total):
             for square in origins(total.inputs[0], lambda each: each.is_move or each.is_cast):
                 if _is_square(square):
                     return [square, total, *between]
@@ -378,7 +346,7 @@ FINDERS: dict[str, Callable[[Audited], Found]] = {
     "float32-product": float32_products,
     "mixed-product": mixed_products,
     "unaligned-product": unaligned_products,
-    "half-sum": _half_sums,
+    "half-sum": half_sums,
     "half-exponential": _half_exponentials,
     "half-loss": _half_losses,
     "round-trip": _round_trips,

@@ -207,6 +207,12 @@ def constant(value: Value) -> Any:
     return value.const
 
 
+def is_zero(value: Value) -> bool:
+    """Whether a value is a constant of zeros."""
+    const = constant(value)
+    return const is not None and not np.any(const)
+
+
 class Returned(NamedTuple):
     """A floating value that a module or a named scope returns.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -227,6 +228,192 @@ def test_integers_are_counts_and_their_range_is_followed() -> None:
     assert found(lambda h: h - jnp.abs(distance()).astype(BF16), wide) == ["inexact-integers"]
     assert found(lambda h: h + (-jnp.arange(512))[:, None].astype(BF16), wide) == ["inexact-integers"]
     assert found(lambda h: h - jnp.abs(jnp.clip(distance(), -64, 200)).astype(BF16), wide) == []
+
+
+@pytest.mark.once
+def test_integers_drawn_at_random_have_the_range_that_bounds_them() -> None:
+    key = jax.random.key(0)
+    draw = {
+        "randint": lambda n: jax.random.randint(key, (8,), 0, n),
+        "permutation": lambda n: jax.random.permutation(key, n),
+        "choice": lambda n: jax.random.choice(key, n, (8,)),
+        "categorical": lambda n: jax.random.categorical(key, jnp.zeros((8, n))),
+        "argsort": lambda n: jnp.argsort(jax.random.uniform(key, (n,))),
+        "top_k": lambda n: jax.lax.top_k(jax.random.uniform(key, (n,)), 4)[1],
+        "remainder": lambda n: jnp.arange(4096) % n,
+    }
+    for name, of in draw.items():
+        for n, kinds in ((257, []), (258, ["inexact-integers"])):
+            assert found(lambda of=of, n=n: of(n).astype(BF16)) == kinds, (name, n)
+    assert found(lambda: (draw["randint"](4096).astype(F32) * 2).astype(BF16)) == ["inexact-integers"]
+    assert found(lambda: (draw["randint"](4096) / 4096).astype(BF16)) == []
+    assert found(lambda n: draw["randint"](n).astype(BF16), shape(dtype=jnp.int32)) == []  # nobody knows
+    floats = lambda: (jax.random.uniform(key, (8,), BF16), jax.random.bits(key, (8,)).astype(BF16))  # noqa: E731
+    assert found(floats) == []
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_positions_that_were_cast_before_are_known_by_their_rounding(dtype: Any) -> None:
+    args, limit = (shape(dtype=dtype),), {BF16: 256, F16: 2048}[dtype]
+
+    def kinds(constant: Any) -> list[str]:
+        return found(lambda h: h * constant, *args)
+
+    positions = np.arange(limit + 2).astype(dtype)
+    for each in (positions, positions[::-1].copy(), positions[None], -positions[:, None]):
+        assert kinds(each) == ["inexact-integers"]
+    assert kinds((np.arange(limit + 2)[:, None] - np.arange(8)).astype(dtype)) == ["inexact-integers"]
+    assert kinds(jnp.arange(1, 2 * limit, dtype=dtype)) == ["inexact-integers"]  # rounded twice
+    assert kinds(positions[: limit + 1]) == []
+    assert kinds(np.arange(0, 4 * limit, 4).astype(dtype)) == []
+    assert kinds(np.linspace(0, 3 * limit, 64).astype(dtype)) == []
+    assert kinds(np.full(limit, 2 * limit).astype(dtype)) == []
+
+
+TINY, NEGATIVE, INFINITE, OFTEN = 1e-8, -1e9, -jnp.inf, np.asarray(0.9999, jnp.bfloat16)
+
+
+@dataclasses.dataclass
+class Norm:
+    epsilon: float = 1e-9
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.maximum(x, self.epsilon)
+
+
+def by_default(x: Any, eps: float = 1e-12) -> Any:
+    return x + eps
+
+
+def from_elsewhere(eps: float) -> dict[str, Any]:
+    """What reads an epsilon whose number is in no file."""
+    return {
+        "div": lambda x: x / (jnp.abs(x) + eps),
+        "of a mean": lambda x: x / (jnp.mean(jnp.abs(x), 1, keepdims=True) + eps),
+        "rsqrt": lambda x: jax.lax.rsqrt(jnp.abs(x) + eps),
+        "sqrt": lambda x: jnp.sqrt(jnp.abs(x) + eps),
+        "log": lambda x: jnp.log((jnp.abs(x) + eps).astype(F32)),
+    }
+
+
+@pytest.mark.once
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_number_that_tracing_rounded_is_found_by_its_name_or_by_what_it_protects() -> None:
+    args, tenth = (shape(8, 8, dtype=F16),), float("1e-8")
+    vanishing, overflowing = ["vanishing-constant"], ["overflowing-constant"]
+
+    def kinds(fun: Any, *args: Any) -> list[str]:
+        return [kind for kind in found(fun, *args, policy="mixed_float16") if kind != "half-exponential"]
+
+    for fun in (lambda x: x + TINY, Norm(), by_default, lambda x: jnp.clip(x, 0.1, 1 - 1e-7)):
+        assert kinds(fun, *args) == vanishing
+    for fun in from_elsewhere(tenth).values():
+        assert kinds(fun, *args) == vanishing
+    for fun in from_elsewhere(1e-4).values():
+        assert kinds(fun, *args) == []
+    for fun in from_elsewhere(tenth).values():  # bfloat16 has it
+        assert kinds(fun, shape(8, 8, dtype=BF16)) == []
+    assert kinds(lambda x: jnp.where(x > 0, x, NEGATIVE), *args) == overflowing
+    for fun in (
+        lambda x: jnp.where(x > 0, x, INFINITE),
+        lambda x: jnp.sqrt(jax.nn.relu(x)) + sum([x, x]),
+        lambda x: x * 0.999 + 1.0,
+        lambda x, eps=np.zeros((), F16): jnp.tanh(x + eps),  # noqa: B008
+    ):
+        assert kinds(fun, *args) == []
+    assert kinds(lambda x, eps: x / (x + eps), *args, shape(dtype=F16)) == []  # an argument may be anything
+    half = shape(8, 8, dtype=BF16)
+    assert kinds(lambda x: x * OFTEN, half) == kinds(lambda x: x * 0.999, half) == vanishing
+    (said,) = audit(lambda x: jnp.clip(x, 0.1, 1 - 1e-7), compile=False)(*args).findings
+    assert said.what == "the constant 1 - 1e-07 is 1 in float16"
+
+
+ZEROS, ROWS, scan = jnp.zeros(16, BF16), shape(4096, 16, dtype=BF16), jax.lax.scan
+
+
+def compensated(x: Any) -> Any:
+    def turn(carry: Any, each: Any) -> Any:
+        total, lost = carry
+        term = each - lost
+        new = total + term
+        return (new, (new - total) - term), None
+
+    return scan(turn, (ZEROS, ZEROS), x)[0][0]
+
+
+def gradient(body: Any) -> Any:
+    """Of the sum of what a loop ends with; of weights of which each turn reads some."""
+    return jax.grad(lambda w, x: scan(lambda c, each: (body(c, w, each), None), ZEROS, x)[0].astype(F32).sum())
+
+
+def descent(p: Any, x: Any) -> Any:
+    gradient = jax.grad(lambda p, x: jnp.mean((x * p).astype(F32) ** 2))
+    return scan(lambda p, x: (p - 0.1 * gradient(p, x), None), p, x)[0]
+
+
+W = shape(16, 16, dtype=BF16)
+CARRIED = {
+    "a sum": (lambda x: scan(lambda c, x: (c + x, None), ZEROS, x)[0], ROWS),
+    "its parts": (lambda x: scan(lambda c, x: (c + x, c + x), ZEROS, x)[1], ROWS),
+    "of a fori_loop": (lambda x: jax.lax.fori_loop(0, 4096, lambda i, c: c + x[i], ZEROS), ROWS),
+    "in reverse, subtracted": (lambda x: scan(lambda c, x: (c - x, None), ZEROS, x, reverse=True)[0], ROWS),
+    "a half carry of float32 terms": (
+        lambda x: scan(lambda c, x: ((c.astype(F32) + x.astype(F32)).astype(BF16), None), ZEROS, x)[0], ROWS
+    ),
+    "masked": (lambda x: scan(lambda c, x: (jnp.where(x > 0, c + x, c), None), ZEROS, x)[0], ROWS),
+    "in a branch": (
+        lambda x: scan(lambda c, x: (jax.lax.cond(x[0] > 0, lambda: c + x, lambda: c), None), ZEROS, x)[0], ROWS
+    ),
+    "in a loop in a loop": (
+        lambda x: scan(lambda c, x: (scan(lambda c, x: (c + x, None), c, x)[0], None), ZEROS, x)[0],
+        shape(20, 20, 16, dtype=BF16),
+    ),
+    "two terms a turn": (
+        lambda x: scan(lambda c, x: (c + x + jnp.tanh(x), None), ZEROS, x)[0], shape(129, 16, dtype=BF16)
+    ),
+    "counted by data": (
+        lambda i: scan(lambda c, i: (c.at[i].add(jnp.ones((), BF16)), None), ZEROS, i)[0],
+        shape(4096, dtype=jnp.int32),
+    ),
+    "the gradient of a weight": (gradient(lambda c, w, x: jnp.tanh(c @ w + x)), W, ROWS),
+    "of a table": (gradient(lambda c, w, i: jnp.tanh(c + w[i])), W, shape(4096, dtype=jnp.int32)),
+    "of one row": (gradient(lambda c, w, x: jnp.tanh(c * x + w[3])), W, ROWS),
+    "under remat": (gradient(jax.checkpoint(lambda c, w, x: jnp.tanh(c @ w + x))), W, ROWS),
+    "params": (descent, shape(16, dtype=BF16), ROWS),
+}  # fmt: skip
+UNCARRIED = {
+    "in float32": (lambda x: scan(lambda c, x: (c + x, None), ZEROS.astype(F32), x)[0], ROWS),
+    "few turns": (lambda x: scan(lambda c, x: (c + x, None), ZEROS, x)[0], shape(256, 16, dtype=BF16)),
+    "of a loop in a loop": (
+        lambda x: scan(lambda c, x: (scan(lambda c, x: (c + x, None), c, x)[0], None), ZEROS, x)[0],
+        shape(16, 16, 16, dtype=BF16),
+    ),
+    "a decay": (lambda x: scan(lambda c, x: (c * 0.5 + x, None), ZEROS, x)[0], ROWS),
+    "compensated": (compensated, ROWS),
+    "integers": (lambda x: scan(lambda c, x: (c + 1, None), 0, x)[0], ROWS),
+    "what nobody reads": (lambda x: scan(lambda c, x: ((c[0] + x, c[1] * x), None), (ZEROS, ZEROS), x)[0][1], ROWS),
+    "each row once": (
+        lambda x: jax.lax.fori_loop(0, 4096, lambda i, c: c.at[i].add(x[i]), jnp.zeros((4096, 16), BF16)), ROWS
+    ),
+    "a gradient of each row once": (
+        jax.grad(lambda x: jax.lax.fori_loop(0, 4096, lambda i, c: jnp.tanh(c * x[i]), ZEROS).astype(F32).sum()), ROWS
+    ),
+    "a gradient in float32": (gradient(lambda c, w, x: jnp.tanh(c @ w.astype(BF16) + x)), shape(16, 16), ROWS),
+    "a residual stream": (
+        jax.grad(lambda w, x: scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, w)[0].astype(F32).sum()),
+        shape(48, 16, 16, dtype=BF16), shape(8, 16, dtype=BF16),
+    ),
+    "only the run tells": (
+        lambda x: jax.lax.while_loop(lambda c: c[0] < 4096, lambda c: (c[0] + 1, c[1] + x[0]), (0, ZEROS))[1], ROWS
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CARRIED, *UNCARRIED])
+def test_a_sum_is_one_if_a_loop_carries_it(name: str) -> None:
+    fun, *args = {**CARRIED, **UNCARRIED}[name]
+    assert found(fun, *args) == ["half-sum"] * (name in CARRIED)
 
 
 PARAMS, X, SCALAR = {"w": shape(16, 16)}, shape(8, 16), shape()

@@ -60,6 +60,11 @@ def half_reduction(h: Any, w: Any) -> Any:
     return h - jax.lax.stop_gradient(total)
 
 
+def half_carry(h: Any, w: Any) -> Any:
+    turn = lambda total, x: (total + x, None)  # here # noqa: E731
+    return h - jax.lax.stop_gradient(jax.lax.scan(turn, jnp.zeros_like(h[0]), h)[0])
+
+
 def half_exponential(h: Any, w: Any) -> Any:
     return h * jnp.exp(h)  # here
 
@@ -90,6 +95,25 @@ def vanishing_cast(h: Any, w: Any) -> Any:
     return jnp.clip(h, 1e-9, 1.0)  # here
 
 
+def vanishing_variable(h: Any, w: Any) -> Any:
+    small = np.float16(1e-8)
+    return h / (jnp.abs(h) + small)  # here
+
+
+def vanishing_array(h: Any, w: Any) -> Any:
+    several = np.full((16,), 1e-8, np.float16)
+    return h / (jnp.abs(h) + several)  # here
+
+
+def vanishing_decay(h: Any, w: Any) -> Any:
+    return h * 0.999  # here
+
+
+def overflowing_array(h: Any, w: Any) -> Any:
+    mask = np.where(np.arange(16) < 8, 0.0, -1e9).astype(h.dtype)
+    return h + mask  # here
+
+
 def overflowing_mask(h: Any, w: Any) -> Any:
     return jnp.where(h > 0, h, -1e9)  # here
 
@@ -107,6 +131,16 @@ def inexact_iota(h: Any, w: Any) -> Any:
     return h + jnp.arange(4096, dtype=h.dtype)[:, None]  # here
 
 
+def inexact_draws(h: Any, w: Any) -> Any:
+    times = jax.random.randint(jax.random.key(0), (4096, 1), 0, 1000)
+    return h * times.astype(h.dtype)  # here
+
+
+def inexact_constant(h: Any, w: Any) -> Any:
+    positions = np.arange(4096).astype(h.dtype)[:, None]
+    return h * positions  # here
+
+
 def float64_product(h: Any, w: Any) -> Any:
     wide = h.astype(jnp.float64)  # here
     return jnp.tanh(wide).astype(h.dtype)
@@ -119,6 +153,7 @@ FAULTS: list[tuple[str, Callable[..., Any], Any]] = [
     ("half-sum", half_sum, BF16),
     ("half-sum", half_scatter, F16),
     ("half-sum", half_reduction, BF16),
+    ("half-sum", half_carry, F16),
     ("half-exponential", half_exponential, BF16),
     ("half-exponential", half_softmax, F16),
     ("half-exponential", half_power, BF16),
@@ -126,10 +161,16 @@ FAULTS: list[tuple[str, Callable[..., Any], Any]] = [
     ("round-trip", round_trip, BF16),
     ("vanishing-constant", vanishing_literal, F16),
     ("vanishing-constant", vanishing_cast, F16),
+    ("vanishing-constant", vanishing_variable, F16),
+    ("vanishing-constant", vanishing_array, F16),
+    ("vanishing-constant", vanishing_decay, BF16),
+    ("overflowing-constant", overflowing_array, F16),
     ("overflowing-constant", overflowing_mask, F16),
     ("overflowing-constant", overflowing_literal, F16),
     ("inexact-integers", inexact_positions, BF16),
     ("inexact-integers", inexact_iota, F16),
+    ("inexact-integers", inexact_draws, BF16),
+    ("inexact-integers", inexact_constant, BF16),
     ("float64", float64_product, BF16),
 ]
 
