@@ -1,11 +1,11 @@
-"""Copies what was measured from experiments/results into the README and three pages of docs, between two markers.
+"""Copies what was measured from experiments/results into the README and four pages of docs, between two markers.
 
 python -m experiments.report.readme
 
 The README has a few of them: the sums of gradients, the filled rows of :mod:`experiments.report.headline`, and a
 sentence on the cost of loss scaling. docs/measured.md has all, with the facts of each run, results/demo/compare.md and
 every results/loss_scaling*/loss_scaling.md among them; docs/gradient_sums.md those on the sums; docs/sharding.md what
-was compiled for many GPUs.
+was compiled for many GPUs; docs/inspect.md the times that the roofline predicts beside those on record.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+from experiments.benchmarks.compile_only import report as compile_only
 from experiments.benchmarks.gradient_sums import NOTE, sentence
 from experiments.report import headline
 from jaxmp.inspect.targets import TARGETS
@@ -132,6 +133,18 @@ def sharding_block(root: Path = ROOT) -> str:
     )
 
 
+def roofline_block(root: Path = ROOT) -> str:
+    """The part of docs/inspect.md on predicted times, of the newest steps compiled for an H200 below ``root``."""
+    source = headline.newest(
+        root / "experiments" / "results", "compile_only", lambda run: bool(compile_only.predictions(run["results"]))
+    )
+    if source is None:
+        return "Not compiled yet: `python -m experiments.benchmarks.compile_only`.\n"
+    (found,) = compile_only.predictions(source.data["results"])
+    text = found.markdown().partition("\n\n")[2]
+    return f"{text}\n{source.line(root)}\n".replace("](experiments/", "](../experiments/")
+
+
 def write(file: Path, text: str) -> None:
     """Replaces what is between the markers of ``file``."""
     before, begin, rest = file.read_text().partition(BEGIN)
@@ -150,5 +163,6 @@ if __name__ == "__main__":
         write(ROOT / "docs" / "measured.md", measured_block())
         write(ROOT / "docs" / "gradient_sums.md", gradient_sums_block())
         write(ROOT / "docs" / "sharding.md", sharding_block())
+        write(ROOT / "docs" / "inspect.md", roofline_block())
     except ValueError as error:
         sys.exit(f"error: {error}")

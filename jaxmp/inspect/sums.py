@@ -14,7 +14,7 @@ from jaxmp.inspect.values import JOIN, TURN, TURNS, Value, Values, is_zero, lead
 _SCATTERS = frozenset({"scatter-add", "scatter-sub"})
 _WRITES = frozenset({"dynamic_update_slice", "scatter"}) | _SCATTERS
 _REMEDY = "sum in float32: cast before, or pass dtype=jnp.float32"
-_CARRIED = "carry the sum in float32; of what every turn reads, cast in the loop, the gradient is one"
+_CARRIED = "carry the sum in float32; if it is the gradient of what every turn reads, cast that inside the loop"
 
 
 def half_sums(audited: Audited) -> Found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, TENSOR_FLOPS
@@ -98,29 +98,56 @@ def notes(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def predictions(results: Sequence[dict[str, Any]]) -> list[Table]:
-    """The times on record beside those predicted, the fastest first, and how many pairs of them are in order."""
-    found = sorted(
-        (TIMES[f"{result['name']}-{key}"], row["predicted"], f"{result['name']}, {row['label']}")
+class Timed(NamedTuple):
+    """A step whose time is on record: milliseconds measured and predicted, and which it is."""
+
+    measured: float
+    predicted: float
+    name: str
+
+    @property
+    def error(self) -> float:
+        """How far off the prediction is, of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def on_record(results: Sequence[dict[str, Any]]) -> list[Timed]:
+    """The steps whose times are on record, the fastest first."""
+    return sorted(
+        Timed(TIMES[f"{result['name']}-{key}"], row["predicted"], f"{result['name']}, {row['label']}")
         for result in results
         for key, row in result["variants"].items()
         if result["full"] and f"{result['name']}-{key}" in TIMES and row.get("predicted")
     )
+
+
+def apart(one: Timed, other: Timed) -> float:
+    """By what share two predictions differ, of the smaller."""
+    return max(one.predicted, other.predicted) / min(one.predicted, other.predicted) - 1
+
+
+def reversed_pairs(found: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
+    """Those of which the first, which was measured faster, is not predicted so; of the most apart first."""
+    pairs = [pair for pair in itertools.combinations(found, 2) if pair[0].predicted >= pair[1].predicted]
+    return sorted(pairs, key=lambda pair: -apart(*pair))
+
+
+def predictions(results: Sequence[dict[str, Any]]) -> list[Table]:
+    """The times on record beside those predicted, and how many pairs of them are in order."""
+    found = on_record(results)
     if len(found) < 2:
         return []
-    rows = [(name, f"{measured:.1f}", f"{ms:.1f}", f"{ms / measured - 1:+.1%}") for measured, ms, name in found]
-    largest = max(abs(ms / measured - 1) for measured, ms, _ in found)
-    pairs = [
-        (one < other, max(one, other) / min(one, other) - 1)
-        for (_, one, _), (_, other, _) in itertools.combinations(found, 2)
-    ]
-    apart = [in_order for in_order, ratio in pairs if ratio > largest]
+    rows = [(each.name, f"{each.measured:.1f}", f"{each.predicted:.1f}", f"{each.error:+.1%}") for each in found]
+    largest = max(abs(each.error) for each in found)
+    pairs, ties = list(itertools.combinations(found, 2)), reversed_pairs(found)
+    far = [pair for pair in pairs if apart(*pair) > largest]
     notes = [
-        f"{sum(in_order for in_order, _ in pairs)} of {len(pairs)} pairs are ordered as measured; of those whose "
-        f"predictions differ by more than the largest error, {largest:.1%}, {sum(apart)} of {len(apart)}"
+        f"{len(pairs) - len(ties)} of {len(pairs)} pairs are ordered as measured; of those whose predictions differ by "
+        f"more than the largest error, {largest:.1%}, {len(set(far) - set(ties))} of {len(far)}"
     ]
-    if ties := [ratio for in_order, ratio in pairs if not in_order]:
-        notes.append(f"ties: in the other {len(ties)} the predictions differ by at most {max(ties):.1%}")
+    if ties:
+        named = "; ".join(f"{one.name} and {other.name} ({apart(one, other):.1%})" for one, other in ties)
+        notes.append(f"not ordered, by how much the predictions differ: {named}")
     return [Table("Predicted and measured", ("step", "measured ms", "predicted ms", "error"), rows, notes=tuple(notes))]
 
 

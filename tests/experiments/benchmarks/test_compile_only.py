@@ -97,7 +97,7 @@ def test_times_on_record_stand_beside_those_predicted_and_pairs_are_counted():
     assert found.notes == (
         "5 of 6 pairs are ordered as measured; of those whose predictions differ by more than the largest error, "
         "10.0%, 5 of 5",
-        "ties: in the other 1 the predictions differ by at most 3.0%",
+        "not ordered, by how much the predictions differ: gpt2, hand_fp16 and gpt2, hand_bf16 (3.0%)",
     )
     assert report.predictions([{**rows, "full": False}]) == []
 

@@ -8,10 +8,12 @@ import re
 import pytest
 
 from experiments.benchmarks import gradient_sums
+from experiments.benchmarks.compile_only import report as compile_only
 from experiments.benchmarks.train_step import report as train_step_report
 from experiments.models.workloads import FULL, SMOKE
 from experiments.report import headline, readme
 from experiments.training.runs import write_json
+from jaxmp.inspect import prediction
 
 GPU = {"device": "1 × H200 (gpu)", "versions": "jax 1", "date": "2026-11-21 10:00 +0000", "command": "python -m some"}
 MIB = 2**20
@@ -35,6 +37,21 @@ def test_the_page_on_sums_has_what_the_script_writes():
     assert between == f"\n{readme.gradient_sums_block()}\n", "run python -m experiments.report.readme"
     _, _, rest = (readme.ROOT / "docs" / "sharding.md").read_text().partition(readme.BEGIN)
     assert rest.partition(readme.END)[0] == f"\n{readme.sharding_block()}\n", "run python -m experiments.report.readme"
+
+
+def test_the_page_on_inspecting_has_what_the_script_writes():
+    _, _, rest = (readme.ROOT / "docs" / "inspect.md").read_text().partition(readme.BEGIN)
+    assert rest.partition(readme.END)[0] == f"\n{readme.roofline_block()}\n", "run python -m experiments.report.readme"
+
+
+def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_pairs_beyond_it():
+    source = headline.newest(readme.ROOT / "experiments" / "results", "compile_only", lambda run: True)
+    found = compile_only.on_record(source.data["results"])
+    assert len(found) == len(compile_only.TIMES)
+    largest = max(abs(each.error) for each in found)
+    assert prediction.ERROR - 0.01 < largest <= prediction.ERROR
+    ties = compile_only.reversed_pairs(found)
+    assert all(compile_only.apart(*pair) <= prediction.ERROR for pair in ties)
 
 
 def test_only_what_is_between_the_markers_is_replaced(tmp_path):
