@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -414,6 +415,26 @@ UNCARRIED = {
 def test_a_sum_is_one_if_a_loop_carries_it(name: str) -> None:
     fun, *args = {**CARRIED, **UNCARRIED}[name]
     assert found(fun, *args) == ["half-sum"] * (name in CARRIED)
+
+
+@pytest.mark.once
+def test_what_is_made_to_lose_nothing_is_no_half_sum() -> None:
+    def fit(how: Any) -> Any:
+        tx = jaxmp.low_precision(optax.sgd(0.1), params=how)
+        gradient = jax.grad(lambda p, x: jnp.sum((x * p).astype(F32) ** 2))
+
+        def turn(carry: Any, x: Any) -> Any:
+            updates, state = tx.update(gradient(carry[0], x), carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return lambda p, x: scan(turn, (p, tx.init(p)), x)[0][0]
+
+    for how in ("kahan", "stochastic"):
+        assert found(fit(how), shape(16, dtype=BF16), ROWS) == []
+    model, x = nn.RNN(nn.GRUCell(16)), shape(8, 512, 16)  # a weight's gradient over 512 turns
+    under = jaxmp.linen.apply_policy(model, "mixed_bfloat16")
+    loss = jax.grad(lambda variables, x: jnp.mean(under.apply(variables, x).astype(F32) ** 2))
+    assert found(loss, jax.eval_shape(model.init, jax.random.key(0), x), x) == []
 
 
 PARAMS, X, SCALAR = {"w": shape(16, 16)}, shape(8, 16), shape()
