@@ -6,15 +6,17 @@ The engine asks when it reads a product, and is answered once it has decided whi
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmp import float8
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.walk import PRODUCTS
+from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.engine.marks import DECIDED, WITH_RULE
 
@@ -67,7 +69,7 @@ class Asked:
         def follow(node: Any) -> list[Any]:
             return [user for user in node.users if user.name not in PRODUCTS and not user.name.startswith("reduce_")]
 
-        readers = _walk([self._step.node], follow)
+        readers = walk([self._step.node], follow)
         return all(each.users and (each.name != "tanh" or each.dtype.itemsize > 2) for each in readers)
 
     @functools.cached_property
@@ -134,13 +136,29 @@ def _origins(node: Any) -> set[Any]:
         # What was integers has no inputs here, and rows that were looked up belong to an example.
         return each.inputs and each.name in _MOVES and not (each.is_looked_up and _has_rows(each))
 
-    path = _walk([node], lambda each: each.inputs if each.name in _MOVES else ())
+    path = {*walk([node], lambda each: each.inputs if each.name in _MOVES else ())}
     return path if all(each.kind is Kind.SOURCE or is_moved(each) for each in path) else set()
+
+
+def bias_added(product: Any, read_in: Callable[..., Any], normalised: Callable[[int], Any]) -> Any:
+    """The node where a bias is added to a product, if the gradient of both is summed in the kernel that computes it.
+
+    Args:
+      product: a node of the engine's graph.
+      read_in: the dtype that a node reads another in.
+      normalised: of the nodes of so many elements those in a normalisation, whose kernel has sums of its own.
+    """
+    add = product.users[0] if len(product.users) == 1 else product
+    if (add.name, add.shape, add.loop) != ("add", product.shape, product.loop):
+        return None
+    rows = (one for one in add.inputs if math.prod(one.shape) == add.shape[-1] and not one.is_cast_once)
+    is_summed = any(one.dtype == np.float32 != read_in(add, one) for one in rows)
+    return add if is_summed and add not in normalised(math.prod(add.shape)) else None
 
 
 def _is_mask(node: Any) -> bool:
     """Whether a value is made of integers and bools, and of numbers that these select: one-hot rows say."""
-    path = _walk([node], lambda each: each.inputs if each.name in _MASKING else ())
+    path = walk([node], lambda each: each.inputs if each.name in _MASKING else ())
     is_made = any(each.name == "select_n" or not (each.inputs or each.kind is Kind.SOURCE) for each in path)
     return is_made and all(each.name in _MASKING or not each.shape for each in path)
 
@@ -152,7 +170,7 @@ def _is_table(weight: set[Any]) -> bool:
         alike = (user for user in node.users if user.name in _MOVES or user.shape == node.shape)
         return [user for user in alike if user.name not in PRODUCTS]
 
-    readers = _walk(weight, follow)
+    readers = {*walk(weight, follow)}
     one_hot = any(user.name in PRODUCTS and any(map(_is_mask, user.inputs)) for each in readers for user in each.users)
     return one_hot or any(map(_has_rows, readers - weight))
 
@@ -160,13 +178,3 @@ def _is_table(weight: set[Any]) -> bool:
 def _has_rows(node: Any) -> bool:
     """Whether a value is rows of a table, by indices; a single one of a stack may be the weight of a layer."""
     return node.name == "gather" and len(node.shape) >= len(node.inputs[0].shape)
-
-
-def _walk(start: Iterable[Any], follow: Callable[[Any], Iterable[Any]]) -> set[Any]:
-    stack = [*start]
-    found = {*stack}
-    while stack:
-        new = {*follow(stack.pop())} - found
-        found |= new
-        stack += new
-    return found

@@ -31,6 +31,7 @@ from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.invariant import same_in_turns, same_results
 from jaxmp._jaxpr.places import Places
+from jaxmp._jaxpr.program import Program, arrays_in
 from jaxmp._jaxpr.rebuild import bound, is_body_alone, rebuilt
 from jaxmp._jaxpr.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp._mesh_plan import COPIES, Plan, while_tracing, wide
@@ -41,7 +42,6 @@ from jaxmp.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.marks import DECIDED, region_of
 from jaxmp.engine.rules import BROADCAST
-from jaxmp.engine.trace import Program, arrays_in
 
 _FLOAT32 = np.dtype(np.float32)
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 
-from jaxmp._nnx_variables import PLAIN
+from jaxmp._nnx_variables import PLAIN, is_node, is_variable
 
 
 class ArrayCall(NamedTuple):
@@ -34,20 +35,20 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     graphdef, state = nnx.flatten(objects, ref_index=refs, graph=True)
     outside = IndexMap.from_refmap(refs)
     leaves = [leaf for _, leaf in state]
-    are_known = all(map(_is_object, outside.values())) and all(map(_is_plain_variable, leaves))
+    are_known = all(map(is_node, outside.values())) and all(map(_is_plain_variable, leaves))
     numbers = [refs[leaf] for leaf in leaves] if are_known else None
 
     def pure(plain: dict[int, Any], values: list[Any]) -> Any:
         inside = IndexMap()
         copies = nnx.unflatten(graphdef, values, index_ref=inside)
-        given = {index: _identity(node) for index, node in inside.items() if isinstance(node, nnx.Variable)}
+        given = {index: _held(node) for index, node in inside.items() if is_variable(node)}
         before = numbers and _snapshot(inside.values())
         args, kwargs = fill(plain, copies)
         results, made, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
 
         if numbers and before and not made and _unchanged(before):  # most calls change only Variables
             own = [(inside[index], given[index]) for index in numbers]
-            written = {n: value_of(var) for n, (var, old) in enumerate(own) if _identity(var) != old}
+            written = {n: value_of(var) for n, (var, old) in enumerate(own) if _is_new(var, old)}
             return (results, [], _Changes(None, numbers, None, fill_results)), written
 
         maps: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(inside), "graph": True}
@@ -57,7 +58,7 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         written = {
             n: value_of(leaf)
             for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True))
-            if index is None or _identity(leaf) != given[index]
+            if index is None or _is_new(leaf, given[index])
         }
         is_same = None not in indices and structure == graphdef.with_same_outer_index()
         changes = _Changes(None if is_same else structure, indices, made_structure, fill_results)
@@ -101,10 +102,10 @@ class _Changes:
 
 def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any], dict[int, Any], Any, Any]:
     """A tree in parts: what is no NNX object, the objects that may change, what fills both in again, the structure."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_object)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     parts: tuple[dict[int, Any], ...] = ({}, {}, {})
     for n, leaf in enumerate(leaves):
-        parts[0 if not _is_object(leaf) else 1 if may_change(leaf) else 2][n] = leaf
+        parts[0 if not is_node(leaf) else 1 if may_change(leaf) else 2][n] = leaf
     plain, objects, fixed = parts
 
     def fill(plain: dict[int, Any], objects: dict[int, Any]) -> Any:
@@ -112,10 +113,6 @@ def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any
         return jax.tree.unflatten(structure, [filled[n] for n in range(len(filled))])
 
     return plain, objects, fill, structure
-
-
-def _is_object(node: Any) -> bool:
-    return isinstance(node, (nnx.Pytree, nnx.Variable))
 
 
 def _may_change(node: Any) -> bool:
@@ -129,14 +126,14 @@ def _may_change(node: Any) -> bool:
 
 
 def _check_may_change(node: Any) -> None:
-    if isinstance(node, nnx.Variable):
+    if is_variable(node):
         node.set_raw_value(node.get_raw_value())
     elif isinstance(node, nnx.Pytree):
         node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")
 
 
 def _is_plain_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable) and not leaf.ref
+    return is_variable(leaf) and not leaf.ref
 
 
 _Snapshot = list[tuple[Any, dict[str, Any]]]
@@ -147,20 +144,20 @@ def _snapshot(nodes: Iterable[Any]) -> _Snapshot | None:
     """The attributes of objects; None if a part of one may change by itself, as a list does."""
     found = [(node, _attributes_of(node)) for node in nodes]
     for node, own in found:
-        for name, value in own.items() if not isinstance(node, nnx.Variable) else ():
+        for name, value in own.items() if not is_variable(node) else ():
             if type(value) not in PLAIN and not name.startswith("_pytree__") and not _is_fixed(value):
                 return None
     return found
 
 
 def _attributes_of(node: Any) -> dict[str, Any]:
-    return node.get_metadata() if isinstance(node, nnx.Variable) else dict(vars(node))
+    return node.get_metadata() if is_variable(node) else dict(vars(node))
 
 
 def _is_fixed(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(_is_fixed, value))
-    return type(value) in PLAIN or _is_object(value) or jax.tree_util.all_leaves([value])
+    return type(value) in PLAIN or is_node(value) or jax.tree_util.all_leaves([value])
 
 
 def _unchanged(snapshot: _Snapshot) -> bool:
@@ -173,8 +170,14 @@ def _unchanged(snapshot: _Snapshot) -> bool:
 
 def value_of(leaf: Any) -> Any:
     """What a Variable holds; what is none holds itself."""
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    return leaf.get_raw_value() if is_variable(leaf) else leaf
 
 
-def _identity(leaf: Any) -> list[int]:
-    return [id(value) for value in jax.tree.leaves(value_of(leaf))]
+def _held(leaf: Any) -> list[Any]:
+    value = value_of(leaf)
+    return [value] if isinstance(value, jax.core.Tracer) else jax.tree.leaves(value)
+
+
+def _is_new(leaf: Any, before: list[Any]) -> bool:
+    """Whether a leaf holds other arrays than ``before``."""
+    return any([new is not old for new, old in itertools.zip_longest(_held(leaf), before)])

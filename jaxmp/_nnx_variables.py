@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +14,29 @@ from jaxmp import tree as _tree
 from jaxmp.engine.classes import CASTABLE
 
 
-def is_object(node: Any) -> bool:
-    """Whether ``node`` is an object of NNX, which is no tree of arrays although JAX could flatten it."""
-    return isinstance(node, (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef))
+def _instances_of(*classes: type) -> Callable[[Any], bool]:
+    """``isinstance`` that is asked once of a type: classes of NNX answer in Python, and of a tracer by its type."""
+    known: dict[type, bool] = {}
+
+    def is_instance(node: Any) -> bool:
+        kind = type(node.aval) if isinstance(node, jax.core.Tracer) else type(node)
+        if kind not in known:
+            known[kind] = isinstance(node, classes)
+        return known[kind]
+
+    return is_instance
 
 
+is_object = _instances_of(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
+"""Whether a value is an object of NNX, which is no tree of arrays although JAX could flatten it."""
+is_node = _instances_of(nnx.Pytree, nnx.Variable)
+"""Whether a value is a Variable, a module or what else NNX's transforms take and change."""
+is_variable = _instances_of(nnx.Variable)
+_is_pytree = _instances_of(nnx.Pytree)
+_is_any_module = _instances_of(nnx.Module)
+
+
+@functools.cache
 def is_container_class(cls: Any) -> bool:
     """Whether instances of ``cls`` only hold what belongs to the module around them, as an ``nnx.List`` does."""
     holds = not issubclass(cls, nnx.Module) or issubclass(cls, (nnx.List, nnx.Dict))
@@ -26,12 +45,13 @@ def is_container_class(cls: Any) -> bool:
 
 def is_module(node: Any) -> bool:
     """Whether ``node`` is a module, and not a container that happens to be one for Flax."""
-    return isinstance(node, nnx.Module) and not is_container_class(type(node))
+    cls: Any = type(node)
+    return _is_any_module(node) and not is_container_class(cls)
 
 
 def items(node: Any) -> Iterator[tuple[str, Any]]:
     """The names and values in a module, or in a container of NNX, Python or any other that JAX knows as a tree."""
-    if isinstance(node, nnx.Pytree):
+    if _is_pytree(node):
         yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith("_pytree__"))
     elif not is_object(node):
         for path, value in jax.tree.leaves_with_path(node, is_leaf=lambda leaf: leaf is not node):
@@ -52,15 +72,17 @@ def own(node: Any) -> Iterator[Any]:
             yield from own(value)
 
 
-def own_variables(node: Any) -> Iterator[nnx.Variable[Any]]:
+def own_variables(node: Any) -> list[nnx.Variable[Any]]:
     """The Variables that belong to a module itself."""
-    for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else items(node):
+    found = list[nnx.Variable[Any]]()
+    for name, value in vars(node).items() if _is_pytree(node) else items(node):
         if type(value) in PLAIN or name.startswith("_pytree__"):
             continue
-        if isinstance(value, nnx.Variable):
-            yield value
+        if is_variable(value):
+            found.append(value)
         elif not is_module(value):
-            yield from own_variables(value)
+            found += own_variables(value)
+    return found
 
 
 def submodules(node: Any, seen: set[int] | None = None) -> Iterator[nnx.Module]:
@@ -85,9 +107,13 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
         if id(node) in seen or (impl := nnx.graphlib.get_node_impl(node)) is None:
             continue
         seen.add(id(node))
-        if isinstance(node, nnx.Module):
+        if _is_any_module(node):
             yield path, node
-        below = [item for item in impl.node_dict(node).items() if type(item[1]) not in _LEAVES]
+        # Flax sorts all by name, and wraps each.
+        is_plain = _is_pytree(node) and not node._pytree__has_int_keys
+        within = vars(node) if is_plain else impl.node_dict(node)
+        below = [item for item in within.items() if type(item[1]) not in _LEAVES]
+        below = sorted(below) if is_plain else below
         stack += [((*path, str(key)), child) for key, child in reversed(below)]
 
 

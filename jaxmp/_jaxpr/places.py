@@ -25,6 +25,7 @@ from jaxmp._jaxpr.reading import opened
 
 _CAST: Any = jax.lax.convert_element_type_p
 _Trace: Any = partial_eval.DynamicJaxprTrace
+_Tracer: Any = partial_eval.DynamicJaxprTracer
 
 
 class Places:
@@ -45,6 +46,7 @@ class Places:
         self._names: Any = None
         self._source: Any = None
         self._is_short = False
+        self._types: dict[Any, list[Any]] = {}  # of the results of operations that were put here before
 
     def at(self, eqn: Any) -> None:
         """The place is that of ``eqn`` from now on; None: where this was made."""
@@ -54,7 +56,7 @@ class Places:
             if info.name_stack is not self._scopes:  # a scope has many equations, one after the other
                 self._scopes, self._names = info.name_stack, self._around + info.name_stack
             # An equation that knows none has the source of what is around it, as under JAX.
-            self._source = info.replace(name_stack=self._names)
+            self._source = source_info_util.SourceInfo(info.traceback, self._names)
             if not info.traceback:
                 self._source.traceback = source_info_util.current().traceback
 
@@ -87,14 +89,25 @@ class Places:
             primals, tangents = [primal for primal, _ in pairs], [tangent for _, tangent in pairs]
         if not (tracers := self._tracers(primals)):
             return None
-        if any(tangent is not None for tangent in tangents):
+        if self._linear is not None and any(tangent is not None for tangent in tangents):
             is_own = primitive in ad.primitive_linearizations or primitive not in ad.primitive_jvps
             if is_own or any(map(callable, params.values())):  # a function may hold what dies with this trace
                 return None
             return self._differentiated(primitive, primals, tracers, tangents, params)
-        if rule := partial_eval.custom_staging_rules.get(primitive):
-            return rule(self._trace, self._source, *tracers, **params)
-        return self._trace.default_process_primitive(primitive, tracers, params, self._source)
+        if primitive in partial_eval.custom_staging_rules:
+            return partial_eval.custom_staging_rules[primitive](self._trace, self._source, *tracers, **params)
+        key = (primitive, *params.values(), *[tracer.aval for tracer in tracers])
+        types = None if primitive is _CAST and tracers[0].get_const() is not None else self._types.get(key)  # JAX folds
+        if types is not None:
+            args = tracers, types, primitive, params, core.no_effects, self._source, self._context
+            out = self._trace.emit_eqn(*args)
+            return out if primitive.multiple_results else out[0]
+        out = self._trace.default_process_primitive(primitive, tracers, params, self._source)
+        results = out if primitive.multiple_results else [out]
+        # What a forwarding rule may drop, as it leaves its operand what it is, JAX looks at again.
+        if not self._eqn.effects and not any(result is tracer for result in results for tracer in tracers):
+            self._types[key] = [result.aval for result in results]
+        return out
 
     def _differentiated(
         self, primitive: Any, primals: Sequence[Any], tracers: list[Any], tangents: list[Any], params: dict[str, Any]
@@ -120,7 +133,7 @@ class Places:
         """What stands for ``operands`` in the program that is traced; none if one is of another, or there are none."""
         tracers = []
         for operand in operands:
-            if getattr(operand, "_trace", None) is not self._trace:
+            if type(operand) is not _Tracer or operand._trace is not self._trace:
                 if isinstance(operand, core.Tracer):
                     return []
                 operand = self._trace.to_jaxpr_tracer(dtypes.canonicalize_value(operand), self._source)
@@ -134,7 +147,8 @@ class Places:
     def bound(self, operands: Sequence[Any], params: Any) -> list[Any]:
         """The results of the equation with other parameters on other operands, as one operation."""
         primitive = self._eqn.primitive
-        out = self.bind(primitive, operands, primitive.get_bind_params(params))
+        params = params if _is_plain(primitive) else primitive.get_bind_params(params)
+        out = self.bind(primitive, operands, params)
         return list(out) if primitive.multiple_results else [out]
 
     def repeated(self, operands: Sequence[Any]) -> list[Any]:
@@ -148,9 +162,9 @@ class Places:
         if not self._is_short or eqn.effects or is_dropped or not (is_cast or _is_plain(primitive)):
             return self.bound(operands, eqn.params)
         for atom, operand in zip(eqn.invars, operands, strict=True):
-            if isinstance(atom, Literal):
-                operand = partial_eval.DynamicJaxprTracer(trace, atom.aval, atom, self._source)
-            elif getattr(operand, "_trace", None) is not trace or operand.aval is not atom.aval:
+            if type(atom) is Literal:
+                operand = _Tracer(trace, atom.aval, atom, self._source)
+            elif not (type(operand) is _Tracer and operand._trace is trace and operand.aval is atom.aval):
                 return self.bound(operands, eqn.params)
             if is_cast and operand.get_const() is not None:  # which JAX folds
                 return self.bound(operands, eqn.params)
@@ -169,7 +183,8 @@ def _is_plain(primitive: Any) -> bool:
     """Whether JAX binds and stages a primitive as it does most."""
     own = {"bind_with_trace", "is_high", "get_bind_params"} & vars(primitive).keys()
     special = own or primitive.ref_allocating or primitive in partial_eval.const_fold_rules
-    return type(primitive) is Primitive and not special
+    has_hashes = primitive.name != "custom_lin" and not primitive.name.startswith("call_hi_primitive")  # its parameters
+    return type(primitive) is Primitive and has_hashes and not special
 
 
 def _pair(operand: Any, linear: Any) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax._src import config, core, source_info_util
 from jax._src.interpreters.batching import BatchTracer
-from jax.extend.core import Literal
+from jax.extend.core import Literal as Literal
 
 Names = tuple[str, ...]
 Opened = tuple[Any, list[Any]]

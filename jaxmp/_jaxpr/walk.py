@@ -1,15 +1,16 @@
-"""Walking a jaxpr with everything nested in it."""
+"""Walking a jaxpr with everything nested in it, and graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jaxmp._jaxpr.reading import bodies_of, is_literal, opened
 
+T = TypeVar("T", bound=Hashable)
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
@@ -81,3 +82,15 @@ def follow_products(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         ]
 
     return interpreted(jaxpr, [False] * len(jaxpr.constvars), inputs, equation, lambda atom: False)
+
+
+def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None]:
+    """The nodes of a graph that one comes to, each once."""
+    found = dict.fromkeys(start)
+    stack = [*found]
+    while stack:
+        for node in follow(stack.pop()):
+            if node not in found:
+                found[node] = None
+                stack.append(node)
+    return found

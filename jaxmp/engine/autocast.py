@@ -44,7 +44,7 @@ from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
 from jaxmp.engine.marks import DECIDED, precision
 from jaxmp.engine.rules import Rules
-from jaxmp.engine.trace import traced
+from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.overrides import level_of, policy_and_exceptions
 from jaxmp.policy import Policy
 
@@ -124,7 +124,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
                 "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
             )
     with jax.named_scope(DECIDED):
-        graph, dtypes = build(*program.jaxpr, rules), program.result_dtypes(policy)
+        graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
         results = evaluated(graph, rules, operands, dtypes, force=policy is None)
     rules.check()
     return program.unflatten(results)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._jaxpr.walk import PRODUCTS
+from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.engine import groups
 from jaxmp.engine.classes import Kind
-from jaxmp.engine.graph import Graph, Node, walk
+from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
 from jaxmp.engine.rules import BROADCAST, COMBINES, MONOTONE, PICKS
 
 _FLOAT32 = np.dtype(np.float32)
@@ -30,23 +30,27 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     nodes = graph.nodes
     wanted = {node: dtype.itemsize for node, dtype in zip(graph.body.results, dtypes, strict=True) if node and dtype}
     graph.wanted = results = [node for node, size in wanted.items() if size == 2]
-    _mark("is_seen", wanted.keys() - results)
+    for node in wanted.keys() - results:
+        node.is_seen = True
     graph.groups = groups.find(graph)
     products = [node for node in nodes if node.kind is Kind.HALF]
-    is_asked = any(node.kind is Kind.FULL and node.name in PRODUCTS for node in nodes)
+    is_asked = any([node.kind is Kind.FULL and node.name in PRODUCTS for node in nodes])
     graph.changes = force or bool(products) or is_asked
     if not graph.changes:
         return
     halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
     written = [node for node in nodes if node.kind is Kind.KEPT and node.name in PRODUCTS]
     written = [node for node in written if all(operand.written.itemsize == 2 for operand in node.inputs)]
-    _mark("after_product", walk([*products, *written, *halves], lambda node: node.users))
+    for node in walk([*products, *written, *halves], users_of):
+        node.after_product = True
     products += groups.take_outer_products(nodes)
-    _mark("is_looked_up", walk([node for node in nodes if node.is_looked_up], lambda node: node.users))
+    for node in walk([node for node in nodes if node.is_looked_up], users_of):
+        node.is_looked_up = True
     for node in reversed(nodes):  # rows that a batch repeats belong to no example: they are summed as a weight is
         if node.is_looked_up and not node.after_product and any(_grows(user, node) for user in node.users):
             node.is_looked_up = False
-    _mark("before_product", walk([*products, *written, *results], lambda node: node.inputs))
+    for node in walk([*products, *written, *results], inputs_of):
+        node.before_product = True
     narrowed = _put_casts_off(nodes)
     groups.find_activations(nodes)
     groups.extend(nodes, graph.groups)
@@ -69,11 +73,6 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
     if user.kind in (Kind.CLEAR, Kind.JOIN):
         return None if user.late else operand.late
     return operand.written
-
-
-def _mark(flag: str, nodes: Iterable[Node]) -> None:
-    for node in nodes:
-        setattr(node, flag, True)
 
 
 def _hold_sums(nodes: Sequence[Node], written: frozenset[Node]) -> None:
@@ -104,12 +103,13 @@ def _cycles(nodes: Sequence[Node]) -> Iterable[list[Node]]:
 
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
     """Finds what exists in half although it is computed in float32: what products read, and activations before them."""
-    _mark("has_half_copy", walk(operands, _moved_from))
+    for node in walk(operands, _moved_from):
+        node.has_half_copy = True
 
     def made_of(node: Node) -> Sequence[Node]:
         return _moved_from(node) or [operand for operand in node.inputs if _is_elementwise(node, operand)]
 
-    heading = set(walk(operands, made_of))  # each element to a product, by way of operations on single elements
+    heading = walk(operands, made_of)  # each element to a product, by way of operations on single elements
     starts = [
         operand
         for node in nodes
@@ -118,7 +118,8 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
         # An epsilon would be lost again.
         if operand.is_activation and not operand.has_epsilon and _is_elementwise(node, operand)
     ]
-    _mark("has_half_copy", walk(starts, _moved_from))
+    for node in walk(starts, _moved_from):
+        node.has_half_copy = True
 
 
 def _moved_from(node: Node) -> Sequence[Node]:
@@ -141,7 +142,8 @@ def _settle(nodes: Sequence[Node]) -> None:
         state = _state(node)
         if state is not node.state:
             node.state = state
-            waiting.update(dict.fromkeys(node.users))
+            for user in node.users:
+                waiting[user] = None
     for node in nodes:  # a loop that goes to and fro is float32
         if node.kind is Kind.JOIN and node in waiting:
             node.kind = Kind.FULL
@@ -156,7 +158,7 @@ def _state(node: Node) -> Kind:
     if node.late is not None:
         return Kind.HALF
     if node.kind is Kind.CLEAR:
-        return max((operand.state for operand in node.inputs), default=Kind.SOURCE)
+        return max([operand.state for operand in node.inputs], default=Kind.SOURCE)
     # Where a product reads an operand too, there is a half copy of it.
     seen = [Kind.HALF if each.state is Kind.FULL and each.has_half_copy else each.state for each in node.inputs]
     highest = max(seen, default=Kind.SOURCE)
@@ -203,20 +205,26 @@ def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
       What the author casts to half, weights or not.
     """
     cast: list[Node] = []
-    varying: set[Node] = set()
     for node in nodes:
-        if node.const is None and (node.kind is Kind.SOURCE or not varying.isdisjoint(node.inputs)):
-            varying.add(node)
         if node.name == "convert_element_type" and node.kind is Kind.KEPT and node.written.itemsize == 2:
             cast += node.inputs
             are_weights = all(operand.written == _FLOAT32 and not operand.is_cast_once for operand in node.inputs)
-            if are_weights and node in varying and not node.in_rule:
+            if are_weights and _varies(node) and not node.in_rule:
                 node.kind, node.late = Kind.CLEAR, node.written
         elif node.kind is Kind.CLEAR and node.name in PICKS and len(node.inputs) == 1:
             node.late = node.inputs[0].late
         elif node.name in _JOINED and len(late := {operand.late for operand in node.inputs}) == 1 and None not in late:
             node.kind, node.late = Kind.CLEAR, late.pop()
     return cast
+
+
+def _varies(node: Node) -> bool:
+    """Whether a value is made of an argument, and not of constants only."""
+
+    def made_of(each: Node) -> Sequence[Node]:
+        return () if each.const is not None else each.inputs[: 1 if each.name == "carry" else None]
+
+    return any(each.kind is Kind.SOURCE and each.const is None for each in walk([node], made_of))
 
 
 def _move_casts(nodes: Sequence[Node]) -> None:

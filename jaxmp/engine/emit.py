@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxmp import _float8_products
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
-from jaxmp._jaxpr.walk import PRODUCTS
+from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.engine.classes import Kind, is_castable
 from jaxmp.engine.decide import decide, read_in
-from jaxmp.engine.graph import Body, Graph, Node, Step, build, walk
+from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, marks_in
 from jaxmp.engine.rules import BROADCAST, Rules
 from jaxmp.engine.trace import tracing
@@ -28,6 +29,7 @@ _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _CAST = "convert_element_type"
 _MAX_PROGRAMS = 256
+Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
 
 
 def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
@@ -41,7 +43,10 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
             node.dtype = np.dtype(jax.typeof(value).dtype)
     decide(graph, dtypes, force)
     body = graph.body
-    evaluation = _Evaluation(rules, body, args)
+    normalised = functools.cache(functools.partial(_normalised, graph.nodes))
+    for node in [node for node in graph.nodes if node.float8]:
+        node.added = _float8_products.bias_added(node, read_in, normalised)
+    evaluation = _Evaluation(rules, normalised, body, args)
     results = evaluation.results() if graph.changes else reading.evaluate(body.jaxpr, body.consts, args)
     return [
         value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
@@ -58,8 +63,9 @@ def _derived(rules: Rules, step: Step, jaxpr: reading.Opened, args: Sequence[Any
 class _Evaluation:
     """An evaluation of a body: its values, and the casts of them that there are. JAX may trace a body again."""
 
-    def __init__(self, rules: Rules, body: Body, args: Sequence[Any]) -> None:
-        self.rules, self.body = rules, body
+    def __init__(self, rules: Rules, normalised: Normalised, body: Body, args: Sequence[Any]) -> None:
+        self.rules, self.normalised, self.body = rules, normalised, body
+        self.is_noted = rules.programs is None  # for a plan
         self.env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
         self.env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
         self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
@@ -78,20 +84,21 @@ class _Evaluation:
                 self.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], step.operands[0]
         self.places.at(None)
         self.casts = self.body.casts
-        return [self.read(atom) for atom in self.body.jaxpr.outvars]
+        return self.read(self.body.jaxpr.outvars)
 
-    def read(self, atom: Any) -> Any:
-        """The value as it is."""
-        return atom.val if reading.is_literal(atom) else self.env[atom]
+    def read(self, atoms: Sequence[Any]) -> list[Any]:
+        """The values as they are."""
+        return [atom.val if type(atom) is reading.Literal else self.env[atom] for atom in atoms]
 
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: Any = None) -> Any:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
-        if reading.is_literal(atom):
+        if type(atom) is reading.Literal:
             return self.cast(value, dtype)
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray):
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
-            return self.read_as(self.read(self.narrow[atom][0]), *self.narrow[atom], dtype, repeat)
+            narrow, node = self.narrow[atom]
+            return self.read_as(self.read([narrow])[0], narrow, node, dtype, repeat)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
         # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
@@ -100,33 +107,35 @@ class _Evaluation:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
         if repeat is not None and dtype.itemsize < value.dtype.itemsize and node.late in (None, dtype):
-            return self.repeated(value, dtype, repeat[0], _met(*repeat))
+            return self.repeated(value, dtype, *repeat)
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
         """The ``value`` of ``node`` in ``dtype``, after the cast of its author if that was put off."""
         if node is not None and node.late is not None:
             value = self.cast(value, node.late)
-        if not isinstance(value, jax.Array):
+        if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the second asks more
             return np.asarray(value).astype(dtype)
         if value.dtype == dtype:
             return value
-        self.casts.append(value.size * dtype.itemsize)
+        if self.is_noted:
+            self.casts.append(value.size * dtype.itemsize)
         return self.places.cast(value, dtype)
 
-    def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
+    def repeated(self, value: Any, dtype: np.dtype, step: Step, operands: Sequence[Any]) -> Any:
         """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of what it meets."""
-        shape = step.eqn.outvars[0].aval.shape
+        shape, like = step.eqn.outvars[0].aval.shape, _met(step, operands)
         if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
-        self.casts.append(value.size * dtype.itemsize)
-        is_normalised = bool(step.node and _is_normalised(step.node))
-        is_measured = any(operand and operand.float8 and _added(operand) is step.node for operand in step.operands)
+        if self.is_noted:
+            self.casts.append(value.size * dtype.itemsize)
+        is_normalised = step.node is not None and step.node in self.normalised(math.prod(step.node.shape))
+        is_measured = any([operand is not None and operand.added is step.node for operand in step.operands])
         return cast_repeated(self.places.bind, value, dtype, shape, like, is_normalised, is_measured)
 
     def results_of(self, step: Step) -> Sequence[Any]:
         """Those of an equation."""
-        eqn, node, places, given = step.eqn, step.node, self.places, [self.read(atom) for atom in step.eqn.invars]
+        eqn, node, places, given = step.eqn, step.node, self.places, self.read(step.eqn.invars)
         if _stands(step):
             return places.repeated(given)
         repeat = (step, given) if eqn.primitive.name in BROADCAST else None
@@ -135,9 +144,10 @@ class _Evaluation:
             value if dtype is None or operand is None else self.read_as(value, atom, operand, dtype, repeat)
             for value, atom, operand, dtype in wanted
         ]
-        step.bound = [jax.typeof(value) for value in operands]
+        if self.is_noted:
+            step.bound = [jax.typeof(value) for value in operands]
         if eqn.primitive.name == _CAST and node is not None and node.kind is not Kind.KEPT:
-            if not _is_widening(step):
+            if self.is_noted and not _is_widening(step):
                 step.bound = [jax.typeof(given[0])]
             results = [self.cast(operands[0], node.dtype)]
             if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
@@ -146,7 +156,7 @@ class _Evaluation:
         if step.bodies is not None:
             return places.within(self.results_of_bodies, step, step.bodies, operands)
         if step.float8:
-            results, step.bound = places.within(step.float8.emit, operands, _added(node) is not None)
+            results, step.bound = places.within(step.float8.emit, operands, node is not None and node.added is not None)
             return results
         params = eqn.params
         if node is not None and node.compute is not None:
@@ -154,7 +164,7 @@ class _Evaluation:
                 return places.within(linear_solve, eqn, functools.partial(_derived, self.rules, step), operands)
             is_exact = node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
             params = params_in_dtype(eqn, node.compute, is_exact)
-        if reading.asks_for_what_is_missing(params):
+        if "precision" in params and reading.asks_for_what_is_missing(params):
             params = {**params, "precision": None}
         results = places.bound(operands, params)
         return results if node is None or node.compute in (None, node.dtype) else [self.cast(results[0], node.dtype)]
@@ -164,7 +174,7 @@ class _Evaluation:
         rules, name, products = self.rules, step.eqn.primitive.name, step.region.products
 
         def program() -> Callable[..., list[Any]]:
-            functions = [functools.partial(_run, rules, step, position) for position in range(len(step.inner))]
+            functions = [functools.partial(_run, rules, self.normalised, step, n) for n in range(len(step.inner))]
             rule = Rule(functools.partial(_derived, rules, step), functools.partial(tracing, rules, products))
             return rebuilt(step.eqn, bodies, functions, rule)
 
@@ -183,11 +193,11 @@ def _met(step: Step, operands: Sequence[Any]) -> Any:
     return next((value for value, node in nodes if node and node.is_cast_once and reading.is_staged(value)), None)
 
 
-def _run(rules: Rules, step: Step, position: int, *args: Any) -> list[Any]:
+def _run(rules: Rules, normalised: Normalised, step: Step, position: int, *args: Any) -> list[Any]:
     """The results of a body of ``step``; those that go into joins in the dtypes of these."""
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
-    evaluation = _Evaluation(rules, body, args)
+    evaluation = _Evaluation(rules, normalised, body, args)
     results = evaluation.results()
     if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
         pairs = zip(results, body.results, strict=True)
@@ -212,46 +222,34 @@ def _shared(rules: Rules, step: Step, make: Callable[[], Callable[..., Any]]) ->
     return made
 
 
-def _is_normalised(node: Node) -> bool:
-    """Whether a weight is added to each row before the next product, as at the end of a normalisation."""
-    size = math.prod(node.shape)
+def _normalised(nodes: Sequence[Node], size: int) -> Collection[Node]:
+    """Values of so many elements to each row of which a weight is added before the next product: in a normalisation."""
 
-    def readers(node: Node) -> list[Node]:
-        return [user for user in node.users if user.name not in PRODUCTS]
+    def made_of(node: Node) -> Sequence[Node]:
+        is_as_large = node.kind is Kind.CLEAR or math.prod(node.shape) == size
+        return node.inputs if is_as_large and node.name not in PRODUCTS else ()
 
-    def as_large(node: Node) -> list[Node]:
-        return [user for user in readers(node) if user.kind is Kind.CLEAR or math.prod(user.shape) == size]
-
-    adds = (user for passed in walk([node], as_large) for user in readers(passed) if user.name == "add")
-    weights = (other for add in adds for other in add.inputs if not other.is_cast_once and other.const is None)
-    return any(math.prod(weight.shape) < size for weight in weights)
-
-
-def _added(product: Node | None) -> Node | None:
-    """Where a bias is added to a product, if the gradient of both is summed in the kernel that computes it."""
-    if product is None or len(product.users) != 1:
-        return None
-    add = product.users[0]
-    if (add.name, add.shape, add.loop) != ("add", product.shape, product.loop) or _is_normalised(add):
-        return None
-    rows = (one for one in add.inputs if math.prod(one.shape) == add.shape[-1] and not one.is_cast_once)
-    return add if any(one.dtype == np.float32 != read_in(add, one) for one in rows) else None
+    starts = list[Node]()
+    for add in [node for node in nodes if node.name == "add"]:
+        weights = [each for each in add.inputs if not each.is_cast_once and each.const is None]
+        starts += add.inputs if any([math.prod(weight.shape) < size for weight in weights]) else ()
+    return walk(starts, made_of)
 
 
 def _stands(step: Step) -> bool:
     """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
     if step.stands is None:
-        has_rules = step.eqn.primitive.name in _WITH_RULES and step.region.level != "written"  # decided when they run
-        known = [node for node in (*step.operands, *step.nodes) if node is not None]
-        is_changed = any([node.late is not None or node.dtype != node.written for node in known]) or bool(step.float8)
-        if is_changed or reading.asks_for_what_is_missing(step.eqn.params) or (step.bodies is not None and has_rules):
+        is_changed = bool(step.float8)
+        for node in (*step.operands, *step.nodes):
+            is_changed |= node is not None and (node.late is not None or node.dtype != node.written)
+        if is_changed or ("precision" in step.eqn.params and reading.asks_for_what_is_missing(step.eqn.params)):
             step.stands = False
-        elif step.bodies is not None:
-            step.stands = all(_stands(inner) for body in step.inner for inner in body.steps)
+        elif step.bodies is None:
+            step.stands = step.node is None or step.node.compute is None
         else:
-            wanted = zip(step.operands, _wants(step), strict=True)
-            is_computed = step.node is not None and step.node.compute is not None
-            step.stands = not is_computed and all([op is None or dtype in (None, op.dtype) for op, dtype in wanted])
+            # Derivative rules are decided when they run.
+            can_stand = step.eqn.primitive.name not in _WITH_RULES or step.region.level == "written"
+            step.stands = can_stand and all(_stands(inner) for body in step.inner for inner in body.steps)
     return step.stands
 
 
@@ -281,7 +279,7 @@ def _wants_of_leaf(step: Step) -> list[np.dtype | None]:
         return [None if operand is None else operand.written for operand in operands]
     if name == _CAST and (node.kind is Kind.KEPT or _is_widening(step)):  # from whatever dtype the value has
         return [None if operand is None else operand.late for operand in operands]
-    return [None if operand is None else read_in(node, operand) for operand in operands]
+    return [None if each is None else node.compute or read_in(node, each) for each in operands]
 
 
 def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None]:
@@ -322,6 +320,6 @@ def _signature(step: Step, rules: Rules) -> Any:
 def _decisions(step: Step) -> Any:
     own: tuple[Any, ...] = tuple((node.compute, node.dtype, node.late) for node in step.nodes if node is not None)
     shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
-    own = (*own, *step.float8.decision, _added(step.node) is not None) if step.float8 else own
+    own = (*own, *step.float8.decision, step.node and step.node.added is not None) if step.float8 else own
     # What is wanted of comparisons depends on constants too.
     return (own, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,8 @@ from jaxmp import _float8_products
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.engine.classes import Kind, is_castable
-from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, region_of
-from jaxmp.engine.rules import Rules, range_of
+from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
+from jaxmp.engine.rules import Decision, Rules, range_of
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -37,6 +38,7 @@ class Node:
     in_rule: bool = False  # it is computed in a custom_vjp, whose rule is no derivative of it
     # The first node of this value, which is written again where an equal operation has equal operands.
     same: Node = dataclasses.field(init=False)
+    origin: Node = dataclasses.field(init=False)  # that of what it was before it was moved
     inputs: list[Node] = dataclasses.field(default_factory=list)
     users: list[Node] = dataclasses.field(default_factory=list)
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
@@ -54,9 +56,7 @@ class Node:
     compute: np.dtype | None = None  # what it is computed in; None: as it was written, or was moved in
     dtype: np.dtype = dataclasses.field(init=False)  # that of the result
     late: np.dtype | None = None  # the half dtype of a cast by its author that each reader makes; the value is float32
-
-    def __post_init__(self) -> None:
-        self.dtype, self.same = self.written, self
+    added: Node | None = None  # of a float8 product where a bias is added, if one kernel sums the gradient of both
 
     @property
     def is_cast_once(self) -> bool:
@@ -78,8 +78,8 @@ class Step:
 
     eqn: Any
     names: reading.Names
-    operands: list[Node | None]
-    nodes: list[Node | None]
+    operands: Sequence[Node | None]
+    nodes: Sequence[Node | None]
     kind: Kind = Kind.KEPT
     reason: str = ""
     region: Region = _UNMARKED
@@ -87,7 +87,7 @@ class Step:
     bodies: reading.Bodies | None = None
     inner: list[Body] = dataclasses.field(default_factory=list)
     # Whether each operand is made of constants only: the positions of a sequence, the same for every example.
-    fixed: list[bool] = dataclasses.field(default_factory=list)
+    fixed: Sequence[bool] = ()
     wants: list[np.dtype | None] | None = None
     stands: bool | None = None
     bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
@@ -95,7 +95,7 @@ class Step:
     node: Node | None = None  # that of the first floating result
 
     @property
-    def joins(self) -> list[Node | None]:
+    def joins(self) -> Sequence[Node | None]:
         """What has several origins: the carry of a loop, which its first results are, and the results of a cond."""
         return self.nodes[: self.bodies.carry if self.bodies.kind != "cond" else None] if self.bodies else []
 
@@ -119,23 +119,14 @@ class Graph:
 
     nodes: list[Node]
     body: Body
+    steps: list[Step]  # all equations, each after those inside of it
     sources: list[Node | None]
     groups: list[Any] = dataclasses.field(default_factory=list)  # what jaxmp.engine.groups.find recognised
     wanted: Collection[Node] = ()  # the results that are wanted in half
     changes: bool = False  # whether anything is computed in another dtype than it was written in
 
 
-def walk(start: Iterable[Node], follow: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """The nodes that one comes to, each once."""
-    stack = [*dict.fromkeys(start)]
-    found = {*stack}
-    yield from stack
-    while stack:
-        for node in follow(stack.pop()):
-            if node not in found:
-                found.add(node)
-                stack.append(node)
-                yield node
+inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users")
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = (), in_rule: bool = False) -> Graph:
@@ -143,7 +134,7 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
     builder = _Builder(rules, in_rule)
     sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
     body, _ = builder.body(jaxpr, consts, sources, names)
-    return Graph(builder.nodes, body, [value.node for value in sources])
+    return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources])
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
@@ -152,40 +143,43 @@ def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
     return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
 
 
-class _Value(NamedTuple):
-    """A value while the graph is built; equal operations make of equal values those of an equal ``number``."""
+@dataclasses.dataclass(slots=True, eq=False)
+class _Form:
+    """What equations have in common that are equal but for their operands: those of equal layers."""
 
-    node: Node | None
-    number: Any
-    is_fixed: bool = False
+    operation: object  # another one for other parameters
+    bodies: reading.Bodies | None
+    are_floats: list[bool]  # whether the engine may change the dtype of each result
+
+
+_Value = tuple[Node | None, Any, bool]
+"""A value while the graph is built: its node, its number (of equal values an equal one), whether it is constant."""
 
 
 class _Builder:
     def __init__(self, rules: Rules, in_rule: bool) -> None:
         self.rules, self.in_rule = rules, in_rule
         self.nodes: list[Node] = []
+        self.steps: list[Step] = []
         self.region = Region()
+        self.marks: Any = ()  # what decisions depend on of the scopes
         self.loop, self.loops = 0, itertools.count(1)
         self.numbers: dict[Any, Any] = {}
+        self.forms: dict[Any, _Form] = {}
+        self.decisions: dict[Any, Decision] = {}
 
     def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
         """A node, or a value without one, as that of its key; one without a key is like no other."""
-        number: Any = node or object()
-        try:
-            same = number if key is None else self.numbers.setdefault(key, number)
-        except TypeError:  # parameters that are not hashable: no other is known to be equal
-            same = number
+        same: Any = node or object()
+        same = same if key is None else self.numbers.setdefault(key, same)
         if node is not None:
-            node.same = same
-        return _Value(node, same, is_fixed)
+            node.same = node.origin = same
+        return node, same, is_fixed
 
-    def node(
-        self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: str = ""
-    ) -> Node | None:
-        if not is_castable(aval):
-            return None
+    def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: str = "") -> Node:
         half = self.region.half or self.rules.half
         node = Node(kind, name, aval.dtype, aval.shape, reason, asked, half, self.loop, self.in_rule)
+        node.dtype = aval.dtype
         node.inputs += inputs
         for operand in inputs:
             operand.users.append(node)
@@ -193,10 +187,15 @@ class _Builder:
         return node
 
     def source(self, aval: Any, value: Any = None) -> Node | None:
+        if not is_castable(aval):
+            return None
         node = self.node(Kind.SOURCE, "source", aval, ())
-        if node is not None and value is not None:
-            node.const = reading.extremes_of(value)
+        node.const = None if value is None else reading.extremes_of(value)
         return node
+
+    def literal(self, atom: Any) -> _Value:
+        value = np.asarray(atom.val)
+        return self.value(self.source(atom.aval, value), (value.dtype, value.tobytes()), is_fixed=True)
 
     def body(
         self, jaxpr: Any, consts: list[Any], inputs: Sequence[_Value], names: reading.Names
@@ -205,44 +204,60 @@ class _Builder:
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.value(self.source(var.aval, value), id(value), is_fixed=True)
 
-        def read(atom: Any) -> _Value:
-            if not reading.is_literal(atom):
-                return env[atom]
-            value = np.asarray(atom.val)
-            return self.value(self.source(atom.aval, value), (value.dtype, value.tobytes()), is_fixed=True)
-
         steps, stack, scopes = list[Step](), None, names
         for eqn in jaxpr.eqns:
             if eqn.source_info.name_stack is not stack:  # a scope has many equations, one after the other
                 stack, scopes = eqn.source_info.name_stack, (*names, *reading.names_of(eqn))
-                self.region = region_of(scopes)
-            step, values = self.step(eqn, [read(atom) for atom in eqn.invars], scopes)
-            env.update(zip(eqn.outvars, values, strict=True))
+                marks = ours(scopes)
+                self.region = region_of(marks)
+                self.marks = scopes if self.rules.overrides else (is_widened(scopes), *marks)
+            values = [self.literal(atom) if type(atom) is reading.Literal else env[atom] for atom in eqn.invars]
+            step, results = self.step(eqn, values, scopes)
+            env.update(zip(eqn.outvars, results, strict=True))
             steps.append(step)
-        results = [read(atom) for atom in jaxpr.outvars]
-        has_floats = any(value.node is not None for value in env.values())
-        return Body(jaxpr, consts, steps, [value.node for value in results], has_floats), results
+        ends = [self.literal(atom) if reading.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+        has_floats = any(node is not None for node, *_ in env.values())
+        return Body(jaxpr, consts, steps, [node for node, *_ in ends], has_floats), ends
+
+    def form(self, eqn: Any) -> _Form:
+        """That of an equation."""
+        operation: Any = (eqn.primitive.name, *eqn.params.values())
+        key: Any = (operation, *[atom.aval for atom in (*eqn.invars, *eqn.outvars)])
+        try:
+            if (known := self.forms.get(key)) is not None:
+                return known
+            operation = self.numbers.setdefault(operation, object())
+        except TypeError:  # parameters that are not hashable: no other is known to be equal
+            operation = key = object()
+        are_floats = [is_castable(var.aval) for var in eqn.outvars]
+        self.forms[key] = form = _Form(operation, reading.bodies_of(eqn), are_floats)
+        return form
 
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
-        bodies = None if DECIDED in names else reading.bodies_of(eqn)
-        fixed = [value.is_fixed for value in values]
-        step = Step(eqn, names, [value.node for value in values], [], region=self.region, bodies=bodies, fixed=fixed)
+        form = self.form(eqn)
+        operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
+        bodies = None if DECIDED in self.marks else form.bodies
+        step = Step(eqn, names, operands, (), region=self.region, bodies=bodies, fixed=fixed)
         if bodies is None:
-            results = self.leaf(step, values)
+            results = self.leaf(step, form, numbers)
         else:
             enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
             results = enter(step, bodies, values)
             if not any(body.has_floats for body in step.inner):
                 step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
-        step.nodes = [value.node for value in results]
-        step.node = next(filter(None, step.nodes), None)
-        return step, [value._replace(is_fixed=True) for value in results] if all(fixed) else results
+            if False not in fixed:
+                results = [(node, number, True) for node, number, _ in results]
+            step.node = next((node for node, *_ in results if node is not None), None)
+        step.nodes = [node for node, *_ in results]
+        self.steps.append(step)
+        return step, results
 
     def inner(self, step: Step, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
         names = (*step.names, WITH_RULE) if step.eqn.primitive.name.startswith("custom_") else step.names
+        marks = self.marks
         body, results = self.body(*reading.opened(jaxpr), values, names)
         step.inner.append(body)
-        self.region = step.region
+        self.region, self.marks = step.region, marks
         return results
 
     def enter_call(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
@@ -253,7 +268,7 @@ class _Builder:
 
     def enter_loop(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
         start, stop, around = bodies.start, bodies.start + bodies.carry, self.loop
-        key = tuple(value.number for value in values)  # as if equal loops had equal bodies
+        key = tuple(number for _, number, _ in values)  # as if equal loops had equal bodies
         avals = [atom.aval for atom in step.eqn.invars[start:stop]]
         carry = [
             self.join("carry", aval, [value], (n, *key))
@@ -262,29 +277,30 @@ class _Builder:
         self.loop = next(self.loops)
         for condition in bodies.jaxprs[:-1]:
             self.inner(step, condition, [*values[: bodies.consts], *carry])
-        turns = [_Value(value.node, ("turn", value.number)) for value in values[stop:]]
+        turns = [(node, ("turn", number), False) for node, number, _ in values[stop:]]
         results = self.inner(step, bodies.jaxprs[-1], [*values[bodies.consts : start], *carry, *turns])
         self.loop = around
-        for join, value in zip(carry, results, strict=False):
-            if join.node is not None and value.node is not None:
-                join.node.inputs.append(value.node)
-                value.node.users.append(join.node)
-                self.check_range(join.node)
-        key = ("turns", *(value.number for value in (*carry, *results)))
-        ends = [self.value(join.node, (n, *key)) for n, join in enumerate(carry)]
-        return [_Value(value.node, ("turns", value.number)) for value in (*ends, *results[bodies.carry :])]
+        for (join, *_), (node, *_) in zip(carry, results, strict=False):
+            if join is not None and node is not None:
+                join.inputs.append(node)
+                node.users.append(join)
+                self.check_range(join)
+        key = ("turns", *(number for _, number, _ in (*carry, *results)))
+        ends = [self.value(join, (n, *key)) for n, (join, *_) in enumerate(carry)]
+        return [(node, ("turns", number), False) for node, number, _ in (*ends, *results[bodies.carry :])]
 
     def enter_cond(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
         columns = zip(*(self.inner(step, branch, values[1:]) for branch in bodies.jaxprs), strict=True)
-        which = values[0].number
+        which = values[0][1]
         return [
-            self.join("branches", var.aval, column, (which, *(value.number for value in column)))
+            self.join("branches", var.aval, column, (which, *(number for _, number, _ in column)))
             for var, column in zip(step.eqn.outvars, columns, strict=True)
         ]
 
     def join(self, name: str, aval: Any, values: Sequence[_Value], key: Any) -> _Value:
         kind = Kind.KEPT if self.region.level == "written" else Kind.JOIN
-        node = self.node(kind, name, aval, [value.node for value in values if value.node is not None])
+        inputs = [node for node, *_ in values if node is not None]
+        node = self.node(kind, name, aval, inputs) if is_castable(aval) else None
         self.check_range(node)
         return self.value(node, (name, *key))
 
@@ -294,27 +310,33 @@ class _Builder:
         if join is not None and join.kind is Kind.JOIN and join.half and largest > range_of(join.half)[1]:
             join.kind, join.reason = Kind.STRICT, f"a constant beyond {join.half.name}'s largest number"
 
-    def leaf(self, step: Step, values: Sequence[_Value]) -> list[_Value]:
-        eqn, found = step.eqn, list[_Value]()
+    def leaf(self, step: Step, form: _Form, numbers: Sequence[Any]) -> list[_Value]:
+        eqn, found, is_fixed = step.eqn, list[_Value](), False not in step.fixed
         name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
-        step.kind, step.reason, asked, has_epsilon = self.rules.kind_of(eqn, constants, step.names)
+        known = (form, self.marks, *constants)
+        if known not in self.decisions:
+            self.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
+        step.kind, step.reason, asked, has_epsilon = self.decisions[known]
         step.float8 = _float8_products.asked(step, self.rules) if name in PRODUCTS else None
-        key = None if eqn.effects else (name, *eqn.params.values(), *[value.number for value in values])
+        is_moved = step.kind is Kind.CLEAR
         for position, var in enumerate(eqn.outvars):
-            reads = inputs
-            if step.kind is Kind.CLEAR and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort
+            node, reads = None, inputs
+            if is_moved and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort
                 one = step.operands[position]
                 reads = [] if one is None else [one]
-            node = self.node(step.kind, name, var.aval, reads, step.reason, asked)
-            found.append(self.value(node, key and (position, *key)))
-        node = next((value.node for value in found if value.node is not None), None)
-        if node is None:
+            if form.are_floats[position]:
+                node = self.node(step.kind, name, var.aval, reads, step.reason, asked)
+                node.has_epsilon = has_epsilon and step.node is None
+                step.node = step.node or node
+            key = None if eqn.effects else (position, form.operation, *numbers)
+            found.append(self.value(node, key, is_fixed))
+        if step.node is None:
             for operand in inputs if _tells_apart(name, inputs) else ():
                 operand.is_seen = True
         else:
-            node.has_epsilon, node.float8 = has_epsilon, step.float8
-            if step.kind is Kind.CLEAR and len(inputs) == 1:
-                node.const = inputs[0].const
-                node.is_looked_up = name == "gather" and not step.fixed[1]
+            step.node.float8 = step.float8
+            if is_moved and len(inputs) == 1:
+                step.node.const = inputs[0].const
+                step.node.is_looked_up = name == "gather" and not step.fixed[1]
         return found

@@ -10,13 +10,14 @@ does not, a group says. The plan has its name; docs/autocast.md has a row for ea
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.walk import PRODUCTS, follow_products
+from jaxmp._jaxpr.walk import PRODUCTS, follow_products, walk
 from jaxmp.engine.classes import Class, Kind, primitives_of
-from jaxmp.engine.graph import Body, Graph, Node, Step, walk
+from jaxmp.engine.graph import Graph, Node, Step, users_of
 from jaxmp.engine.rules import COMBINES
 
 _LINALG = primitives_of(Class.LINALG)
@@ -24,10 +25,12 @@ _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | pri
 _CAST = "convert_element_type"
 _EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 _ROUNDINGS = frozenset({"floor", "ceil", "round"})
+_CHANGES = _EXTREMES | _ROUNDINGS
 _LOGARITHMS = frozenset({"log", "log1p", "log2"})
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is the derivative of max
 _READ_PLACES = _COMPARISONS | _ROUNDINGS | {"sin", "cos", "tan", "rem"}
 _SQUARES = frozenset({"square", "integer_pow", "abs", "mul", "pow"})
+_MAY_HAND_PLACES = _READ_PLACES | _SQUARES | {_CAST, "complex", "neg", "exp"}
 _SUMS = frozenset({"add", "sub", "add_any"})
 _SCALES = frozenset({"mul", "div", "neg"})
 _MEANS = _SCALES | {"reduce_sum"}
@@ -47,9 +50,11 @@ class Group:
 
 def find(graph: Graph) -> list[Group]:
     """The groups of a graph; those that have products become float32, but for what somebody asked for in half."""
-    steps = list(steps_of(graph.body))
-    found = list(_coordinates(graph, steps))
-    for step in steps:
+    for node in graph.nodes:
+        may_move = node.kind in (Kind.CLEAR, Kind.FULL) or node.name == "branches"
+        node.origin = ((may_move and _passed(node, ())) or node).origin
+    found = list(_coordinates(graph))
+    for step in graph.steps:
         for recognised, ends in GROUPS:
             if step.eqn.primitive.name in ends and step.node is not None and step.node.inputs:
                 found += recognised(step.node, step)
@@ -66,21 +71,13 @@ def _reasons(groups: Iterable[Group]) -> dict[Node, str]:
     return {node.same: group.reason for group in groups if group.reason for node in group.nodes}
 
 
-def steps_of(body: Body) -> Iterator[Step]:
-    """All equations of a body, each after those inside of it."""
-    for step in body.steps:
-        for inner in step.inner:
-            yield from steps_of(inner)
-        yield step
-
-
 def _softmaxes(node: Node, _: Step) -> Iterator[Group]:
     """Exponentials over their sum; rounded where they end, but not if their logarithm is taken: it is lost near 1."""
-    above, below = map(_origin, node.inputs)
+    above, below = (each.origin for each in node.inputs)
     inner, is_product = _exponential(above), below.name == "dot_general"
     summed = list(below.inputs)
     if is_product:  # with ones
-        summed = [each for each, ones in (summed, summed[::-1]) if _origin(ones).const == (1.0, 1.0)]
+        summed = [each for each, ones in (summed, summed[::-1]) if ones.origin.const == (1.0, 1.0)]
     if inner and (is_product or below.name == "reduce_sum") and inner in map(_exponential, summed):
         is_logged = any(reader.name in _LOGARITHMS for reader in _readers(node, _AFFINE))
         reason = "the sum of a softmax" if is_product else ""
@@ -89,15 +86,15 @@ def _softmaxes(node: Node, _: Step) -> Iterator[Group]:
 
 def _exponential(node: Node) -> list[Node]:
     """The exponential that a value is, with a mask or weights too, and the ``x - max(x)`` that it may be of."""
-    node = _origin(node)
-    cases = map(_origin, node.inputs) if node.name in ("select_n", "mul") else [node]
+    node = node.origin
+    cases = [each.origin for each in node.inputs] if node.name in ("select_n", "mul") else [node]
     found = [case for case in cases if case.name in ("exp", "exp2")][:1]
-    return [*found, *(base for each in found if (base := _origin(each.inputs[0])).name == "sub")]
+    return [*found, *(base for each in found if (base := each.inputs[0].origin).name == "sub")]
 
 
 def _probability(node: Node) -> list[Node]:
     """The exponential that a softmax is of; none of another value."""
-    node = _origin(node)
+    node = node.origin
     return _exponential(node.inputs[0]) if node.name == "div" else []
 
 
@@ -110,17 +107,17 @@ def _logarithms(node: Node, _: Step) -> Iterator[Group]:
         yield from [Group("softplus", (node, *inner))][: len(inner)]
         return
     if inner and total.name == "reduce_sum":
-        known = {_origin(each.inputs[0]) for each in inner}
+        known = {each.inputs[0].origin for each in inner}
         largest = [user for user in _readers(node) if user.name == "add"]  # which was subtracted before
         logs = [user for each in (node, *largest) for user in _readers(each) if user.name == "sub"]
-        of_all = [log for log in logs if _origin(log.inputs[0]) in known]
+        of_all = [log for log in logs if log.inputs[0].origin in known]
         picked = {reader.name for log in of_all for reader in _readers(log, {"mul", "neg", "gather"})}
         is_loss = picked & {"reduce_sum", "gather"} if of_all else logs
         name = "cross-entropy" if is_loss else "log-softmax" if of_all else "logsumexp"
         yield Group(name, (*way, total, *inner, *largest, *logs))
         less = [user for each in (node, *largest) for user in _readers(each, _MEANS) if user.name in _SUMS]
         terms = [_origin(term, _MEANS) for user in less for term in user.inputs]
-        if picks := [term for term in terms if term.name in PRODUCTS and known & {*map(_origin, term.inputs)}]:
+        if picks := [term for term in terms if term.name in PRODUCTS and known & {each.origin for each in term.inputs}]:
             yield Group("cross-entropy", (*picks, *less), "a product of what logsumexp is of")
     elif total.name in PRODUCTS and any(map(_exponential, total.inputs)):
         yield Group("logsumexp", (total, *way), "a logarithm of a product of exponentials")
@@ -141,8 +138,8 @@ def _read_by_products(name: str, terms: Sequence[Node], reason: str) -> Iterator
 def _squares(node: Node, step: Step) -> Iterator[Group]:
     """Sums of squares or magnitudes, told by the root that reads them or the difference that they are of; roots."""
     if node.name == "sqrt":  # of single ones: 256² is infinite in float16
-        below = _origin(node.inputs[0])
-        terms = [_origin(term) for term in below.inputs] if below.name in _SUMS else [below]
+        below = node.inputs[0].origin
+        terms = [term.origin for term in below.inputs] if below.name in _SUMS else [below]
         squares = [term for term in terms if term.name != "abs" and _square(term)]
         yield from [Group("root of squares", (node, below, *squares), "a root of squares")][: len(squares)]
     elif node.name in PRODUCTS:
@@ -162,7 +159,7 @@ def _squares(node: Node, step: Step) -> Iterator[Group]:
             divides = root.name != "sqrt" or any(user.name == "div" for user in _readers(root, _AFFINE))
             name = "L2 norm" if not is_mean else "normalisation" if divides else "standard deviation"
             yield Group(name, (root, *way, below, node, *squares), reason)
-        elif is_difference and mean.name == "reduce_sum" and _origin(mean.inputs[0]) is _origin(squares[1].inputs[0]):
+        elif is_difference and mean.name == "reduce_sum" and mean.inputs[0].origin is squares[1].inputs[0].origin:
             yield Group("variance", (node, *squares), reason)
         else:
             name = (("sum of squares", "L1 norm"), ("squared error", "absolute error"))[is_difference][is_magnitude]
@@ -172,9 +169,9 @@ def _squares(node: Node, step: Step) -> Iterator[Group]:
 
 def _square(node: Node) -> list[Node]:
     """A square or a magnitude, and the difference that it may be of; none if it is another operation."""
-    node = _origin(node)
+    node = node.origin
     is_square = node.name in ("square", "integer_pow", "abs")
-    is_square |= node.name == "mul" and len(set(map(_origin, node.inputs))) == 1
+    is_square |= node.name == "mul" and len({each.origin for each in node.inputs}) == 1
     is_square |= node.name == "pow" and node.inputs[-1].const == (2.0, 2.0)
     base = _origin(node.inputs[0], {"abs"}) if is_square and node.inputs else node  # |z| of a complex one has none
     return [] if base is node else [node, base] if base.name == "sub" else [node]
@@ -186,8 +183,9 @@ def _is_root(node: Node) -> bool:
 
 def _cosines(node: Node, _: Step) -> Iterator[Group]:
     """Products over the norms of both factors, however they are written."""
-    below, product = _origin(node.inputs[-1], _SUMS | _LIMITS), _origin(node.inputs[0])
-    units = [unit for unit in map(_origin, product.inputs) if unit.name in ("div", "mul") and _is_norm(unit.inputs[-1])]
+    below, product = _origin(node.inputs[-1], _SUMS | _LIMITS), node.inputs[0].origin
+    units = [each.origin for each in product.inputs if each.origin.name in ("div", "mul")]
+    units = [unit for unit in units if _is_norm(unit.inputs[-1])]
     if node.name == "div" and below.name == "mul" and all(map(_is_norm, below.inputs)):
         yield Group("cosine similarity", (node, below, product), "divided by the norms of both")
     elif node.name == "reduce_sum" and product.name == "mul" and len(units) == 2:
@@ -242,27 +240,27 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
             yield Group("distances", tuple(nodes), "a product that sums of squares cancel")
     squared = [[_origin(each, _SCALES) for each in term.inputs] for term in terms if is_multiplied(term)]
     for second in products if squared else ():
-        inputs = set(map(_origin, second.inputs))
-        factors = {_origin(factor) for each in inputs if is_multiplied(each) for factor in each.inputs}
+        inputs = {each.origin for each in second.inputs}
+        factors = {factor.origin for each in inputs if is_multiplied(each) for factor in each.inputs}
         added = {"reduce_sum": inputs | factors, **dict.fromkeys(PRODUCTS, factors)}
         for means in squared:
-            if all(added.get(mean.name, set()) & {*map(_origin, mean.inputs)} for mean in means):
+            if all(added.get(mean.name, set()) & {each.origin for each in mean.inputs} for mean in means):
                 yield Group("moments", (second, *means), "a mean of a product less the product of the means")
 
 
 def _weighed(term: Node) -> Node | None:
     """What a factor of a product sums up: the gradient of distances is ``x * sum(g) - g @ y``."""
-    sums = [each for each in map(_origin, term.inputs) if each.name == "reduce_sum"] if term.name == "mul" else []
+    sums = [each.origin for each in term.inputs if each.origin.name == "reduce_sum"] if term.name == "mul" else []
     return _origin(sums[0].inputs[0], _MEANS) if sums else None
 
 
 def _terms(node: Node) -> Sequence[Node]:
     """What a value is a sum or a difference of, or a multiple or a part."""
     below = _passed(node, _SCALES | {"select_n"})
-    is_masked = node.name == "reduce_sum" and _origin(node.inputs[0]).name in ("select_n", "mul") and not _vector(node)
+    is_masked = node.name == "reduce_sum" and node.inputs[0].origin.name in ("select_n", "mul") and not _vector(node)
     if below is not None or (node.name in _SUMS and len(node.users) == 1) or is_masked:
         return node.inputs if below is None else [below]
-    root = _origin(node.inputs[0]) if node.name != "abs" and _square(node) else node
+    root = node.inputs[0].origin if node.name != "abs" and _square(node) else node
     return root.inputs[:1] if root.name == "sqrt" else ()  # the square of a norm
 
 
@@ -271,7 +269,7 @@ def _searches(_: Node, step: Step) -> Iterator[Group]:
 
     In half it may never: a fixed point is met up to half's rounding, and then missed by as much again and again.
     """
-    inside = [each.node for body in step.inner for each in steps_of(body)]
+    inside = [each.node for each in _inside(step)]
     products = [node for node in inside if node is not None and _is_product(node)]
     if step.bodies is None or not products:
         return
@@ -282,6 +280,11 @@ def _searches(_: Node, step: Step) -> Iterator[Group]:
         carried = [old or new for old, new in zip(carried, returned, strict=True)]
     if follow_products(condition, [*[False] * step.bodies.consts, *carried])[0]:
         yield Group("search", tuple(products), "in a loop that runs until it converges")
+
+
+def _inside(step: Step) -> list[Step]:
+    """The equations in the bodies of one, each after those inside of it."""
+    return [inner for body in step.inner for each in body.steps for inner in (*_inside(each), each)]
 
 
 GROUPS = (
@@ -295,19 +298,19 @@ GROUPS = (
 """The functions that recognise groups, and the operations that their groups end in."""
 
 
-def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
+def _coordinates(graph: Graph) -> Iterator[Group]:
     """Products that make places or phases: rounded, cast to integers, compared with positions, or read by sin and cos.
 
     Nothing but moves, offsets and scales lies between. In bfloat16 a place of 300.4 is 300, and a phase of 300.4 noise.
     """
-    products = [node for node in graph.nodes if node.name in PRODUCTS]
-    if not products or not any(map(_hands_places, steps)):
+    steps, products = graph.steps, [node for node in graph.nodes if node.name in PRODUCTS]
+    if not products or not any(_hands_places(step) for step in steps if step.eqn.primitive.name in _MAY_HAND_PLACES):
         return
-    computed = set(walk(products, lambda node: node.users))
+    computed = walk(products, users_of)
     keeping = {node for node in graph.nodes if _keeps_places(node, computed)}
 
     def places_made(start: Iterable[Node]) -> set[Node]:
-        return set(walk(start, lambda node: [user for user in node.users if user in keeping]))
+        return {*walk(start, lambda node: [user for user in node.users if user in keeping])}
 
     of_products = places_made(products)
     casts = [step for step in steps if step.eqn.primitive.name == _CAST]
@@ -318,7 +321,7 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
     of_positions = of_iota | places_made(node for node, is_fixed in made if not is_fixed)
     coarse = {step.operands[0] for step in casts if step.eqn.outvars[0].aval.dtype.name in ("int8", "int4", "int2")}
     read = [*filter(None, coarse), *(operand for node in products for operand in node.inputs)]
-    leading = set(walk(read, lambda node: () if node.name in PRODUCTS else node.inputs))  # to products
+    leading = walk(read, lambda node: () if node.name in PRODUCTS else node.inputs)  # to products
     complexes: dict[Any, list[Node]] = {}  # the real numbers that a complex one is made of: exp(ix) is a wave too
     handed: dict[Node, str] = {}
     for step in steps:
@@ -336,7 +339,7 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
             others = zip(pair, pair[::-1], strict=True)
             ends = [one for one, other in others if other in known and other not in of_products]
         elif name in ("sin", "cos", "tan") or (name == "exp" and node is None):
-            ends = [real for real in reals if _origin(real).name not in _LIMITS]  # no activation
+            ends = [real for real in reals if real.origin.name not in _LIMITS]  # no activation
         elif name == "rem":
             ends = reals[:1]
         elif name == _CAST and out.aval.dtype.kind in "iu":
@@ -344,7 +347,7 @@ def _coordinates(graph: Graph, steps: Sequence[Step]) -> Iterator[Group]:
         elif name in _ROUNDINGS and node is not None and not (node in leading and _is_quantised(node)):
             ends = reals
         handed |= dict.fromkeys(ends, name)
-    places = set(walk(handed, lambda node: node.inputs if node in keeping else ()))
+    places = {*walk(handed, lambda node: node.inputs if node in keeping else ())}
     between = places_made(places.intersection(products)) & keeping & places
     found = [node for node in graph.nodes if node in between]
     reason = "handed to " + ", ".join(sorted({handed[node] for node in found if node in handed}))
@@ -386,7 +389,7 @@ def _is_product(node: Node) -> bool:
     return node.kind is Kind.HALF and not node.asked
 
 
-def _origin(node: Node, through: Collection[str] = (), way: list[Node] | None = None, constant: bool = True) -> Node:
+def _origin(node: Node, through: Collection[str], way: list[Node] | None = None, constant: bool = True) -> Node:
     """What a value was before it was moved and went ``through`` operations with constants, which ``way`` gathers."""
     # No chain that people write is longer; of a chain of thousands each would be followed to its start again and again.
     for _ in range(64):
@@ -400,23 +403,26 @@ def _origin(node: Node, through: Collection[str] = (), way: list[Node] | None = 
 
 def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node | None:
     """The operand of an operation that only moves it, or is one of ``through`` and has constants beside it."""
-    if node.name in through and len(node.inputs) > 1:
-        unknown = [operand for operand in node.inputs if not _is_given(operand, constant)]
-        if node.name in ("select_n", "max"):  # `where(n > 0, variance, nan)`, whose NaN is no number to know it by
-            unknown = [operand for operand in unknown if _origin(operand).kind is not Kind.SOURCE]
-        return unknown[0] if len(unknown) == 1 and (node.name != "div" or unknown[0] is node.inputs[0]) else None
-    is_moved = (node.kind is Kind.CLEAR and node.name not in _EXTREMES | _ROUNDINGS) or node.name == "branches"
-    is_passed = is_moved or node.name in through or (node.name == _CAST and node.kind is Kind.FULL)
-    return node.inputs[0] if is_passed and (len(node.inputs) == 1 or node.name == "branches") else None
+    is_branch, is_through = node.name == "branches", node.name in through
+    if is_branch or len(node.inputs) == 1:
+        is_moved = is_branch or is_through or (node.kind is Kind.CLEAR and node.name not in _CHANGES)
+        return node.inputs[0] if is_moved or (node.name == _CAST and node.kind is Kind.FULL) else None
+    if not is_through or not node.inputs:
+        return None
+    unknown = [operand for operand in node.inputs if not _is_given(operand, constant)]
+    if node.name in ("select_n", "max"):  # `where(n > 0, variance, nan)`, whose NaN is no number to know it by
+        unknown = [operand for operand in unknown if operand.origin.kind is not Kind.SOURCE]
+    return unknown[0] if len(unknown) == 1 and (node.name != "div" or unknown[0] is node.inputs[0]) else None
 
 
 def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
     """Whether a value is a constant, or at least an argument, or computed from such and from integers in few steps."""
-    origin = _origin(operand)
+    origin = operand.origin
     if not origin.inputs:
         return origin.kind is not Kind.SOURCE or not constant or origin.const is not None
-    is_near = depth > 0 and origin.name not in PRODUCTS
-    return is_near and all(_is_given(node, constant, depth - 1) for node in origin.inputs)
+    if depth == 0 or origin.name in PRODUCTS:
+        return False
+    return all(map(_is_given, origin.inputs, itertools.repeat(constant), itertools.repeat(depth - 1)))
 
 
 def _readers(node: Node, through: Collection[str] = ()) -> list[Node]:
@@ -433,9 +439,9 @@ def find_activations(nodes: Sequence[Node]) -> None:
         if node.kind is Kind.HALF:
             node.is_activation = True
         elif node.kind is Kind.JOIN or (node.kind is Kind.CLEAR and node.name not in _EXTREMES):
-            node.is_activation = any(operand.is_activation for operand in node.inputs)
+            node.is_activation = any([operand.is_activation for operand in node.inputs])
         elif node.name in _ELEMENTWISE:
-            node.is_activation = any(operand.is_activation and operand.shape == node.shape for operand in node.inputs)
+            node.is_activation = any([each.is_activation and each.shape == node.shape for each in node.inputs])
 
 
 def take_outer_products(nodes: Sequence[Node]) -> list[Node]:
@@ -457,10 +463,12 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
     solved = {node for node in nodes if node.name in _LINALG}
     logged = {node for node in nodes if node.name in _LOGARITHMS}
     for node in reversed(nodes):
-        if not node.after_product or node.state >= Kind.FULL:
+        is_solvable = bool(solved) and _is_product(node)
+        is_told = is_solvable or node.has_epsilon or node.kind is Kind.INFER
+        if not is_told or not node.after_product or node.state >= Kind.FULL:
             continue
         readers = _readers(node)
-        if _is_product(node) and readers and solved.issuperset(readers):
+        if is_solvable and readers and solved.issuperset(readers):
             node.kind, node.reason = Kind.FULL, f"feeds only {_names(readers)}"
         if node.has_epsilon and not logged.isdisjoint(readers):
             logged.add(node)
@@ -469,7 +477,7 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
         # What the author casts to float32 is the author's half up to there.
         full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT) or user.state >= Kind.FULL]
         full = [user for user in full if user.name != _CAST]
-        is_solved, is_stream = not solved.isdisjoint(full), _is_stream(node)
+        is_solved, is_stream = not solved.isdisjoint(full), node.name == "add" and _is_stream(node)
         reason = needed.get(node.same, "")
         # Of a logarithm 1 - x is what counts, and x near 1 has lost it.
         if is_solved or (not is_stream and not logged.isdisjoint(full)):
@@ -483,7 +491,7 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
 
 def _is_stream(node: Node) -> bool:
     """Whether a sum has two operands that products made: a residual stream stays half up to its last normalisation."""
-    return node.name == "add" and sum(operand.is_activation for operand in node.inputs) > 1
+    return sum([operand.is_activation for operand in node.inputs]) > 1
 
 
 def _names(nodes: Sequence[Node]) -> str:

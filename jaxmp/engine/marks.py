@@ -100,6 +100,11 @@ def marks_in(names: Names) -> Names:
     return tuple(part for part in names if _MARK.fullmatch(part))
 
 
+def ours(names: Names) -> Names:
+    """The scopes that are jaxmp's: the marks, and what else tells how code is meant."""
+    return tuple([part for part in names if part.startswith("jaxmp.")])
+
+
 @functools.lru_cache(maxsize=4096)
 def path_of(names: Names) -> Names:
     """The scopes without jaxmp's: modules and the author's own."""

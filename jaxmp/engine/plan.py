@@ -14,15 +14,15 @@ import numpy as np
 
 from jaxmp import tables
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.walk import jaxprs_in
+from jaxmp._jaxpr.walk import jaxprs_in, walk
 from jaxmp.engine.autocast import check_backend, require_function
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
-from jaxmp.engine.graph import Node, Step, build, walk
+from jaxmp.engine.graph import Node, Step, build
 from jaxmp.engine.marks import path_of
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
-from jaxmp.engine.trace import traced
+from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.flops import flops_of
 from jaxmp.overrides import policy_and_exceptions
 
@@ -233,7 +233,7 @@ def cast_plan(
         # Each equation is emitted, and notes it.
         rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.matmul)
         program, operands = traced(fun, args, kwargs, rules)
-        graph, dtypes = build(*program.jaxpr, rules), program.result_dtypes(one_policy)
+        graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, one_policy)
         rules.check()
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)
         reasons, uncounted = Reasons(graph), set[str]()

@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.graph import Graph, Node, Step
-from jaxmp.engine.groups import steps_of
 
 _FULL = (Kind.FULL, Kind.STRICT)
 
@@ -22,7 +21,7 @@ class Reasons:
 
     def __init__(self, graph: Graph) -> None:
         self.changed = graph.changes
-        self.scopes = {node: step.names for step in steps_of(graph.body) for node in step.nodes if node is not None}
+        self.scopes = {node: step.names for step in graph.steps for node in step.nodes if node is not None}
         groups = [group for group in graph.groups if graph.changes and group.nodes[0].compute == np.float32]
         self.groups = [group.name for group in groups]
         self.group_of = {node.same: group.name for group in groups for node in group.nodes}

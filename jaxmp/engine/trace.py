@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.program import Program, arrays_in
 from jaxmp._jaxpr.stand_ins import stand_ins
 from jaxmp.engine.classes import is_castable
 from jaxmp.engine.marks import SPECIAL, region_of
@@ -61,52 +62,17 @@ def autocast_dtype() -> np.dtype | None:
     return None if ask is None else ask()
 
 
-class Program:
-    """The program of a function for arguments like these; of arrays only, what is none stays the Python value it is.
+def result_dtypes(program: Program, policy: Policy | None = None) -> list[Any]:
+    """The dtypes that the results have: their own, or in a policy without float32 results its output dtype.
 
-    Args:
-      fun: a function.
-      args: its arguments, none of which is kept.
-      write: makes what a call returns of what ``fun`` returns.
-
-    Attributes:
-      jaxpr: an open jaxpr and its constants.
+    What the function writes to its arguments keeps its dtype.
     """
-
-    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], write: Callable[..., Any] | None = None) -> None:
-        leaves, tree = jax.tree.flatten(args)
-
-        def flat(*operands: Any) -> list[Any]:
-            rest = iter(operands)
-            filled = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
-            results, self._tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
-            self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]  # tracers die with the trace
-            return arrays_in(results)
-
-        self.jaxpr = reading.opened(jax.make_jaxpr(flat)(*arrays_in(leaves)))
-        self._write = write
-
-    def result_dtypes(self, policy: Policy | None = None) -> list[Any]:
-        """The dtypes that the results have: their own, or in a policy without float32 results its output dtype.
-
-        What the function writes to its arguments keeps its dtype.
-        """
-        avals = [atom.aval for atom in self.jaxpr[0].outvars]
-        dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
-        if policy is not None and policy.output_dtype.itemsize == 2:
-            results, _written = jax.tree.unflatten(self._tree, self._leaves)
-            returned = sum(leaf is _ARRAY for leaf in jax.tree.leaves(results))
-            dtypes[:returned] = [dtype and policy.output_dtype for dtype in dtypes[:returned]]
-        return dtypes
-
-    def unflatten(self, results: Sequence[Any]) -> Any:
-        """What the function returns, with ``results`` for its arrays, once what it wrote is written."""
-        rest = iter(results)
-        whole = jax.tree.unflatten(self._tree, [next(rest) if leaf is _ARRAY else leaf for leaf in self._leaves])
-        return self._write(*whole) if self._write else whole
-
-
-_ARRAY = object()
+    avals = [atom.aval for atom in program.jaxpr[0].outvars]
+    dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
+    if policy is not None and policy.output_dtype.itemsize == 2:
+        returned = program.returned
+        dtypes[:returned] = [dtype and policy.output_dtype for dtype in dtypes[:returned]]
+    return dtypes
 
 
 def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tuple[Program, list[Any]]:
@@ -118,15 +84,3 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tup
         pure, arguments, write, _ = of_arrays(fun, args, kwargs)
     with tracing(rules):
         return Program(pure, arguments, write), arrays_in(jax.tree.leaves(arguments))
-
-
-def arrays_in(leaves: Sequence[Any]) -> list[Any]:
-    """Those leaves that are traced."""
-    return [leaf for leaf in leaves if is_array(leaf)]
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether an argument or a result is traced; what is not stays the Python value that it is."""
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind not in "OSUTMm"  # objects, texts, times
-    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

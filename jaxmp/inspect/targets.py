@@ -25,10 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxmp import hardware
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.program import is_array
 from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
 from jaxmp._nnx_training import TrainStep as NNXStep
 from jaxmp._nnx_training import _state_of
-from jaxmp.engine.trace import is_array
 from jaxmp.inspect.calls import named
 from jaxmp.training import TrainStep
 
