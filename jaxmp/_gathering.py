@@ -34,7 +34,7 @@ from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.program import Program, arrays_in
 from jaxmp._jaxpr.rebuild import bound, is_body_alone, rebuilt
 from jaxmp._jaxpr.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
-from jaxmp._mesh_plan import COPIES, Plan, while_tracing, wide
+from jaxmp._mesh_plan import COPIES, HalfSumError, Plan, while_tracing, wide
 from jaxmp._mesh_products import computed_wide, goes_by_rows, in_float8, may_be_wide, product_by_rows
 from jaxmp._mesh_weights import Source, Use, weight_of
 from jaxmp._specs import require_specs, specs_in
@@ -319,7 +319,7 @@ def _require_wide(use: Use, eqn: Any, position: int) -> None:
             f"; it may be activations of the shape {aval.shape}, which are taken for a weight, as one of that shape is "
             "in them: with another batch size they are not"
         )
-        raise ValueError(
+        raise HalfSumError(
             f"the gradient of {use.source.name!r} cannot be reduced in float32: it goes in {aval.dtype.name} "
             f"into {name} at {reading.user_source_of(eqn)}, which computes it in {halves[0]}; compute in float32 "
             f"there, or make_train_step(…, reduce_dtype={halves[0]!r}){'' if use.is_fixed else guess}"

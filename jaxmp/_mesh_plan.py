@@ -29,6 +29,10 @@ _REDUCES = frozenset(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 
+class HalfSumError(ValueError):
+    """A gradient would be summed in half."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """Where the params of a train step lie, and in which dtype their gradients are reduced.
@@ -116,9 +120,10 @@ class Plan:
             parts = self.devices * microbatches
             if not np.shape(leaf)[0] or np.shape(leaf)[0] % parts:
                 each = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
+                entry = f" in batch entry {_tree.path_name(path)!r}" if path else ""
                 raise ValueError(
                     f"the {self.devices} devices of {', '.join(map(repr, self.axes))} must divide the batch{each}, got "
-                    f"{np.shape(leaf)[0]} examples in batch entry {_tree.path_name(path)!r}; use a batch of "
+                    f"{np.shape(leaf)[0]} examples{entry}; use a batch of "
                     f"{parts * (np.shape(leaf)[0] // parts + 1)}, say"
                 )
             return NamedSharding(self.mesh, self.rows)
@@ -274,6 +279,8 @@ def typed(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
         try:
             # Nothing of it is left in what is traced if it fails. Another function each time: nothing is cached.
             return jax.jit(lambda *args: fun(*args), inline=True)(*args)
+        except HalfSumError:
+            raise
         except Exception:  # each primitive has errors of its own for types; what is none of types comes again
             pass
         return jax.sharding.auto_axes(fun, out_sharding=out)(*args)

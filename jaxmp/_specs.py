@@ -84,12 +84,17 @@ def require_axes(mesh: Mesh, names: Iterable[str], argument: str) -> None:
 
 
 def require_specs(tree: Any, specs: Any) -> None:
+    leaves = {_tree.path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(specs, is_leaf=is_spec)}
+    names = [_tree.path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    found: list[str] = [f"{type(leaf).__name__} for {name!r}" for name, leaf in leaves.items() if not is_spec(leaf)]
+    found += [f"none for {name!r}" for name in names if name not in leaves]
+    found += [f"one for {name!r}, which is no array of them" for name in leaves if name not in names]
     given: Any = jax.tree.structure(specs, is_leaf=is_spec)
     own: Any = jax.tree.structure(tree)
-    if given != own or not all(map(is_spec, jax.tree.leaves(specs, is_leaf=is_spec))):
+    if found or given != own:
         raise ValueError(
-            f"specs must be a tree of PartitionSpec of the structure of the arrays, {own}, got {given}; take "
-            "jaxmp.sharding.fsdp_specs of these arrays"
+            "specs must be a tree of PartitionSpec of the structure of the arrays, got "
+            f"{found[0] if found else f'{given} for {own}'}; take jaxmp.sharding.fsdp_specs of these arrays"
         )
 
 

@@ -79,14 +79,18 @@ def fsdp_specs(
 
     Raises:
       ValueError: the mesh has no such axis; a pattern matches nothing; a rule's spec has more axes than the leaf, names
-        an axis that is not there or one twice, or does not divide the leaf.
-      TypeError: a leaf is a number, no array; a rule gives no spec.
+        an axis that is not there or one twice, or does not divide the leaf; ``min_size`` is no count.
+      TypeError: a leaf is a number, no array; a rule gives no spec; ``axis`` is no name.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
     >>> shapes = jax.eval_shape(lambda: {"kernel": jnp.ones((512, 1024)), "bias": jnp.ones(1024)})
     >>> fsdp_specs(shapes, mesh) == {"bias": jax.P(), "kernel": jax.P(None, "fsdp")}
     True
     """
+    if not isinstance(axis, str):
+        raise TypeError(f"axis names one axis of the mesh, got {axis!r}; a spec of several is given by rules")
+    if not isinstance(min_size, (int, np.integer)) or min_size < 0:
+        raise ValueError(f"min_size counts the numbers of a leaf, 0 or more of them, got {min_size!r}; 65536 is usual")
     if isinstance(shapes, TrainState):
         own = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
         return following(shapes, shapes.params, own, mesh)
@@ -130,6 +134,7 @@ def init_state(
 
     Raises:
       ValueError: the specs are of another tree than the params, or do not fit them.
+      TypeError: ``make_params`` is no function.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
@@ -138,6 +143,11 @@ def init_state(
     >>> state.opt_state.inner_state[0].mu["w"].sharding == state.params["w"].sharding
     True
     """
+    if not callable(make_params):
+        raise TypeError(
+            f"make_params is a function that makes the params where they stay, got {type(make_params).__name__}; of "
+            "arrays that there are, write lambda: params"
+        )
     with_arrays = [name for name, value in fields.items() if any(map(_is_array, jax.tree.leaves(value)))]
     arrays = {name: fields[name] for name in with_arrays}
     static = {name: value for name, value in fields.items() if name not in arrays}
@@ -148,7 +158,7 @@ def init_state(
     shapes = jax.eval_shape(make, arrays)
     describe(shapes.params, specs, mesh)  # raises if they do not fit
     shardings = [NamedSharding(mesh, spec) for spec in specs_in(following(shapes, shapes.params, specs, mesh))]
-    with jax.set_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if reading.is_tracing() else jax.set_mesh(mesh):
         leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 

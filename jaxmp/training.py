@@ -183,25 +183,26 @@ class TrainState(flax.struct.PyTreeNode):
         Raises:
           ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
         """
+        before = {"params": self.params}
         if model_state is not None:
             _require_same_structure(model_state, self.model_state)
-        if ema_decay is not None and self.ema_params is None:
-            raise ValueError(
-                "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
-                "jaxmp.nnx.Optimizer(..., ema=True)"
-            )
+            before["model_state"] = self.model_state
+        if ema_decay is not None:
+            if self.ema_params is None:
+                raise ValueError(
+                    "ema_decay needs a moving average to update: TrainState.create(..., ema=True), or "
+                    "jaxmp.nnx.Optimizer(..., ema=True)"
+                )
+            before["ema_params"] = self.ema_params
 
         def changed(updates: Any) -> dict[str, Any]:
             params = optax.apply_updates(_tree.widen(self.params), updates)  # selected, they get their dtypes back
-            new = {"params": params}
-            if model_state is not None:
-                new["model_state"] = model_state
+            new = {"params": params, "model_state": model_state}
             if ema_decay is not None:
                 new["ema_params"] = optax.incremental_update(params, self.ema_params, 1 - ema_decay)
-            return new
+            return {name: new[name] for name in before}
 
-        names = ["params"] + ["model_state"] * (model_state is not None) + ["ema_params"] * (ema_decay is not None)
-        made = Made(changed, {name: getattr(self, name) for name in names})
+        made = Made(changed, before)
         kept, opt_state, skipped = take_step(self.tx, grads, self.opt_state, self.params, extra_args or {}, made)
         new_scale, scale = get_loss_scale(opt_state), get_loss_scale(self.opt_state)
         return self.replace(
@@ -371,7 +372,8 @@ class TrainStep:
                 state, metrics, stuck = self.jitted(state, batch)
         except (RuntimeError, ValueError) as error:
             _tell_of_donation(state, error)
-            tell_of_devices(state, batch, error)
+            if self._plan is None:
+                tell_of_devices(state, batch, error)
             raise
         self._returned, self._stuck = weakref.ref(state), weakref.ref(state.stuck)
         self._calls += 1

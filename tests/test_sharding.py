@@ -176,8 +176,23 @@ class TestDescription:
         with pytest.raises(ValueError, match="specs must be a tree of PartitionSpec of the structure of the arrays"):
             sharding.describe({"a": shape(4)}, {"b": P()}, mesh_of())
 
+    def test_an_axis_is_a_name_and_a_size_a_number(self):
+        with pytest.raises(TypeError, match=r"axis names one axis of the mesh, got \('fsdp',\); a spec of several"):
+            sharding.fsdp_specs({"a": shape(4)}, mesh_of(), axis=("fsdp",))
+        for size in ("64k", -1):
+            with pytest.raises(ValueError, match=rf"0 or more of them, got {size!r}; 65536 is usual"):
+                sharding.fsdp_specs({"a": shape(4)}, mesh_of(), min_size=size)
+
 
 class TestInitialState:
+    def test_has_shapes_without_being_made(self):
+        state = jax.eval_shape(lambda: sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), SPECS))
+        assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, jax.eval_shape(make_params))
+
+    def test_params_that_are_there_are_refused(self):
+        with pytest.raises(TypeError, match=r"makes the params where they stay, got dict; .* write lambda: params"):
+            sharding.init_state({"w": jnp.ones(4)}, optax.sgd(1.0), mesh_of(), {"w": P()})
+
     def test_is_that_of_one_device_in_its_place(self):
         mesh = mesh_of()
         fields = {"rng": 1, "ema": True, "model_state": {"batch_stats": np.arange(3.0, dtype=np.float32)}}

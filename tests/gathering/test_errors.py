@@ -69,7 +69,9 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("specs", "message"),
         [
-            ({"v": P()}, r"specs must be a tree of PartitionSpec of the structure of the arrays"),
+            ({"v": P()}, r"a tree of PartitionSpec of the structure of the arrays, got none for 'w'; take"),
+            ({"w": P(), "v": P()}, r"got one for 'v', which is no array of them; take jaxmp.sharding.fsdp_specs"),
+            ({"w": "fsdp"}, r"of the structure of the arrays, got str for 'w'; take jaxmp.sharding.fsdp_specs"),
             ({"w": P("tensor")}, r"which has 'fsdp', got 'tensor'"),
             ({"w": P(None, None, "fsdp")}, r"at most one entry for each axis of the leaf"),
         ],
@@ -83,13 +85,33 @@ class TestErrors:
             ValueError, match=r"the 4 devices of 'fsdp' must divide the batch, got 6 .* use a batch of 8"
         ):
             self.step()(self.state(), np.ones((6, WIDTH), np.float32))
-        with pytest.raises(ValueError, match=r"must divide the batch, got 0 examples .* use a batch of 4, say"):
+        with pytest.raises(ValueError, match=r"must divide the batch, got 0 examples; use a batch of 4, say"):
             self.step()(self.state(), np.ones((0, WIDTH), np.float32))
+        with pytest.raises(ValueError, match=r"batch, got 6 examples; use a batch of 8"):
+            self.step()(self.state(), np.ones((6, WIDTH), np.float32))
         message = (
             r"must divide the batch for each of 2 microbatches, got 12 examples in batch entry 'x'; use .* 16, say"
         )
         with pytest.raises(ValueError, match=message):
             self.step(accumulate_steps=2)(self.state(), {"x": np.ones((12, WIDTH), np.float32)})
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_a_shard_map_that_sums_in_half(self, kind):
+        mesh = mesh_of(kind)
+
+        def loss(params, model_state, batch, rng):
+            split = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
+            y = split(params["w"].astype(jnp.bfloat16), batch.astype(jnp.bfloat16))
+            return jnp.mean(y.astype(jnp.float32)), model_state
+
+        step = jaxmp.make_train_step(loss, mesh=mesh, specs={"w": P("fsdp")})
+        with pytest.raises(ValueError, match=r"gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into"):
+            step(self.state(), np.ones((BATCH, WIDTH), np.float32))
+
+    def test_a_state_on_one_device(self):
+        state = jax.device_put(self.state(), jax.devices()[0])
+        with pytest.raises(ValueError, match=r"a state must lie as the mesh and specs of the step say, .*init_state"):
+            self.step()(state, np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_state_that_lies_elsewhere(self):
         mesh = mesh_of()
