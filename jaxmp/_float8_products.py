@@ -36,6 +36,7 @@ class Asked:
 
     def __init__(self, step: Any, recipe: float8.Float8) -> None:
         self._step, self._recipe = step, recipe
+        self.bias_added: Any = None  # see find_bias
 
     def __bool__(self) -> bool:
         return self._answer[0] is not None
@@ -49,12 +50,27 @@ class Asked:
     @property
     def decision(self) -> tuple[Any, ...]:
         """What the product depends on that is written, besides its operands."""
-        return self._answer[0], self._recipe, self._is_fused, reading.may_be_skipped()
+        return self._answer[0], self._recipe, self._is_fused, self.bias_added is not None, reading.may_be_skipped()
 
-    def emit(self, operands: Sequence[Any], is_summed: bool) -> tuple[list[Any], list[Any]]:
-        """Its results, and the types of what it multiplies; ``is_summed`` is that of :func:`float8.dot_general`."""
+    def find_bias(self, node: Any, read_in: Callable[..., Any], normalised: Callable[[int], Any]) -> None:
+        """Finds the node where a bias is added, if the gradient of both is summed in the kernel that computes it.
+
+        Args:
+          node: that of the product.
+          read_in: the dtype that a node reads another in.
+          normalised: of the nodes of so many elements those in a normalisation, whose kernel has sums of its own.
+        """
+        add = node.users[0] if len(node.users) == 1 else node
+        if (add.name, add.shape, add.loop) == ("add", node.shape, node.loop):
+            rows = (one for one in add.inputs if math.prod(one.shape) == add.shape[-1] and not one.is_cast_once)
+            is_summed = any(one.dtype == np.float32 != read_in(add, one) for one in rows)
+            self.bias_added = add if is_summed and add not in normalised(math.prod(add.shape)) else None
+
+    def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Its results, and the types of what it multiplies."""
         (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
         weight, _ = self._answer
+        is_summed = self.bias_added is not None
         dot = functools.partial(float8.dot_general, weight=weight, is_fused=self._is_fused, is_summed=is_summed)
         result = dot(lhs, rhs, numbers, self._recipe)
         return [result], [jax.ShapeDtypeStruct(each.shape, self._recipe.forward) for each in operands]
@@ -138,22 +154,6 @@ def _origins(node: Any) -> set[Any]:
 
     path = {*walk([node], lambda each: each.inputs if each.name in _MOVES else ())}
     return path if all(each.kind is Kind.SOURCE or is_moved(each) for each in path) else set()
-
-
-def bias_added(product: Any, read_in: Callable[..., Any], normalised: Callable[[int], Any]) -> Any:
-    """The node where a bias is added to a product, if the gradient of both is summed in the kernel that computes it.
-
-    Args:
-      product: a node of the engine's graph.
-      read_in: the dtype that a node reads another in.
-      normalised: of the nodes of so many elements those in a normalisation, whose kernel has sums of its own.
-    """
-    add = product.users[0] if len(product.users) == 1 else product
-    if (add.name, add.shape, add.loop) != ("add", product.shape, product.loop):
-        return None
-    rows = (one for one in add.inputs if math.prod(one.shape) == add.shape[-1] and not one.is_cast_once)
-    is_summed = any(one.dtype == np.float32 != read_in(add, one) for one in rows)
-    return add if is_summed and add not in normalised(math.prod(add.shape)) else None
 
 
 def _is_mask(node: Any) -> bool:

@@ -1,8 +1,9 @@
-"""Names of dtypes: what people write for them, and what jaxmp prints."""
+"""Names of dtypes: what people write for them, and what jaxmp prints; and what they hold."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,3 +85,10 @@ def nearest(word: str, known: Iterable[str], most: int = 8) -> str:
 def is_half(dtype: Any) -> bool:
     """Whether ``dtype`` is a floating dtype of at most 16 bits."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits <= 16
+
+
+@functools.cache
+def range_of(dtype: np.dtype) -> tuple[float, float]:
+    """The smallest normal number of a floating dtype, and the largest."""
+    info = jnp.finfo(dtype)
+    return float(info.smallest_normal), float(info.max)

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import _float8_products
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
@@ -44,8 +43,9 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
     decide(graph, dtypes, force)
     body = graph.body
     normalised = functools.cache(functools.partial(_normalised, graph.nodes))
-    for node in [node for node in graph.nodes if node.float8]:
-        node.added = _float8_products.bias_added(node, read_in, normalised)
+    for node in graph.nodes:
+        if node.float8:
+            node.float8.find_bias(node, read_in, normalised)
     evaluation = _Evaluation(rules, normalised, body, args)
     results = evaluation.results() if graph.changes else reading.evaluate(body.jaxpr, body.consts, args)
     return [
@@ -130,7 +130,7 @@ class _Evaluation:
         if self.is_noted:
             self.casts.append(value.size * dtype.itemsize)
         is_normalised = step.node is not None and step.node in self.normalised(math.prod(step.node.shape))
-        is_measured = any([operand is not None and operand.added is step.node for operand in step.operands])
+        is_measured = any([node and node.float8 and node.float8.bias_added is step.node for node in step.operands])
         return cast_repeated(self.places.bind, value, dtype, shape, like, is_normalised, is_measured)
 
     def results_of(self, step: Step) -> Sequence[Any]:
@@ -156,7 +156,7 @@ class _Evaluation:
         if step.bodies is not None:
             return places.within(self.results_of_bodies, step, step.bodies, operands)
         if step.float8:
-            results, step.bound = places.within(step.float8.emit, operands, node is not None and node.added is not None)
+            results, step.bound = places.within(step.float8.emit, operands)
             return results
         params = eqn.params
         if node is not None and node.compute is not None:
@@ -320,6 +320,6 @@ def _signature(step: Step, rules: Rules) -> Any:
 def _decisions(step: Step) -> Any:
     own: tuple[Any, ...] = tuple((node.compute, node.dtype, node.late) for node in step.nodes if node is not None)
     shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
-    own = (*own, *step.float8.decision, step.node and step.node.added is not None) if step.float8 else own
+    own = (*own, *step.float8.decision) if step.float8 else own
     # What is wanted of comparisons depends on constants too.
     return (own, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

@@ -18,9 +18,10 @@ import numpy as np
 from jaxmp import _float8_products
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS
+from jaxmp.dtypes import range_of
 from jaxmp.engine.classes import Kind, is_castable
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
-from jaxmp.engine.rules import Decision, Rules, range_of
+from jaxmp.engine.rules import Decision, Rules
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -56,7 +57,6 @@ class Node:
     compute: np.dtype | None = None  # what it is computed in; None: as it was written, or was moved in
     dtype: np.dtype = dataclasses.field(init=False)  # that of the result
     late: np.dtype | None = None  # the half dtype of a cast by its author that each reader makes; the value is float32
-    added: Node | None = None  # of a float8 product where a bias is added, if one kernel sums the gradient of both
 
     @property
     def is_cast_once(self) -> bool:
@@ -328,15 +328,13 @@ class _Builder:
             if form.are_floats[position]:
                 node = self.node(step.kind, name, var.aval, reads, step.reason, asked)
                 node.has_epsilon = has_epsilon and step.node is None
-                step.node = step.node or node
+                step.node, node.float8 = step.node or node, step.float8
             key = None if eqn.effects else (position, form.operation, *numbers)
             found.append(self.value(node, key, is_fixed))
         if step.node is None:
             for operand in inputs if _tells_apart(name, inputs) else ():
                 operand.is_seen = True
-        else:
-            step.node.float8 = step.float8
-            if is_moved and len(inputs) == 1:
-                step.node.const = inputs[0].const
-                step.node.is_looked_up = name == "gather" and not step.fixed[1]
+        elif is_moved and len(inputs) == 1:
+            step.node.const = inputs[0].const
+            step.node.is_looked_up = name == "gather" and not step.fixed[1]
         return found

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.dtypes import nearest
+from jaxmp.dtypes import nearest, range_of
 from jaxmp.engine.classes import CASTABLE, Class, Kind, classify, is_castable
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.patterns import OPERATIONS, matches
@@ -195,13 +195,6 @@ class Rules:
         if any(0 < smallest < tiny for smallest, _ in constants):
             return Decision(Kind.FULL, f"a constant below {half.name}'s smallest normal number", has_epsilon=True)
         return Decision(Kind.INFER, "")
-
-
-@functools.cache
-def range_of(half: np.dtype) -> tuple[float, float]:
-    """The smallest normal number of a half dtype, and the largest."""
-    info = jax.numpy.finfo(half)
-    return float(info.smallest_normal), float(info.max)
 
 
 @functools.cache
