@@ -14,9 +14,8 @@ import re
 import sys
 from pathlib import Path
 
-from experiments.benchmarks.compile_only import report as compile_only
 from experiments.benchmarks.gradient_sums import NOTE, sentence
-from experiments.report import headline
+from experiments.report import headline, predictions
 from jaxmp.inspect.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,11 +135,11 @@ def sharding_block(root: Path = ROOT) -> str:
 def roofline_block(root: Path = ROOT) -> str:
     """The part of docs/inspect.md on predicted times, of the newest steps compiled for an H200 below ``root``."""
     source = headline.newest(
-        root / "experiments" / "results", "compile_only", lambda run: bool(compile_only.predictions(run["results"]))
+        root / "experiments" / "results", "compile_only", lambda run: bool(predictions.predictions(run["results"]))
     )
     if source is None:
         return "Not compiled yet: `python -m experiments.benchmarks.compile_only`.\n"
-    (found,) = compile_only.predictions(source.data["results"])
+    (found,) = predictions.predictions(source.data["results"])
     text = found.markdown().partition("\n\n")[2]
     return f"{text}\n{source.line(root)}\n".replace("](experiments/", "](../experiments/")
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.benchmarks.shared import records
 from experiments.benchmarks.train_step.goals import LIMITS, RECORDED, TENSOR_FLOPS
 from experiments.measure import programs
 from experiments.report import plots
 from experiments.report.goals import Goal, saved, share
+from experiments.report.predictions import TIMES, predictions
 from experiments.report.tables import Table
 
 MIB = 2**20
@@ -20,13 +19,6 @@ COLUMNS = (
     "layout GB", "predicted ms", "measured ms", "products",
 )  # fmt: skip
 AUTOCAST_MEMORY = 1.02
-TIMES = {
-    "resnet50-hand-fp32": 238.3, "resnet50-hand-tf32": 68.0, "resnet50-hand-fp16": 35.2, "resnet50-hand-bf16": 37.9,
-    "gpt2-hand-fp32": 331.7, "gpt2-hand-tf32": 103.7, "gpt2-hand-fp16": 32.6, "gpt2-hand-bf16": 33.6,
-    "bert-hand-tf32": 145.9, "bert-hand-fp16": 58.2, "bert-hand-bf16": 60.7,
-    "resnet50-jmp-fp16": 36.18, "resnet50-flax-fp16": 36.31, "gpt2-jmp-fp16": 35.77, "gpt2-flax-fp16": 35.42,
-}  # fmt: skip
-"""Milliseconds a step, measured on one NVIDIA H200 with JAX 0.11.2, 2026-11-20, one run each."""
 ABOUT = (
     "Compiled for the GPU, not run on it. Peak: arguments, results that reuse none of them, and temporaries, without "
     "the workspaces that cuDNN's kernels may ask for once there is a GPU to choose them on. "
@@ -96,59 +88,6 @@ def notes(result: dict[str, Any]) -> list[str]:
         more = (row["peak"] - plain["peak"]) / MIB
         lines.append(f"{row['label']}, against none: {kernels:+,} kernels, {moved:+.2f} GB, {more:+,.0f} MiB")
     return lines
-
-
-class Timed(NamedTuple):
-    """A step whose time is on record: milliseconds measured and predicted, and which it is."""
-
-    measured: float
-    predicted: float
-    name: str
-
-    @property
-    def error(self) -> float:
-        """How far off the prediction is, of what was measured."""
-        return self.predicted / self.measured - 1
-
-
-def on_record(results: Sequence[dict[str, Any]]) -> list[Timed]:
-    """The steps whose times are on record, the fastest first."""
-    return sorted(
-        Timed(TIMES[f"{result['name']}-{key}"], row["predicted"], f"{result['name']}, {row['label']}")
-        for result in results
-        for key, row in result["variants"].items()
-        if result["full"] and f"{result['name']}-{key}" in TIMES and row.get("predicted")
-    )
-
-
-def apart(one: Timed, other: Timed) -> float:
-    """By what share two predictions differ, of the smaller."""
-    return max(one.predicted, other.predicted) / min(one.predicted, other.predicted) - 1
-
-
-def reversed_pairs(found: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
-    """Those of which the first, which was measured faster, is not predicted so; of the most apart first."""
-    pairs = [pair for pair in itertools.combinations(found, 2) if pair[0].predicted >= pair[1].predicted]
-    return sorted(pairs, key=lambda pair: -apart(*pair))
-
-
-def predictions(results: Sequence[dict[str, Any]]) -> list[Table]:
-    """The times on record beside those predicted, and how many pairs of them are in order."""
-    found = on_record(results)
-    if len(found) < 2:
-        return []
-    rows = [(each.name, f"{each.measured:.1f}", f"{each.predicted:.1f}", f"{each.error:+.1%}") for each in found]
-    largest = max(abs(each.error) for each in found)
-    pairs, ties = list(itertools.combinations(found, 2)), reversed_pairs(found)
-    far = [pair for pair in pairs if apart(*pair) > largest]
-    notes = [
-        f"{len(pairs) - len(ties)} of {len(pairs)} pairs are ordered as measured; of those whose predictions differ by "
-        f"more than the largest error, {largest:.1%}, {len(set(far) - set(ties))} of {len(far)}"
-    ]
-    if ties:
-        named = "; ".join(f"{one.name} and {other.name} ({apart(one, other):.1%})" for one, other in ties)
-        notes.append(f"not ordered, by how much the predictions differ: {named}")
-    return [Table("Predicted and measured", ("step", "measured ms", "predicted ms", "error"), rows, notes=tuple(notes))]
 
 
 def picture(result: dict[str, Any]) -> plots.Panel:

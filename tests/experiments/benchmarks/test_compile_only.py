@@ -12,6 +12,7 @@ import pytest
 from experiments.benchmarks.compile_only import report, sharded
 from experiments.benchmarks.compile_only import run as compile_only
 from experiments.benchmarks.train_step.rows import rows_of
+from experiments.report import predictions
 from jaxmp.inspect import targets
 
 ROW = {
@@ -89,7 +90,7 @@ def test_a_predicted_time_stands_beside_the_one_on_record():
 def test_times_on_record_stand_beside_those_predicted_and_pairs_are_counted():
     rows = result_of(hand_fp16={"predicted": 34.0}, hand_bf16={"predicted": 33.0}, hand_tf32={"predicted": 93.33},
                      jaxmp_bf16={"predicted": 30.0}, hand_fp32={"predicted": 331.7})  # fmt: skip
-    (found,) = report.predictions([rows])
+    (found,) = predictions.predictions([rows])
     assert found.rows == [
         ("gpt2, hand_fp16", "32.6", "34.0", "+4.3%"), ("gpt2, hand_bf16", "33.6", "33.0", "-1.8%"),
         ("gpt2, hand_tf32", "103.7", "93.3", "-10.0%"), ("gpt2, hand_fp32", "331.7", "331.7", "+0.0%"),
@@ -99,7 +100,7 @@ def test_times_on_record_stand_beside_those_predicted_and_pairs_are_counted():
         "10.0%, 5 of 5",
         "not ordered, by how much the predictions differ: gpt2, hand_fp16 and gpt2, hand_bf16 (3.0%)",
     )
-    assert report.predictions([{**rows, "full": False}]) == []
+    assert predictions.predictions([{**rows, "full": False}]) == []
 
 
 # Targets.
@@ -139,7 +140,7 @@ def test_without_the_assembler_the_error_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"variants": ("jaxmp-bf17",)}, "--variants must be among hand-fp32, hand-tf32"),
+        ({"variants": ("jaxmp-bf17",)}, "--variants must be among jaxmp-bf16, jaxmp-fp16"),
         ({"target": "h20"}, "one of h200, h100, a100"),
         ({"layers": -1}, "--layers must be at least 0, got -1"),
         ({"models": ()}, "the number of --models must be at least 1, got 0"),

@@ -8,10 +8,9 @@ import re
 import pytest
 
 from experiments.benchmarks import gradient_sums
-from experiments.benchmarks.compile_only import report as compile_only
 from experiments.benchmarks.train_step import report as train_step_report
 from experiments.models.workloads import FULL, SMOKE
-from experiments.report import headline, readme
+from experiments.report import headline, predictions, readme
 from experiments.training.runs import write_json
 from jaxmp.inspect import prediction
 
@@ -46,12 +45,12 @@ def test_the_page_on_inspecting_has_what_the_script_writes():
 
 def test_the_error_that_roofline_states_is_the_largest_on_record_and_orders_all_pairs_beyond_it():
     source = headline.newest(readme.ROOT / "experiments" / "results", "compile_only", lambda run: True)
-    found = compile_only.on_record(source.data["results"])
-    assert len(found) == len(compile_only.TIMES)
+    found = predictions.on_record(source.data["results"])
+    assert len(found) == len(predictions.TIMES)
     largest = max(abs(each.error) for each in found)
     assert prediction.ERROR - 0.01 < largest <= prediction.ERROR
-    ties = compile_only.reversed_pairs(found)
-    assert all(compile_only.apart(*pair) <= prediction.ERROR for pair in ties)
+    ties = predictions.reversed_pairs(found)
+    assert all(predictions.apart(*pair) <= prediction.ERROR for pair in ties)
 
 
 def test_only_what_is_between_the_markers_is_replaced(tmp_path):
