@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from experiments.benchmarks.compile_only.sharded import model
 from experiments.models import GPT2, stacked
+from experiments.models.gpt2 import sized
 
 MODEL = GPT2(vocabulary=96, sequence=32, layers=2, heads=2, width=64)
 TOKENS = np.random.default_rng(0).integers(0, 96, (8, 33))
@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_those_of_the_module(reference, axes):
 def test_sizes_are_those_that_were_published():
     counted = {
         name: sum(
-            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda name=name: stacked.make_params(model(name))))
+            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda name=name: stacked.make_params(sized(name))))
         )
         for name in ("124M", "7B")
     }
