@@ -135,8 +135,9 @@ def detect(device: Any = None) -> Hardware:
 def assumed(name: str) -> Iterator[None]:
     """A context in which programs are traced for a GPU of :data:`GPUS`, which need not be there.
 
-    What depends on the device while a function is traced, as float8 products do, is then as on that one: compiling for
-    an absent GPU needs it. :mod:`jaxmp.inspect` does it by itself where it is given a ``device``.
+    What depends on the device while a function is traced, as float8 products and the update of a train step do, is then
+    as on that one: compiling for an absent GPU needs it. :mod:`jaxmp.inspect` does it by itself where it is given a
+    ``device``.
 
     Raises:
       ValueError: an unknown name.

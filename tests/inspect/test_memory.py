@@ -221,7 +221,8 @@ def test_for_each_described_gpu_it_is_what_the_compiler_reports(name):
     found = memory(step, device=name)(state, batch)
     target = targets.TARGETS[name]
     placed = targets.on(targets.device_of(target.text()), (state, batch))
-    lowered = step.jitted.trace(*placed).lower(lowering_platforms=("cuda",))
+    with jaxmp.hardware.assumed(name):
+        lowered = step.jitted.trace(*placed).lower(lowering_platforms=("cuda",))
     assert found.peak == peak_of(lowered.compile(compiler_options=targets.COMPILER_OPTIONS))
     assert sum(found.by_kind.values()) == sum(found.by_dtype.values()) == found.peak
     assert found.device == target.name
