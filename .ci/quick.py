@@ -14,11 +14,11 @@ from pathlib import Path
 CORE = ["tests/test_import.py", "tests/test_policy.py", "tests/training/test_step.py"]
 # What is not covered by the folder of its name.
 ALSO = {
-    r"jaxmp/(_jaxpr|overrides)": ["engine"],
+    r"jaxmp/(_jaxpr|_float8_products|overrides)": ["engine"],
     r"jaxmp/_(linen|adapters)": ["linen"],
     r"jaxmp/_(nnx|adapters)": ["nnx"],
-    r"jaxmp/(_gathering|_mesh_plan|_specs|sharding)": ["gathering", "test_sharding.py"],
-    r"jaxmp/(_scale_state|optimizer|loss_scale)": ["optimizer", "loss_scale"],
+    r"jaxmp/(_gathering|_mesh_|_specs|sharding)": ["gathering", "test_sharding.py"],
+    r"jaxmp/(_scale_state|optimizer|loss_scale)": ["optimizer", "loss_scale", "training"],
     r"jaxmp/doctor": ["cli"],
     r"experiments/(results|report)|README": ["experiments/report"],
     r".*\.(md|ipynb)$": ["docs", "properties/test_table.py"],
