@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import float8
@@ -15,6 +16,7 @@ from jaxmp.dtypes import nearest
 from jaxmp.engine.autocast import autocast
 from jaxmp.optimizer import described, is_number, require_loss
 from jaxmp.overrides import policy_and_exceptions
+from jaxmp.tree import path_name
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
 """``loss_fn(params, model_state, batch, rng)`` returns ``(loss, new_model_state)``, or these two and ``metrics``."""
@@ -118,3 +120,29 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
             '"full" recomputes everything'
         )
     return jax.checkpoint(loss_fn, policy=remat)
+
+
+def require_same_structure(new: Any, old: Any) -> Any:
+    """The model state ``new``, if it has the structure and the shapes of ``old``."""
+    if old is None and isinstance(new, Mapping):
+        raise ValueError(
+            "the loss function must return a model state of the structure it was given, but it was given None and "
+            f"returned a dict of {', '.join(map(repr, new)) or 'nothing'}: for metrics, return loss, model_state, "
+            "metrics; for a model state, pass the whole of it to TrainState.create(model_state=…)"
+        )
+    returned: Any = jax.tree.structure(new)
+    given: Any = jax.tree.structure(old)
+    if returned != given:
+        raise ValueError(
+            f"the loss function must return a model state of the structure it was given, but it was given {given} and "
+            f"returned {returned}; pass the whole of it to "
+            "TrainState.create(model_state=…), or return None if there is none"
+        )
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        if jnp.shape(leaf) != jnp.shape(other):
+            raise ValueError(
+                "the loss function must return a model state of the shapes it was given, but "
+                f"{path_name(path)!r} had {jnp.shape(other)} and has {jnp.shape(leaf)}; "
+                "make it the same in every batch"
+            )
+    return new

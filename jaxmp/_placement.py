@@ -1,4 +1,4 @@
-"""Where the arrays of a train state and of a batch lie, and where those go that were put nowhere."""
+"""Where the arrays of a train state and of a batch lie, where those go that were put nowhere, and which are gone."""
 
 from __future__ import annotations
 
@@ -82,6 +82,23 @@ def is_traced(tree: Any) -> bool:
 
 def is_put(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
+
+
+def is_deleted(tree: Any) -> bool:
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return any(leaf.is_deleted() for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
+
+
+def tell_of_donation(state: Any, error: Exception) -> None:
+    """Raises in place of ``error`` if ``state`` was given to a step before, which deleted its arrays."""
+    leaves = jax.tree.leaves_with_path(state)
+    deleted = next((path for path, leaf in leaves if is_deleted(leaf)), None)
+    if deleted is not None:
+        raise RuntimeError(
+            f"a state can be given to a donating step once only, but {_tree.path_name(deleted)!r} in this one is gone: "
+            "a step has had it, or another state of the same arrays; go on with the state that the step returned "
+            "(state, metrics = step(state, batch)), or make the step with make_train_step(..., donate=False)"
+        ) from error
 
 
 def tell_of_devices(state: Any, batch: Any, error: Exception) -> None:

@@ -24,9 +24,19 @@ from jaxmp import tree as _tree
 from jaxmp._gathering import Gathered, Held
 from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
-from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, checked, under_policy, with_remat
+from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, checked, require_same_structure, under_policy, with_remat
 from jaxmp._mesh_plan import explicit_mesh_of, plan_of, typed
-from jaxmp._placement import at, at_home, home_of, is_traced, moved_to, settled, tell_of_devices
+from jaxmp._placement import (
+    at,
+    at_home,
+    home_of,
+    is_deleted,
+    is_traced,
+    moved_to,
+    settled,
+    tell_of_devices,
+    tell_of_donation,
+)
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
     Made,
@@ -185,7 +195,7 @@ class TrainState(flax.struct.PyTreeNode):
         """
         before = {"params": self.params}
         if model_state is not None:
-            _require_same_structure(model_state, self.model_state)
+            require_same_structure(model_state, self.model_state)
             before["model_state"] = self.model_state
         if ema_decay is not None:
             if self.ema_params is None:
@@ -371,7 +381,7 @@ class TrainStep:
             with self._on_mesh():
                 state, metrics, stuck = self.jitted(state, batch)
         except (RuntimeError, ValueError) as error:
-            _tell_of_donation(state, error)
+            tell_of_donation(state, error)
             if self._plan is None:
                 tell_of_devices(state, batch, error)
             raise
@@ -474,7 +484,7 @@ class TrainStep:
 
             learned = state if held is None else state.replace(params=(held.params, held.taps))
             (loss, (new_model_state, metrics)), grads, seen = self._differentiated(loss_fn, learned)
-            return loss, grads, _require_same_structure(new_model_state, model_state), metrics, seen
+            return loss, grads, require_same_structure(new_model_state, model_state), metrics, seen
 
         n = self._accumulate_steps
         if n == 1:
@@ -533,7 +543,7 @@ class TrainStep:
             # The state at hand may be another run's; to look at it is to wait for it, which does no harm any more.
             if count >= self._max_skips and int(jax.device_get(state.stuck)) >= self._max_skips:
                 self._reports.clear()
-                raise self._error(count, state, batch if _is_deleted(reported) else reported)
+                raise self._error(count, state, batch if is_deleted(reported) else reported)
 
     def _is_due(self, call: int, report: Any) -> bool:
         # What is ready differs between processes, and all must come to an error at the same step.
@@ -628,7 +638,7 @@ def make_eval_step(
         try:
             return jitted(state, batch)
         except (RuntimeError, ValueError) as error:
-            _tell_of_donation(state, error)
+            tell_of_donation(state, error)
             tell_of_devices(state, batch, error)
             raise
 
@@ -648,18 +658,6 @@ def _require_train_state(state: Any) -> None:
         )
 
 
-def _tell_of_donation(state: Any, error: Exception) -> None:
-    """Raises in place of ``error`` if ``state`` was given to a step before, which deleted its arrays."""
-    leaves = jax.tree.leaves_with_path(state)
-    deleted = next((path for path, leaf in leaves if _is_deleted(leaf)), None)
-    if deleted is not None:
-        raise RuntimeError(
-            f"a state can be given to a donating step once only, but {_tree.path_name(deleted)!r} in this one is gone: "
-            "a step has had it, or another state of the same arrays; go on with the state that the step returned "
-            "(state, metrics = step(state, batch)), or make the step with make_train_step(..., donate=False)"
-        ) from error
-
-
 def _split(path: Any, leaf: Any, n: int) -> jax.Array:
     """``leaf`` of shape (batch, …) as (n, batch / n, …), example i in microbatch i % n; a scalar is repeated."""
     leaf = jnp.asarray(leaf)
@@ -673,37 +671,6 @@ def _split(path: Any, leaf: Any, n: int) -> jax.Array:
     return jnp.moveaxis(leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:]), 1, 0)
 
 
-def _is_deleted(tree: Any) -> bool:
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    return any(leaf.is_deleted() for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
-
-
 def _non_finite(tree: Any) -> list[str]:
     leaves = jax.tree.leaves_with_path(tree)
     return [_tree.path_name(path) for path, leaf in leaves if not bool(_tree.all_finite(leaf))]
-
-
-def _require_same_structure(new: Any, old: Any) -> Any:
-    """The model state ``new``, if it has the structure and the shapes of ``old``."""
-    if old is None and isinstance(new, Mapping):
-        raise ValueError(
-            "the loss function must return a model state of the structure it was given, but it was given None and "
-            f"returned a dict of {', '.join(map(repr, new)) or 'nothing'}: for metrics, return loss, model_state, "
-            "metrics; for a model state, pass the whole of it to TrainState.create(model_state=…)"
-        )
-    returned: Any = jax.tree.structure(new)
-    given: Any = jax.tree.structure(old)
-    if returned != given:
-        raise ValueError(
-            f"the loss function must return a model state of the structure it was given, but it was given {given} and "
-            f"returned {returned}; pass the whole of it to "
-            "TrainState.create(model_state=…), or return None if there is none"
-        )
-    for (path, leaf), other in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
-        if jnp.shape(leaf) != jnp.shape(other):
-            raise ValueError(
-                "the loss function must return a model state of the shapes it was given, but "
-                f"{_tree.path_name(path)!r} had {jnp.shape(other)} and has {jnp.shape(leaf)}; "
-                "make it the same in every batch"
-            )
-    return new
