@@ -458,10 +458,20 @@ def with_loss(step: Callable[..., T], loss: Any) -> T:
     """``step(value=loss)``, for optimizers that look at the loss; without it where a transform does not take it.
 
     A chain hands what it is given on to all of its transforms; one that needs the loss says so if it comes without.
+
+    Raises:
+      TypeError: the optimizer needs more, such as the function that a line search evaluates.
     """
     try:
         return step(value=loss)
     except TypeError as error:
+        if "required keyword-only argument" in str(error):
+            raise TypeError(
+                f"a train step gives an optimizer the gradients, the params and value=loss, but this one says: {error};"
+                " a line search (optax.lbfgs, say) needs a step of your own: tx.update(grads, opt_state, params, "
+                "value=loss, grad=grads, value_fn=loss_of_params) with tx in jaxmp.loss_scaling and grads from "
+                "jaxmp.scaled_value_and_grad"
+            ) from error
         if "unexpected keyword argument 'value'" not in str(error):
             raise
         return step()

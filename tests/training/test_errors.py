@@ -143,6 +143,21 @@ def test_lookahead_is_refused_with_the_way_by_hand_which_works(wrap):
     assert new.fast["w"] == new.slow["w"] == 1.0  # half of the way from 2 to 2 - 0.5 * 4
 
 
+def test_a_line_search_is_refused_with_the_way_by_hand_which_works():
+    def loss_of(params):
+        return jnp.sum(params["w"] ** 2)
+
+    params, tx = {"w": jnp.array([2.0])}, loss_scaling(standard(optax.lbfgs()), DynamicLossScale())
+    step = make_train_step(lambda params, s, b, r: (loss_of(params), s))
+    said = r"gives an optimizer the gradients, .* says: .*'value_fn'; a line search .* needs a step of your own"
+    with pytest.raises(TypeError, match=said):
+        step(TrainState.create(params=params, tx=tx), jnp.ones(2))
+    opt_state = tx.init(params)
+    loss, grads = jaxmp.scaled_value_and_grad(loss_of, opt_state)(params)
+    updates, _ = tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=loss_of)
+    assert loss_of(optax.apply_updates(params, updates)) < loss
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_model_state_of_another_shape_is_refused(accumulate_steps):
     step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), jnp.ones(3)), accumulate_steps=accumulate_steps)
