@@ -22,17 +22,15 @@ HUGE = float(np.finfo(np.float32).max)
 class Structure(tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]):
     """Names of the attributes that are leaves; names and values of those that are not.
 
-    What was rebuilt has it as ``_structure``. ``fields`` are those that are not leaves, by name, ``names`` those of all
-    attributes: by them each call of a step sees whether the object still has this structure.
+    What was rebuilt has it as ``_structure``. ``fields`` are those that are not leaves, by name, and the structure
+    itself: by them each call of a step sees whether the object still has this structure, and it is rebuilt from them.
     """
 
     fields: dict[str, Any]
-    names: frozenset[str]
 
     def __new__(cls, parts: tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]) -> Self:
         new = super().__new__(cls, parts)
-        new.fields = dict(new[1])
-        new.names = frozenset((*new[0], *new.fields, "_structure"))
+        new.fields = {**dict(new[1]), "_structure": new}
         return new
 
 
@@ -127,10 +125,13 @@ def register(cls: type) -> None:
         # What copies and changes itself, in ``adjust`` say, takes the structure along.
         if (
             isinstance(known, Structure)
-            and attributes.keys() == known.names
+            and len(attributes) == len(known[0]) + len(known.fields)
             and known.fields.items() <= attributes.items()
         ):
-            return [attributes[name] for name in known[0]], known
+            try:
+                return [attributes[name] for name in known[0]], known
+            except KeyError:  # it has another attribute in place of a leaf
+                pass
         structure = _structure(x)
         return [getattr(x, name) for name in structure[0]], structure
 
@@ -139,9 +140,7 @@ def register(cls: type) -> None:
         return list(zip(map(jax.tree_util.GetAttrKey, structure[0]), leaves, strict=True)), structure
 
     def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-        new = rebuilt(cls, structure.fields, zip(structure[0], leaves, strict=True))
-        object.__setattr__(new, "_structure", structure)
-        return new
+        return rebuilt(cls, structure.fields, zip(structure[0], leaves, strict=True))
 
     def save(x: Any) -> dict[str, Any]:
         return {name: to_state_dict(value) for name, value in _fields(x).items() if _is_saved(value)}
