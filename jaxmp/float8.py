@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp import hardware
@@ -275,7 +274,7 @@ def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
 def _scale(value: Any, dtype: str, is_own: bool = False, is_summed: bool = False) -> Any:
     """What the largest magnitude is divided by to become the largest of ``dtype``; of zeros, or beside a NaN, 1."""
     value = jax.lax.stop_gradient(value)
-    largest = joint.sum_and_largest(value)[1] if is_summed else _largest(value)
+    largest = joint.sum_and_largest(value)[1] if is_summed else joint.largest(value)
     if not is_own and (axes := reading.manual_axes(value)):
         largest = jax.lax.pmax(largest, axes)
     scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
@@ -284,16 +283,6 @@ def _scale(value: Any, dtype: str, is_own: bool = False, is_summed: bool = False
     # what quantised.
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + np.uint32(0xFFF0)
     return jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
-
-
-@custom_vmap
-def _largest(value: Any) -> Any:
-    return joint.largest(value)
-
-
-@_largest.def_vmap
-def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
-    return _largest(value), False  # a scale for each member would be a vector, of which XLA makes a bfloat16 product
 
 
 def _cast(value: Any, scale: Any, dtype: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -36,11 +37,17 @@ def sum_and_largest(value: Any) -> tuple[Any, Any]:
     return summed, found
 
 
+@custom_vmap
 def largest(value: Any) -> Any:
-    """The largest magnitude in an array alone, in float32, of all that XLA sees: no member, and no shard, of others."""
+    """The largest magnitude in an array alone, in float32, of all members of a ``jax.vmap``, but of no other shards."""
     # By columns first, as rows are summed, in whose kernel it is then; XLA would make one maximum of both.
     columns = jax.lax.reduce_max(jnp.abs(value), tuple(range(value.ndim - 1)))
     return jax.lax.reduce_max(jax.lax.optimization_barrier(columns), tuple(range(columns.ndim))).astype(jnp.float32)
+
+
+@largest.def_vmap
+def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
+    return largest(value), False  # a scale for each member would be a vector, of which XLA makes a bfloat16 product
 
 
 def _wide(value: Any) -> Any:
@@ -54,7 +61,7 @@ def _summed(value: Any, first: int = 0) -> Any:
 
 
 def _in_two(value: Any) -> list[Any]:
-    return [_summed(value), largest(value)]
+    return [_summed(value), largest(jax.lax.stop_gradient(value))]
 
 
 def _in_one(value: Any) -> list[Any]:
@@ -74,7 +81,9 @@ def _lowered(context: Any, value: Any) -> Any:
     manual = getattr(around, "manual_axes", None)  # inside of a shard_map
     is_whole = around.num_devices == 1 if manual is None else {*manual} == {*around.mesh.axis_names}
     is_fixed = not module.lowering_parameters.for_export  # else it may be called on any number of devices
-    return mlir.lower_fun(_in_one if is_whole and is_fixed else _in_two, multiple_results=True)(context, value)
+    # One rule for all: JAX takes no rules of several platforms for what is lowered anew each time, as this is.
+    is_joint = is_whole and is_fixed and {*module.platforms} <= {"cpu", "cuda", "rocm"}
+    return mlir.lower_fun(_in_one if is_joint else _in_two, multiple_results=True)(context, value)
 
 
 def _derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -97,7 +106,5 @@ _both.def_impl(lambda value: _in_two(value))
 _both.def_abstract_eval(_types)
 ad.primitive_jvps[_both] = _derivative
 batching.primitive_batchers[_both] = _batch
-for _platform in ("cpu", "gpu"):
-    # A program may have regions of a shard_map, for which a lowering outside would be kept, and the reverse.
-    mlir.register_lowering(_both, _lowered, _platform, cacheable=False)
-mlir.register_lowering(_both, mlir.lower_fun(_in_two, multiple_results=True))
+# A program may have regions of a shard_map, for which a lowering outside would be kept, and the reverse.
+mlir.register_lowering(_both, _lowered, cacheable=False)

@@ -113,6 +113,22 @@ class TestSeveralDevices:
             assert jax.typeof(found[0]).sharding.spec == P(*spec[1:] or (None,))
         require_equal(found, value)
 
+    def test_on_explicit_axes_members_share_a_largest_and_it_has_no_derivative(self):
+        value, mesh = drawn(4, 8, 24, dtype=jnp.float32), jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(value, P("d"))
+            summed, largest = jax.jit(jax.vmap(sum_and_largest))(placed)
+            slope = jax.jit(jax.grad(lambda value: sum_and_largest(value)[1]))(placed)
+        np.testing.assert_allclose(summed, np.asarray(value, np.float64).sum(1), atol=1e-5)
+        assert np.all(np.asarray(largest) == naive(value)[1]) and not np.any(slope)
+
+    @pytest.mark.parametrize(("platforms", "joint"), [(("cpu", "cuda", "rocm"), True), (("cpu", "tpu"), False)])
+    def test_a_program_for_several_platforms_has_one_rule(self, platforms, joint):
+        value = drawn(48, 24)
+        lowered = jax.jit(sum_and_largest).trace(value).lower(lowering_platforms=platforms)
+        assert ("complex" in lowered.as_text()) == joint
+        require_equal(export.export(jax.jit(sum_and_largest), platforms=platforms)(value).call(value), value)
+
     def test_what_is_exported_for_one_device_runs_on_four(self, mesh):
         value = drawn(48, 24)
         exported = export.export(jax.jit(sum_and_largest))(value)
