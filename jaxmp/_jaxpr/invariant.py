@@ -30,6 +30,7 @@ def hoisted(
     (jaxpr, consts), known = opened(closed), jax.tree.leaves(fixed)
     varies = [n >= len(known) for n in range(len(jaxpr.invars))]
     before, turn, *_ = partial_eval_jaxpr_custom(jaxpr, varies, True, True, True, is_kept)
+    before = before.replace(eqns=[eqn for eqn in before.eqns if eqn.outvars])  # what prints does so in each turn
     before, turn = (dce_jaxpr(each, [True] * len(each.outvars), True)[0] for each in (before, turn))
     kept, tree = evaluate(before, consts, known), jax.tree.structure(shapes)
     turn = turn if kept else jaxpr  # JAX's splitting marks what is computed again as differentiated

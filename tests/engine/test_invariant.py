@@ -1,4 +1,4 @@
-"""Which results of a program are its arguments, untouched."""
+"""What a program does not change: results that are its arguments, untouched, and what a loop computes once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._jaxpr.invariant import passed_on
+from jaxmp._jaxpr.invariant import hoisted, passed_on
 
 A, B = jnp.ones((3, 2)), jnp.zeros((3, 2))
 
@@ -35,3 +36,18 @@ def turned(carry, xs, **options):
 def test_results_are_known_as_arguments_through_calls_loops_and_branches(fun, ends):
     assert passed_on(jax.make_jaxpr(fun)(A, B)) == ends
     assert passed_on(jax.make_jaxpr(jax.jit(fun))(A, B)) == ends
+
+
+def test_what_prints_does_so_in_each_turn_and_not_before(capfd):
+    def fun(weight, x):
+        jax.debug.print("sum {}", weight.sum())
+        return checkpoint_name(jnp.sin(weight), "kept") * x
+
+    @jax.jit
+    def loop(weight, xs):
+        turn = hoisted(fun, weight, (xs[0],), jax.checkpoint_policies.save_only_these_names("kept"))
+        return lax.map(lambda x: turn(weight, x), xs)
+
+    found = loop(A, jnp.stack([A, B]))
+    jax.effects_barrier()
+    assert jnp.allclose(found, jnp.stack([jnp.sin(A), B])) and capfd.readouterr().out.count("sum 6.0") == 2
