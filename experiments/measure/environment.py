@@ -18,6 +18,7 @@ import jaxmp
 from jaxmp.inspect import targets
 
 _PACKAGES = ("jaxmp", "jax", "jaxlib", "flax", "optax", "numpy")
+_FLOAT8 = "JAXMP_FLOAT8"
 _COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
@@ -79,8 +80,9 @@ def _installed(package: str) -> bool:
 
 
 def command() -> str:
-    """The command line of this process, as one would type it."""
-    return shlex.join([*program_line(), *sys.argv[1:]])
+    """The command line of this process, as one would type it, with the variable that says how float8 is computed."""
+    variables = [f"{_FLOAT8}={shlex.quote(os.environ[_FLOAT8])}"] if os.environ.get(_FLOAT8) else []
+    return " ".join([*variables, shlex.join([*program_line(), *sys.argv[1:]])])
 
 
 def program_line() -> list[str]:

@@ -396,6 +396,15 @@ def test_params_without_float32_copies_may_gain_a_tenth_of_a_percent():
     assert found[1][1].endswith("0.13 ± 0.23 % of the loss from float32 over 3 seeds, the goal at most 0.1 gained")
 
 
+@pytest.mark.parametrize(("losses", "met"), [([3.0, 4.0, 5.04], "met"), ([3.0, 4.0, 5.05], "NOT MET")])
+def test_float8_products_may_gain_three_tenths_of_a_percent_over_bfloat16_ones(losses, met):
+    own, baseline = texts(losses), texts([3.0, 4.0, 5.0])
+    found = {("float32", "none"): texts([2.0, 2.0, 2.0]), ("mixed_float8", "none"): own}
+    assert "from float32" in accuracy_report.goals("gpt2", found)["mixed_float8"][1]
+    _, text = accuracy_report.goals("gpt2", {**found, ("mixed_bfloat16", "none"): baseline})["mixed_float8"]
+    assert text.startswith(f"{met}: ") and "from mixed_bfloat16 over 3 seeds, the goal at most 0.3 gained" in text
+
+
 def test_the_table_has_ratios_to_float32():
     variants = {
         FLOAT32: images("float32", [0.8, 0.82]),
