@@ -73,7 +73,8 @@ class Float8Blocks:
 
     Attributes:
       codes: float8_e4m3fn, of the array's shape.
-      scales: float32, the largest size in each block; of the array's shape with the last axis divided by the block.
+      scales: float32, the power of two above the largest size in each block; of the array's shape with the last axis
+        divided by the block.
       squared: whether the codes are those of its root, as of second moments.
     """
 
@@ -199,7 +200,7 @@ def low_precision(
         grads, wide = widen(updates), widen(weights)
         stored, scales = state.inner_state, None
         if moments == "float8":
-            # Codes wait for their block's largest number. New moments in float32 that wait are 8 bytes a param, written
+            # Codes wait for their block's scale. New moments in float32 that wait are 8 bytes a param, written
             # once and read twice. Computed twice, from codes between which XLA sees no link, they never exist.
             _, once = inner.update(grads, decoded(stored), wide, **extra_args)
             stored, scales = _held(stored, once, block)
@@ -278,7 +279,7 @@ def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw, scales:
         return leaf
     squared = kind == "second"
     values = jnp.sqrt(leaf) if squared else leaf
-    scales = _largest(leaf, block) if scales is None else scales
+    scales = _scales(leaf, block) if scales is None else scales
     spread = _spread(scales, values)
     spread = (jnp.sqrt(spread) if squared else spread) / _LARGEST
     scaled = jnp.where(spread > 0, values / spread, values)
@@ -288,16 +289,22 @@ def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw, scales:
     return Float8Blocks(codes.astype(jnp.float8_e4m3fn), scales, squared)
 
 
-def _largest(leaf: jax.Array, block: int) -> jax.Array:
-    """The largest size of a number in each block."""
-    return jnp.max(jnp.abs(_split(leaf, block)), axis=-1)
+def _scales(leaf: jax.Array, block: int) -> jax.Array:
+    """The power of two above the largest size of a number in each block.
+
+    So it is the same on any number of devices: XLA may round a product and a sum once or twice, and does not do so
+    alike in programs for one device and for several, which moves the largest size in its last bit.
+    """
+    largest = jnp.max(jnp.abs(_split(leaf, block)), axis=-1)
+    exponents = jax.lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
+    return jnp.minimum(2 * jax.lax.bitcast_convert_type(exponents, jnp.float32), jnp.finfo(jnp.float32).max)
 
 
 def _held(stored: Any, new: Any, block: int) -> tuple[Any, list[Any]]:
     """A stored state as it can be read once the scales of the new one are known, and those of each leaf."""
     old, structure = jax.tree.flatten(stored, is_leaf=_is_blocks)
     pairs = [
-        jax.lax.optimization_barrier((leaf, _largest(moment, block))) if _is_blocks(leaf) else (leaf, None)
+        jax.lax.optimization_barrier((leaf, _scales(moment, block))) if _is_blocks(leaf) else (leaf, None)
         for leaf, moment in zip(old, jax.tree.leaves(new), strict=True)
     ]
     return jax.tree.unflatten(structure, [leaf for leaf, _ in pairs]), [scales for _, scales in pairs]
