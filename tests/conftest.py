@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import zlib
 from collections import defaultdict
 from importlib import metadata
+from pathlib import Path
 
 # Read by JAX when it is first imported, so set before anything imports it. Subprocesses inherit both.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,6 +27,12 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "",
     )
 ).strip()
+
+# What was compiled once is read by the other workers, by the processes that tests start, and by every later run.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".cache" / "compiled")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 
 import hypothesis
 import jax
@@ -48,6 +56,13 @@ gc.set_threshold(20_000)
 
 # What tests share. `record_*.py` are run by hand, where a library to compare with is installed.
 collect_ignore = ["tools"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What was compiled is kept for later runs, up to a gigabyte; a whole run leaves a tenth of that."""
+    compiled, is_worker = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), hasattr(config, "workerinput")
+    if not is_worker and sum(path.stat().st_size for path in compiled.glob("*-cache")) > 1e9:
+        shutil.rmtree(compiled, ignore_errors=True)
 
 
 HALVES = [

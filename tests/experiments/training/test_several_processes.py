@@ -80,7 +80,7 @@ def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_
     run = tmp_path / "killed"
 
     job = Job(folder, arguments(folder, str(run), steps=AMPLE))
-    job.wait_for(lambda: steps(run) > 5 and saving(run))
+    job.wait_for(lambda: steps(run) > 5 and checkpoints.steps(run / "checkpoints") and saving(run))
     job.send(1, signal.SIGKILL)
     killed, other = reversed(job.end())
     assert killed == -signal.SIGKILL and other not in (0, None)
