@@ -12,7 +12,9 @@ from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 
-from jaxmp._nnx_variables import PLAIN, is_node, is_variable
+from jaxmp._jaxpr.program import is_array
+from jaxmp._jaxpr.reading import is_tracing
+from jaxmp._nnx_variables import PLAIN, is_node, is_pytree, is_variable
 
 
 class ArrayCall(NamedTuple):
@@ -21,7 +23,7 @@ class ArrayCall(NamedTuple):
     pure: Callable[..., Any]  # returns what the function returns and, apart from that, what it wrote to its arguments
     arguments: tuple[Any, ...]  # what ``pure`` takes
     write: Callable[..., Any]  # takes both results, changes the objects of this call, returns what the function returns
-    key: Any  # what ``pure`` depends on besides the function and ``arguments``
+    key: Any  # what ``pure`` depends on besides the function and ``arguments``; not in a program that is traced
 
 
 def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCall:
@@ -31,22 +33,16 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """
     # The steps of nnx.update_context: split outside, merge inside, split inside, merge outside.
     plain, objects, fill, tree = _parted((args, kwargs), lambda node: True)
-    refs = RefMap()
-    graphdef, state = nnx.flatten(objects, ref_index=refs, graph=True)
-    outside = IndexMap.from_refmap(refs)
-    leaves = [leaf for _, leaf in state]
-    are_known = all(map(is_node, outside.values())) and all(map(_is_plain_variable, leaves))
-    numbers = [refs[leaf] for leaf in leaves] if are_known else None
+    outside, graphdef, leaves, numbers, merge = (_taken_apart(objects) if is_tracing() else None) or _flattened(objects)
 
     def pure(plain: dict[int, Any], values: list[Any]) -> Any:
         inside = IndexMap()
-        copies = nnx.unflatten(graphdef, values, index_ref=inside)
+        copies, snapshot = merge(values, inside)
         given = {index: _held(node) for index, node in inside.items() if is_variable(node)}
-        before = numbers and _snapshot(inside.values())
         args, kwargs = fill(plain, copies)
         results, made, fill_results, _ = _parted(fun(*args, **kwargs), _may_change)
 
-        if numbers and before and not made and _unchanged(before):  # most calls change only Variables
+        if numbers and snapshot and not made and _unchanged(snapshot):  # most calls change only Variables
             own = [(inside[index], given[index]) for index in numbers]
             written = {n: value_of(var) for n, (var, old) in enumerate(own) if _is_new(var, old)}
             return (results, [], _Changes(None, numbers, None, fill_results)), written
@@ -60,7 +56,9 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             for n, (index, (_, leaf)) in enumerate(zip(indices, after, strict=True))
             if index is None or _is_new(leaf, given[index])
         }
-        is_same = None not in indices and structure == graphdef.with_same_outer_index()
+        same: dict[str, Any] = {"ref_index": RefMap(), "ref_outer_index": RefMap.from_indexmap(outside), "graph": True}
+        before = graphdef.with_same_outer_index() if graphdef else nnx.flatten(objects, **same)[0]
+        is_same = None not in indices and structure == before
         changes = _Changes(None if is_same else structure, indices, made_structure, fill_results)
         return (results, [value_of(leaf) for _, leaf in made_state], changes), written
 
@@ -113,6 +111,87 @@ def _parted(tree: Any, may_change: Callable[[Any], bool]) -> tuple[dict[int, Any
         return jax.tree.unflatten(structure, [filled[n] for n in range(len(filled))])
 
     return plain, objects, fill, structure
+
+
+_Apart = tuple[IndexMap, Any, list[Any], list[int], Callable[[list[Any], IndexMap], Any]]
+"""Objects by their numbers, their structure if it is known, their leaves, the numbers of these, and what makes copies
+with other values, notes their numbers, and tells what these are made of."""
+
+
+def _flattened(objects: dict[int, Any]) -> _Apart:
+    """All objects in some, taken apart by Flax."""
+    refs = RefMap()
+    graphdef, state = nnx.flatten(objects, ref_index=refs, graph=True)
+    outside, leaves = IndexMap.from_refmap(refs), [leaf for _, leaf in state]
+    are_known = all(map(is_node, outside.values())) and all(map(_is_plain_variable, leaves))
+
+    def merge(values: list[Any], inside: IndexMap) -> Any:
+        copies = nnx.unflatten(graphdef, values, index_ref=inside)
+        return copies, _snapshot(inside.values()) if are_known else None
+
+    return outside, graphdef, leaves, [refs[leaf] for leaf in leaves] if are_known else [], merge
+
+
+def _taken_apart(objects: dict[int, Any]) -> _Apart | None:
+    """As :func:`_flattened`, at a fraction of the cost; None if more is in one than objects and what no copy changes.
+
+    Flax wraps, sorts and describes each attribute, so that structures can be compared: a trace has no use for that.
+    """
+    outside, found, leaves = IndexMap(), dict[int, Any](), list[int]()
+    stack = [*objects.values()][::-1]
+    while stack:
+        node = stack.pop()
+        if id(node) in found:
+            continue
+        parts: list[tuple[str, Any]] | None = None
+        if is_variable(node):
+            if node.ref:
+                return None
+            leaves.append(len(outside))
+        elif (parts := _parts_of(node)) is None:
+            return None
+        else:
+            stack += [part for _, part in reversed(parts) if is_node(part)]
+        outside[len(outside)] = node
+        found[id(node)] = node, parts
+
+    def merge(values: list[Any], inside: IndexMap) -> Any:
+        copies, snapshot, rest = dict[int, Any](), _Snapshot(), iter(values)
+        for key, (node, parts) in found.items():
+            own = node.get_metadata() if parts is None else dict(vars(node))
+            copy = node.var_type.from_metadata(next(rest), own) if parts is None else object.__new__(type(node))
+            copies[key] = inside[len(inside)] = copy
+            snapshot.append((copy, own))
+        for (copy, own), (_, parts) in zip(snapshot, found.values(), strict=True):
+            if parts is not None:
+                for name, part in parts:  # what is no object says in which trace it was made
+                    own[name] = copies[id(part)] if id(part) in copies else jax.tree.map(id, part)
+                vars(copy).update(own)
+        return {n: copies[id(node)] for n, node in objects.items()}, snapshot
+
+    return outside, None, [outside[number] for number in leaves], leaves, merge
+
+
+def _parts_of(node: Any) -> list[tuple[str, Any]] | None:
+    """The attributes that a copy of an object has copies of; None if others hold arrays, objects or what may change."""
+    if not is_pytree(node):
+        return None
+    getattr(type(node), "jaxmp_follow", id)(node)
+    found, are_data = list[tuple[str, Any]](), node._pytree__nodes
+    for name, value in vars(node).items():
+        if type(value) in PLAIN or name == "_pytree__nodes":
+            continue
+        if is_node(value) or name == "_pytree__state":
+            found.append((name, value))
+        elif (
+            are_data.get(name) or not _is_fixed(value) or any(map(_is_traced, jax.tree.leaves(value, is_leaf=is_node)))
+        ):
+            return None
+    return sorted(found, key=lambda part: (len(part[0]) if node._pytree__has_int_keys else 0, part[0]))  # as Flax does
+
+
+def _is_traced(leaf: Any) -> bool:
+    return is_node(leaf) or is_array(leaf)
 
 
 def _may_change(node: Any) -> bool:

@@ -75,6 +75,7 @@ def policied_class(bare: Any, decision: Decision) -> Any:
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "jaxmp_programs": {}, "__reduce__": _reduce}
+        namespace |= {"jaxmp_follow": _follow}
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
         namespace |= {name: _entrance(method) for name, method in _methods(bare)}
         namespace |= {name: _following(getattr(bare, name)) for name in _FLATTEN}

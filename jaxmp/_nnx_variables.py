@@ -32,7 +32,8 @@ is_object = _instances_of(nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
 is_node = _instances_of(nnx.Pytree, nnx.Variable)
 """Whether a value is a Variable, a module or what else NNX's transforms take and change."""
 is_variable = _instances_of(nnx.Variable)
-_is_pytree = _instances_of(nnx.Pytree)
+is_pytree = _instances_of(nnx.Pytree)
+"""Whether a value is a module, or what else of NNX has attributes."""
 _is_any_module = _instances_of(nnx.Module)
 
 
@@ -51,7 +52,7 @@ def is_module(node: Any) -> bool:
 
 def items(node: Any) -> Iterator[tuple[str, Any]]:
     """The names and values in a module, or in a container of NNX, Python or any other that JAX knows as a tree."""
-    if _is_pytree(node):
+    if is_pytree(node):
         yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith("_pytree__"))
     elif not is_object(node):
         for path, value in jax.tree.leaves_with_path(node, is_leaf=lambda leaf: leaf is not node):
@@ -75,10 +76,10 @@ def own(node: Any) -> Iterator[Any]:
 def own_variables(node: Any) -> list[nnx.Variable[Any]]:
     """The Variables that belong to a module itself."""
     found = list[nnx.Variable[Any]]()
-    for name, value in vars(node).items() if _is_pytree(node) else items(node):
-        if type(value) in PLAIN or name.startswith("_pytree__"):
+    for name, value in vars(node).items() if is_pytree(node) else items(node):
+        if (kind := type(value)) in PLAIN or name.startswith("_pytree__"):
             continue
-        if is_variable(value):
+        if kind is nnx.Param or is_variable(value):
             found.append(value)
         elif not is_module(value):
             found += own_variables(value)
@@ -104,16 +105,17 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
     seen = set[int]()
     while stack:
         path, node = stack.pop()
-        if id(node) in seen or (impl := nnx.graphlib.get_node_impl(node)) is None:
+        # Flax sorts all by name, and wraps each.
+        is_plain = is_pytree(node) and not node._pytree__has_int_keys
+        impl = None if is_plain else nnx.graphlib.get_node_impl(node)
+        if id(node) in seen or not (is_plain or impl):
             continue
         seen.add(id(node))
         if _is_any_module(node):
             yield path, node
-        # Flax sorts all by name, and wraps each.
-        is_plain = _is_pytree(node) and not node._pytree__has_int_keys
-        within = vars(node) if is_plain else impl.node_dict(node)
+        within: dict[Any, Any] = vars(node) if impl is None else impl.node_dict(node)
         below = [item for item in within.items() if type(item[1]) not in _LEAVES]
-        below = sorted(below) if is_plain else below
+        below = sorted([item for item in below if not item[0].startswith("_pytree__")]) if is_plain else below
         stack += [((*path, str(key)), child) for key, child in reversed(below)]
 
 

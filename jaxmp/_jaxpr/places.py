@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax._src import config, core, dtypes, source_info_util
 from jax._src.interpreters import ad, partial_eval
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Literal, Primitive, primitives
 
 from jaxmp._jaxpr.reading import opened
 
 _CAST: Any = jax.lax.convert_element_type_p
+_JIT: Any = primitives.jit_p
 _Trace: Any = partial_eval.DynamicJaxprTrace
 _Tracer: Any = partial_eval.DynamicJaxprTracer
 
@@ -46,7 +48,9 @@ class Places:
         self._names: Any = None
         self._source: Any = None
         self._is_short = False
-        self._types: dict[Any, list[Any]] = {}  # of the results of operations that were put here before
+        # Of operations that were put here before, by their parameters and the types of their operands.
+        self._known: dict[Any, tuple[Any, list[Any]]] = {}
+        self._casts: dict[Any, dict[str, Any]] = {}  # the parameters of each
 
     def at(self, eqn: Any) -> None:
         """The place is that of ``eqn`` from now on; None: where this was made."""
@@ -74,15 +78,16 @@ class Places:
 
     def bind(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """As ``primitive.bind``."""
-        if self._is_short and (primitive is _CAST or _is_plain(primitive)):
-            results = self._put(primitive, operands, params)
-            if results is not None:
-                return results
-        with self.here():
-            return primitive.bind(*operands, **params)
+        results = self._put(primitive, operands, params, (primitive, *params.values()))
+        if results is None:
+            with self.here():
+                return primitive.bind(*operands, **params)
+        return results if primitive.multiple_results else results[0]
 
-    def _put(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-        """What ``bind`` returns, by the short way; None if there is none."""
+    def _put(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], key: Any) -> list[Any] | None:
+        """The results of an operation by the short way; None if there is none. Equal keys have equal parameters."""
+        if not self._is_short or not (primitive is _CAST or _is_plain(primitive)):
+            return None
         primals, tangents = operands, list[Any]()
         if self._linear is not None:
             pairs = [_pair(operand, self._linear) for operand in operands]
@@ -94,25 +99,56 @@ class Places:
             if is_own or any(map(callable, params.values())):  # a function may hold what dies with this trace
                 return None
             return self._differentiated(primitive, primals, tracers, tangents, params)
+        known = key, *[tracer.aval for tracer in tracers]
+        if known in self._known and not (primitive is _CAST and self._is_constant(tracers[0])):
+            params, types = self._known[known]
+            return self._emitted(tracers, types, primitive, params, core.no_effects)
         if primitive in partial_eval.custom_staging_rules:
-            return partial_eval.custom_staging_rules[primitive](self._trace, self._source, *tracers, **params)
-        key = (primitive, *params.values(), *[tracer.aval for tracer in tracers])
-        types = None if primitive is _CAST and tracers[0].get_const() is not None else self._types.get(key)  # JAX folds
-        if types is not None:
-            args = tracers, types, primitive, params, core.no_effects, self._source, self._context
-            out = self._trace.emit_eqn(*args)
-            return out if primitive.multiple_results else out[0]
-        out = self._trace.default_process_primitive(primitive, tracers, params, self._source)
-        results = out if primitive.multiple_results else [out]
-        # What a forwarding rule may drop, as it leaves its operand what it is, JAX looks at again.
-        if not self._eqn.effects and not any(result is tracer for result in results for tracer in tracers):
-            self._types[key] = [result.aval for result in results]
-        return out
+            out = partial_eval.custom_staging_rules[primitive](self._trace, self._source, *tracers, **params)
+        else:
+            out = self._trace.default_process_primitive(primitive, tracers, params, self._source)
+        results = list(out) if primitive.multiple_results else [out]
+        self._note(known, primitive, tracers, results)
+        return results
+
+    def _note(self, known: Any, primitive: Any, tracers: Sequence[Any], results: Sequence[Any]) -> None:
+        """Keeps what an equation was put as for the next one that is equal."""
+        eqn: Any = results[0].parent if results and type(results[0]) is _Tracer else None
+        # What JAX inlines, folds or forwards is another equation, or none.
+        is_whole = eqn is not None and eqn.primitive is primitive and len(eqn.in_tracers) == len(tracers)
+        if not is_whole or eqn.effects or not all(map(operator.is_, eqn.in_tracers, tracers)):
+            return
+        if eqn.outvars == [getattr(result, "val", None) for result in results]:
+            self._known[known] = eqn.params, [var.aval for var in eqn.outvars]
+
+    def called(self, jitted: Any, operands: Sequence[Any]) -> list[Any]:
+        """The results of a jitted function; it is called once for all operands of equal types."""
+        tracers = self._tracers(operands) if self._is_short and self._linear is None else []
+        known = jitted, *[tracer.aval for tracer in tracers]
+        if tracers and known in self._known:
+            params, types = self._known[known]
+            return self._emitted(tracers, types, _JIT, params, core.no_effects)
+        results = list(self.within(jitted, *(tracers or operands)))
+        if tracers:
+            self._note(known, _JIT, tracers, results)
+        return results
+
+    def _emitted(
+        self, tracers: list[Any], types: Sequence[Any], primitive: Any, params: Any, effects: Any
+    ) -> list[Any]:
+        """The results of a new equation: as JAX's own ``emit_eqn``, which asks once more what is known."""
+        trace, source = self._trace, self._source
+        outvars = [*map(core.Var, types)]
+        eqn = partial_eval.TracingEqn(tracers, outvars, primitive, params, effects, source, self._context)
+        trace.frame.add_eqn(eqn)
+        if len(outvars) == 1:
+            return [_Tracer(trace, types[0], outvars[0], source, eqn)]
+        return [_Tracer(trace, var.aval, var, source, eqn) for var in outvars]
 
     def _differentiated(
         self, primitive: Any, primals: Sequence[Any], tracers: list[Any], tangents: list[Any], params: dict[str, Any]
-    ) -> Any:
-        """What ``bind`` returns of operands with tangents."""
+    ) -> list[Any]:
+        """The results of an operation on operands with tangents."""
         linear, put = self._linear, partial_eval.inline_jaxpr_into_trace
         avals, known = tuple(tracer.aval for tracer in tracers), tuple(tangent is not None for tangent in tangents)
         with self.here():
@@ -126,8 +162,11 @@ class Places:
         read = [linear.tangent_trace.to_jaxpr_tracer(value, source) for value in read]
         found = iter(put(linear.tangent_trace, source, *opened(derivative), *read))
         pairs = zip(results, is_known, strict=False)
-        out = [ad.LinearizeTracer(linear, result, next(found)) if known else result for result, known in pairs]
-        return out if primitive.multiple_results else out[0]
+        return [ad.LinearizeTracer(linear, result, next(found)) if known else result for result, known in pairs]
+
+    def _is_constant(self, tracer: Any) -> bool:
+        """Whether JAX folds a cast of it."""
+        return type(tracer.val) is Literal or tracer.val in self._trace.frame.constvar_to_val
 
     def _tracers(self, operands: Sequence[Any]) -> list[Any]:
         """What stands for ``operands`` in the program that is traced; none if one is of another, or there are none."""
@@ -142,34 +181,44 @@ class Places:
 
     def cast(self, value: Any, dtype: Any) -> Any:
         """A real array in another dtype."""
-        return self.bind(_CAST, (value,), {"new_dtype": dtype, "weak_type": False, "sharding": None})
+        if dtype not in self._casts:
+            self._casts[dtype] = {"new_dtype": dtype, "weak_type": False, "sharding": None}
+        params = self._casts[dtype]
+        if (results := self._put(_CAST, (value,), params, dtype)) is not None:
+            return results[0]
+        with self.here():
+            return _CAST.bind(value, **params)
 
-    def bound(self, operands: Sequence[Any], params: Any) -> list[Any]:
-        """The results of the equation with other parameters on other operands, as one operation."""
+    def bound(self, operands: Sequence[Any], params: Any, key: Any = None) -> list[Any]:
+        """The results of the equation with other parameters on other operands; of equal ``key`` these are equal."""
         primitive = self._eqn.primitive
-        params = params if _is_plain(primitive) else primitive.get_bind_params(params)
-        out = self.bind(primitive, operands, params)
+        results = self._put(primitive, operands, params, key or (primitive, *params.values()))
+        if results is not None:
+            return results
+        with self.here():
+            out = primitive.bind(*operands, **(params if _is_plain(primitive) else primitive.get_bind_params(params)))
         return list(out) if primitive.multiple_results else [out]
 
     def repeated(self, operands: Sequence[Any]) -> list[Any]:
         """The results of the equation as it stands."""
         eqn, trace, primitive, tracers = self._eqn, self._trace, self._eqn.primitive, list[Any]()
-        is_cast, avals = primitive is _CAST, [var.aval for var in eqn.outvars]
+        is_cast, is_jit = primitive is _CAST, primitive is _JIT and not eqn.params["jaxpr"].is_high
+        if not self._is_short or eqn.effects or not (is_cast or is_jit or _is_plain(primitive)):
+            return self.bound(operands, eqn.params)
+        avals = [var.aval for var in eqn.outvars]
         # What a forwarding rule may drop, as it leaves its operand what it is, JAX looks at again.
-        is_dropped = primitive in partial_eval.forwarding_rules and (
-            primitive.multiple_results or avals == [atom.aval for atom in eqn.invars]
-        )
-        if not self._is_short or eqn.effects or is_dropped or not (is_cast or _is_plain(primitive)):
+        may_drop = primitive in partial_eval.forwarding_rules and not is_jit
+        if may_drop and (primitive.multiple_results or avals == [atom.aval for atom in eqn.invars]):
             return self.bound(operands, eqn.params)
         for atom, operand in zip(eqn.invars, operands, strict=True):
             if type(atom) is Literal:
                 operand = _Tracer(trace, atom.aval, atom, self._source)
             elif not (type(operand) is _Tracer and operand._trace is trace and operand.aval is atom.aval):
                 return self.bound(operands, eqn.params)
-            if is_cast and operand.get_const() is not None:  # which JAX folds
+            if is_cast and self._is_constant(operand):
                 return self.bound(operands, eqn.params)
             tracers.append(operand)
-        return list(trace.emit_eqn(tracers, avals, primitive, eqn.params, eqn.effects, self._source, eqn.ctx))
+        return self._emitted(tracers, avals, primitive, eqn.params, eqn.effects)
 
 
 @contextlib.contextmanager

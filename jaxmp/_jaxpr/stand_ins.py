@@ -26,7 +26,7 @@ import numpy as np
 _key: Any = jax.make_user_context(default_value=None)
 _deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
 _lock = threading.Lock()
-_originals: list[tuple[Any, str, Any]] = []
+_originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of modules, all and those that stand-ins stand for
 _depth = 0
 
 
@@ -46,10 +46,10 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
     token = _deciding.set((dtype, scope))
     with _lock:
         if _depth == 0:
-            _originals[:] = [(module, name, getattr(module, name)) for module, name in _replaced()]
-            for module, name, original in _originals:
-                stand_in = _attention if module is jax.nn else _special
-                setattr(module, name, stand_in(original))
+            _originals[:] = [(own, {name: own[name] for name in names}) for own, names in _replaced()]
+            for own, originals in _originals:
+                stand_in = _attention if own is vars(jax.nn) else _special
+                own.update({name: stand_in(original) for name, original in originals.items()})
         _depth += 1
     try:
         with _key(key):
@@ -58,8 +58,8 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
         with _lock:
             _depth -= 1
             if _depth == 0:
-                for module, name, original in _originals:
-                    setattr(module, name, original)
+                for own, originals in _originals:
+                    own.update(originals)
         _deciding.reset(token)
 
 
@@ -81,16 +81,16 @@ def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
 
 
 @functools.cache
-def _replaced() -> tuple[tuple[Any, str], ...]:
-    """The functions that stand-ins stand for: the modules that have them, and their names."""
+def _replaced() -> list[tuple[dict[str, Any], list[str]]]:
+    """The functions that stand-ins stand for: what the modules hold that have them, and their names."""
     stats = (value for value in vars(jax.scipy.stats).values() if isinstance(value, types.ModuleType))
-    special = [
-        (module, name)
-        for module in (jax.scipy.special, *stats)
-        for name, value in vars(module).items()
-        if callable(value) and not isinstance(value, type) and not name.startswith("_")
-    ]
-    return ((jax.nn, "dot_product_attention"), *special)
+
+    def functions_in(module: Any) -> list[str]:
+        public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+        return [name for name, value in public if callable(value) and not isinstance(value, type)]
+
+    special = [(vars(module), functions_in(module)) for module in (jax.scipy.special, *stats)]
+    return [(vars(jax.nn), ["dot_product_attention"]), *special]
 
 
 @functools.cache

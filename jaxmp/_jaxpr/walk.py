@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -93,4 +93,32 @@ def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None
             if node not in found:
                 found[node] = None
                 stack.append(node)
+    return found
+
+
+def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> Iterable[list[T]]:
+    """The strongly connected components of a graph."""
+    from scipy.sparse import coo_array, csgraph
+
+    number = {node: n for n, node in enumerate(nodes)}
+    edges = [(number[operand], n) for n, node in enumerate(nodes) for operand in inputs_of(node)]
+    matrix = coo_array((np.ones(len(edges)), np.array(edges).T), (len(nodes), len(nodes)))
+    found: dict[int, list[T]] = {}
+    for node, label in zip(nodes, csgraph.connected_components(matrix, connection="strong")[1], strict=True):
+        found.setdefault(label, []).append(node)
+    return found.values()
+
+
+def nearest(
+    nodes: Sequence[T],
+    beside: Callable[[T], Iterable[T]],
+    is_end: Callable[[T], bool],
+    known: Mapping[T, T | None] | None = None,
+) -> dict[T, T | None]:
+    """For each node the end of the first way that leads to one; ``known`` are the ends of some."""
+    found = dict(known or {})
+    for node in (*nodes, *nodes):  # once more for what comes round a loop
+        for other in beside(node):
+            if is_end(other) or other in found:
+                found.setdefault(node, other if is_end(other) else found[other])
     return found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxmp._jaxpr.walk import PRODUCTS, walk
+from jaxmp._jaxpr.walk import PRODUCTS, cycles, walk
 from jaxmp.engine import groups
 from jaxmp.engine.classes import Kind
 from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
@@ -78,7 +78,7 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
 def _hold_sums(nodes: Sequence[Node], written: frozenset[Node]) -> None:
     """Makes float32 each carry that adds up: no product on its way round, or ``written`` ones and none before."""
     carries = [node for node in nodes if node.kind is Kind.JOIN and node.name == "carry"]
-    for cycle in _cycles(nodes) if carries else ():
+    for cycle in cycles(nodes, inputs_of) if carries else ():
         kinds = {node.kind for node in cycle if node.kind is not Kind.INFER or node.name not in COMBINES}
         joins = [node for node in cycle if node.kind is Kind.JOIN]
         starts = {join.inputs[0] for join in joins}.difference(cycle) if not written.isdisjoint(cycle) else ()
@@ -86,19 +86,6 @@ def _hold_sums(nodes: Sequence[Node], written: frozenset[Node]) -> None:
         if Kind.HALF not in kinds and not flows and not kinds.isdisjoint((Kind.FULL, Kind.INFER)):
             for join in joins:
                 join.kind, join.reason = Kind.FULL, "a carry that adds up, with no product on its way round"
-
-
-def _cycles(nodes: Sequence[Node]) -> Iterable[list[Node]]:
-    """The strongly connected components of the graph."""
-    from scipy.sparse import coo_array, csgraph
-
-    number = {node: n for n, node in enumerate(nodes)}
-    edges = [(number[operand], n) for n, node in enumerate(nodes) for operand in node.inputs]
-    matrix = coo_array((np.ones(len(edges)), np.array(edges).T), (len(nodes), len(nodes)))
-    cycles: dict[int, list[Node]] = {}
-    for node, label in zip(nodes, csgraph.connected_components(matrix, connection="strong")[1], strict=True):
-        cycles.setdefault(label, []).append(node)
-    return cycles.values()
 
 
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
@@ -134,7 +121,13 @@ def _is_elementwise(user: Node, operand: Node) -> bool:
 
 def _settle(nodes: Sequence[Node]) -> None:
     """The state of every node: forwards once, and then round the loops until nothing changes any more."""
-    waiting = collections.OrderedDict.fromkeys(nodes)
+    waiting, carries = collections.OrderedDict[Node, None](), set[Node]()
+    for node in nodes:
+        if (state := _state(node)) is not node.state:
+            node.state = state
+            waiting.update(dict.fromkeys([user for user in node.users if user in carries] if carries else ()))
+        if node.name == "carry":  # what comes round a loop is behind it
+            carries.add(node)
     for _ in range(64 * len(nodes)):
         if not waiting:
             return
@@ -151,13 +144,14 @@ def _settle(nodes: Sequence[Node]) -> None:
 
 
 def _state(node: Node) -> Kind:
-    if node.kind in (Kind.HALF, Kind.FULL, Kind.STRICT):
-        return node.kind
-    if node.kind in (Kind.SOURCE, Kind.KEPT):
+    kind = node.kind
+    if kind is Kind.SOURCE or kind is Kind.KEPT:
         return Kind.HALF if node.dtype.itemsize == 2 else Kind.SOURCE
+    if kind is Kind.HALF or kind is Kind.FULL or kind is Kind.STRICT:
+        return kind
     if node.late is not None:
         return Kind.HALF
-    if node.kind is Kind.CLEAR:
+    if kind is Kind.CLEAR:
         return max([operand.state for operand in node.inputs], default=Kind.SOURCE)
     # Where a product reads an operand too, there is a half copy of it.
     seen = [Kind.HALF if each.state is Kind.FULL and each.has_half_copy else each.state for each in node.inputs]
@@ -178,16 +172,17 @@ def _continues_stream(add: Node) -> bool:
 
 def _dtypes(node: Node, rounded: Collection[Node]) -> tuple[np.dtype | None, np.dtype]:
     """The dtype that an operation computes in, None for the one it was written with, and that of its result."""
-    half = node.written if node.written.itemsize == 2 or node.half is None else node.half
-    if node.kind in (Kind.SOURCE, Kind.CLEAR):
+    kind = node.kind
+    if kind is Kind.CLEAR or kind is Kind.SOURCE:
         below = node.inputs[0] if node.inputs else node
         is_cast = node.late is not None or node.name == "convert_element_type"  # which readers make, or see through
-        return None, below.dtype if is_cast else below.value_dtype
-    if node.kind is Kind.KEPT:
+        return None, below.dtype if is_cast else below.late or below.dtype
+    if kind is Kind.KEPT:
         return None, node.written
+    half = node.written if node.written.itemsize == 2 or node.half is None else node.half
     if node.state >= Kind.FULL:
         return _FLOAT32, half if node in rounded and node.has_half_copy else _FLOAT32
-    if node.kind is Kind.HALF or (node.state is Kind.HALF and node.before_product):
+    if kind is Kind.HALF or (node.state is Kind.HALF and node.before_product):
         return half, half
     return None, node.written
 

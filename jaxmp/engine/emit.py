@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
+from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
 from jaxmp._jaxpr.walk import PRODUCTS, walk
@@ -71,28 +72,35 @@ class _Evaluation:
         self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
         self.shared: dict[Any, Any] = {}
         self.places = Places()
+        self.params: dict[Any, dict[str, Any]] = {}  # of equations of a form in a dtype
         # Of what the author widened what was half, and its node: who wants half reads that.
         self.narrow: dict[Any, tuple[Any, Any]] = {}
 
     def results(self) -> list[Any]:
         """The results of the body, each in the dtype of its node."""
+        env = self.env
         for step in self.body.steps:
-            self.casts = step.casts = []
-            self.places.at(step.eqn)
-            self.env.update(zip(step.eqn.outvars, self.results_of(step), strict=True))
-            if step.eqn.primitive.name == _CAST and _is_widening(step):
-                self.narrow[step.eqn.outvars[0]] = step.eqn.invars[0], step.operands[0]
+            eqn = step.eqn
+            if self.is_noted:
+                self.casts = step.casts = []
+            self.places.at(eqn)
+            given = [atom.val if type(atom) is Literal else env[atom] for atom in eqn.invars]
+            results = self.places.repeated(given) if _stands(step) else self.results_of(step, given)
+            for var, value in zip(eqn.outvars, results, strict=True):
+                env[var] = value
+            if eqn.primitive.name == _CAST and _is_widening(step):
+                self.narrow[eqn.outvars[0]] = eqn.invars[0], step.operands[0]
         self.places.at(None)
         self.casts = self.body.casts
         return self.read(self.body.jaxpr.outvars)
 
     def read(self, atoms: Sequence[Any]) -> list[Any]:
         """The values as they are."""
-        return [atom.val if type(atom) is reading.Literal else self.env[atom] for atom in atoms]
+        return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
 
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: Any = None) -> Any:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
-        if type(atom) is reading.Literal:
+        if type(atom) is Literal:
             return self.cast(value, dtype)
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray):
             return value
@@ -133,13 +141,11 @@ class _Evaluation:
         is_measured = any([node and node.float8 and node.float8.bias_added is step.node for node in step.operands])
         return cast_repeated(self.places.bind, value, dtype, shape, like, is_normalised, is_measured)
 
-    def results_of(self, step: Step) -> Sequence[Any]:
-        """Those of an equation."""
-        eqn, node, places, given = step.eqn, step.node, self.places, self.read(step.eqn.invars)
-        if _stands(step):
-            return places.repeated(given)
+    def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
+        """Those of an equation that changes; ``given`` are its operands."""
+        eqn, node, places = step.eqn, step.node, self.places
         repeat = (step, given) if eqn.primitive.name in BROADCAST else None
-        wanted = zip(given, eqn.invars, step.operands, _wants(step), strict=True)
+        wanted = zip(given, eqn.invars, step.operands, step.wants or _wants(step), strict=True)
         operands = [
             value if dtype is None or operand is None else self.read_as(value, atom, operand, dtype, repeat)
             for value, atom, operand, dtype in wanted
@@ -154,35 +160,35 @@ class _Evaluation:
                 del self.casts[-1:]  # which is the author's
             return results
         if step.bodies is not None:
-            return places.within(self.results_of_bodies, step, step.bodies, operands)
+            make = functools.partial(_program, self.rules, self.normalised, step)
+            if eqn.primitive.name == "jit":  # layers that share a jitted body share its program
+                return places.called(_shared(self.rules, step, make), operands)
+            if eqn.primitive.name in _LOOPS and not reading.is_tracing():
+                return places.within(_shared(self.rules, step, lambda: jax.jit(make())), *operands)
+            return places.within(make(), *operands)
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        params = eqn.params
-        if node is not None and node.compute is not None:
-            if eqn.primitive.name == "custom_linear_solve" and node.compute != node.written:
-                return places.within(linear_solve, eqn, functools.partial(_derived, self.rules, step), operands)
-            is_exact = node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
-            params = params_in_dtype(eqn, node.compute, is_exact)
-        if "precision" in params and reading.asks_for_what_is_missing(params):
-            params = {**params, "precision": None}
-        results = places.bound(operands, params)
-        return results if node is None or node.compute in (None, node.dtype) else [self.cast(results[0], node.dtype)]
+        dtype = None if node is None else node.compute
+        if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
+            return places.within(linear_solve, eqn, functools.partial(_derived, self.rules, step), operands)
+        is_exact = node is not None and node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
+        key = step.form, dtype, is_exact
+        if (params := self.params.get(key)) is None:
+            params = eqn.params if dtype is None else params_in_dtype(eqn, dtype, is_exact)
+            if "precision" in params and reading.asks_for_what_is_missing(params):
+                params = {**params, "precision": None}
+            self.params[key] = params
+        results = places.bound(operands, params, key)
+        return results if node is None or dtype in (None, node.dtype) else [self.cast(results[0], node.dtype)]
 
-    def results_of_bodies(self, step: Step, bodies: reading.Bodies, operands: Sequence[Any]) -> Sequence[Any]:
-        """Those of an equation that has bodies."""
-        rules, name, products = self.rules, step.eqn.primitive.name, step.region.products
 
-        def program() -> Callable[..., list[Any]]:
-            functions = [functools.partial(_run, rules, self.normalised, step, n) for n in range(len(step.inner))]
-            rule = Rule(functools.partial(_derived, rules, step), functools.partial(tracing, rules, products))
-            return rebuilt(step.eqn, bodies, functions, rule)
-
-        if name == "jit":  # layers that share a jitted body share its program
-            return _shared(rules, step, program)(*operands)
-        if name in _LOOPS and not reading.is_tracing():
-            return _shared(rules, step, lambda: jax.jit(program()))(*operands)
-        return program()(*operands)
+def _program(rules: Rules, normalised: Normalised, step: Step) -> Callable[..., list[Any]]:
+    """An equation that has bodies, written anew, as a function of its operands."""
+    assert step.bodies is not None
+    functions = [functools.partial(_run, rules, normalised, step, position) for position in range(len(step.inner))]
+    rule = Rule(functools.partial(_derived, rules, step), functools.partial(tracing, rules, step.region.products))
+    return rebuilt(step.eqn, step.bodies, functions, rule)
 
 
 def _met(step: Step, operands: Sequence[Any]) -> Any:
@@ -226,23 +232,23 @@ def _normalised(nodes: Sequence[Node], size: int) -> Collection[Node]:
     """Values of so many elements to each row of which a weight is added before the next product: in a normalisation."""
 
     def made_of(node: Node) -> Sequence[Node]:
-        is_as_large = node.kind is Kind.CLEAR or math.prod(node.shape) == size
+        is_as_large = node.kind is Kind.CLEAR or sizes[node.shape] == size
         return node.inputs if is_as_large and node.name not in PRODUCTS else ()
 
-    starts = list[Node]()
+    sizes, starts = {shape: math.prod(shape) for shape in {node.shape for node in nodes}}, list[Node]()
     for add in [node for node in nodes if node.name == "add"]:
         weights = [each for each in add.inputs if not each.is_cast_once and each.const is None]
-        starts += add.inputs if any([math.prod(weight.shape) < size for weight in weights]) else ()
+        starts += add.inputs if any([sizes[weight.shape] < size for weight in weights]) else ()
     return walk(starts, made_of)
 
 
 def _stands(step: Step) -> bool:
     """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
     if step.stands is None:
-        is_changed = bool(step.float8)
+        params, is_changed = step.eqn.params, bool(step.float8)
         for node in (*step.operands, *step.nodes):
             is_changed |= node is not None and (node.late is not None or node.dtype != node.written)
-        if is_changed or ("precision" in step.eqn.params and reading.asks_for_what_is_missing(step.eqn.params)):
+        if is_changed or ("precision" in params and reading.asks_for_what_is_missing(params)):
             step.stands = False
         elif step.bodies is None:
             step.stands = step.node is None or step.node.compute is None

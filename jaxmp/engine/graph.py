@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxmp import _float8_products
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.dtypes import range_of
 from jaxmp.engine.classes import Kind, is_castable
@@ -32,16 +33,17 @@ class Node:
     name: str  # the primitive, or "source", "carry", "branches"
     written: np.dtype  # the dtype that the author wrote
     shape: tuple[int, ...]
-    reason: str = ""  # why it is of this kind: a text for the plan, no more
-    asked: str = ""  # the level that a region or an override asks for
-    half: np.dtype | None = None  # the half dtype of the code that it stands in
-    loop: int = 0  # a number for the innermost loop body that it is computed in, 0 outside of any
-    in_rule: bool = False  # it is computed in a custom_vjp, whose rule is no derivative of it
+    reason: str  # why it is of this kind: a text for the plan, no more
+    asked: str  # the level that a region or an override asks for
+    half: np.dtype | None  # the half dtype of the code that it stands in
+    loop: int  # a number for the innermost loop body that it is computed in, 0 outside of any
+    in_rule: bool  # it is computed in a custom_vjp, whose rule is no derivative of it
+    dtype: np.dtype  # that of the result, which jaxmp.engine.decide finds out
+    inputs: Sequence[Node]
+    users: list[Node]
     # The first node of this value, which is written again where an equal operation has equal operands.
     same: Node = dataclasses.field(init=False)
     origin: Node = dataclasses.field(init=False)  # that of what it was before it was moved
-    inputs: list[Node] = dataclasses.field(default_factory=list)
-    users: list[Node] = dataclasses.field(default_factory=list)
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
     has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
@@ -55,7 +57,6 @@ class Node:
     is_seen: bool = False  # a float32 result, or integers and bools are made of it that tell small differences apart
     state: Kind = Kind.SOURCE  # what it brings along to those who read it: SOURCE, HALF, FULL or STRICT
     compute: np.dtype | None = None  # what it is computed in; None: as it was written, or was moved in
-    dtype: np.dtype = dataclasses.field(init=False)  # that of the result
     late: np.dtype | None = None  # the half dtype of a cast by its author that each reader makes; the value is float32
 
     @property
@@ -73,6 +74,17 @@ _UNMARKED = Region()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Form:
+    """What equations have in common that are equal but for their operands: those of equal layers."""
+
+    operation: object  # another one for other parameters
+    bodies: reading.Bodies | None
+    are_floats: list[bool]  # whether the engine may change the dtype of each result
+    is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
+    decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Step:
     """An equation in its place: the nodes of its floating results and the bodies in it; what emit made out of it."""
 
@@ -83,15 +95,16 @@ class Step:
     kind: Kind = Kind.KEPT
     reason: str = ""
     region: Region = _UNMARKED
+    form: Form | None = None
     float8: _float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
     bodies: reading.Bodies | None = None
-    inner: list[Body] = dataclasses.field(default_factory=list)
+    inner: Sequence[Body] = ()
     # Whether each operand is made of constants only: the positions of a sequence, the same for every example.
     fixed: Sequence[bool] = ()
     wants: list[np.dtype | None] | None = None
     stands: bool | None = None
     bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
-    casts: list[int] = dataclasses.field(default_factory=list)  # the bytes of each cast that is added for it
+    casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # that of the first floating result
 
     @property
@@ -143,15 +156,6 @@ def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
     return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Form:
-    """What equations have in common that are equal but for their operands: those of equal layers."""
-
-    operation: object  # another one for other parameters
-    bodies: reading.Bodies | None
-    are_floats: list[bool]  # whether the engine may change the dtype of each result
-
-
 _Value = tuple[Node | None, Any, bool]
 """A value while the graph is built: its node, its number (of equal values an equal one), whether it is constant."""
 
@@ -165,8 +169,7 @@ class _Builder:
         self.marks: Any = ()  # what decisions depend on of the scopes
         self.loop, self.loops = 0, itertools.count(1)
         self.numbers: dict[Any, Any] = {}
-        self.forms: dict[Any, _Form] = {}
-        self.decisions: dict[Any, Decision] = {}
+        self.forms: dict[Any, Form] = {}
 
     def value(self, node: Node | None, key: Any = None, is_fixed: bool = False) -> _Value:
         """A node, or a value without one, as that of its key; one without a key is like no other."""
@@ -177,10 +180,8 @@ class _Builder:
         return node, same, is_fixed
 
     def node(self, kind: Kind, name: str, aval: Any, inputs: Sequence[Node], reason: str = "", asked: str = "") -> Node:
-        half = self.region.half or self.rules.half
-        node = Node(kind, name, aval.dtype, aval.shape, reason, asked, half, self.loop, self.in_rule)
-        node.dtype = aval.dtype
-        node.inputs += inputs
+        dtype, half = aval.dtype, self.region.half or self.rules.half
+        node = Node(kind, name, dtype, aval.shape, reason, asked, half, self.loop, self.in_rule, dtype, inputs, [])
         for operand in inputs:
             operand.users.append(node)
         self.nodes.append(node)
@@ -195,12 +196,17 @@ class _Builder:
 
     def literal(self, atom: Any) -> _Value:
         value = np.asarray(atom.val)
-        return self.value(self.source(atom.aval, value), (value.dtype, value.tobytes()), is_fixed=True)
+        key = value.dtype, value.tobytes()
+        if type(first := self.numbers.get(key)) is not Node:
+            return self.value(self.source(atom.aval, value), key, is_fixed=True)
+        node = self.node(Kind.SOURCE, "source", atom.aval, ())
+        node.const, node.same, node.origin = first.const, first, first
+        return node, first, True
 
     def body(
         self, jaxpr: Any, consts: list[Any], inputs: Sequence[_Value], names: reading.Names
     ) -> tuple[Body, list[_Value]]:
-        env: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        literal, env = self.literal, dict[Any, _Value](zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.value(self.source(var.aval, value), id(value), is_fixed=True)
 
@@ -211,15 +217,16 @@ class _Builder:
                 marks = ours(scopes)
                 self.region = region_of(marks)
                 self.marks = scopes if self.rules.overrides else (is_widened(scopes), *marks)
-            values = [self.literal(atom) if type(atom) is reading.Literal else env[atom] for atom in eqn.invars]
+            values = [literal(atom) if type(atom) is Literal else env[atom] for atom in eqn.invars]
             step, results = self.step(eqn, values, scopes)
-            env.update(zip(eqn.outvars, results, strict=True))
+            for var, value in zip(eqn.outvars, results, strict=True):
+                env[var] = value
             steps.append(step)
         ends = [self.literal(atom) if reading.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
         has_floats = any(node is not None for node, *_ in env.values())
         return Body(jaxpr, consts, steps, [node for node, *_ in ends], has_floats), ends
 
-    def form(self, eqn: Any) -> _Form:
+    def form(self, eqn: Any) -> Form:
         """That of an equation."""
         operation: Any = (eqn.primitive.name, *eqn.params.values())
         key: Any = (operation, *[atom.aval for atom in (*eqn.invars, *eqn.outvars)])
@@ -230,14 +237,15 @@ class _Builder:
         except TypeError:  # parameters that are not hashable: no other is known to be equal
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
-        self.forms[key] = form = _Form(operation, reading.bodies_of(eqn), are_floats)
+        is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
+        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one)
         return form
 
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
         form = self.form(eqn)
         operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
         bodies = None if DECIDED in self.marks else form.bodies
-        step = Step(eqn, names, operands, (), region=self.region, bodies=bodies, fixed=fixed)
+        step = Step(eqn, names, operands, (), region=self.region, form=form, bodies=bodies, fixed=fixed)
         if bodies is None:
             results = self.leaf(step, form, numbers)
         else:
@@ -247,8 +255,8 @@ class _Builder:
                 step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
             if False not in fixed:
                 results = [(node, number, True) for node, number, _ in results]
-            step.node = next((node for node, *_ in results if node is not None), None)
-        step.nodes = [node for node, *_ in results]
+            step.nodes = [node for node, *_ in results]
+            step.node = next((node for node in step.nodes if node is not None), None)
         self.steps.append(step)
         return step, results
 
@@ -256,7 +264,7 @@ class _Builder:
         names = (*step.names, WITH_RULE) if step.eqn.primitive.name.startswith("custom_") else step.names
         marks = self.marks
         body, results = self.body(*reading.opened(jaxpr), values, names)
-        step.inner.append(body)
+        step.inner = (*step.inner, body)
         self.region, self.marks = step.region, marks
         return results
 
@@ -282,7 +290,7 @@ class _Builder:
         self.loop = around
         for (join, *_), (node, *_) in zip(carry, results, strict=False):
             if join is not None and node is not None:
-                join.inputs.append(node)
+                join.inputs = [*join.inputs, node]
                 node.users.append(join)
                 self.check_range(join)
         key = ("turns", *(number for _, number, _ in (*carry, *results)))
@@ -310,29 +318,34 @@ class _Builder:
         if join is not None and join.kind is Kind.JOIN and join.half and largest > range_of(join.half)[1]:
             join.kind, join.reason = Kind.STRICT, f"a constant beyond {join.half.name}'s largest number"
 
-    def leaf(self, step: Step, form: _Form, numbers: Sequence[Any]) -> list[_Value]:
-        eqn, found, is_fixed = step.eqn, list[_Value](), False not in step.fixed
+    def leaf(self, step: Step, form: Form, numbers: Sequence[Any]) -> list[_Value]:
+        eqn, nodes, found, is_fixed = step.eqn, list[Node | None](), list[_Value](), False not in step.fixed
         name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
-        known = (form, self.marks, *constants)
-        if known not in self.decisions:
-            self.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
-        step.kind, step.reason, asked, has_epsilon = self.decisions[known]
+        known = (self.marks, *constants)
+        if (decision := form.decisions.get(known)) is None:
+            decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
+        kind, reason, asked, has_epsilon = decision
+        step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is Kind.CLEAR
         step.float8 = _float8_products.asked(step, self.rules) if name in PRODUCTS else None
-        is_moved = step.kind is Kind.CLEAR
-        for position, var in enumerate(eqn.outvars):
-            node, reads = None, inputs
-            if is_moved and len(eqn.outvars) == len(eqn.invars) > 1:  # one by one: barriers, sort
-                one = step.operands[position]
-                reads = [] if one is None else [one]
-            if form.are_floats[position]:
-                node = self.node(step.kind, name, var.aval, reads, step.reason, asked)
-                node.has_epsilon = has_epsilon and step.node is None
-                step.node, node.float8 = step.node or node, step.float8
-            key = None if eqn.effects else (position, form.operation, *numbers)
-            found.append(self.value(node, key, is_fixed))
+        for position, is_float in enumerate(form.are_floats):
+            node: Any = None
+            if is_float:
+                own = step.operands[position : position + 1] if is_moved and form.is_one_by_one else None
+                reads = inputs if own is None else [each for each in own if each is not None]
+                node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
+                if step.node is None:
+                    step.node, node.has_epsilon = node, has_epsilon
+                node.float8 = step.float8
+            same: Any = node or object()
+            if not eqn.effects:
+                same = self.numbers.setdefault((position, form.operation, *numbers), same)
+            if node is not None:
+                node.same = node.origin = same
+            nodes.append(node)
+            found.append((node, same, is_fixed))
         if step.node is None:
-            for operand in inputs if _tells_apart(name, inputs) else ():
+            for operand in inputs if inputs and _tells_apart(name, inputs) else ():
                 operand.is_seen = True
         elif is_moved and len(inputs) == 1:
             step.node.const = inputs[0].const

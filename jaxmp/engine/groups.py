@@ -34,6 +34,7 @@ _MAY_HAND_PLACES = _READ_PLACES | _SQUARES | {_CAST, "complex", "neg", "exp"}
 _SUMS = frozenset({"add", "sub", "add_any"})
 _SCALES = frozenset({"mul", "div", "neg"})
 _MEANS = _SCALES | {"reduce_sum"}
+_MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
 _AFFINE = _SUMS | _SCALES | _LIMITS | {"select_n"}
 
@@ -51,13 +52,12 @@ class Group:
 def find(graph: Graph) -> list[Group]:
     """The groups of a graph; those that have products become float32, but for what somebody asked for in half."""
     for node in graph.nodes:
-        may_move = node.kind in (Kind.CLEAR, Kind.FULL) or node.name == "branches"
-        node.origin = ((may_move and _passed(node, ())) or node).origin
+        if node.kind is Kind.CLEAR or node.name in ("branches", _CAST):
+            node.origin = (_passed(node, ()) or node).origin
     found = list(_coordinates(graph))
-    for step in graph.steps:
-        for recognised, ends in GROUPS:
-            if step.eqn.primitive.name in ends and step.node is not None and step.node.inputs:
-                found += recognised(step.node, step)
+    for node, step in [(step.node, step) for step in graph.steps if step.node is not None and step.node.inputs]:
+        for recognised in _BY_END.get(step.eqn.primitive.name, ()):
+            found += recognised(node, step)
     with_products = [group for group in found if any(node.name in PRODUCTS for node in group.nodes)]
     reasons = _reasons(with_products)
     for node in graph.nodes if reasons else ():
@@ -256,11 +256,12 @@ def _weighed(term: Node) -> Node | None:
 
 def _terms(node: Node) -> Sequence[Node]:
     """What a value is a sum or a difference of, or a multiple or a part."""
-    below = _passed(node, _SCALES | {"select_n"})
+    if (below := _passed(node, _MASKED)) is not None:
+        return [below]
     is_masked = node.name == "reduce_sum" and node.inputs[0].origin.name in ("select_n", "mul") and not _vector(node)
-    if below is not None or (node.name in _SUMS and len(node.users) == 1) or is_masked:
-        return node.inputs if below is None else [below]
-    root = node.inputs[0].origin if node.name != "abs" and _square(node) else node
+    if (node.name in _SUMS and len(node.users) == 1) or is_masked:
+        return node.inputs
+    root = node.inputs[0].origin if node.name in _SQUARES and node.name != "abs" and _square(node) else node
     return root.inputs[:1] if root.name == "sqrt" else ()  # the square of a norm
 
 
@@ -296,6 +297,7 @@ GROUPS = (
     (_searches, {"while"}),
 )
 """The functions that recognise groups, and the operations that their groups end in."""
+_BY_END = {end: [recognised for recognised, own in GROUPS if end in own] for _, ends in GROUPS for end in ends}
 
 
 def _coordinates(graph: Graph) -> Iterator[Group]:
@@ -403,16 +405,16 @@ def _origin(node: Node, through: Collection[str], way: list[Node] | None = None,
 
 def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node | None:
     """The operand of an operation that only moves it, or is one of ``through`` and has constants beside it."""
-    is_branch, is_through = node.name == "branches", node.name in through
-    if is_branch or len(node.inputs) == 1:
-        is_moved = is_branch or is_through or (node.kind is Kind.CLEAR and node.name not in _CHANGES)
-        return node.inputs[0] if is_moved or (node.name == _CAST and node.kind is Kind.FULL) else None
-    if not is_through or not node.inputs:
+    name, inputs, is_through = node.name, node.inputs, node.name in through
+    if len(inputs) == 1 or name == "branches":
+        is_moved = is_through or name == "branches" or (node.kind is Kind.CLEAR and name not in _CHANGES)
+        return inputs[0] if is_moved or (name == _CAST and node.kind is Kind.FULL) else None
+    if not is_through or not inputs:
         return None
-    unknown = [operand for operand in node.inputs if not _is_given(operand, constant)]
-    if node.name in ("select_n", "max"):  # `where(n > 0, variance, nan)`, whose NaN is no number to know it by
+    unknown = [operand for operand in inputs if not _is_given(operand, constant)]
+    if name in ("select_n", "max"):  # `where(n > 0, variance, nan)`, whose NaN is no number to know it by
         unknown = [operand for operand in unknown if operand.origin.kind is not Kind.SOURCE]
-    return unknown[0] if len(unknown) == 1 and (node.name != "div" or unknown[0] is node.inputs[0]) else None
+    return unknown[0] if len(unknown) == 1 and (name != "div" or unknown[0] is inputs[0]) else None
 
 
 def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:

@@ -100,6 +100,7 @@ def marks_in(names: Names) -> Names:
     return tuple(part for part in names if _MARK.fullmatch(part))
 
 
+@functools.lru_cache(maxsize=4096)
 def ours(names: Names) -> Names:
     """The scopes that are jaxmp's: the marks, and what else tells how code is meant."""
     return tuple([part for part in names if part.startswith("jaxmp.")])

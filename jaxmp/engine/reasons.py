@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-
 import numpy as np
 
+from jaxmp._jaxpr.walk import nearest
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.graph import Graph, Node, Step
 
@@ -26,9 +25,9 @@ class Reasons:
         self.groups = [group.name for group in groups]
         self.group_of = {node.same: group.name for group in groups for node in group.nodes}
         nodes, ends = graph.nodes, dict.fromkeys(graph.wanted)  # None: the result of the function
-        self.above = _nearest(nodes, lambda node: node.inputs, _is_half)
-        self.below = _nearest(nodes[::-1], lambda node: node.users, lambda user: user.kind is Kind.HALF, known=ends)
-        self.cause = _nearest(nodes, lambda node: filter(_drags, node.inputs), lambda operand: operand.kind in _FULL)
+        self.above = nearest(nodes, lambda node: node.inputs, _is_half)
+        self.below = nearest(nodes[::-1], lambda node: node.users, lambda user: user.kind is Kind.HALF, known=ends)
+        self.cause = nearest(nodes, lambda node: filter(_drags, node.inputs), lambda operand: operand.kind in _FULL)
 
     def of(self, step: Step) -> str:
         """Why an equation is computed as it is."""
@@ -77,21 +76,6 @@ class Reasons:
         }.get(step.eqn.primitive.name, "decided inside")
         held = {join.reason: None for join in step.joins if join is not None and join.kind in _FULL and join.reason}
         return "; ".join([text, *(f"float32: {reason}" for reason in held)]) if self.changed else text
-
-
-def _nearest(
-    nodes: Sequence[Node],
-    beside: Callable[[Node], Iterable[Node]],
-    is_end: Callable[[Node], bool],
-    known: Mapping[Node, Node | None] | None = None,
-) -> dict[Node, Node | None]:
-    """For each node the end of the first way that leads to one; ``known`` are the ends of some."""
-    found = dict(known or {})
-    for node in (*nodes, *nodes):  # once more for what comes round a loop
-        for other in beside(node):
-            if is_end(other) or other in found:
-                found.setdefault(node, other if is_end(other) else found[other])
-    return found
 
 
 def _is_half(node: Node) -> bool:
