@@ -290,14 +290,15 @@ def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw, scales:
 
 
 def _scales(leaf: jax.Array, block: int) -> jax.Array:
-    """The power of two above the largest size of a number in each block.
+    """The power of two above the largest size of a number in each block; beside an infinity or a NaN, that.
 
     So it is the same on any number of devices: XLA may round a product and a sum once or twice, and does not do so
     alike in programs for one device and for several, which moves the largest size in its last bit.
     """
     largest = jnp.max(jnp.abs(_split(leaf, block)), axis=-1)
     exponents = jax.lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
-    return jnp.minimum(2 * jax.lax.bitcast_convert_type(exponents, jnp.float32), jnp.finfo(jnp.float32).max)
+    above = jnp.minimum(2 * jax.lax.bitcast_convert_type(exponents, jnp.float32), jnp.finfo(jnp.float32).max)
+    return jnp.where(jnp.isfinite(largest), above, largest)
 
 
 def _held(stored: Any, new: Any, block: int) -> tuple[Any, list[Any]]:

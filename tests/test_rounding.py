@@ -323,6 +323,13 @@ class TestMoments:
                 step = np.maximum(2.0 ** np.floor(np.log2(np.maximum(codes, 2.0**-6)) - 3), 2.0**-9)
                 assert np.all(np.abs(codes - want) <= 2 * step)
 
+    @pytest.mark.parametrize("bad", [np.inf, np.nan])
+    @pytest.mark.parametrize("kind", ["signed", "second"])
+    def test_a_block_with_what_is_not_finite_is_not_finite(self, bad, kind):
+        moment = jnp.ones((2, 16)).at[0, 3].set(bad)
+        found = rounding._stored(moment, kind, "float8", 16, rounding._Draw(0, jnp.int32(1), "w")).decoded()
+        assert not np.isfinite(found[0]).any() and np.isfinite(found[1]).all()
+
     def test_params_and_state_have_the_same_bits_on_any_devices(self):
         rng = np.random.default_rng(0)
         weights, grads = (rng.normal(size=(8, 512)).astype(np.float32) for _ in range(2))
