@@ -6,8 +6,7 @@
 PY := .venv/bin/python
 NAME ?= loss_scaling
 MINUTES ?= 9
-# One worker more than there are processors: some tests wait for a process or a disk.
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+WORKERS := $(shell getconf _NPROCESSORS_ONLN)
 # In CI up to three tests that fail run once more, each named at the end: no machine that stalls throws a change away.
 AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal $(AGAIN)

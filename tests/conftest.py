@@ -34,6 +34,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 
+# Each operation is lowered with the place in a file that wrote it, and without the nine calls around that.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
+
 import hypothesis
 import jax
 import pytest

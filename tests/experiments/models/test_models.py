@@ -187,17 +187,18 @@ def test_gpt2_in_nnx_as_a_loop_is_its_layers_one_after_the_other():
     layers, loop = (nnx_models.GPT2(*sizes, loop, rngs=nnx.Rngs(0)) for loop in (False, True))
     params = nnx.as_pure(nnx.state(layers, nnx.Param))
     blocks = [params["blocks"][n] for n in range(3)]
-    nnx.update(loop, {**params, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)})
+    nnx.update(loop, {**params, "blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)})
     tokens = np.random.default_rng(0).integers(0, 32, (2, 9))
 
+    @nnx.jit
     def of(model: nnx_models.GPT2) -> Any:
         loss, gradients = nnx.value_and_grad(lambda model: model.loss(tokens[:, :-1], tokens[:, 1:]))(model)
         return loss, nnx.as_pure(gradients)
 
     (loss, gradients), (own, found) = of(layers), of(loop)
     np.testing.assert_allclose(own, loss, rtol=1e-6)
-    logits = layers(tokens[:, :-1])
+    logits = nnx.jit(nnx_models.GPT2.__call__)(layers, tokens[:, :-1])
     np.testing.assert_allclose(jaxmp.losses.cross_entropy(logits, tokens[:, 1:]).mean(), loss, rtol=1e-6)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(gradients["blocks"][n] for n in range(3)))
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *(gradients["blocks"][n] for n in range(3)))
     for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves({**gradients, "blocks": stacked}), strict=True):
         np.testing.assert_allclose(leaf, expected, atol=1e-6 * np.abs(expected).max() + 1e-9)

@@ -76,7 +76,13 @@ def test_what_two_processes_saved_any_number_of_devices_restores_bit_for_bit(alo
         assert np.asarray(checkpoints._data(leaf)).tobytes() == checkpoint.leaves[name].tobytes(), name
 
 
-def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_ends(alone, folder, tmp_path):
+@pytest.fixture(scope="module")
+def hanging(folder: Path) -> Job:
+    """A job that hangs; begun before the longest test, for it ends no sooner than a step of a busy machine may take."""
+    return Job(folder, arguments(folder, "hangs", "--stall-seconds", "20"), hang_at=12)
+
+
+def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_ends(alone, hanging, folder, tmp_path):
     run = tmp_path / "killed"
 
     job = Job(folder, arguments(folder, str(run), steps=AMPLE))
@@ -111,11 +117,9 @@ def test_a_job_that_is_killed_and_stopped_ends_bit_for_bit_where_one_left_alone_
     assert end > STEPS or rows(folder / "alone") == rows(run)
 
 
-def test_a_process_that_hangs_ends_all_and_says_where(alone, folder, tmp_path):
-    # On a busy machine a step may take 20 seconds.
-    job = Job(folder, arguments(folder, str(tmp_path / "hangs"), "--stall-seconds", "20"), hang_at=12)
-    assert all(code not in (0, None) for code in job.end())
-    said = job.said(0)
+def test_a_process_that_hangs_ends_all_and_says_where(hanging):
+    assert all(code not in (0, None) for code in hanging.end())
+    said = hanging.said(0)
     assert "error: this process has made no step for longer than --stall-seconds allows" in said
     assert "start all again with --resume" in said and "in hanging" in said.split("Where it hangs:")[1]
 
