@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import rounding
@@ -117,7 +118,7 @@ def trained(tx, dtype, steps=300):
     step = jaxmp.make_train_step(loss_fn, donate=False)
     for _ in range(steps):
         state, metrics = step(state, x)
-    assert step.jitted._cache_size() == 1
+    assert compiled_once(step.jitted)
     assert state.params["w"].dtype == dtype
     return float(metrics["loss"])
 
@@ -476,7 +477,7 @@ class TestOfATrainState:
             batch = jax.device_put(jnp.ones((8, 64), jnp.bfloat16), P("fsdp"))
             for _ in range(2):
                 state, _ = step(state, batch)
-        assert step.jitted._cache_size() == 1
+        assert compiled_once(step.jitted)
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
 
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import sharding
@@ -391,7 +392,7 @@ class TestTraining:
         for batch in batches:
             state, found = step(state, batch)
             metrics.append(found)
-        assert step.jitted._cache_size() == 1
+        assert compiled_once(step.jitted)
         return state, metrics
 
     def test_float32_params_are_those_of_one_device(self):

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from linen_zoo import data, same_bits
 from nnx_zoo import Net, rngs, values
 from optimizer_tools import bits
+from recompiles import compiled_once
 
 import jaxmp
 from jaxmp._jaxpr.walk import product_dtypes
@@ -54,10 +55,6 @@ def host(*trees: Any) -> Any:
 def close(got: Any, want: Any, **tolerance: float) -> None:
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), got, want)
-
-
-def compiled(step: Any) -> int:
-    return step._step.jitted._cache_size()
 
 
 # ---- the same numbers
@@ -233,7 +230,7 @@ def test_what_remat_and_scan_of_nnx_return_is_what_they_took_unless_it_is_writte
         model, optimizer = setup(Blocks(remat))
         step = make_train_step(lambda model, batch: jnp.mean(model(batch["x"]) ** 2), accumulate_steps=2)
         found[remat] = [step(model, optimizer, ROWS)["loss"] for _ in range(3)], values(model)
-    assert bits(found[True]) == bits(found[False]) and compiled(step) == 1
+    assert bits(found[True]) == bits(found[False]) and compiled_once(step._step.jitted)
 
     def writes(model: Any, batch: Any) -> jax.Array:
         def nudged(first: Any, x: jax.Array) -> jax.Array:
@@ -269,7 +266,7 @@ def test_steps_compile_once_never_wait_and_reuse_the_memory_of_the_model():
     with jax.transfer_guard("disallow"):
         for batch in (BAD, BATCH, BATCH):
             step(model, optimizer, batch)
-    assert compiled(step) == 1 and kernel.is_deleted() and moment.is_deleted()
+    assert compiled_once(step._step.jitted) and kernel.is_deleted() and moment.is_deleted()
 
 
 def test_without_donation_a_clone_made_before_lives_on():
@@ -300,7 +297,7 @@ def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
     (twin, twin_optimizer), step = setup(NNXNet(), "mixed_bfloat16"), make_train_step(loss_fn)
     for n in (1, np.inf, 2):
         metrics = step(model, optimizer, jax.device_put({**ROWS, "x": n * ROWS["x"]}, rows))
-    assert compiled(step) == 1 and metrics["loss_scale"] == 512 and int(optimizer.skipped) == 1
+    assert compiled_once(step._step.jitted) and metrics["loss_scale"] == 512 and int(optimizer.skipped) == 1
     for n in (1, np.inf, 2):
         make_train_step(loss_fn)(twin, twin_optimizer, {**ROWS, "x": n * ROWS["x"]})
     close(values(model), values(twin), rtol=2e-2, atol=2e-3)

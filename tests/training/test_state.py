@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optimizer_tools import bits, problem, same_bits, standard, train_loss
+from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
@@ -89,7 +90,7 @@ def test_states_of_weak_type_or_numpy_are_compiled_for_once():
     state = TrainState.create(params=params, tx=sgd(), model_state={"n": 0}, ema=True)
     for _ in range(3):
         state, _ = step(state, jnp.float32(0.1))
-    assert step.jitted._cache_size() == 1 and state.model_state["n"] == 3
+    assert compiled_once(step.jitted) and state.model_state["n"] == 3
 
 
 def test_a_state_can_be_made_under_jit_and_in_the_abstract():
@@ -294,7 +295,7 @@ def test_what_is_put_on_one_device_takes_the_rest_along_and_is_compiled_for_once
     batch = jax.device_put(batch, device) if put in ("batch", "both") else batch
     for _ in range(3):
         state, _ = step(state, batch)
-    assert step.jitted._cache_size() == 1
+    assert compiled_once(step.jitted)
     assert {leaf.device for leaf in jax.tree.leaves(state)} == {device}
 
 
