@@ -92,6 +92,7 @@ def test_a_run_without_a_place_for_its_folder_is_told_to_name_one(tmp_path, monk
         runs.run_folder("name", None)
 
 
+@pytest.mark.once
 def test_language_modeling_trains_two_steps_and_warns_without_a_loss_scale(tmp_path, data_dir):
     flags = ["--policy", "mixed_float16", "--loss-scale", "none", "--vocabulary", "64", "--batch-size", "128"]
     flags += ["--steps", "2", "--test-batches", "2", "--data-dir", str(data_dir), "--run-dir", str(tmp_path / "run")]

@@ -79,7 +79,7 @@ def test_the_gradient_of_a_repeated_weight_is_exact(kind, options):
     steps, batch[:2] = options.get("accumulate_steps", 1), 0
     params = {name: jnp.ones(FEATURES) for name in SPELLINGS}
     parts = [batch[n::steps] for n in range(steps)]
-    gradient = jax.grad(lambda params, batch: loss_in(np.float32)(params, None, batch, None)[0])
+    gradient = jax.jit(jax.grad(lambda params, batch: loss_in(np.float32)(params, None, batch, None)[0]))
     exact = jax.tree.map(lambda *each: np.mean(each, axis=0), *(gradient(params, part) for part in parts))
     mesh, specs = mesh_of(kind), {name: P("fsdp" if n % 2 else None) for n, name in enumerate(SPELLINGS)}
     state = sharding.init_state(lambda: params, optax.sgd(1.0), mesh, specs)
@@ -104,7 +104,7 @@ def test_a_param_of_the_shape_of_the_activations_trains_whatever_the_batch(rows,
 
     params = {name: jnp.ones((16, 16)) for name in "mw"}
     batch = np.random.default_rng(0).integers(100, 255, (rows, 16)).astype(np.float32)
-    exact = jax.grad(lambda params: loss_in(np.float32)(params, None, batch, None)[0])(params)
+    exact = jax.jit(jax.grad(lambda params: loss_in(np.float32)(params, None, batch, None)[0]))(params)
     mesh, specs = mesh_of(kind), {name: P("fsdp") for name in params}
     state = sharding.init_state(lambda: params, optax.sgd(1.0), mesh, specs)
     state, _ = jaxmp.make_train_step(loss_in(jnp.bfloat16), mesh=mesh, specs=specs)(state, batch)
