@@ -77,7 +77,7 @@ def test_what_two_processes_saved_any_number_of_devices_restores_bit_for_bit(alo
 
 
 @pytest.fixture(scope="module")
-def hanging(folder: Path) -> Job:
+def hanging(alone: Job, folder: Path) -> Job:
     """A job that hangs; begun before the longest test, for it ends no sooner than a step of a busy machine may take."""
     return Job(folder, arguments(folder, "hangs", "--stall-seconds", "20"), hang_at=12)
 
