@@ -6,8 +6,9 @@ import contextlib
 import copyreg
 import dataclasses
 import functools
+import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -23,15 +24,41 @@ class Structure(tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]):
     """Names of the attributes that are leaves; names and values of those that are not.
 
     What was rebuilt has it as ``_structure``. ``fields`` are those that are not leaves, by name, and the structure
-    itself: by them each call of a step sees whether the object still has this structure, and it is rebuilt from them.
+    itself: an object is rebuilt from them. Each call of a step takes its loss scale apart and makes the next one, so
+    that all attributes are looked up at once.
     """
 
     fields: dict[str, Any]
+    _values_in: Callable[[dict[str, Any]], tuple[Any, ...]]
+    _leaves_in: Callable[[dict[str, Any]], tuple[Any, ...]]
 
     def __new__(cls, parts: tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]) -> Self:
         new = super().__new__(cls, parts)
         new.fields = {**dict(new[1]), "_structure": new}
+        new._leaves_in, new._values_in = _getter(new[0]), _getter((*new.fields,))
         return new
+
+    def __reduce__(self) -> Any:
+        return type(self), (tuple(self),)
+
+    def leaves_in(self, attributes: dict[str, Any]) -> tuple[Any, ...] | None:
+        """The leaves of an object with these attributes; None if it has another structure by now.
+
+        What copies and changes itself, in ``adjust`` say, takes the structure along.
+        """
+        fields = self.fields
+        try:
+            is_whole = len(attributes) == len(self[0]) + len(fields)
+            if is_whole and self._values_in(attributes) == self._values_in(fields):
+                return self._leaves_in(attributes)
+        except KeyError:  # it has another attribute in place of one of these
+            pass
+        return None
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """What returns the values of names in a dict."""
+    return operator.itemgetter(*names) if len(names) > 1 else lambda found: tuple([found[name] for name in names])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,19 +146,11 @@ def register(cls: type) -> None:
     """
     has_slots = bool(_slots(cls))
 
-    def flatten(x: Any) -> tuple[list[Any], Structure]:
-        attributes = _attributes(x) if has_slots else vars(x)
+    def flatten(x: Any) -> tuple[Sequence[Any], Structure]:
+        attributes = _attributes(x) if has_slots else x.__dict__
         known = attributes.get("_structure")
-        # What copies and changes itself, in ``adjust`` say, takes the structure along.
-        if (
-            isinstance(known, Structure)
-            and len(attributes) == len(known[0]) + len(known.fields)
-            and known.fields.items() <= attributes.items()
-        ):
-            try:
-                return [attributes[name] for name in known[0]], known
-            except KeyError:  # it has another attribute in place of a leaf
-                pass
+        if isinstance(known, Structure) and (leaves := known.leaves_in(attributes)) is not None:
+            return leaves, known
         structure = _structure(x)
         return [getattr(x, name) for name in structure[0]], structure
 
@@ -140,7 +159,13 @@ def register(cls: type) -> None:
         return list(zip(map(jax.tree_util.GetAttrKey, structure[0]), leaves, strict=True)), structure
 
     def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-        return rebuilt(cls, structure.fields, zip(structure[0], leaves, strict=True))
+        named = zip(structure[0], leaves, strict=True)
+        if has_slots:
+            return rebuilt(cls, structure.fields, named)
+        new: Any = object.__new__(cls)
+        new.__dict__.update(structure.fields)
+        new.__dict__.update(named)
+        return new
 
     def save(x: Any) -> dict[str, Any]:
         return {name: to_state_dict(value) for name, value in _fields(x).items() if _is_saved(value)}

@@ -359,18 +359,19 @@ class TrainStep:
         self._donated = 0 if donate else ()
         self._max_skips = max_consecutive_skips
         self._warned = False
-        self._reports: deque[tuple[int, Any, Any]] = deque()  # of the call of this number: how long stuck, the batch
+        # Of the call of this number: whether it was skipped, or how long the state had been stuck then; a batch.
+        self._reports: deque[tuple[int, Any, Any]] = deque()
         self._calls, self._next_report = 0, 0.0
         self._jitted_for = functools.cache(self._jit)
         self.jitted = self._jitted_for(None)
         self._stays = False  # whether ``jitted`` is right for the state that it returned last, whatever the batch
         self._returned: Callable[[], TrainState | None] = lambda: None
-        self._stuck: Callable[[], Any] = lambda: None  # its counter
+        self._stuck: Any = None  # its counter
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; see :func:`make_train_step`."""
         is_returned = state is self._returned()
-        is_counted = getattr(state, "stuck", self) is self._stuck()  # so too of a state that NNX or replace made
+        is_counted = getattr(state, "stuck", self) is self._stuck  # so too of a state that NNX or replace made
         try:
             if self._reports:
                 self._read_reports(state, batch)
@@ -378,18 +379,23 @@ class TrainStep:
                 batch = self._batch_on_mesh(batch)
             if not is_returned or not (self._stays or home_of(batch) is None):
                 state = self._placed(state, batch)
-            with self._on_mesh():
-                state, metrics, stuck = self.jitted(state, batch)
+            if self._plan is None:  # each line here is paid for in every step
+                state, metrics = self.jitted(state, batch)
+            else:
+                with self._plan.set():
+                    state, metrics = self.jitted(state, batch)
         except (RuntimeError, ValueError) as error:
             tell_of_donation(state, error)
             if self._plan is None:
                 tell_of_devices(state, batch, error)
             raise
-        self._returned, self._stuck = weakref.ref(state), weakref.ref(state.stuck)
+        self._returned, stuck = weakref.ref(state), state.stuck
         self._calls += 1
-        # Inside another transformation nothing can be read.
-        if (not is_counted or self._calls >= self._next_report) and not isinstance(stuck, jax.core.Tracer):
-            self._reports.append((self._calls, stuck, batch))
+        if isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
+            return state, metrics
+        self._stuck = stuck
+        if not is_counted or self._calls >= self._next_report:
+            self._reports.append((self._calls, metrics["skipped"], batch))
             self._next_report = np.inf  # until this one is read
         return state, metrics
 
@@ -427,9 +433,9 @@ class TrainStep:
     def _jit(self, placement: tuple[Any, ...] | None) -> Any:
         """The compiled function; XLA alone would shard by the batch what it computes of it."""
         shardings = None if placement is None else jax.tree.unflatten(*placement)
-        return jax.jit(self._step, donate_argnums=self._donated, out_shardings=(shardings, None, None))
+        return jax.jit(self._step, donate_argnums=self._donated, out_shardings=(shardings, None))
 
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         _require_train_state(state)
         with self._on_mesh():  # also for who calls ``jitted``
             return self._stepped(state, batch)
@@ -437,7 +443,7 @@ class TrainStep:
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return _NULL_CONTEXT if self._plan is None else self._plan.set()
 
-    def _stepped(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics, jax.Array]:
+    def _stepped(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if self._ema_decay is None and state.ema_params is not None:
             raise ValueError(
                 "the state keeps a moving average that this step would never update; pass "
@@ -459,7 +465,7 @@ class TrainStep:
         new_state = updated(state, grads, model_state, loss, rng)
         skipped = new_state.skipped > state.skipped
         own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
-        return new_state, {**own, **metrics}, new_state.stuck
+        return new_state, {**own, **metrics}
 
     def _placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """As ``_gradients``, on the mesh of the step."""
@@ -531,28 +537,35 @@ class TrainStep:
 
     def _read_reports(self, state: TrainState, batch: Any) -> None:
         while self._reports and self._is_due(*self._reports[0][:2]):
-            call, stuck, reported = self._reports.popleft()
+            call, report, reported = self._reports.popleft()
             self._next_report = call + 1  # if the read fails
             try:
-                count = int(np.asarray(stuck))  # jax.device_get takes 20 µs more
+                count = int(np.asarray(report))  # jax.device_get takes 20 µs more
             except RuntimeError:  # a guard of transfers, which takes longer to lift than to read
                 with jax.transfer_guard_device_to_host("allow"):
-                    count = int(np.asarray(stuck))
+                    count = int(np.asarray(report))
+            if count and report.dtype == bool:  # it was skipped: how long has the state been stuck by now?
+                _require_train_state(state)
+                if not is_traced(state.stuck):
+                    stuck = jax.device_put(state.stuck, state.stuck.sharding, may_alias=False)  # a step deletes its own
+                    self._reports.append((self._calls, stuck, reported))
+                    self._next_report = np.inf
+                continue
             # The count grows by one a call: until then it is too small, and to read it takes longer than to call.
             self._next_report = call + max(1, self._max_skips - count)
             # The state at hand may be another run's; to look at it is to wait for it, which does no harm any more.
             if count >= self._max_skips and int(jax.device_get(state.stuck)) >= self._max_skips:
                 self._reports.clear()
-                raise self._error(count, state, batch if is_deleted(reported) else reported)
+                raise self._error(state, batch if is_deleted(reported) else reported)
 
     def _is_due(self, call: int, report: Any) -> bool:
         # What is ready differs between processes, and all must come to an error at the same step.
         return report.is_ready() if report.is_fully_addressable else self._calls >= call + _LAG
 
-    def _error(self, steps: int, state: TrainState, batch: Any) -> NonFiniteTrainingError:
+    def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         from jaxmp.inspect.blame import first_nonfinite  # not needed before
 
-        error = NonFiniteTrainingError(self._explain(steps, state, batch))
+        error = NonFiniteTrainingError(self._explain(state, batch))
         try:
             error.blame = first_nonfinite(self)(state, batch)
         except Exception as failure:  # an error of the search must not hide the error that it is to explain
@@ -561,7 +574,7 @@ class TrainStep:
             error.args = (f"{error}. First: {error.blame.summary()}",)
         return error
 
-    def _explain(self, steps: int, state: TrainState, batch: Any) -> str:
+    def _explain(self, state: TrainState, batch: Any) -> str:
         """Says what is not finite, by computing the gradients of the last bad batch once more."""
         loss, grads, _, _ = jax.jit(self._placed_gradients)(state, batch, state.rng)
         found = [
@@ -579,7 +592,7 @@ class TrainStep:
             )
         what = "; ".join(found) or "nothing in the gradients, so it is the optimizer's updates"
         return (
-            f"training must be finite to go on, but {steps} steps in a row were skipped at loss scale "
+            f"training must be finite to go on, but {self._max_skips} steps in a row were skipped at loss scale "
             f"{float(get_loss_scale(state.opt_state).loss_scale):g}, which cannot fall; not finite now: {what}. Look "
             "for NaN in the data, lower the learning rate, or compute the modules of these params in float32 (by "
             "overrides)"

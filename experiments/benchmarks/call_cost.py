@@ -8,13 +8,19 @@ its state donated; Flax is `flax.training.train_state.TrainState` in the same wa
 the last call returned. Warm, waited for at the end of each turn, in turn; a ratio is one round's time over the same
 round's time of plain JAX, and the median over the rounds counts, so that what drifts cancels. `arrays` are those that a
 call takes and returns: each costs about a microsecond. The last rows are parts of jaxmp's call: its jitted function by
-itself, and the same with a list of arrays in place of the state, so that nothing of Python is in it. The run folder
-holds call_cost.md and call_cost.json.
+itself, and the same with a list of arrays in place of the state, so that nothing of Python is in it.
+
+All of it runs on one core. On two, XLA's threads fall asleep if the next call comes some microseconds later, and to
+wake them takes 30: plain JAX with 15 µs of Python beside it then costs 88 in place of 45, and so does every step in
+which something else happens. The run folder holds call_cost.md and call_cost.json.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -78,7 +84,7 @@ def variants() -> dict[str, tuple[Any, Any]]:
         return state.apply_gradients(grads=grads), loss
 
     def jitted(state: Any, batch: Any) -> Any:
-        return step.jitted(state, batch)[:2]
+        return step.jitted(state, batch)
 
     def on_leaves(leaves: Any, batch: Any) -> Any:
         state, metrics = jitted(jax.tree.unflatten(structure, leaves), batch)
@@ -91,6 +97,20 @@ def variants() -> dict[str, tuple[Any, Any]]:
         "its jitted function": (jitted, states[1]),
         "its program on a list": (jax.jit(on_leaves, donate_argnums=0), leaves),
     }
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """While this lasts, the process has one core, where the system can do that; XLA starts one thread on it."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def measure(config: Config, progress: Progress) -> dict[str, Any]:
@@ -121,9 +141,9 @@ def table(rows: dict[str, Any]) -> Table:
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         folder = records.folder_of("call_cost", config, rounds=2)
-    with Progress("call cost", config.rounds) as progress:
+    with one_core(), Progress("call cost", config.rounds) as progress:
         rows = measure(config, progress)
-    intro = "A ratio is a round's time over the same round's time of plain JAX, median over the rounds."
+    intro = "All on one core. A ratio is a round's time over the same round's time of plain JAX; the median counts."
     title = "What a call of a train step costs"
     records.record(folder, "call_cost", title, environment(), [table(rows)], {"results": rows}, [intro])
     return rows

