@@ -13,9 +13,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmp._nnx_run import decision_of
-from jaxmp._nnx_variables import is_module as is_module
 from jaxmp.inspect.program import _CALL
+from jaxmp.nnx.internals import is_pytree_class
+from jaxmp.nnx.run import decision_of
+from jaxmp.nnx.variables import is_module as is_module
 from jaxmp.patterns import Path
 
 _caller: ContextVar[Path] = ContextVar("jaxmp_inspect_caller", default=())
@@ -63,4 +64,4 @@ def _scoped(bare: Any, path: Path) -> Any:
         namespace |= {"__call__": functools.wraps(bare.__call__)(call), "__module__": bare.__module__}
         namespace |= {"__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
 
-    return types.new_class(bare.__name__, (bare,), {"pytree": bare._pytree__is_pytree}, fill)
+    return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)

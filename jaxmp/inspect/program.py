@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from jaxmp import _nnx_run
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import interpreted
+from jaxmp.nnx import run as nnx_run
 
 Key = tuple[int, ...]
 """Where an equation stands: its number, after those of each equation and body around it."""
@@ -79,12 +79,12 @@ def program_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Any
         with jax.named_scope(f"{_CALL}{next(number)}"):
             return method(*args, **kwargs)
 
-    token = _nnx_run.numbers.set(itertools.count())
+    token = nnx_run.numbers.set(itertools.count())
     try:
         with nn.intercept_methods(called):
             closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     finally:
-        _nnx_run.numbers.reset(token)
+        nnx_run.numbers.reset(token)
     return *reading.opened(closed), jax.tree.structure(shapes)
 
 

@@ -27,9 +27,9 @@ from jaxmp import hardware
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.program import is_array
 from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
-from jaxmp._nnx_training import TrainStep as NNXStep
-from jaxmp._nnx_training import _state_of
 from jaxmp.inspect.calls import named
+from jaxmp.nnx.training import TrainStep as NNXStep
+from jaxmp.nnx.training import _state_of
 from jaxmp.training import TrainStep
 
 INSTALL = "pip install -e '.[experiments,compile-only]'"

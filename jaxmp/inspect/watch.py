@@ -62,7 +62,7 @@ class Watch:
         self._steps: dict[int, Numerics] = {}
         self._unread: dict[int, tuple[Found, Any]] = {}
         self.counting: _CountingStep | None = None
-        own, nnx = loss_fn, sys.modules.get("jaxmp._nnx_training")
+        own, nnx = loss_fn, sys.modules.get("jaxmp.nnx.training")
         if nnx and isinstance(loss_fn, nnx.TrainStep):
             self.counting = _CountingStep(loss_fn._step)
             own = nnx.TrainStep(self.counting)

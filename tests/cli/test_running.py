@@ -68,7 +68,7 @@ def test_compare(capsys):
 def test_memory_and_roofline_of_a_function_under_a_policy(command, monkeypatch):
     seen = []
     monkeypatch.setattr(f"jaxmp.inspect.{command}", lambda fun, **where: seen.append(fun) or (lambda *args: fun))
-    monkeypatch.setattr("jaxmp.cli.inspecting.show", lambda *args: None)
+    monkeypatch.setattr(f"jaxmp.cli.{command}.show", lambda *args: None)
     assert _main(command, "good", "--policy", "mixed_float16") == 0
     assert _main(command, "good") == 0
     args = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))

@@ -19,7 +19,7 @@ import jaxmp
 from experiments import language_modeling
 from experiments.training import loop, runs, watching
 from jaxmp import cli
-from jaxmp.cli.watching import picture
+from jaxmp.cli.watch import picture
 from jaxmp.inspect import Watch, numerics
 from jaxmp.inspect.watch import FILE, read
 from jaxmp.inspect.watch import metrics as metrics_of

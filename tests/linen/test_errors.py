@@ -14,8 +14,8 @@ from flax import nnx
 from linen_zoo import MLP, Linear, Tied, data, model_products, products, rngs, shapes, zeros
 
 import jaxmp
-from jaxmp import _linen_run
 from jaxmp.linen import apply_policy
+from jaxmp.linen import run as linen_run
 
 pytestmark = pytest.mark.once
 
@@ -243,7 +243,7 @@ def test_the_user_s_own_error_is_raised_as_it_is_and_leaves_nothing_behind(where
     for call in (lambda: shapes(model, X), lambda: jax.eval_shape(model.apply, variables, X)):
         with pytest.raises((RuntimeError, TypeError), match=r"the user's own|reshape"):
             call()
-        running = _linen_run._running
+        running = linen_run._running
         assert (running.runs, running.frames) == ([], [])
         assert not nn.module._global_interceptor_stack
         assert jax.config.jax_default_matmul_precision is None

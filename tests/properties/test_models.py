@@ -12,7 +12,8 @@ from linen_zoo import HALVES, products, quick_jit, rngs, same_bits, standard_pro
 from properties_zoo import LAYERS, Linen, X, each_api, mixed, pure
 
 import jaxmp
-from jaxmp import _linen_run, _nnx_run
+from jaxmp.linen import run as linen_run
+from jaxmp.nnx import run as nnx_run
 
 # --- 1 ----------------------------------------------------------------------------------------------------------------
 
@@ -109,8 +110,8 @@ def test_a_nested_policy_ends_where_it_ends_also_with_an_exception(api):
     with pytest.raises(RuntimeError, match="the user's own"):
         failing.init(rngs(), X) if api is Linen else failing(X)
     assert jax.config.jax_default_matmul_precision is None
-    assert (_linen_run._running.runs, _linen_run._running.frames) == ([], [])
-    assert _nnx_run._innermost.get() is None
+    assert (linen_run._running.runs, linen_run._running.frames) == ([], [])
+    assert nnx_run._innermost.get() is None
     assert products(*pure(api.dense(), X), X) == ["float32"]
 
 

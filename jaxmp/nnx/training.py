@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxmp import _loss_functions, _placement, training
 from jaxmp._jaxpr.invariant import passed_on
-from jaxmp._nnx_optimizer import Optimizer, require_optimizer
+from jaxmp.nnx.optimizer import Optimizer, require_optimizer
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name
 

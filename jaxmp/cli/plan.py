@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from typing import Any
 
-from jaxmp.cli.loading import in_current_folder, levels, load, told, traced
-from jaxmp.engine.plan import CastPlan, cast_plan
+from jaxmp.cli.arguments import AUTOCAST, PLOT, SHAPES
+from jaxmp.cli.printing import show
+
+ARGUMENTS = SHAPES | AUTOCAST | PLOT
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show what autocast decides for each operation of a function, and why; nothing is run but imports.
+
+    On a terminal it is a table, else the text of str(plan), which is the same on every machine: keep it under version
+    control, and a diff shows what a change did to the precision. Exit code 2 if something is wrong with the arguments.
+
+    Example:
+      jaxmp plan jax.numpy:matmul --policy mixed_bfloat16 --arg float32[8,16] --arg float32[16,4]
+    """
+    result = plan(options.function, options.policy, options.arg, options.args, options.override)
+    show(options, result, lambda plots: plots.casts(result))
+    return 0
 
 
 def plan(
     function: str, policy: str, shapes: Sequence[str] = (), example: str | None = None, overrides: Sequence[str] = ()
-) -> CastPlan:
-    """The plan of a function on abstract arguments; nothing is executed but imports.
+) -> Any:
+    """The :class:`jaxmp.CastPlan` of a function on abstract arguments; nothing is executed but imports.
 
     Args:
       function, shapes, example: as for :func:`jaxmp.cli.loading.load`.
@@ -24,6 +42,9 @@ def plan(
     >>> plan("jax.numpy:matmul", "mixed_bfloat16", ["float32[8,16]", "float32[16,4]"]).summary.product_flops
     1024
     """
+    from jaxmp.cli.loading import in_current_folder, levels, load, told, traced
+    from jaxmp.engine.plan import cast_plan
+
     exceptions = levels(overrides)
     with in_current_folder():
         loaded = load(function, shapes, example)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import Treatment, like, narrow, same_structure
+from jaxmp.linen.internals import children_of, mutable_collection
 from jaxmp.patterns import Path
 
 Variables = Mapping[str, Any]
@@ -58,7 +59,7 @@ def keep_statistics(module: nn.Module, before: Variables, decision: Treatment) -
         if name == PARAMS or not module.is_mutable_collection(name):
             continue
         for key, value in list(module.variables[name].items()):
-            if isinstance(value, Mapping) and not isinstance(module._state.children.get(key), str):
+            if isinstance(value, Mapping) and not isinstance(children_of(module).get(key), str):
                 continue  # a submodule's
             kept = value
             if name not in _ACTIVATIONS:
@@ -80,7 +81,7 @@ def store_params(
     """
     if not module.is_mutable_collection(PARAMS):
         return
-    params = module.scope._mutable_collection(PARAMS)
+    params = mutable_collection(module, PARAMS)
     bare_dtypes = {path: leaf.dtype for path, leaf in leaves(foreseen.get(PARAMS, {})) if hasattr(leaf, "dtype")}
     exact: dict[Path, Any] = {}
 

@@ -24,10 +24,11 @@ from flax import nnx
 from jaxmp import tree as _tree
 from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, note_half, remembered, widen
 from jaxmp._jaxpr.reading import traces_around
-from jaxmp._nnx_objects import of_arrays
-from jaxmp._nnx_variables import is_object, modules_in, own_variables
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.rules import Rules
+from jaxmp.nnx.internals import FLATTEN, is_pytree_class
+from jaxmp.nnx.objects import of_arrays
+from jaxmp.nnx.variables import is_object, modules_in, own_variables
 from jaxmp.patterns import Path
 
 # What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
@@ -78,13 +79,11 @@ def policied_class(bare: Any, decision: Decision) -> Any:
         namespace |= {"jaxmp_follow": _follow}
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
         namespace |= {name: _entrance(method) for name, method in _methods(bare)}
-        namespace |= {name: _following(getattr(bare, name)) for name in _FLATTEN}
+        namespace |= {name: _following(getattr(bare, name)) for name in FLATTEN}
 
-    return types.new_class(bare.__name__, (bare,), {"pytree": bare._pytree__is_pytree}, fill)
+    return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)
 
 
-# Where Flax reads the attributes of a module: for a transform, a split, a clone, `set_attributes`, a call of a root.
-_FLATTEN = ("_graph_node_flatten", "_pytree__flatten", "_pytree__flatten_with_paths")
 _followed: dict[int, tuple[Any, dict[str, Any]]] = {}  # by the ids of modules, a reference and its modes as last seen
 
 

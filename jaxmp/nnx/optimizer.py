@@ -15,8 +15,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
-from jaxmp._nnx_objects import value_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
+from jaxmp.nnx.objects import value_of
 from jaxmp.optimizer import get_loss_scale, has_loss_scale, loss_scaling, require_outermost, take_step
 from jaxmp.optimizer import scaled_loss as _scaled_loss
 from jaxmp.optimizer import unscaled_norm as _unscaled_norm

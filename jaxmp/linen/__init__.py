@@ -1,7 +1,7 @@
 """Policies for Flax Linen modules that nobody edited.
 
 :func:`apply_policy` returns the module as an instance of a subclass that differs in one thing: when one of its methods
-is called from outside, it runs under its policies (see ``jaxmp/_linen_run.py``). No name changes and no scope is added,
+is called from outside, it runs under its policies (see ``jaxmp/linen/run.py``). No name changes and no scope is added,
 so the variables are those of the bare module. What is set are the fields of the clones that Linen makes for one
 ``init`` or ``apply``, never those of the user's objects.
 """
@@ -20,13 +20,13 @@ from typing import Any, ClassVar, TypeVar
 import flax.linen as nn
 import jax
 from flax.core import Scope, lift
-from flax.linen import module as _linen_module
 from flax.linen.transforms import decorator_lift_transform
 
 from jaxmp._adapters import autocast_map, is_o1, remembered
-from jaxmp._linen_run import Root, Run, given_fields, is_running, run_with_root, running
-from jaxmp._linen_variables import Variables
 from jaxmp.engine.autocast import computed
+from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
+from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
+from jaxmp.linen.variables import Variables
 from jaxmp.patterns import Path
 from jaxmp.policy import PolicyMap
 
@@ -122,29 +122,20 @@ def in_nnx(module: M, policies: PolicyMap, prefix: Path, by_autocast: bool) -> M
 
 
 def _nnx_is_running() -> bool:
-    from jaxmp._nnx_run import is_running
+    from jaxmp.nnx.run import is_running
 
     return is_running()
 
 
-_Object: Any = object  # the class that it is mixed into comes after it
-
-
-class _Policied(_Object):
+class _Policied(Hooks):
     """Mixed into the class of a module under a policy: starts a run when a method is called from outside."""
 
     jaxmp_root: Root
 
-    def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Methods of Linen modules come through here, also `BaseClass.method` handed to `apply`; transformed ones do
-        # not.
-        call = functools.partial(super()._call_wrapped_method, fun, args, kwargs)
-        return self._run(call, _linen_module.wrap_method_once(fun), args, kwargs, fun.__name__)
-
-    def _run(
+    def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        if self.scope is None or _is_checked(self):
+        if self.scope is None or is_checked(self):
             return call()
         if (run := run_with_root(self)) is not None:
             run.copy = weakref.ref(self)
@@ -159,10 +150,9 @@ class _Policied(_Object):
         with running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
             return run.cast_output(call())
 
-    def _register_submodules(self, name: str, value: Any) -> None:
-        if not _is_checked(self):
-            self.jaxmp_root.mark(self)  # before the scopes of the submodules exist
-        super()._register_submodules(name, value)
+    def jaxmp_register(self) -> None:
+        if not is_checked(self):
+            self.jaxmp_root.mark(self)
 
     @functools.wraps(nn.Module.apply)
     def apply(self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
@@ -210,11 +200,6 @@ class _Policied(_Object):
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
 
 
-def _is_checked(module: Any) -> bool:
-    """Whether Linen runs the module's ``setup``, without its variables, to see that it would."""
-    return module.scope is not None and isinstance(module.scope.root, _linen_module.TestScope)
-
-
 def _through_engine(root: Root, fun: Callable[..., Any]) -> Callable[..., Any]:
     """``fun``, of a scope, as the engine writes it: what it reads from the scope and writes there is traced with it."""
 
@@ -235,7 +220,7 @@ _WRAPPER = nn.Dense.__call__.__code__
 def _entrance(method: Callable[..., Any], name: str | None) -> Callable[..., Any]:
     @functools.wraps(method)
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._run(functools.partial(method, self, *args, **kwargs), method, args, kwargs, name)
+        return self.jaxmp_call(functools.partial(method, self, *args, **kwargs), method, args, kwargs, name)
 
     return enter
 
@@ -266,7 +251,7 @@ def _policied_class(base: Any, root: Root) -> Any:
 
 
 def _base(cls: Any) -> Any:
-    return next(base for base in cls.__mro__ if not issubclass(base, _Policied))
+    return next(base for base in cls.__mro__ if not issubclass(base, Hooks))
 
 
 def _fields(module: Any) -> dict[str, Any]:
@@ -291,12 +276,8 @@ def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: 
 
     def make() -> Variables:
         scope = Scope({}, rngs=given.rngs, mutable=given.mutable, path=given.path, flags={"initializing": True})
-        context = _linen_module._context
-        table, context.call_info_stack = context.call_info_stack, []  # `tabulate` must not list these calls
-        try:
+        with unlisted():
             method(base(**fields, parent=scope), *args, **kwargs)
-        finally:
-            context.call_info_stack = table
         return scope.variables()
 
     return make
@@ -319,11 +300,6 @@ class _Switch(threading.local):
 
 _in_engine = _Switch(False)  # whether the next run of a root begins in the engine's trace already
 _views = _Switch(True)  # whether an attribute of a bound module is handed out under its policies
-
-
-def is_watched() -> bool:
-    """Whether someone wants to see each call of a method: a table, an interceptor of the user's."""
-    return bool(_linen_module._context.call_info_stack) or bool(_linen_module._global_interceptor_stack)
 
 
 def _view(parent: Any, name: str, value: Any) -> Any:

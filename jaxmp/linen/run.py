@@ -39,7 +39,11 @@ from jaxmp._adapters import (
     widen,
 )
 from jaxmp._jaxpr.reading import traces_around
-from jaxmp._linen_variables import (
+from jaxmp.dtypes import is_half
+from jaxmp.engine.marks import computing
+from jaxmp.engine.rules import Rules
+from jaxmp.linen.internals import children_of
+from jaxmp.linen.variables import (
     PARAMS,
     Variables,
     descend,
@@ -49,9 +53,6 @@ from jaxmp._linen_variables import (
     own_leaves,
     store_params,
 )
-from jaxmp.dtypes import is_half
-from jaxmp.engine.marks import computing
-from jaxmp.engine.rules import Rules
 from jaxmp.overrides import level_of
 from jaxmp.patterns import Path, is_class_pattern
 from jaxmp.policy import Policy, PolicyMap
@@ -201,6 +202,7 @@ class Run:
         self.by_path = any(not is_class_pattern(pattern) for pattern in root.policies.patterns)
 
     def covers(self, path: Path) -> bool:
+        """Whether what is at ``path`` is the root or below it."""
         return path[: len(self.path)] == self.path
 
     def _foresee(self) -> Variables | None:
@@ -330,6 +332,7 @@ class Run:
             object.__setattr__(module, "nnx_class", bare)
 
     def cast_output(self, result: Any) -> Any:
+        """What the root returns, in the policy's output dtype."""
         return result if self.prefix or self.autocast else self.decisions[()].policy.cast_to_output(result)
 
     def _decide_children(self, module: nn.Module) -> None:
@@ -338,7 +341,7 @@ class Run:
         names = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
         attributes = [vars(module).get(name) for name in names]
         found = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
-        for child in (*module._state.children.values(), *found):
+        for child in (*children_of(module).values(), *found):
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
 
@@ -351,6 +354,7 @@ class Run:
     # --- what is done at the end ---
 
     def finish(self) -> None:
+        """Comes after the run: params are stored, and what the policies matched is checked."""
         if self.make_variables is not None:
             store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
@@ -381,7 +385,7 @@ def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) 
     """``scope.push`` that decides for the submodule whose scope it makes, before anyone reads its fields or flags."""
     made = Scope.push(scope(), name, *args, **kwargs)
     parent = module()
-    child = parent._state.children.get(made.name) if parent is not None else None
+    child = children_of(parent).get(made.name) if parent is not None else None
     run = _running.run_of(parent) if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") else None
     if run is not None and isinstance(child, nn.Module):
         run.decide(child, made)

@@ -14,7 +14,8 @@ from flax.nnx.graphlib import IndexMap, NoUpdate, RefMap
 
 from jaxmp._jaxpr.program import is_array
 from jaxmp._jaxpr.reading import is_tracing
-from jaxmp._nnx_variables import PLAIN, is_node, is_pytree, is_variable
+from jaxmp.nnx.internals import NODES, OWN, STATE, are_data, check_may_change, has_int_keys
+from jaxmp.nnx.variables import PLAIN, is_node, is_pytree, is_variable
 
 
 class ArrayCall(NamedTuple):
@@ -177,17 +178,15 @@ def _parts_of(node: Any) -> list[tuple[str, Any]] | None:
     if not is_pytree(node):
         return None
     getattr(type(node), "jaxmp_follow", id)(node)
-    found, are_data = list[tuple[str, Any]](), node._pytree__nodes
+    found, data = list[tuple[str, Any]](), are_data(node)
     for name, value in vars(node).items():
-        if type(value) in PLAIN or name == "_pytree__nodes":
+        if type(value) in PLAIN or name == NODES:
             continue
-        if is_node(value) or name == "_pytree__state":
+        if is_node(value) or name == STATE:
             found.append((name, value))
-        elif (
-            are_data.get(name) or not _is_fixed(value) or any(map(_is_traced, jax.tree.leaves(value, is_leaf=is_node)))
-        ):
+        elif data.get(name) or not _is_fixed(value) or any(map(_is_traced, jax.tree.leaves(value, is_leaf=is_node))):
             return None
-    return sorted(found, key=lambda part: (len(part[0]) if node._pytree__has_int_keys else 0, part[0]))  # as Flax does
+    return sorted(found, key=lambda part: (len(part[0]) if has_int_keys(node) else 0, part[0]))  # as Flax does
 
 
 def _is_traced(leaf: Any) -> bool:
@@ -208,7 +207,7 @@ def _check_may_change(node: Any) -> None:
     if is_variable(node):
         node.set_raw_value(node.get_raw_value())
     elif isinstance(node, nnx.Pytree):
-        node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__} from a different trace level")
+        check_may_change(node)
 
 
 def _is_plain_variable(leaf: Any) -> bool:
@@ -224,7 +223,7 @@ def _snapshot(nodes: Iterable[Any]) -> _Snapshot | None:
     found = [(node, _attributes_of(node)) for node in nodes]
     for node, own in found:
         for name, value in own.items() if not is_variable(node) else ():
-            if type(value) not in PLAIN and not name.startswith("_pytree__") and not _is_fixed(value):
+            if type(value) not in PLAIN and not name.startswith(OWN) and not _is_fixed(value):
                 return None
     return found
 

@@ -1,7 +1,7 @@
 """Policies and loss scaling for Flax NNX modules that nobody edited.
 
 :func:`apply_policy` returns a model that shares the Variables of the one it is given: the modules are copies whose
-``dtype`` attributes are set and whose methods run under their policies (see ``jaxmp/_nnx_run.py``). Transforms of NNX,
+``dtype`` attributes are set and whose methods run under their policies (see ``jaxmp/nnx/run.py``). Transforms of NNX,
 ``split`` and ``merge`` see an ordinary model. :class:`Optimizer` and :func:`scaled_value_and_grad` scale its loss.
 """
 
@@ -27,12 +27,12 @@ from jaxmp._adapters import (
     nothing_in_half,
     policies_below,
 )
-from jaxmp._nnx_optimizer import Optimizer as Optimizer
-from jaxmp._nnx_optimizer import scaled_value_and_grad as scaled_value_and_grad
-from jaxmp._nnx_run import Decision, bare_class, decision_of, follow, policied_class
-from jaxmp._nnx_training import make_train_step as make_train_step
-from jaxmp._nnx_variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.dtypes import is_half
+from jaxmp.nnx.optimizer import Optimizer as Optimizer
+from jaxmp.nnx.optimizer import scaled_value_and_grad as scaled_value_and_grad
+from jaxmp.nnx.run import Decision, bare_class, decision_of, follow, policied_class
+from jaxmp.nnx.training import make_train_step as make_train_step
+from jaxmp.nnx.variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.overrides import level_of
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap

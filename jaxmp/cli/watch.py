@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from jaxmp.cli.loading import told
-from jaxmp.inspect import watch
+from jaxmp.cli.arguments import PLOT, RUN
+from jaxmp.cli.printing import console, plot, print_json, print_rich
 
+ARGUMENTS = RUN | PLOT
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show a run of the experiments as it trains: loss, scale, skips, and how much of each gradient vanishes.
+
+    The run needs --watch N. On a terminal it is drawn again until the run ends; else once, as with --plot. Exit code 2
+    if the folder is not that of such a run.
+    """
+    title, rows = watched(Path(options.run))
+    plot(options, lambda plots: plots.training(options.run))
+    if options.json:
+        print_json(rows)
+    elif sys.stdout.isatty() and options.plot is None:
+        with contextlib.suppress(KeyboardInterrupt):  # the reader has seen enough
+            live(console(), Path(options.run))
+    else:
+        terminal = console()
+        print_rich(terminal, picture(terminal.width, title, rows))
+    return 0
 
 
 def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -18,8 +41,11 @@ def watched(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     Raises:
       UsageError: it is no folder of a run, or not watched.
     """
+    from jaxmp.cli.loading import told
+    from jaxmp.inspect.watch import metrics, read
+
     with told(FileNotFoundError, ValueError):
-        rows, seen = watch.metrics(folder), watch.read(folder)
+        rows, seen = metrics(folder), read(folder)
     if not rows:
         return "no step yet", seen
     last, skipped = rows[-1], sum(int(row["skipped"]) for row in rows)

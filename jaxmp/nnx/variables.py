@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxmp import tree as _tree
 from jaxmp.engine.classes import CASTABLE
+from jaxmp.nnx.internals import OWN, has_int_keys
 
 
 def _instances_of(*classes: type) -> Callable[[Any], bool]:
@@ -53,7 +54,7 @@ def is_module(node: Any) -> bool:
 def items(node: Any) -> Iterator[tuple[str, Any]]:
     """The names and values in a module, or in a container of NNX, Python or any other that JAX knows as a tree."""
     if is_pytree(node):
-        yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith("_pytree__"))
+        yield from ((str(name), value) for name, value in vars(node).items() if not name.startswith(OWN))
     elif not is_object(node):
         for path, value in jax.tree.leaves_with_path(node, is_leaf=lambda leaf: leaf is not node):
             if path:
@@ -77,7 +78,7 @@ def own_variables(node: Any) -> list[nnx.Variable[Any]]:
     """The Variables that belong to a module itself."""
     found = list[nnx.Variable[Any]]()
     for name, value in vars(node).items() if is_pytree(node) else items(node):
-        if (kind := type(value)) in PLAIN or name.startswith("_pytree__"):
+        if (kind := type(value)) in PLAIN or name.startswith(OWN):
             continue
         if kind is nnx.Param or is_variable(value):
             found.append(value)
@@ -106,7 +107,7 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
     while stack:
         path, node = stack.pop()
         # Flax sorts all by name, and wraps each.
-        is_plain = is_pytree(node) and not node._pytree__has_int_keys
+        is_plain = is_pytree(node) and not has_int_keys(node)
         impl = None if is_plain else nnx.graphlib.get_node_impl(node)
         if id(node) in seen or not (is_plain or impl):
             continue
@@ -115,7 +116,7 @@ def modules_in(root: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
             yield path, node
         within: dict[Any, Any] = vars(node) if impl is None else impl.node_dict(node)
         below = [item for item in within.items() if type(item[1]) not in _LEAVES]
-        below = sorted([item for item in below if not item[0].startswith("_pytree__")]) if is_plain else below
+        below = sorted([item for item in below if not item[0].startswith(OWN)]) if is_plain else below
         stack += [((*path, str(key)), child) for key, child in reversed(below)]
 
 

@@ -1,0 +1,27 @@
+"""``jaxmp audit``."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxmp.cli.arguments import DEVICE, POLICY, SHAPES, TOPOLOGY
+from jaxmp.cli.inspecting import of_shapes, where
+from jaxmp.cli.printing import show
+
+ARGUMENTS = SHAPES | DEVICE | TOPOLOGY | POLICY
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show which precision each product of a function has, and what is wrong with it; nothing is run but imports.
+
+    The function may be a train step. With --topology, as for jaxmp memory, what devices send each other counts too.
+    Exit code 0 if there are no findings, 1 if there are some, 2 if something is wrong with the arguments.
+
+    Example:
+      jaxmp audit jax.numpy:matmul --policy mixed_bfloat16 --arg bfloat16[8,16] --arg bfloat16[16,8]
+    """
+    from jaxmp.inspect import audit
+
+    result = of_shapes(options, lambda fun: audit(fun, options.policy, **where(options)))
+    show(options, result)
+    return 1 if result.findings else 0

@@ -1,0 +1,31 @@
+"""``jaxmp blame``."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxmp.cli.arguments import ARRAYS, LOSS_SCALE, NO_GRAD, POLICY
+from jaxmp.cli.inspecting import of_arrays, under
+from jaxmp.cli.printing import show
+
+ARGUMENTS = ARRAYS | POLICY | LOSS_SCALE | NO_GRAD
+
+
+def run(options: argparse.Namespace) -> int:
+    """Name the operation that made the first infinity or NaN of a loss or its gradients; the function is run.
+
+    The function may be a train step. Exit code 0 if all is finite, 1 if not, 2 if something is wrong with the
+    arguments.
+
+    Example:
+      jaxmp blame train:loss_fn --args train:bad_batch --policy mixed_float16 --loss-scale 32768
+    """
+    from jaxmp.inspect import first_nonfinite
+
+    settings = {"grad": not options.no_grad, "loss_scale": options.loss_scale}
+    found = of_arrays(options, lambda fun: first_nonfinite(under(options.policy, fun), **settings))
+    if found is None:
+        print("null" if options.json else "All is finite.")
+        return 0
+    show(options, found)
+    return 1

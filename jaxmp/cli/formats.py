@@ -1,0 +1,51 @@
+"""``jaxmp formats``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from jaxmp.cli.arguments import Arguments
+from jaxmp.cli.printing import print_columns, print_json
+
+ARGUMENTS: Arguments = {}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the table of floating-point formats: bits, range, precision, special values.
+
+    Everything is computed from the dtype's bit patterns. tensorfloat32 is no dtype (it is how tensor cores read float32
+    operands): its column is computed from its layout, 1 sign, 8 exponent and 10 mantissa bits.
+    """
+    from jaxmp.formats import formats as rows
+
+    if options.json:
+        print_json([dataclasses.asdict(row) for row in rows()])
+        return 0
+    columns = [
+        {
+            "": row.name,
+            "bits": str(row.bits),
+            "exponent bits": str(row.exponent_bits),
+            "mantissa bits": str(row.mantissa_bits),
+            "bias": str(row.bias),
+            "exponents": f"{row.min_exponent} to {row.max_exponent}",
+            "decimal digits": f"{row.digits:.1f}",
+            "largest": _number(row.largest),
+            "smallest normal": _number(row.smallest_normal),
+            "smallest subnormal": _number(row.smallest_subnormal),
+            "spacing at 1": _number(row.eps),
+            "infinities": "yes" if row.has_infinity else "no",
+            "NaN": "yes" if row.has_nan else "no",
+        }
+        for row in rows()
+    ]
+    print_columns(columns)
+    print("\ntensorfloat32 is no dtype: its column is computed from its layout, the others from bit patterns.")
+    return 0
+
+
+def _number(value: float) -> str:
+    """``value`` in full where that is short, else with three significant digits."""
+    text = f"{value:.0f}" if value.is_integer() and value < 1e6 else repr(value)
+    return text if len(text) <= 9 else f"{value:.2e}"

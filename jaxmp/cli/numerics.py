@@ -1,0 +1,27 @@
+"""``jaxmp numerics``."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxmp.cli.arguments import ARRAYS, LOSS_SCALE, PLOT, POLICY
+from jaxmp.cli.inspecting import of_arrays
+from jaxmp.cli.printing import show
+
+ARGUMENTS = ARRAYS | POLICY | LOSS_SCALE | PLOT
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one step of a loss function and show where its values and gradients underflow or overflow.
+
+    Exit code 2 if something is wrong with the arguments.
+
+    Example:
+      jaxmp numerics train:loss_fn --args train:params_and_batch --policy mixed_float16 --loss-scale 1024
+    """
+    from jaxmp.inspect import numerics
+
+    scale = options.loss_scale
+    result = of_arrays(options, lambda fun: numerics(fun, policy=options.policy, loss_scale=scale))
+    show(options, result, lambda plots: plots.exponents(result, loss_scale=scale))
+    return 0

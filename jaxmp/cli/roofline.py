@@ -1,0 +1,26 @@
+"""``jaxmp roofline``."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxmp.cli.arguments import DEVICE, POLICY, SHAPES
+from jaxmp.cli.inspecting import of_shapes, under
+from jaxmp.cli.printing import show
+
+ARGUMENTS = SHAPES | DEVICE | POLICY
+
+
+def run(options: argparse.Namespace) -> int:
+    """Predict the time that a train step or any function takes on a GPU, kernel by kernel; nothing is run.
+
+    With --device it is compiled for a GPU that is not there, which needs pip install 'jaxmp[compile-only]'. With
+    --policy the function is put under autocast. Exit code 2 if something is wrong with the arguments.
+
+    Example:
+      jaxmp roofline train:step --args train:shapes --device h200
+    """
+    from jaxmp.inspect import roofline
+
+    show(options, of_shapes(options, lambda fun: roofline(under(options.policy, fun), device=options.device)))
+    return 0

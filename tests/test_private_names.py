@@ -1,0 +1,57 @@
+"""Private names of other packages stand in few files, where a new version of JAX or Flax is looked for first."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+pytestmark = pytest.mark.once
+
+OF_PYTHON = {"_replace", "_fields", "_asdict", "_slotnames"}  # of named tuples, and what copyreg goes by
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """The names that a file defines, of whatever kind."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def foreign_names(folder: Path) -> dict[str, set[str]]:
+    """By file, the private attributes and modules of other packages that it uses."""
+    trees = {path.relative_to(folder).as_posix(): ast.parse(path.read_text()) for path in folder.rglob("*.py")}
+    own = {name for tree in trees.values() for name in own_names(tree)} | OF_PYTHON
+    found: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            names = [node.attr] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                module = getattr(node, "module", None) or ""
+                names = [part for alias in node.names for part in f"{module}.{alias.name}".split(".")]
+                names = [] if names[0] in ("jaxmp", "__future__") else names
+            if private := {name for name in names if is_private(name)} - own:
+                found.setdefault(path, set()).update(private)
+    return found
+
+
+def test_private_names_of_jax_and_flax_stand_in_the_rooms_for_them():
+    found = foreign_names(ROOT / "jaxmp")
+    rooms = {path for path in found if path.startswith("_jaxpr/") or path.endswith("/internals.py")}
+    assert {path: found[path] for path in found.keys() - rooms} == {}
+    assert {"linen/internals.py", "nnx/internals.py"} <= rooms and len(rooms) > 2
+
+
+def test_a_private_name_is_found_as_an_attribute_and_in_an_import(tmp_path):
+    (tmp_path / "one.py").write_text("import jax\nfrom jax._src import core\n\ndef _own(x):\n    return x._state, x._own\n")
+    (tmp_path / "two.py").write_text("import flax.linen._hidden\n")
+    assert foreign_names(tmp_path) == {"one.py": {"_src", "_state"}, "two.py": {"_hidden"}}
