@@ -52,6 +52,6 @@ def test_private_names_of_jax_and_flax_stand_in_the_rooms_for_them():
 
 
 def test_a_private_name_is_found_as_an_attribute_and_in_an_import(tmp_path):
-    (tmp_path / "one.py").write_text("import jax\nfrom jax._src import core\n\ndef _own(x):\n    return x._state, x._own\n")
+    (tmp_path / "one.py").write_text("from jax._src import core\n\ndef _own(x):\n    return x._state, x._own\n")
     (tmp_path / "two.py").write_text("import flax.linen._hidden\n")
     assert foreign_names(tmp_path) == {"one.py": {"_src", "_state"}, "two.py": {"_hidden"}}
