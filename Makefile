@@ -24,7 +24,7 @@ demo: .venv/installed ## train on real data under five precisions and show what 
 test: lint types unit unit-newest ## every check, on the default Python and on the newest: 18 minutes, the next time less
 
 quick: .venv/installed ## the tests that cover what differs from main, on the default Python: about two minutes
-	$(PY) $(PYTEST) $$($(PY) .ci/quick.py) $(ARGS)
+	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) $$tests $(ARGS)
 
 compare: .venv/installed ## one task under several policies: make compare ARGS="--help"
 	@$(PY) -m experiments.compare $(ARGS)
