@@ -1,23 +1,21 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from places import ROOT
 
 import jaxmp
 
 pytestmark = pytest.mark.once
-
-# What a benchmark does without until it uses it; JAX, Flax, optax, Rich and tyro are what every one needs.
-HIDDEN = (
-    "PIL", "array_record", "jmp", "keras", "matplotlib", "orbax", "safetensors", "sklearn", "tensorflow",
-    "tensorflow_datasets", "torch",
-)  # fmt: skip
 
 
 def python(code: str) -> str:
@@ -114,29 +112,65 @@ def test_a_circle_is_found_wherever_its_imports_stand(tmp_path):
     assert circles(imports([package])) == [["package.one", "package.three", "package.two"]]
 
 
-def test_every_benchmark_helps_with_jax_flax_optax_rich_and_tyro_only():
-    folder = ROOT / "experiments" / "benchmarks"
-    names = [file.stem for file in folder.glob("[a-z]*.py")] + [
-        file.parent.name for file in folder.glob("*/__main__.py")
-    ]
-    assert {"loss_scaling", "train_step", "accuracy"} <= set(names)
+def not_required(*names: str) -> set[str]:
+    """What is installed here and is not where only these distributions are, with all that they require."""
+    distributions, new = set(), {Requirement(name) for name in names}
+    while new:
+        requirement = new.pop()
+        extras = {"", *requirement.extras}
+        if (key := (canonicalize_name(requirement.name), *sorted(extras))) in distributions:
+            continue
+        distributions.add(key)
+        with contextlib.suppress(metadata.PackageNotFoundError):  # of another platform, or an extra's that nobody has
+            for text in metadata.requires(requirement.name) or []:
+                other = Requirement(text)
+                if not other.marker or any(other.marker.evaluate({"extra": extra}) for extra in extras):
+                    new.add(other)
+    found = {name for name, *_ in distributions}
+    tops = metadata.packages_distributions()
+    return {top for top, owners in tops.items() if not found & {canonicalize_name(owner) for owner in owners}}
+
+
+def helps(names: list[str]) -> None:
+    """Runs the modules with --help where nothing else is installed."""
+    hidden = not_required("jaxmp", "jax", "flax", "optax", "rich", "tyro")
     code = f"""
-import contextlib, importlib.abc, io, runpy, sys
+import contextlib, io, runpy, sys
 
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {HIDDEN}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+class Installed:
+    finders = [*sys.meta_path]
 
-sys.meta_path.insert(0, Hidden())
-for name in {sorted(names)}:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] not in {sorted(hidden)}:
+            found = (finder.find_spec(name, path, target) for finder in cls.finders)
+            return next((spec for spec in found if spec), None)
+
+sys.meta_path[:] = [Installed]
+for name in {names}:
     sys.argv, text = ["", "--help"], io.StringIO()
     try:
         with contextlib.redirect_stdout(text):
-            runpy.run_module(f"experiments.benchmarks.{{name}}", run_name="__main__", alter_sys=True)
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         assert not end.code and "--run-dir" in text.getvalue(), (name, end.code)
     else:
         raise AssertionError(name)
 """
     python(code)
+
+
+def test_every_benchmark_helps_with_jax_flax_optax_rich_and_tyro_only():
+    folder = ROOT / "experiments" / "benchmarks"
+    names = [file.stem for file in folder.glob("[a-z]*.py")] + [
+        file.parent.name for file in folder.glob("*/__main__.py")
+    ]
+    assert {"loss_scaling", "train_step", "accuracy"} <= set(names)
+    helps([f"experiments.benchmarks.{name}" for name in sorted(names)])
+
+
+@pytest.mark.parametrize("name", ["equinox", "pytest", "matplotlib", "sklearn"])
+def test_what_these_five_do_not_require_cannot_be_imported_there(name):
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        helps([name])
+    assert f"No module named {name}" in error.value.stderr
