@@ -56,8 +56,13 @@ def test_every_public_name_is_there_and_listed():
         jaxmp.no_such_name  # noqa: B018
 
 
-def imports(roots: list[Path]) -> dict[str, set[str]]:
-    """Module to the modules of ours that its file imports, also inside functions and for a type checker."""
+def imports(roots: list[Path], at_once: bool = False) -> dict[str, set[str]]:
+    """Module to the modules of ours that its file imports, also inside functions and for a type checker.
+
+    ``at_once`` has what runs when the file is imported: nothing of these two, but of an import of ``package.one`` the
+    package's own file too. In the package that runs already, and may import ``package.one`` itself if nothing that this
+    needs takes a name from the package, or imports it from outside.
+    """
     files = {}
     for root in roots:
         for file in root.rglob("*.py"):
@@ -65,15 +70,30 @@ def imports(roots: list[Path]) -> dict[str, set[str]]:
             files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     found: dict[str, set[str]] = {name: set() for name in files}
     for name, file in files.items():
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
+        tree = ast.parse(file.read_text())
+        late = {inner for node in ast.walk(tree) if runs_later(node) for inner in ast.walk(node)} if at_once else ()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import) and node not in late:
                 found[name] |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
+            elif isinstance(node, ast.ImportFrom) and node not in late:
                 assert not node.level, f"{file} has a relative import"
                 whole = {f"{node.module}.{alias.name}" for alias in node.names}
                 # `from package import module` is of the module; a name of the package is of the package's own file
                 found[name] |= {each if each in files else node.module for each in whole}
+        if at_once:
+            found[name] |= set().union(*map(packages, found[name])) - packages(name)
     return {name: {each for each in own if each in files and each != name} for name, own in found.items()}
+
+
+def runs_later(node: ast.AST) -> bool:
+    """Whether importing a file runs nothing of what is in the node: a function, or what a type checker reads."""
+    return isinstance(node, ast.FunctionDef) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+
+
+def packages(name: str) -> set[str]:
+    """The packages that a module lies in."""
+    parts = name.split(".")
+    return {".".join(parts[:end]) for end in range(1, len(parts))}
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -88,8 +108,9 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return [list(each) for each in sorted(found) if each]
 
 
-def test_no_files_import_each_other_in_a_circle():
-    assert circles(imports([ROOT / "jaxmp", ROOT / "experiments"])) == []
+@pytest.mark.parametrize("at_once", [False, True])
+def test_no_files_import_each_other_in_a_circle(at_once):
+    assert circles(imports([ROOT / "jaxmp", ROOT / "experiments"], at_once)) == []
 
 
 def test_only_commands_and_the_error_of_a_train_step_use_inspect():
@@ -110,6 +131,27 @@ def test_a_circle_is_found_wherever_its_imports_stand(tmp_path):
     )
     (package / "four.py").write_text("import package.one")
     assert circles(imports([package])) == [["package.one", "package.three", "package.two"]]
+
+
+@pytest.mark.parametrize(
+    ("init", "inner", "outer", "expected"),
+    [
+        ("from package.one import name", "", "", []),
+        ("from package import one", "import package.two", "", []),
+        ("import package.one", "from package import name", "", [["package", "package.one"]]),
+        ("import package.one", "import outer", "import package.two", [["outer", "package", "package.one"]]),
+        ("import package.one", "import outer", "def late():\n    import package.two", []),
+        ("", "import outer", "import package.two", []),
+    ],
+)
+def test_a_package_may_import_its_own_files_if_these_need_neither_it_nor_what_imports_it(
+    tmp_path, init, inner, outer, expected
+):
+    files = {"package/__init__.py": init, "package/one.py": inner, "package/two.py": "", "outer/__init__.py": outer}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert circles(imports([tmp_path / "package", tmp_path / "outer"], at_once=True)) == expected
 
 
 def not_required(*names: str) -> set[str]:
