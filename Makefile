@@ -4,6 +4,7 @@
 .PHONY: help demo test quick compare benchmark gpu wheelhouse notebook doctor lint format types unit unit-newest docs dist pins clean
 
 PY := .venv/bin/python
+VERSION := 'import sys; print("%d.%d" % sys.version_info[:2])'
 NAME ?= loss_scaling
 MINUTES ?= 9
 WORKERS := $(shell getconf _NPROCESSORS_ONLN)
@@ -64,7 +65,7 @@ unit: .venv/installed ## the tests on the default Python: make unit ARGS="tests/
 
 unit-newest: .venv/installed ## the tests on the newest Python and JAX that this machine offers
 	@newest=$$(.ci/pythons.sh "$$PYTHON" | tail -n 1); \
-	current=$$($(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	current=$$($(PY) -c $(VERSION)); \
 	if [ "$${newest%% *}" = "$$current" ]; then \
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
 	else \
@@ -91,6 +92,13 @@ pins: ## constraints.txt anew, from the newest versions there are: make pins PYT
 clean: ## remove the environments and everything that was built; runs and data stay
 	rm -rf .venv .venv-newest .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# A Python that is named makes the environment again, unless that is of its version; setup.sh says if it is none.
+ifdef PYTHON
+ifneq ($(firstword $(shell .ci/pythons.sh "$(PYTHON)")),$(shell .venv/bin/python -c $(VERSION) 2>&1))
+.PHONY: .venv/installed
+endif
+endif
 
 .venv/installed: pyproject.toml constraints.txt .ci/setup.sh
 	@.ci/setup.sh .venv default

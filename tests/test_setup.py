@@ -1,0 +1,52 @@
+"""make's PYTHON: which environment runs what."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture
+def project(tmp_path):
+    """The Makefile and an environment of this Python that is ready."""
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    for name in ("pyproject.toml", "constraints.txt", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / ".venv" / "installed").touch()
+    return tmp_path
+
+
+def make(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # not what a make that runs these tests was told
+    env = {name: value for name, value in os.environ.items() if name != "PYTHON" and not name.startswith("MAKE")}
+    return subprocess.run(["make", "doctor", *arguments], cwd=project, env=env, capture_output=True, text=True)
+
+
+def test_an_environment_of_the_python_that_is_named_or_of_none_is_kept(project):
+    assert "setup.sh" not in make(project, "--dry-run").stdout
+    assert "setup.sh" not in make(project, "--dry-run", f"PYTHON={sys.executable}").stdout
+
+
+def test_an_environment_of_another_python_than_the_one_that_is_named_is_made_again(project):
+    python = project / ".venv" / "bin" / "python"
+    python.unlink()
+    python.write_text("#!/bin/sh\necho 3.10\n")
+    python.chmod(0o755)
+    assert "setup.sh" not in make(project, "--dry-run").stdout
+    assert ".ci/setup.sh .venv default\n" in make(project, "--dry-run", f"PYTHON={sys.executable}").stdout
+
+
+def test_a_python_that_is_none_is_an_error_also_where_an_environment_is(project):
+    done = make(project, "PYTHON=/nonexistent")
+    assert done.returncode and "jaxmp needs Python 3.11, 3.12 or 3.13" in done.stderr
+    assert "and /nonexistent is not one." in done.stderr and not done.stdout
