@@ -13,7 +13,7 @@ fi
 if [ "$which" = default ]; then line=$(echo "$found" | head -n 1); else line=$(echo "$found" | tail -n 1); fi
 version=${line%% *} python=${line#* }
 start=$(date +%s)
-echo "Setting up $dir (Python $version): one or two minutes, about 1.2 GB on disk"
+echo "Setting up $dir (Python $version): one or two minutes, 1.5 to 2.2 GB on disk"
 [ "$("$dir/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] ||
   "$python" -m venv --clear "$dir"
 install() {
