@@ -28,7 +28,7 @@ import rich.console
 import tyro
 
 import jaxmp
-from experiments import image_classification, language_modeling, masked_lm
+from experiments import data, image_classification, language_modeling, masked_lm
 from experiments.comparison import report as comparison_report
 from experiments.comparison.outcomes import BASELINE, RESERVED, Outcome, Task, compare, read_variant
 from experiments.comparison.picture import picture
@@ -39,14 +39,14 @@ from experiments.training.experiment import Experiment
 from experiments.training.precision import compute_dtype, read_policy
 from experiments.training.runs import run_folder, write_json
 
-IMAGES = ("digits", "mnist", "fashion_mnist", "cifar10")
 TASKS = {
-    **{name: Task(image_classification, {"dataset": name}) for name in IMAGES},
+    **{name: Task(image_classification, {"dataset": name}) for name in data.IMAGES},
     "pysource": Task(language_modeling, {"dataset": "pysource"}),
     "gpt2": Task(language_modeling, {"model": "gpt2"}),
     "bert": Task(masked_lm, {}),
 }
-METRICS = {name: "accuracy" if name in IMAGES else "loss" for name in TASKS}  # what picture and sentence show of each
+# What picture and sentence show of each.
+METRICS = {name: "accuracy" if name in data.IMAGES else "loss" for name in TASKS}
 _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16", "float16@none")
 
 
@@ -54,7 +54,7 @@ _DEMO_POLICIES = ("mixed_float16@none", "mixed_float16@dynamic", "mixed_bfloat16
 class Config:
     """Flags of the comparison."""
 
-    task: Literal["digits", "mnist", "fashion_mnist", "cifar10", "pysource", "gpt2", "bert"] = "digits"
+    task: Literal[tuple(TASKS)] = "digits"
     """pysource: next-token prediction by a little model. gpt2 and bert: those transformers, on text that
     --flags dataset=PATH may name. The others: image classification."""
     flags: Annotated[

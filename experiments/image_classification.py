@@ -54,7 +54,7 @@ SMALL = 64  # up to this height a residual network has the stem for small images
 class Config(cli.Training):
     """Flags of image classification."""
 
-    dataset: Literal["digits", "mnist", "fashion_mnist", "cifar10"] = "digits"
+    dataset: Literal[tuple(data.IMAGES)] = "digits"
     """The images. All but the digits are downloaded, or built from files below --data-dir."""
     model: Literal["cnn", "resnet18", "resnet50"] = "cnn"
     """The network. Residual ones have a stem for small images, or that for large ones from 65 pixels on."""
@@ -84,10 +84,11 @@ class Config(cli.Training):
 
 
 class Data(NamedTuple):
-    """A set, held where it fits, with each channel's mean and standard deviation, and where it comes from."""
+    """A set, held where it fits, with its classes, each channel's mean and standard deviation, and its origin."""
 
     train: images.Images
     test: images.Images
+    classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     origin: str
@@ -99,14 +100,16 @@ def load(dataset: str, data_dir: Path | None) -> Data:
     splits = data.read(dataset, data_dir)
     # The digits stay in [0, 1].
     mean, std = ((), ()) if dataset == "digits" else images.statistics(splits["train"]["image"])
-    return Data(images.hold(splits["train"]), images.hold(splits["test"]), mean, std, data.origin(dataset, data_dir))
+    classes = 1 + max(int(split["label"].max()) for split in splits.values())
+    train, test = images.hold(splits["train"]), images.hold(splits["test"])
+    return Data(train, test, classes, mean, std, data.origin(dataset, data_dir))
 
 
-def functions(config: Config, policy: Any, shape: tuple[int, int, int]) -> models.Functions:
-    """The network under its policy, or without one, for images of that shape."""
+def functions(config: Config, policy: Any, shape: tuple[int, int, int], classes: int) -> models.Functions:
+    """The network under its policy, or without one, for images of that shape and that many classes."""
     overrides, small = read_overrides(config.override), shape[0] <= SMALL
     if config.api == "linen":
-        model = LINEN[config.model](classes=10, small_images=small)
+        model = LINEN[config.model](classes, small_images=small)
         model = model if policy is None else jaxmp.linen.apply_policy(model, policy, overrides)
         return models.linen_functions(model, shape)
 
@@ -115,9 +118,9 @@ def functions(config: Config, policy: Any, shape: tuple[int, int, int]) -> model
 
     def build(rngs: Any) -> Any:
         if config.model == "cnn":
-            model: Any = nnx.CNN(shape, classes=10, rngs=rngs)
+            model: Any = nnx.CNN(shape, classes=classes, rngs=rngs)
         else:
-            model = nnx.resnet18(shape[2], classes=10, small_images=small, rngs=rngs)
+            model = nnx.resnet18(shape[2], classes=classes, small_images=small, rngs=rngs)
         return model if policy is None else apply_policy(model, policy, overrides)
 
     return models.nnx_functions(build)
@@ -172,8 +175,7 @@ def prepare(config: Config) -> Experiment:
     policy, loss_scale, loss_scale_name = read_policy(config.policy, config.loss_scale, config.opt_level)
     autocast = read_autocast(config.autocast, config.opt_level, policy, config.override)
 
-    held = load(config.dataset, config.data_dir)
-    train, test, mean, std, origin = held
+    train, test, classes, mean, std, origin = load(config.dataset, config.data_dir)
     cli.require("--shift", config.shift, 0, train.image.shape[1])
     epoch = images.steps_per_epoch(train, config.batch_size)
     steps = config.steps or config.epochs * epoch
@@ -182,7 +184,7 @@ def prepare(config: Config) -> Experiment:
     pixels = images.Pixels(config.image_size, mean, std, dtype)
     shape = pixels.shape(train.image.shape[1:])
 
-    init, apply = functions(config, None if autocast else policy, shape)
+    init, apply = functions(config, None if autocast else policy, shape, classes)
     tx = jaxmp.loss_scaling(read_low_precision(optimizer(config, steps), config.low_precision, config.seed), loss_scale)
 
     def loss_fn(params: Any, model_state: Any, batch: images.Batch, rng: Any, train: bool = True) -> Any:

@@ -40,11 +40,10 @@ def _pysource(**kwargs: Any) -> tfds.core.DatasetBuilder:
     return pysource(**kwargs)
 
 
-BUILDERS: dict[str, Callable[..., tfds.core.DatasetBuilder]] = {
-    "digits": _digits,
-    **{name: functools.partial(_stock, name) for name in CLASSES},
-    "pysource": _pysource,
-}
+Builders = dict[str, Callable[..., "tfds.core.DatasetBuilder"]]
+# Of an `image`, uint8 (height, width, channels), and a `label`: the scripts offer these.
+IMAGES: Builders = {"digits": _digits, **{name: functools.partial(_stock, name) for name in CLASSES}}
+BUILDERS: Builders = {**IMAGES, "pysource": _pysource}
 _ORIGIN = "origin.json"  # beside TFDS's files: what the set was prepared from
 
 Columns = dict[str, Any]  # feature to array (fixed shape), or to list of bytes

@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 import json
 import math
+import typing
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import tyro
 from PIL import Image
 from recompiles import compiled_once
 
@@ -107,6 +109,26 @@ def test_digits_stay_between_0_and_1_and_other_sets_are_normalised(data_dir):
         image_classification.prepare(config(data_dir, model="cnn", image_size=0, batch_size=40)).train_batches(0)
     )
     np.testing.assert_allclose(batch["image"].mean((0, 1, 2)), 0, atol=1e-4)
+
+
+def test_the_network_has_the_classes_of_the_data(monkeypatch, tmp_path):
+    columns = {"image": np.zeros((12, 8, 8, 1), np.uint8), "label": np.arange(12) % 3}
+    monkeypatch.setattr(data, "read", lambda name, folder: {"train": columns, "test": columns})
+    monkeypatch.setattr(data, "origin", lambda name, folder: "made here")
+    for api, model in (("linen", "cnn"), ("linen", "resnet18"), ("nnx", "cnn"), ("nnx", "resnet18")):
+        flags = {"api": api, "model": model, "dataset": "three", "image_size": 0, "batch_size": 4}
+        experiment = image_classification.prepare(config(tmp_path, **flags))
+        shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(experiment.init_params, 0))]
+        assert any(shape[-1:] == (3,) for shape in shapes) and not any(10 in shape for shape in shapes)
+
+
+@pytest.mark.parametrize(("script", "flag"), [(image_classification, "dataset"), (compare, "task")])
+def test_every_registered_set_of_images_is_a_choice(script, flag, capsys):
+    choices = typing.get_args(typing.get_type_hints(script.Config)[flag])
+    assert set(data.IMAGES) <= set(choices)
+    with pytest.raises(SystemExit):
+        tyro.cli(script.Config, args=["--help"])
+    assert f"--{flag} {{{','.join(choices)}}}" in capsys.readouterr().out
 
 
 def test_an_override_gets_its_input_unrounded(data_dir):

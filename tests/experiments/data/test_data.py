@@ -101,7 +101,7 @@ def test_the_default_folder_follows_xdg(monkeypatch, tmp_path):
 
 
 def test_an_unknown_set_is_an_error_that_lists_the_known():
-    known = "digits, mnist, fashion_mnist, cifar10, pysource"
+    known = ", ".join(data.BUILDERS)
     with pytest.raises(data.DataError, match=f"unknown data set 'digit'; there are: {known}"):
         data.read("digit")
 
