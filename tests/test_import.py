@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -111,6 +112,12 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 @pytest.mark.parametrize("at_once", [False, True])
 def test_no_files_import_each_other_in_a_circle(at_once):
     assert circles(imports([ROOT / "jaxmp", ROOT / "experiments"], at_once)) == []
+
+
+def test_in_the_library_only_its_room_for_them_imports_jaxs_internals():
+    internal = re.compile(r"^\s*(from|import) jax(\._src| import _src)", re.MULTILINE)
+    users = {file.parent for file in (ROOT / "jaxmp").rglob("*.py") if internal.search(file.read_text())}
+    assert users == {ROOT / "jaxmp" / "_jaxpr"}
 
 
 def test_only_commands_and_the_error_of_a_train_step_use_inspect():
