@@ -76,7 +76,7 @@ unit-newest: .venv/installed ## the tests on the newest Python and JAX that this
 
 docs: .venv/installed ## the reference of the public names, as HTML in build/docs
 	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt
-	@$(PY) -m pdoc --docformat google --output-directory build/docs jaxmp
+	@$(PY) .ci/docs.py
 
 dist: .venv/installed ## sdist and wheel in dist/; the wheel alone runs the README's example and jaxmp doctor
 	@.ci/dist.sh $(CURDIR)/$(PY)
