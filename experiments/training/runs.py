@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import fcntl
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -375,6 +376,11 @@ class Run:
 def checkpoints_folder(folder: Path) -> Path:
     """Where a run's checkpoints are."""
     return folder / "checkpoints"
+
+
+def checkpoints_can_be() -> bool:
+    """Whether Orbax, which writes and reads them, is installed."""
+    return importlib.util.find_spec("orbax") is not None
 
 
 def write_json(path: Path, value: Any) -> None:

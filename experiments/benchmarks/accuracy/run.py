@@ -8,7 +8,8 @@ float16 throughout without a loss scale, bfloat16 its twin. Goals: at most 0.5 p
 images, at most 0.5 % of loss gained on text, over three seeds.
 
 Every finished run is kept in the run folder, so that the whole can be had in pieces by task, policy and seed; the
-report is of all runs in it. --minutes ends in the middle of a run, which a checkpoint keeps for the next command.
+report is of all runs in it. --minutes ends in the middle of a run, which a checkpoint keeps for the next command;
+without Orbax (orbax-checkpoint) there is none, and that run begins anew.
 CIFAR-10 is downloaded, or built from files in --data-dir. The run folder holds accuracy.md, .json and .png, and a
 folder of each run.
 """
@@ -38,7 +39,7 @@ from experiments.measure.environment import environment, require_gpu
 from experiments.measure.turns import failed
 from experiments.training import cli, kept, loop
 from experiments.training.experiment import Experiment
-from experiments.training.runs import checkpoints_folder, numbers, strict_json
+from experiments.training.runs import checkpoints_can_be, checkpoints_folder, numbers, strict_json
 
 POLICIES = (
     "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2", "O3@none",
@@ -143,7 +144,7 @@ def task_flags(config: Config, name: str) -> Any:
     flags = (SMOKE_TASKS if config.smoke else TASKS)[name].flags(config.flags, RESERVED, "benchmark")
     given = {"steps": config.steps} if config.steps else {}
     # With --minutes there is a checkpoint when the time is up, and none before.
-    checkpoint_every = 10**9 if config.minutes else 0
+    checkpoint_every = 10**9 if config.minutes and checkpoints_can_be() else 0
     return dataclasses.replace(flags, data_dir=config.data_dir, checkpoint_every=checkpoint_every, keep=1, **given)
 
 
@@ -182,13 +183,15 @@ def finished(folder: Path) -> list[dict[str, Any]]:
 
 
 class _TimeIsUp(Exception):
-    """A run has a checkpoint, and the rest of it is the next command's."""
+    """The rest of a run is the next command's, or all of it where there are no checkpoints."""
 
 
 def train(
     run: Run, experiment: Experiment, baseline: Experiment, folder: Path, clock: kept.Clock
 ) -> dict[str, Any] | None:
     """Trains once, from the baseline's params, and returns the record of it; None if the time was up before its end."""
+    if not checkpoints_can_be():
+        shutil.rmtree(checkpoints_folder(folder), ignore_errors=True)  # that nobody here can read: it begins anew
     resumable = any(checkpoints_folder(folder).glob("*"))
     flags = dataclasses.replace(run.flags, seed=run.seed, run_dir=folder, resume=resumable)
     alike = dataclasses.replace(experiment, init_params=functools.partial(init_params, experiment, baseline))
@@ -200,7 +203,8 @@ def train(
                     running.state, metrics = experiment.step(running.state, batch)
                     running.log(metrics)
                     if clock.late() and int(running.state.step) < experiment.steps:
-                        running.save(running.state)
+                        if flags.checkpoint_every:
+                            running.save(running.state)
                         raise _TimeIsUp
             summary = running.summary
     except _TimeIsUp:
@@ -239,6 +243,8 @@ def main(config: Config) -> list[dict[str, Any]]:
     def prepared(task: str, policy: str, loss_scale: str) -> Experiment:
         return TASKS[task].prepare(flags[task], policy, loss_scale)
 
+    if missing and config.minutes and not checkpoints_can_be():
+        print("note: without Orbax (pip install orbax-checkpoint) a run that the minutes cut begins anew", flush=True)
     broken = list[str]()
     try:
         for i, run in enumerate(missing, 1):

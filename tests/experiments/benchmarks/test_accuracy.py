@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import re
+import sys
 import types
 import warnings
 from pathlib import Path
@@ -30,6 +31,7 @@ from experiments.training.experiment import Experiment
 from experiments.training.precision import compute_dtype, read_policy
 from experiments.training.runs import write_json
 
+CHECKPOINTS = "experiments.training.checkpoints"
 FLOAT32, HALF = ("float32", "none"), ("mixed_bfloat16", "none")
 
 
@@ -169,6 +171,36 @@ def test_when_the_minutes_are_up_a_run_leaves_a_checkpoint_and_the_next_command_
     resumed = accuracy.main(dataclasses.replace(config, minutes=0.0))
     assert kept.UNFINISHED not in capsys.readouterr().out and not list(tmp_path.rglob("checkpoints"))
     assert [run["final"] for run in resumed] == [run["final"] for run in whole]
+
+
+def test_without_orbax_a_run_that_is_cut_begins_anew_and_finished_ones_stay(line, tmp_path, capsys, monkeypatch):
+    whole = accuracy.main(smoke(tmp_path / "whole", seeds=(0,), steps=4))
+    assert "note: " not in capsys.readouterr().out
+    config = smoke(tmp_path / "cut", seeds=(0,), minutes=8.0, steps=4)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "orbax"] + [CHECKPOINTS, "orbax"]:
+        monkeypatch.setitem(sys.modules, name, None)  # whoever imports it fails
+    calls = []
+
+    def late(self, seconds=0.0):
+        calls.append(seconds)
+        self.unfinished = len(calls) >= 9  # in the second run of four steps, after its first step
+        return self.unfinished
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kept.Clock, "late", late)
+        accuracy.main(config)
+    out = capsys.readouterr().out
+    assert out.count("without Orbax (pip install orbax-checkpoint) a run that the minutes cut begins anew") == 1
+    assert out.endswith(f"{kept.UNFINISHED}\n")
+    (first,) = (tmp_path / "cut").glob("*-seed0.json")
+    assert "float32" in first.name and not list(tmp_path.rglob("checkpoints"))
+    written = first.stat().st_mtime_ns
+    (tmp_path / "cut/images-bfloat16-seed0/checkpoints/1").mkdir(parents=True)  # of a machine that has Orbax
+    resumed = accuracy.main(config)
+    assert kept.UNFINISHED not in capsys.readouterr().out and first.stat().st_mtime_ns == written
+    assert [(run["final"], run["train"]) for run in resumed] == [(run["final"], run["train"]) for run in whole]
+    accuracy.main(config)
+    assert "Orbax" not in capsys.readouterr().out  # nothing is left to be cut
 
 
 def test_a_run_that_breaks_is_told_and_the_others_go_on(line, tmp_path, monkeypatch, capsys):
