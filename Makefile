@@ -40,7 +40,7 @@ gpu: ## all that needs a GPU, piece by piece; again to go on: make gpu MINUTES=9
 	else $(MAKE) --no-print-directory .venv/installed && python=$(PY); fi && \
 	$$python -m experiments.benchmarks.gpu --minutes $(MINUTES) $(if $(SMOKE),--smoke) $(ARGS)
 
-wheelhouse: .venv/installed ## build/wheelhouse: what `make gpu` needs on a machine without a network, for its own python3
+wheelhouse: .venv/installed ## build/wheelhouse: what `make gpu` needs on a machine without a network, whose Python is [WHEEL_PYTHON=3.12]
 	@.ci/wheelhouse.sh $(PY)
 
 notebook: .venv/installed ## run notebooks/quickstart.ipynb and keep what it shows

@@ -36,7 +36,11 @@ def main() -> None:
         flags = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", "--target", str(TARGET)]
         command = [sys.executable, "-m", "pip", "install", *flags, *map(str, wheels)]
         if wheels and (code := subprocess.run(command, stdout=sys.stderr).returncode):
-            sys.exit(f"error: {HOUSE} could not be installed (pip ended with {code}); was it made for this Python?")
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            sys.exit(
+                f"error: {HOUSE} could not be installed (pip ended with {code}): its wheels are for one Python, and "
+                f"this is {version}; make it anew where there is a network: make wheelhouse WHEEL_PYTHON={version}"
+            )
         installed.write_text(names)
     print(TARGET)
 

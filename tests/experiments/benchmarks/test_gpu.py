@@ -183,12 +183,25 @@ def test_pieces_are_listed_with_their_commands_and_an_unknown_one_is_refused(cap
     assert "--pieces must be among check, step-gpt2, " in capsys.readouterr().err
 
 
-def test_of_a_wheelhouse_only_what_is_not_installed_is_taken(tmp_path):
+@pytest.fixture
+def wheels():
     spec = importlib.util.spec_from_file_location("wheels", gpu.ROOT / ".ci" / "wheels.py")
-    wheels = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(wheels)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_of_a_wheelhouse_only_what_is_not_installed_is_taken(wheels, tmp_path):
     house = [tmp_path / f"{name}-1.0-py3-none-any.whl" for name in ("numpy", "no_such_package", "markdown_it_py")]
     assert wheels.lacking(house) == [house[1]]
+
+
+def test_wheels_of_another_python_are_refused_with_the_command_that_makes_the_right_ones(wheels, tmp_path, monkeypatch):
+    monkeypatch.setattr(wheels, "HOUSE", tmp_path)
+    monkeypatch.setattr(wheels, "TARGET", tmp_path / "wheels")
+    (tmp_path / "no_such_package-1.0-cp27-cp27m-manylinux1_x86_64.whl").touch()
+    with pytest.raises(SystemExit, match=f"make wheelhouse WHEEL_PYTHON=3.{sys.version_info.minor}$"):
+        wheels.main()
 
 
 @pytest.mark.parametrize("small", [False, True])
