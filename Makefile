@@ -33,6 +33,9 @@ compare: .venv/installed ## one task under several policies: make compare ARGS="
 benchmark: .venv/installed ## one of experiments/benchmarks: make benchmark NAME=train_step ARGS="--help"
 	@$(PY) -m experiments.benchmarks.$(NAME) $(ARGS)
 
+# What was typed, for the line that says how to go on.
+gpu: export MAKE_GPU = make gpu $(strip $(foreach name,MINUTES SMOKE PYTHON ARGS,\
+  $(if $(filter command environment,$(origin $(name))),$(name)='$(subst ','\'',$($(name)))')))
 gpu: ## all that needs a GPU, piece by piece; again to go on: make gpu MINUTES=9 [SMOKE=1] [ARGS="--list"]
 	@python=$${PYTHON:-python3}; \
 	if [ -d build/wheelhouse ] && $$python -c 'import jax' 2>/dev/null; then \

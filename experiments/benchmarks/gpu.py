@@ -222,15 +222,18 @@ class Run:
         print(f"\n== {piece.name}: {piece.title} ({most})\n$ {shlex.join(['python', *command[1:]])}", flush=True)
         log, started = self.folder / f"{piece.name}.log", time.monotonic()
         self._keep(piece, "begun", 0.0)
-        code, unfinished = _follow(command, log, 60 * minutes)
-        if code and piece.benchmark == "train_step" and piece.result == "train_step":  # the others report at their end
-            _captured([*command[:3], "--report-only", *command[-2:]])
-        state, reason = "done", ""
-        if unfinished or code == CUT or (code and 0 < 60 * minutes <= time.monotonic() - started):
-            state, reason = "begun", "cut: the minutes were up"
-        elif code:
-            state, reason = "failed", f"{_last_word(log.read_text(errors='replace'))} (exit code {code}; {log})"
-        self._keep(piece, state, time.monotonic() - started, reason)
+        state, reason = "begun", "stopped"
+        try:
+            code, unfinished = _follow(command, log, 60 * minutes)
+            if code and piece.benchmark == "train_step" and piece.result == "train_step":  # others report at their end
+                _captured([*command[:3], "--report-only", *command[-2:]])
+            state, reason = "done", ""
+            if unfinished or code == CUT or (code and 0 < 60 * minutes <= time.monotonic() - started):
+                state, reason = "begun", "cut: the minutes were up"
+            elif code:
+                state, reason = "failed", f"{_last_word(log.read_text(errors='replace'))} (exit code {code}; {log})"
+        finally:  # Ctrl-C, too
+            self._keep(piece, state, time.monotonic() - started, reason)
         print(f"== {piece.name}: {state}{f', {reason}' if reason else ''}", flush=True)
         if piece.result and not self.config.smoke:
             self._publish(piece)
@@ -342,9 +345,8 @@ def _run(run: Run, pieces: list[Piece], here: dict[str, Any]) -> None:
     print()
     run.table(pieces).show(terminal())
     if left := [piece.name for piece in run.left(pieces)]:
-        smoke = " SMOKE=1" if config.smoke else ""
-        command = ["python", "-m", "experiments.benchmarks.gpu", *sys.argv[1:]]
-        print(f"to do: {', '.join(left)}; go on with: {shlex.join(command)} (make gpu{smoke})")
+        own = shlex.join(["python", "-m", "experiments.benchmarks.gpu", *sys.argv[1:]])
+        print(f"to do: {', '.join(left)}; go on with: {os.environ.get('MAKE_GPU', own).strip()}")
     print(f"written to {run.folder}")
     if failed := [piece.name for piece in pieces if run.of(piece)["state"] == "failed"]:
         cli.fail(f"{', '.join(failed)} failed: the reasons and the logs are in the table", 1)

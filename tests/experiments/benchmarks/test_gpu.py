@@ -7,6 +7,8 @@ import datetime
 import importlib
 import importlib.util
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 import types
@@ -108,6 +110,43 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes
     assert states(tmp_path / "run") == {"part": "begun", "slow": "begun"} and limits == {"part": 240.0, "slow": 180.0}
     gpu.main(dataclasses.replace(config, minutes=0))
     assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
+
+
+def test_a_piece_that_is_stopped_by_hand_keeps_the_seconds_that_it_took(on, tmp_path, monkeypatch):
+    on()
+    pieces(monkeypatch, one="time.sleep(100)")
+
+    def stopped(*_):
+        now[0] += 42.0
+        raise KeyboardInterrupt
+
+    now = [0.0]
+    monkeypatch.setattr(gpu, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(gpu, "_follow", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(gpu.Config(smoke=True, minutes=0, run_dir=tmp_path / "run"))
+    (piece,) = json.loads((tmp_path / "run/gpu.json").read_text())["pieces"].values()
+    assert piece == {"state": "begun", "seconds": 42.0, "reason": "stopped"}
+
+
+def test_the_command_that_goes_on_is_the_one_that_was_typed(on, tmp_path, capsys, monkeypatch):
+    on()
+    pieces(monkeypatch, one=f"print({kept.UNFINISHED!r})")
+    (tmp_path / "build/wheelhouse").mkdir(parents=True)
+    (tmp_path / ".ci").mkdir()
+    for name in ("Makefile", ".ci/wheels.py"):
+        shutil.copyfile(gpu.ROOT / name, tmp_path / name)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -m ] && echo "$MAKE_GPU" || true\n')
+    python.chmod(0o755)
+    typed = ["SMOKE=1", "ARGS=--pieces one --run-dir 'a folder'", f"PYTHON={python}"]
+    done = subprocess.run(["make", "gpu", *typed], cwd=tmp_path, capture_output=True, text=True, check=True)
+    monkeypatch.setenv("MAKE_GPU", done.stdout.splitlines()[-1])
+    gpu.main(gpu.Config(smoke=True, minutes=0, run_dir=tmp_path / "run"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to do: ")]
+    start, command = line.split("; go on with: ")
+    first, *others = shlex.split(command)
+    assert start == "to do: one" and [first, *sorted(others)] == ["make", *sorted(["gpu", *typed])]
 
 
 def test_a_command_that_the_clock_ends_a_moment_early_is_cut_too(on, tmp_path, capsys, monkeypatch):
