@@ -82,6 +82,16 @@ class Piece:
         folder = run_dir / (self.folder or self.name)
         return [sys.executable, "-m", f"experiments.benchmarks.{self.benchmark}", *flags, "--run-dir", str(folder)]
 
+    @property
+    def missing(self) -> list[str]:
+        """What it wants and is not installed."""
+        return [package for package in self.wants if importlib.util.find_spec(package) is None]
+
+    @property
+    def done(self) -> str:
+        """The state that it ends in here."""
+        return f"done, without {', '.join(self.missing)}" if self.missing else "done"
+
 
 def _steps(name: str, title: str, *flags: str, result: str = "train_step", folder: str = "train_step") -> Piece:
     small = ("--smoke", "--rows", "jaxmp-bf16", "jaxmp-tf32")  # the check has had the others
@@ -93,7 +103,7 @@ def _look(name: str, title: str, *flags: str) -> Piece:
 
 
 def _accuracy(task: str, title: str) -> Piece:
-    wants = ("tensorflow_datasets", "array_record", "orbax", "matplotlib")
+    wants = ("tensorflow_datasets", "array_record", "matplotlib")
     flags, folder = ("--tasks", task, "--policies", *POLICIES), "accuracy"
     return Piece(f"accuracy-{task}", title, folder, flags, folder=folder, result=folder, wants=wants)
 
@@ -167,11 +177,9 @@ def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def foreseen(pieces: list[Piece], here: dict[str, Any], small: bool) -> list[str]:
     """What will fail or be missing, by what is not here: packages, data, memory."""
-    packages = dict.fromkeys(package for piece in pieces for package in piece.wants)
     found = [
         f"{package} is not installed: wanted by {', '.join(piece.name for piece in pieces if package in piece.wants)}"
-        for package in packages
-        if importlib.util.find_spec(package) is None
+        for package in dict.fromkeys(package for piece in pieces for package in piece.missing)
     ]
     if small:
         return found
@@ -206,12 +214,12 @@ class Run:
         self._about = self.has.read("gpu") or {"pieces": {}, "results": {}}
 
     def of(self, piece: Piece) -> dict[str, Any]:
-        """What is known of a piece: its ``state`` (done, failed, begun or to do), ``seconds``, ``reason``."""
+        """What is known of a piece: its ``state`` (done, perhaps without packages; failed, begun, to do) and why."""
         return self._about["pieces"].get(piece.name, {"state": "to do", "seconds": 0.0, "reason": ""})
 
     def left(self, pieces: list[Piece]) -> list[Piece]:
-        """Those that are not done, in order, the ones that failed before last."""
-        todo = [piece for piece in pieces if self.of(piece)["state"] != "done"]
+        """Those that are not done, or lack less now, in order, the ones that failed before last."""
+        todo = [piece for piece in pieces if self.of(piece)["state"] not in ("done", piece.done)]
         return sorted(todo, key=lambda piece: self.of(piece)["state"] == "failed")
 
     def run(self, piece: Piece) -> None:
@@ -227,7 +235,7 @@ class Run:
             code, unfinished = _follow(command, log, 60 * minutes)
             if code and piece.benchmark == "train_step" and piece.result == "train_step":  # others report at their end
                 _captured([*command[:3], "--report-only", *command[-2:]])
-            state, reason = "done", ""
+            state, reason = piece.done, "it runs again once that is installed" if piece.missing else ""
             if unfinished or code == CUT or (code and 0 < 60 * minutes <= time.monotonic() - started):
                 state, reason = "begun", "cut: the minutes were up"
             elif code:

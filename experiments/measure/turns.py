@@ -18,6 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from experiments.measure import timing
 
 OUT_OF_MEMORY = "out of memory"
+LACKS = "not installed: "
+"""Before the package that a row needs: once it is there, the row is measured."""
 
 
 @dataclasses.dataclass
@@ -50,6 +52,8 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
         return OUT_OF_MEMORY
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"{LACKS}{error.name.partition('.')[0]}"
     return f"{type(error).__name__}: {' '.join((text.splitlines() or [''])[0].split())[:160]}"
 
 

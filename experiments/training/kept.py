@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.measure.turns import LACKS
 from experiments.report.progress import Progress
 from experiments.training.runs import strict_json, write_json
 
@@ -32,14 +35,29 @@ def read(file: Path) -> dict[str, Any]:
     return found
 
 
+def _is_part(versions: str | None, others: str | None) -> bool:
+    """Whether one names all that the other does, in the same versions: a package more changes no figure of before."""
+    own, other = (set(text.split(", ")) if text else set() for text in (versions, others))
+    return bool(own and other) and (own <= other or other <= own)
+
+
+def _may_be_had_now(record: dict[str, Any]) -> bool:
+    """Whether something in it lacks a package that is installed now."""
+    return any(map(importlib.util.find_spec, re.findall(rf"{LACKS}(\w+)", json.dumps(record))))
+
+
 def require_alike(file: Path, now: dict[str, Any]) -> None:
     """Checks that what is to be measured in a setting can be held against what the run folder has in a file.
+
+    Of versions one side may have packages that the other lacks: one was installed since.
 
     Raises:
       ValueError: their settings differ, or the file is no result of a run.
     """
     before, now = read(file)["setting"], strict_json(now)
     different = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    if {"versions"} == {*different} and _is_part(before.get("versions"), now.get("versions")):
+        return
     if "smoke" in different:  # then everything else does, too
         different = ["smoke"]
     if different:
@@ -122,7 +140,8 @@ class Kept:
     ) -> dict[str, Any] | None:
         """What ``find`` found before, or finds now; None if there is, or it had, no time for it.
 
-        What was found with an ``error`` is looked for again. ``progress`` shows the name, and goes on by one.
+        What was found with an ``error``, or lacks a package that is installed now, is looked for again. ``progress``
+        shows the name, and goes on by one.
 
         Raises:
           ValueError: what was found before is of another setting, or damaged.
@@ -131,7 +150,8 @@ class Kept:
         if progress:
             progress.advance(0, name)
         record = self.read(name)
-        if (not record or "error" in record) and not self.clock.late() and (found := find()):
+        again = "error" in record or _may_be_had_now(record)
+        if (not record or again) and not self.clock.late() and (found := find()):
             self.save(name, found, **own)
             record = self.read(name)
         self.environments += [record["environment"]] if record else []

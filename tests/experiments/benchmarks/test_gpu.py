@@ -112,6 +112,27 @@ def test_a_piece_that_runs_over_the_minutes_is_stopped_and_the_next_command_goes
     assert states(tmp_path / "run") == {"part": "done", "slow": "done", "last": "done"}
 
 
+def test_a_piece_that_lacked_a_package_says_so_and_runs_again_once_it_is_there(on, tmp_path, capsys, monkeypatch):
+    on()
+    made = pieces(monkeypatch, one="print('measured')", two="pass")
+    wants = [("json", "no_such_package"), ("json",)]
+    made = tuple(dataclasses.replace(piece, wants=own) for piece, own in zip(made, wants, strict=True))
+    monkeypatch.setattr(gpu, "PIECES", made)
+    config = gpu.Config(smoke=True, minutes=0, run_dir=tmp_path / "run")
+    gpu.main(config)
+    out = capsys.readouterr().out
+    assert states(tmp_path / "run") == {"one": "done, without no_such_package", "two": "done"}
+    assert "it runs again once that is installed" in out and "to do: " not in out
+    gpu.main(config)
+    assert "== " not in capsys.readouterr().out  # nothing more can be had
+    (tmp_path / "no_such_package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    gpu.main(config)
+    out = capsys.readouterr().out
+    assert out.count("measured\n") == 1 and "== two" not in out
+    assert states(tmp_path / "run") == {"one": "done", "two": "done"}
+
+
 def test_a_piece_that_is_stopped_by_hand_keeps_the_seconds_that_it_took(on, tmp_path, monkeypatch):
     on()
     pieces(monkeypatch, one="time.sleep(100)")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import pytest
 
+from experiments.measure import turns
 from experiments.training import kept
 
 
@@ -61,3 +63,26 @@ def test_environments_are_joined_side_by_side_and_each_text_once():
     again = {"device": "one", "command": "a", "date": "2026-11-21"}
     assert kept.joined([first, again]) == {"device": "one", "command": "a; b", "date": "2026-11-21"}
     assert kept.joined([again, {**first, "device": "two"}])["device"] == "one; two"
+
+
+def test_a_package_that_was_installed_since_is_no_other_version(tmp_path):
+    def has(versions):
+        return kept.Kept(tmp_path, 0, {**WHERE, "versions": versions})
+
+    has("Python 3.12.1, jax 1").save("a", {})
+    has("Python 3.12.1, jax 1, torch 3").require_alike("a.json")
+    with pytest.raises(
+        ValueError, match=r"a\.json versions is Python 3\.12\.1, jax 1 there and .*, jax 2, torch 3 here"
+    ):
+        has("Python 3.12.1, jax 2, torch 3").require_alike("a.json")
+
+
+def test_what_lacked_a_package_is_measured_once_it_is_installed(tmp_path, monkeypatch):
+    with pytest.raises(ModuleNotFoundError) as error:
+        importlib.import_module("no_such_package.within")
+    lacking = {"rows": {"jmp": {"error": turns.reason(error.value)}, "own": {"ms": 1}}}
+    has, finds = kept.Kept(tmp_path, 0, WHERE), [lacking, {"rows": {"jmp": {"ms": 2}, "own": {"ms": 1}}}]
+    assert [has.get("a", lambda: finds.pop(0)) for _ in range(2)] == [lacking] * 2 and len(finds) == 1
+    (tmp_path / "no_such_package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [has.get("a", lambda: finds.pop(0))["rows"]["jmp"] for _ in range(2)] == [{"ms": 2}] * 2
