@@ -54,8 +54,7 @@ WAYS = {"product": (HALF, FAST, PRECISE), "layer": ALL, "block": ALL, "step": (H
 SIZES = {"product": WIDTHS, "layer": WIDTHS, "block": (2048, 4096), "step": ("124M", "1.3B", "1.8B")}
 PEERS = (
     Row("torch.compile, bfloat16", "compile", "bf16"), Row("torchao", "torchao", "bf16"),
-    Row("Transformer Engine", "transformer_engine", "bf16"),
-)  # fmt: skip
+    Row("Transformer Engine", "transformer_engine", "bf16"))  # fmt: skip
 TITLES = {
     "product": "A product K×4K of float8 numbers",
     "layer": "A layer K×4K with its gradients and what quantises",
@@ -65,14 +64,12 @@ TITLES = {
 TOKENS = 16_384
 FIGURES = {
     "float8 of products": "", "kernels": ",", "GB moved": ".2f", "GB / bfloat16": ".3f", "peak MiB": ",.0f",
-    "MiB / bfloat16": ".3f", "ms": ".4g", "speed-up": ".3f", "quartiles": "",
-}  # fmt: skip
+    "MiB / bfloat16": ".3f", "ms": ".4g", "speed-up": ".3f", "quartiles": ""}  # fmt: skip
 ABOUT = "Kernels and GB are those of a call, moved by what is no product or attention; products in a loop count once."
 PICTURED = ("speed-up", "GB / bfloat16", "MiB / bfloat16")
 GOALS = {
     ("block", 2048, "GB / bfloat16"): 1.45, ("step", "1.3B", "MiB / bfloat16"): 0.89,
-    ("step", "1.3B", "speed-up"): 1.15, ("step", "1.8B", "speed-up"): 1.3,
-}  # fmt: skip
+    ("step", "1.3B", "speed-up"): 1.15, ("step", "1.8B", "speed-up"): 1.3}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,7 @@ CUT = 124
 
 STEP_ROWS = (
     "jaxmp-bf16", "hand-bf16", "compile-bf16", "jaxmp-fp16", "jaxmp-fp16-unscaled", "compile-fp16", "jaxmp-bf16-remat",
-    "autocast-bf16", "unprepared-bf16", "jaxmp-tf32", "jaxmp-fp32", "hand-fp32",
-)  # fmt: skip
+    "autocast-bf16", "unprepared-bf16", "jaxmp-tf32", "jaxmp-fp32", "hand-fp32")  # fmt: skip
 """jaxmp, by hand and torch.compile: those that a goal of the README's table needs."""
 FORWARD_ROWS = ("jaxmp-bf16", "hand-bf16", "autocast-bf16", "compile-bf16", "jaxmp-tf32", "jaxmp-fp32")
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -94,12 +93,13 @@ class Piece:
 
 
 def _steps(name: str, title: str, *flags: str, result: str = "train_step", folder: str = "train_step") -> Piece:
-    small = ("--smoke", "--rows", "jaxmp-bf16", "jaxmp-tf32")  # the check has had the others
+    small = ("--smoke", "--rows", "jaxmp-bf16", "jaxmp-tf32")  # the check has had the others' train steps
     return Piece(name, title, "train_step", flags, small, folder, result, ("torch", "matplotlib"))
 
 
-def _look(name: str, title: str, *flags: str) -> Piece:
-    return _steps(name, title, *flags, "--models", "gpt2", result=f"train_step_{name}", folder="sweeps")
+def _look(name: str, title: str, *wants: str) -> Piece:
+    piece = _steps(name, title, "--look", name, "--models", "gpt2", result=f"train_step_{name}", folder="sweeps")
+    return dataclasses.replace(piece, wants=(*wants, "matplotlib"))
 
 
 def _accuracy(task: str, title: str) -> Piece:
@@ -111,9 +111,8 @@ def _accuracy(task: str, title: str) -> Piece:
 _TINY = ("--layers", "1", "--width", "64", "--vocabulary", "64", "--rounds", "2", "--block-ms", "1")
 _BRIEF = ("--smoke", "--rounds", "2", "--block-ms", "1")
 PIECES = (
-    Piece("check", "every row compiles and takes two steps, GPT-2 at small size", "train_step",
-          ("--models", "gpt2", "--rows", *STEP_ROWS, "--passes", "train", "--smoke"), (), limited=False,
-          wants=("torch",)),
+    Piece("check", "every row of every model compiles and takes two steps, at the smallest size", "train_step",
+          ("--look", "run", "--models", *MODELS, "--rows", *STEP_ROWS, "--smoke"), (), wants=("torch",)),
     *(_steps(f"step-{model}", f"the train step of {title}, with its energy", "--models", model, "--rows", *STEP_ROWS,
              "--passes", "train")
       for model, title in MODELS.items()),
@@ -131,20 +130,18 @@ PIECES = (
     _accuracy("gpt2", "GPT-2's loss in half precision and in float32, over seeds"),
     _accuracy("bert", "BERT's loss in half precision and in float32, over seeds"),
     _accuracy("images", "ResNet-50's accuracy in half precision and in float32, over seeds"),
-    _look("width", "from which width on half precision pays", "--look", "width"),
-    _look("depth", "from which depth on half precision pays", "--look", "depth"),
-    _look("busy", "the train step while the host is busy", "--look", "busy"),
+    _look("width", "from which width on half precision pays"),
+    _look("depth", "from which depth on half precision pays"),
+    _look("busy", "the train step while the host is busy", "torch"),
     Piece("low_precision", "what an update moves and takes by how params and moments are stored", "low_precision", (),
-          (*_BRIEF, "--rows", "8"), result="low_precision", wants=(),
-          limited=False),
+          (*_BRIEF, "--rows", "8"), result="low_precision", wants=(), limited=False),
     Piece("numerics", "what a watched step of GPT-2 costs", "numerics",
           ("--policy", "mixed_bfloat16", "--batch", "16", "--context", "1024", "--rounds", "10"),
           ("--layers", "1", "--width", "64", "--vocabulary", "64", "--batch", "1", "--context", "8", "--rounds", "1"),
           result="numerics", wants=(), limited=False),
     Piece("input_pipeline", "how many images a second are prepared", "input_pipeline", (),
           ("--image-size", "32", "--batch-size", "8", "--examples", "64", "--rounds", "2", "--block-ms", "1"),
-          result="input_pipeline", wants=(), limited=False),
-)  # fmt: skip
+          result="input_pipeline", wants=(), limited=False))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

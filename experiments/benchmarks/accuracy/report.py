@@ -22,8 +22,7 @@ POINTS_LOST, POINTS_AIM, LOSS_PERCENT, LOW_PERCENT, FLOAT8_PERCENT, SEEDS = 0.5,
 BFLOAT16 = ("mixed_bfloat16", "none")  # what float8 products are held against
 COLUMNS = (
     "policy", "loss scale", "seeds", "accuracy %", "loss", "Δ", "minutes", "× faster", "memory", "memory saved",
-    "skipped",
-)  # fmt: skip
+    "skipped")  # fmt: skip
 NOTE = (
     "Held out: mean ± standard deviation over the seeds. Δ: to float32 with the same seed, mean ± standard deviation "
     "over the seeds, {unit}. Minutes: of training, without compilation and evaluation. Memory: what the compiled step "

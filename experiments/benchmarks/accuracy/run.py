@@ -43,13 +43,11 @@ from experiments.training.runs import checkpoints_can_be, checkpoints_folder, nu
 
 POLICIES = (
     "float32", "mixed_float16", "mixed_bfloat16", "autocast:mixed_float16", "autocast:mixed_bfloat16", "O2", "O3@none",
-    "bfloat16",
-)  # fmt: skip
+    "bfloat16")  # fmt: skip
 SMOKE_POLICIES = ("float32", "mixed_float16", "autocast:mixed_bfloat16", "O3@none")
 _SMALL = {
     "layers": 1, "heads": 2, "width": 32, "context": 32, "batch_size": 16, "steps": 20, "learning_rate": 1e-2,
-    "test_batches": 2, "evaluate_every": 10,
-}  # fmt: skip
+    "test_batches": 2, "evaluate_every": 10}  # fmt: skip
 _BASE = {"layers": 12, "heads": 12, "width": 768, "test_batches": 16, "evaluate_every": 100}
 _IMAGES = {
     "dataset": "cifar10", "model": "resnet50", "image_size": 224, "batch_size": 256, "epochs": 10, "optimizer": "sgd",

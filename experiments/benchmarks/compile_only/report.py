@@ -16,8 +16,7 @@ from experiments.report.tables import Table
 MIB = 2**20
 COLUMNS = (
     "step", "temporaries MiB", "peak MiB", "/ torch.compile", "saved of fp32", "half FLOPs", "kernels", "GB moved",
-    "layout GB", "predicted ms", "measured ms", "products",
-)  # fmt: skip
+    "layout GB", "predicted ms", "measured ms", "products")  # fmt: skip
 AUTOCAST_MEMORY = 1.02
 ABOUT = (
     "Compiled for the GPU, not run on it. Peak: arguments, results that reuse none of them, and temporaries, without "
@@ -45,8 +44,7 @@ def table(result: dict[str, Any]) -> Table:
             f"{1 - row['peak'] / base:.0%}" if base else "",
             f"{row['half']:.2%}", f"{row['launches']:,}", f"{row['traffic'] / 1e9:.1f}", f"{row['layout'] / 1e9:.1f}",
             f"{ms:.1f}" if ms else "", f"{measured} ({ms / measured - 1:+.1%})" if ms and measured else "",
-            programs.words(row["products"]),
-        ))  # fmt: skip
+            programs.words(row["products"])))  # fmt: skip
     return Table(result["model"], COLUMNS, rows, notes=tuple(notes(result)))
 
 

@@ -41,8 +41,7 @@ from jaxmp.inspect import prediction, targets
 VARIANTS = (
     "hand-fp32", "hand-tf32", "hand-fp16", "hand-bf16", "jaxmp-fp32", "jaxmp-tf32", "jaxmp-bf16", "autocast-bf16",
     "jaxmp-bf16-remat", "jaxmp-bf16-remat-dots", "jaxmp-bf16-remat-full", "jaxmp-fp16-unscaled", "jaxmp-fp16",
-    "jmp-fp16", "flax-fp16",
-)  # fmt: skip
+    "jmp-fp16", "flax-fp16")  # fmt: skip
 """The rows of benchmarks.train_step that ``--variants`` takes."""
 
 

@@ -26,9 +26,9 @@ class Config(records.Timed, records.Pieces, records.Small):
     """How long a row runs for its energy, in seconds; 0 measures none."""
     batch_size: int = 0
     """Examples a step; 0 for 256 (resnet50), 64 (bert) and 16 (gpt2)."""
-    look: Annotated[Literal["", "width", "depth", "busy"], tyro.conf.arg(metavar="{width,depth,busy}")] = ""
-    """In place of the table: the transformers' train step at widths, or depths, down to where half stops paying; or
-    the train step with the host's cores idle, and with a process at work on every one."""
+    look: Annotated[Literal["", "width", "depth", "busy", "run"], tyro.conf.arg(metavar="{width,depth,busy,run}")] = ""
+    """In place of the table: the transformers' train step at widths, or depths, down to where half stops paying; with
+    the host's cores idle, and with a process at work on every one; or (run) whether each row runs, in small models."""
     report_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """Measure nothing: write the report of what lies in --run-dir."""
     list: tyro.conf.FlagCreatePairsOff[bool] = False

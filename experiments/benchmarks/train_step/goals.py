@@ -45,11 +45,7 @@ class Recorded(NamedTuple):
     float32: int
 
 
-RECORDED = {
-    "resnet50": Recorded(10_908, 23_559),
-    "bert": Recorded(13_938, 51_175),
-    "gpt2": Recorded(8_648, 37_793),
-}
+RECORDED = {"resnet50": Recorded(10_908, 23_559), "bert": Recorded(13_938, 51_175), "gpt2": Recorded(8_648, 37_793)}
 
 
 def goals(results: Results) -> list[Goal]:

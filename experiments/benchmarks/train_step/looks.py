@@ -1,4 +1,4 @@
-"""Two looks beside the table of benchmarks.train_step: where half precision stops paying, and a busy host."""
+"""Looks beside the table of benchmarks.train_step: where half precision stops paying, a busy host, what runs at all."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from experiments.report.progress import Progress
 from experiments.report.tables import Table
 from experiments.training import cli, kept
 
-VALUES = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1), "busy": (0,)}
-SMOKE_VALUES = {"width": (128, 64), "depth": (2, 1), "busy": (0,)}
-"""Widths and depths; 0 is that of the model."""
+VALUES = {"width": (1536, 1024, 768, 512, 256, 128, 64), "depth": (24, 12, 6, 3, 1), "busy": (0,), "run": (1,)}
+SMOKE_VALUES = {**VALUES, "width": (128, 64), "depth": (2, 1)}
+"""Widths and depths; 0 is that of the model. What runs at all is seen at depth 1."""
 BASE = "jaxmp-tf32"
 SWEEP_ROWS = ("jaxmp-bf16", "jaxmp-fp16", BASE)
 """Half precision against what JAX does by itself."""
@@ -52,7 +52,7 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
     look, results = config.look, dict[Name, Any]()
     setting = {field: getattr(config, field) for field in ("rows", "rounds", "block_ms", "smoke")}
     has = kept.Kept(folder, config.minutes, environment(PEERS), **setting)
-    size = "layers" if look == "depth" else "width"
+    size = "layers" if look in ("depth", "run") else "width"
     cases = [
         (f"{look}-{model}-{value}", str(value), case_of(model, config, **{size: value}))
         for model in _models(config)
@@ -65,20 +65,26 @@ def run(config: Config, folder: Path) -> dict[str, Any]:
         for record, value, case in cases:
             find = functools.partial(_points, case, config, value, progress)
             if found := has.get(record, find, progress, sizes=dataclasses.asdict(case.sizes)):
-                about = {"axis": look, "text": case_of(case.name, config).text, "points": []}
+                whole = case if look == "run" else case_of(case.name, config)
+                about = {"axis": look, "text": whole.text, "points": []}
                 results.setdefault(case.name, about)["points"] += found["points"]
     where = kept.joined(has.environments) if results else has.where
-    title = f"A train step while {os.cpu_count()} cores are busy" if look == "busy" else f"Half precision by {look}"
+    titles = {"busy": f"A train step while {os.cpu_count()} cores are busy", "run": "What runs in models of one block"}
+    title = titles.get(look, f"Half precision by {look}")
     tables = [table(result) for result in results.values()]
     records.record(folder, f"train_step_{look}", title, where, tables, {"models": results})
     has.end()
+    errors = {name: point["errors"] for name, result in results.items() for point in result["points"]}
+    wrong = [f"{name}'s {row}" for name in errors for row, why in errors[name].items() if turns.LACKS not in why]
+    if look == "run" and wrong:
+        cli.fail(f"every row is to run, but {', '.join(wrong)} did not; see above", 1)
     return results
 
 
 def _points(case: Workload, config: Config, value: str, progress: Progress) -> dict[str, Any]:
     """The train step at one width or depth; or with idle cores and with busy ones, block by block in turn."""
-    chosen = rows_of(case.name, config.rows or (BUSY_ROWS if config.look == "busy" else SWEEP_ROWS))
-    errors = {key: f"not installed: {row.missing}" for key, row in chosen.items() if row.missing}
+    chosen = rows_of(case.name, config.rows or {"busy": BUSY_ROWS, "run": ()}.get(config.look, SWEEP_ROWS))
+    errors = {key: f"{turns.LACKS}{row.missing}" for key, row in chosen.items() if row.missing}
     there = {key: row for key, row in chosen.items() if not row.missing}
     prepared, failed = measure.prepare_all(case, there, "train", progress)
     errors |= failed
@@ -96,7 +102,8 @@ def _points(case: Workload, config: Config, value: str, progress: Progress) -> d
     prepared.clear()
     measure.start_anew(there.values())
     sound = {label: {key: own for key, own in times.items() if key not in errors} for label, times in found.items()}
-    return {"points": [{"value": label, "milliseconds": own, "errors": errors} for label, own in sound.items()]}
+    points = [{"value": label, "milliseconds": own, "errors": errors} for label, own in sound.items()]
+    return {"points": points, **({"error": "of a row"} if set(errors) & set(there) else {})}  # it is tried again
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -109,7 +116,7 @@ def table(result: dict[str, Any]) -> Table:
         cells = (f"{times[key]:.4g}" if key in times else point["errors"].get(key, "") for key in keys)
         rows.append((point["value"], *cells))
     half = [key for key in keys if ROWS[key].precision in jax_steps.HALF]
-    notes = busy_notes(points) if axis == "busy" else [gain_note(points, key, axis) for key in half]
+    notes = busy_notes(points) if axis == "busy" else [gain_note(points, key, axis) for key in half if axis != "run"]
     columns = ("cores" if axis == "busy" else axis, *(f"{ROWS[key].label}, ms" for key in keys))
     return Table(f"{result['text']}: the train step, {axis}", columns, rows, notes=tuple(notes))
 
@@ -134,4 +141,4 @@ def gain_note(points: list[Point], key: str, axis: str) -> str:
 
 
 def _models(config: Config) -> list[Name]:
-    return [model for model in config.models if model != "resnet50" or config.look == "busy"]
+    return [model for model in config.models if model != "resnet50" or config.look in ("busy", "run")]

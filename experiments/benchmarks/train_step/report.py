@@ -16,8 +16,7 @@ from experiments.training import kept
 
 COLUMNS = (
     "row", "ms", "quartiles", "/ torch.compile", "{unit}/s", "peak MiB", "/ torch.compile", "program MiB",
-    "of the ceiling", "FLOPs on tensor cores", "time in their kernels", "J a call", "compile s",
-)  # fmt: skip
+    "of the ceiling", "FLOPs on tensor cores", "time in their kernels", "J a call", "compile s")  # fmt: skip
 TITLES = {"train": "the train step", "forward": "the forward pass alone"}
 EXPLANATION = (
     "A ratio of times is a round's time over the same round's time of the fastest of torch.compile's rows in half, "

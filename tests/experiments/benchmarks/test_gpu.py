@@ -276,3 +276,6 @@ def test_every_piece_has_flags_that_its_benchmark_takes(piece, small, tmp_path):
     assert getattr(config, "minutes", 5.0) == 5.0 or not piece.limited
     if piece.benchmark == "train_step" and small and piece.name != "check":
         assert config.rows == ("jaxmp-bf16", "jaxmp-tf32")
+    if piece.name == "check":
+        assert config.smoke and config.look == "run" and set(config.models) == set(gpu.MODELS)
+        assert set(config.rows) == {*gpu.STEP_ROWS, *gpu.FORWARD_ROWS}
