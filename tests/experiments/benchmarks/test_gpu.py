@@ -240,7 +240,7 @@ def test_pieces_are_listed_with_their_commands_and_an_unknown_one_is_refused(cap
     assert command.startswith("  python -m experiments.benchmarks.train_step --models gpt2 --rows jaxmp-bf16 hand-bf16")
     with pytest.raises(SystemExit, match="2"):
         gpu.main(gpu.Config(list=True, pieces=("gpt2",)))
-    assert "--pieces must be among check, step-gpt2, " in capsys.readouterr().err
+    assert "--pieces must be among check-gpt2, step-gpt2, check-bert, step-bert, " in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -274,8 +274,8 @@ def test_every_piece_has_flags_that_its_benchmark_takes(piece, small, tmp_path):
     config = gpu.cli.parse(script.Config, "", flags)
     assert config.run_dir == tmp_path / (piece.folder or piece.name)
     assert getattr(config, "minutes", 5.0) == 5.0 or not piece.limited
-    if piece.benchmark == "train_step" and small and piece.name != "check":
+    if piece.benchmark == "train_step" and small and not piece.name.startswith("check"):
         assert config.rows == ("jaxmp-bf16", "jaxmp-tf32")
-    if piece.name == "check":
-        assert config.smoke and config.look == "run" and set(config.models) == set(gpu.MODELS)
+    if piece.name.startswith("check"):
+        assert config.smoke and config.look == "run" and config.models == (piece.name.removeprefix("check-"),)
         assert set(config.rows) == {*gpu.STEP_ROWS, *gpu.FORWARD_ROWS}
