@@ -22,7 +22,7 @@ help: ## this list
 demo: .venv/installed ## train on real data under five precisions and show what each did: about 3 minutes
 	@$(PY) -m experiments.compare --demo $(ARGS)
 
-test: lint types unit unit-newest ## every check, on the default Python and on the newest: 18 minutes, the next time less
+test: lint types unit unit-newest ## every check, on the default Python and on the newest: 17 to 19 minutes, the next time less
 
 quick: .venv/installed ## the tests that cover what differs from main, on the default Python: about two minutes
 	@tests=$$($(PY) .ci/quick.py) && $(PY) $(PYTEST) $$tests $(ARGS)

@@ -159,13 +159,7 @@ def register(cls: type) -> None:
         return list(zip(map(jax.tree_util.GetAttrKey, structure[0]), leaves, strict=True)), structure
 
     def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-        named = zip(structure[0], leaves, strict=True)
-        if has_slots:
-            return rebuilt(cls, structure.fields, named)
-        new: Any = object.__new__(cls)
-        new.__dict__.update(structure.fields)
-        new.__dict__.update(named)
-        return new
+        return rebuilt(cls, structure.fields, zip(structure[0], leaves, strict=True))
 
     def save(x: Any) -> dict[str, Any]:
         return {name: to_state_dict(value) for name, value in _fields(x).items() if _is_saved(value)}
