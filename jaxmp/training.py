@@ -548,7 +548,7 @@ class TrainStep:
                 _require_train_state(state)
                 if not is_traced(state.stuck):
                     stuck = jax.device_put(state.stuck, state.stuck.sharding, may_alias=False)  # a step deletes its own
-                    if self._is_due(self._calls, state.stuck):  # no step is waited for, only the copy, which is then read at once
+                    if self._is_due(self._calls, state.stuck):  # then only the copy is waited for
                         stuck.block_until_ready()
                     self._reports.append((self._calls, stuck, reported))
                     self._next_report = np.inf
