@@ -191,10 +191,12 @@ class _Policied(Hooks):
     # `model.bind(variables).encoder(x)` reaches a submodule with no method of the root running: what is handed out then
     # is the submodule under the same policies.
     def __getattribute__(self, name: str) -> Any:
-        return _view(self, name, super().__getattribute__(name))
+        value = super().__getattribute__(name)
+        return value if is_running() else _view(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        return _view(self, name, super().__getattr__(name))
+        value = super().__getattr__(name)
+        return value if is_running() else _view(self, name, value)
 
     def __reduce__(self) -> Any:
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
@@ -305,7 +307,7 @@ _views = _Switch(True)  # whether an attribute of a bound module is handed out u
 def _view(parent: Any, name: str, value: Any) -> Any:
     if not isinstance(value, (nn.Module, list, tuple, Mapping)) or name.startswith("_") or name == "parent":
         return value
-    if parent.scope is None or is_running() or not _views.is_on:
+    if parent.scope is None or not _views.is_on:
         return value
 
     def view(child: Any) -> Any:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -288,7 +290,7 @@ class Run:
         own = decision.called_by(caller.decision if caller is not None and caller.run is self else None)
         if own.is_float32 and not inside:
             args, kwargs = jax.tree.map(widen, (args, kwargs))
-        given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
+        given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))} if own.is_float32 else set()
         traces = caller.traces if caller is not None and inside else traces_around()
         _running.frames.append(_Frame(self, module, module.path, own, traces))
         try:
@@ -299,7 +301,8 @@ class Run:
             raise
         finally:
             _running.frames.pop()
-        keep_statistics(module, self._at(path) or {}, decision)
+        if module.scope and module.scope.mutable:
+            keep_statistics(module, self._at(path) or {}, decision)
         if caller is not None and caller.run is self:
             if not inside:
                 result = handed_out(result, own, caller.decision, given)
@@ -338,9 +341,9 @@ class Run:
     def _decide_children(self, module: nn.Module) -> None:
         # Before they are called: a parent may read their dtypes, or call a method that Linen does not wrap. In the
         # engine's trace the parent is a copy, whose attributes are bound and not registered.
-        names = [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
-        attributes = [vars(module).get(name) for name in names]
-        found = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
+        attributes = [vars(module).get(name) for name in _defaults_of(type(module)) if name not in ("parent", "name")]
+        attributes = [value for value in attributes if not isinstance(value, _NO_MODULES)]
+        found = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module)) if attributes else ()
         for child in (*children_of(module).values(), *found):
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
@@ -369,10 +372,10 @@ class Run:
     def _check(self) -> None:
         """Raises if a pattern matched nothing, or a half policy changed no product."""
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
-        paths = [path for collection in variables.values() for path, _ in leaves(collection)]
-        owners = {path[:-1] for path, _ in leaves(variables.get(PARAMS, {}))}
+        paths = {name: [path for path, _ in leaves(collection)] for name, collection in variables.items()}
+        owners = {path[:-1] for path in paths.get(PARAMS, ())}
         owners = {path for path in owners if not any(path[: len(nested)] == nested for nested in self.nested)}
-        self.policies.check(self.classes, paths, complete=owners <= self.classes.keys())
+        self.policies.check(self.classes, [*itertools.chain(*paths.values())], owners <= self.classes.keys())
         half = self.policies.root.compute_dtype
         if not is_half(half) or self.nested or not self.products or not owners <= self.called:
             return
@@ -395,6 +398,13 @@ def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) 
 # --- the fields and params of one module ---
 
 _GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave and a policy replaced
+_NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # fields of these hold none
+
+
+@functools.lru_cache(maxsize=1024)
+def _defaults_of(cls: Any) -> dict[str, Any]:
+    """The fields of a class of modules and their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
 def given_fields(module: nn.Module) -> dict[str, Any]:
@@ -407,8 +417,7 @@ def _fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool)
 
     If it is ``overridden`` they are set whatever its author gave; a ``dtype`` of None is left alone in a ``container``.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(module)}
-    dtypes = {}
+    defaults, dtypes = _defaults_of(type(module)), {}
     for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
         if name not in defaults or not is_floating(getattr(module, name)):
             continue
@@ -428,7 +437,7 @@ def _wraps_nnx(module: nn.Module) -> bool:
 
 def _has_dtype(module: Any) -> bool:
     """Whether ``module`` has a ``dtype`` field, and so says itself what it computes in."""
-    return any(field.name == "dtype" for field in dataclasses.fields(module)) and is_floating(module.dtype)
+    return "dtype" in _defaults_of(type(module)) and is_floating(module.dtype)
 
 
 def _widen_params(module: Any) -> None:
