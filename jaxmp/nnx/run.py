@@ -266,9 +266,10 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         scope += f"/jaxmp.call:{next(run.calls)}"
 
     carry = carried_by(args, here.traces) if here is not None and not decision.is_root else None
+    given = set[int]()
     if decision.is_float32:
         args, kwargs = _arrays(widen, (args, kwargs))
-    given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
+        given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
     own = decision.called_by(here.decision if here else None)
     frame = _Frame(run, module, path, own, traces_around(), caller)
     with (

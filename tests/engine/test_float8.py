@@ -520,7 +520,7 @@ def losses(library, policy, steps=40):
     batch = {"tokens": tokens[:8], "targets": jnp.roll(tokens[:8], -1, axis=1)}
     if library == "linen":
         model = jaxmp.linen.apply_policy(gpt2.GPT2(64, 32, layers=2, heads=2, width=32), policy)
-        params = model.init(jax.random.key(0), tokens[:1])["params"]
+        params = jax.jit(model.init)(jax.random.key(0), tokens[:1])["params"]
 
         def loss(params, batch):
             return model.apply({"params": params}, batch["tokens"], batch["targets"], method="loss")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 class TestForEightGPUs:
     """Compiled for H200s that are not there."""
 
-    @pytest.mark.parametrize(("how", "loop"), [("linen", False), ("linen", True), ("autocast", True), ("nnx", True)])
+    @pytest.mark.parametrize(("how", "loop"), [("linen", True), ("autocast", False), ("nnx", True)])
     def test_what_a_device_sends_is_the_least(self, how, loop):
         mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
         vocabulary, sequence, width = 2048, 64, 256

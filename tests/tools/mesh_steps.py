@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,7 @@ def tokens(n=BATCH):
     return np.random.default_rng(0).integers(0, VOCABULARY, (n, SEQUENCE + 1)).astype(np.int32)
 
 
+@functools.partial(jax.jit, static_argnames="model")
 def linen_params(model=MODEL):
     return model.init(jax.random.key(0), jnp.zeros((1, SEQUENCE), jnp.int32))["params"]
 

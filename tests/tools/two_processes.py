@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+os.environ["XLA_FLAGS"] = " ".join([*others, "--xla_force_host_platform_device_count=2"])
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -22,13 +22,13 @@ from experiments.data import images, text
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
 @pytest.fixture(scope="module")
-def digits(data_dir: Path) -> dict[str, data.source.Columns]:
-    return data.read("digits", data_dir)
+def digits(folder: Path) -> dict[str, data.source.Columns]:
+    return data.read("digits", folder)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def test_digits_are_scikit_learns_and_every_fifth_of_a_class_is_for_the_test(dig
         assert digits[split]["image"].dtype == np.uint8
 
 
-def test_the_stock_reader_of_tfds_reads_what_was_prepared_and_tensorflow_is_not_there(digits, data_dir):
-    source = tfds.data_source("digits", data_dir=data_dir)["train"]
+def test_the_stock_reader_of_tfds_reads_what_was_prepared_and_tensorflow_is_not_there(digits, folder):
+    source = tfds.data_source("digits", data_dir=folder)["train"]
     assert len(source) == len(digits["train"]["label"])
     np.testing.assert_array_equal(source[3]["image"], digits["train"]["image"][3])
     assert "tensorflow" not in sys.modules
@@ -70,10 +70,10 @@ def test_pysource_is_the_standard_library_and_every_tenth_file_is_for_the_test(p
         assert (root / name.decode()).read_bytes() == source
 
 
-def test_reading_again_reads_the_same_without_preparing(digits, data_dir):
-    before = {path: path.stat().st_mtime_ns for path in data_dir.rglob("*digits*")}
-    again = data.read("digits", data_dir)
-    assert before == {path: path.stat().st_mtime_ns for path in data_dir.rglob("*digits*")}
+def test_reading_again_reads_the_same_without_preparing(digits, folder):
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*digits*")}
+    again = data.read("digits", folder)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*digits*")}
     for split in ("train", "test"):
         np.testing.assert_array_equal(digits[split]["image"], again[split]["image"])
 

@@ -21,7 +21,7 @@ BATCH = {"inputs": TOKENS[:, :-1].astype(np.int32), "labels": TOKENS[:, 1:].asty
 @pytest.fixture(scope="module")
 def reference():
     """Params by Linen's init, and the loss and the gradients of Linen's model, stacked."""
-    params = MODEL.init(jax.random.key(0), BATCH["inputs"][:1])["params"]
+    params = jax.jit(MODEL.init)(jax.random.key(0), BATCH["inputs"][:1])["params"]
     fun = jax.value_and_grad(lambda params: MODEL.apply({"params": params}, *BATCH.values(), method="loss"))
     loss, gradients = jax.jit(fun)(params)
     return stacked.stack(params), loss, stacked.stack(gradients)
