@@ -8,8 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
-os.environ["XLA_FLAGS"] = " ".join([*others, "--xla_force_host_platform_device_count=2"])
+os.environ["XLA_FLAGS"] = " ".join(
+    [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    + ["--xla_force_host_platform_device_count=2"]
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
