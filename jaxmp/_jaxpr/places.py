@@ -88,7 +88,8 @@ class Places:
         """The results of an operation by the short way; None if there is none. Equal keys have equal parameters."""
         if not self._is_short or not (primitive is _CAST or _is_plain(primitive)):
             return None
-        primals, tangents = operands, list[Any]()
+        primals: Sequence[Any] = operands
+        tangents: list[Any] = []
         if self._linear is not None:
             pairs = [_pair(operand, self._linear) for operand in operands]
             primals, tangents = [primal for primal, _ in pairs], [tangent for _, tangent in pairs]
@@ -201,7 +202,8 @@ class Places:
 
     def repeated(self, operands: Sequence[Any]) -> list[Any]:
         """The results of the equation as it stands."""
-        eqn, trace, primitive, tracers = self._eqn, self._trace, self._eqn.primitive, list[Any]()
+        eqn, trace, primitive = self._eqn, self._trace, self._eqn.primitive
+        tracers: list[Any] = []
         is_cast, is_jit = primitive is _CAST, primitive is _JIT and not eqn.params["jaxpr"].is_high
         if not self._is_short or eqn.effects or not (is_cast or is_jit or _is_plain(primitive)):
             return self.bound(operands, eqn.params)

@@ -219,8 +219,7 @@ class _Builder:
                 self.marks = scopes if self.rules.overrides else (is_widened(scopes), *marks)
             values = [literal(atom) if type(atom) is Literal else env[atom] for atom in eqn.invars]
             step, results = self.step(eqn, values, scopes)
-            for var, value in zip(eqn.outvars, results, strict=True):
-                env[var] = value
+            env.update(zip(eqn.outvars, results, strict=True))
             steps.append(step)
         ends = [self.literal(atom) if reading.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
         has_floats = any(node is not None for node, *_ in env.values())
@@ -319,7 +318,8 @@ class _Builder:
             join.kind, join.reason = Kind.STRICT, f"a constant beyond {join.half.name}'s largest number"
 
     def leaf(self, step: Step, form: Form, numbers: Sequence[Any]) -> list[_Value]:
-        eqn, nodes, found, is_fixed = step.eqn, list[Node | None](), list[_Value](), False not in step.fixed
+        nodes: list[Node | None] = []
+        eqn, found, is_fixed = step.eqn, [], False not in step.fixed
         name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
         known = (self.marks, *constants)

@@ -401,10 +401,10 @@ _GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave 
 _NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # fields of these hold none
 
 
-@functools.lru_cache(maxsize=1024)
-def _defaults_of(cls: Any) -> dict[str, Any]:
-    """The fields of a class of modules and their defaults."""
-    return {field.name: field.default for field in dataclasses.fields(cls)}
+_defaults_of: Callable[[Any], dict[str, Any]] = functools.lru_cache(maxsize=1024)(
+    lambda cls: {field.name: field.default for field in dataclasses.fields(cls)}
+)
+"""The fields of a class of modules and their defaults."""
 
 
 def given_fields(module: nn.Module) -> dict[str, Any]:

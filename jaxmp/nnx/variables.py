@@ -76,7 +76,7 @@ def own(node: Any) -> Iterator[Any]:
 
 def own_variables(node: Any) -> list[nnx.Variable[Any]]:
     """The Variables that belong to a module itself."""
-    found = list[nnx.Variable[Any]]()
+    found: list[nnx.Variable[Any]] = []
     for name, value in vars(node).items() if is_pytree(node) else items(node):
         if (kind := type(value)) in PLAIN or name.startswith(OWN):
             continue
