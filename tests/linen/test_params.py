@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from autocast_tools import in_turn
-from flax import serialization
+from flax import errors, serialization
 from jax import lax
 from linen_zoo import (
     HALVES,
@@ -457,3 +457,56 @@ def test_a_product_beside_a_submodule_is_half_though_its_input_lost_its_weak_typ
         if module == "norm":
             by_hand = jax.grad(lambda v: model.apply(v, X).sum())(model.init(rngs(), X))
             assert dtypes_of(by_hand) == {"float32"}
+
+
+class Halves(nn.Module):
+    """Two layers with one initializer, which counts how often it runs, and a param of an array's own shape."""
+
+    kernel_init: Any
+
+    @nn.compact
+    def __call__(self, x):
+        first, second = (nn.Dense(4, kernel_init=self.kernel_init, name=name) for name in ("first", "second"))
+        shift = self.param("shift", lambda key, like: jnp.zeros(like.shape), np.ones(4))
+        return second(first(x)) + shift.astype(x.dtype)
+
+
+def test_of_params_that_are_there_equal_initializers_are_traced_once():
+    calls = []
+
+    def init(key, shape, dtype=jnp.float32):
+        calls.append(shape)
+        return jnp.ones(shape, dtype)
+
+    bare, x = Halves(init), jnp.ones((2, 4))
+    model = apply_policy(bare, "mixed_bfloat16")
+    variables = model.init(jax.random.key(0), x)
+    for each, count in ((bare, 2), (model, 1)):
+        calls.clear()
+        assert jax.jit(each.apply)(variables, x).shape == (2, 4)
+        assert calls == [(4, 4)] * count
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_param_of_another_shape_is_flaxs_error_also_where_an_equal_initializer_ran_before(name):
+    x = jnp.ones((2, 4))
+    model = apply_policy(Halves(nn.initializers.lecun_normal()), "mixed_bfloat16")
+    params = model.init(jax.random.key(0), x)["params"]
+    params[name]["kernel"] = jnp.ones((4, 5))
+    with pytest.raises(errors.ScopeParamShapeError, match=f'For parameter "kernel" in "/{name}", .* generate shape'):
+        model.apply({"params": params}, x)
+
+
+def test_an_initializer_that_reads_the_module_or_the_input_holds_nothing_after_the_call():
+    class Reads(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            gain = self.param("gain", lambda key: jnp.ones(x.shape[-1:]) + 0 * self.features)
+            return nn.Dense(self.features)(x * gain.astype(x.dtype))
+
+        features: int = 3
+
+    model, x = apply_policy(Reads(), "mixed_float16"), jnp.ones((2, 4))
+    variables = model.init(jax.random.key(0), x)
+    with jax.checking_leaks():
+        assert jax.jit(model.apply)(variables, x).shape == (2, 3)
