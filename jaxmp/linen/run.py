@@ -255,8 +255,7 @@ class Run:
             is_float32 = owns_params or (pattern is not None and not is_parent)
             is_written = _has_dtype(module) or _wraps_nnx(module)
             mode = "written" if is_written else "float32" if is_float32 else None
-            if owns_params:
-                _read_params(module, self.shapes, is_wide=mode == "float32")
+        _read_params(module, self.shapes, is_wide=mode == "float32")
         is_made = self.autocast or _wraps_nnx(module)
         return _Decision(
             policy=policy,
