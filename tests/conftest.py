@@ -72,10 +72,10 @@ HALVES = [
     {name.format(half) for half in ("float16", "bfloat16")} for name in ("{}", "mixed_{}", "<class 'jax.numpy.{}'>")
 ]
 
-# Tests of up to a minute each: begun last, one of them would run alone.
+# Tests of up to a minute each: begun last, one of them would run alone, and two workers would run what a module shares.
 LONG = (
     "test_notebooks", "test_several_processes", "test_checkpoints_kill", "test_runs", "test_audit_clean",
-    "test_image_classification",
+    "test_image_classification", "test_processes",
 )  # fmt: skip
 
 
