@@ -6,7 +6,8 @@
 PY := .venv/bin/python
 VERSION := 'import sys; print("%d.%d" % sys.version_info[:2])'
 NAME ?= loss_scaling
-MINUTES ?= 9
+SMALL := $(filter-out 0,$(SMOKE))
+MINUTES ?= $(if $(SMALL),0,9)
 WORKERS := $(shell getconf _NPROCESSORS_ONLN)
 # In CI up to three tests that fail run once more, each named at the end: no machine that stalls throws a change away.
 AGAIN := $(if $(CI),--reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks)
@@ -31,6 +32,8 @@ compare: .venv/installed ## one task under several policies: make compare ARGS="
 	@$(PY) -m experiments.compare $(ARGS)
 
 benchmark: .venv/installed ## one of experiments/benchmarks: make benchmark NAME=train_step ARGS="--help"
+	@$(PY) -c 'from importlib.util import find_spec; exit(not find_spec("experiments.benchmarks.$(NAME)"))' || \
+	  { echo 'error: NAME is a benchmark of experiments/benchmarks/README.md, got $(NAME)' >&2; exit 2; }
 	@$(PY) -m experiments.benchmarks.$(NAME) $(ARGS)
 
 # What was typed, for the line that says how to go on.
@@ -41,7 +44,7 @@ gpu: ## all that needs a GPU, piece by piece; again to go on: make gpu MINUTES=9
 	if [ -d build/wheelhouse ] && $$python -c 'import jax' 2>/dev/null; then \
 	  wheels=$$($$python .ci/wheels.py) || exit 1; export PYTHONPATH="$$wheels$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	else $(MAKE) --no-print-directory .venv/installed && python=$(PY); fi && \
-	$$python -m experiments.benchmarks.gpu --minutes $(MINUTES) $(if $(SMOKE),--smoke) $(ARGS)
+	$$python -m experiments.benchmarks.gpu --minutes $(MINUTES) $(if $(SMALL),--smoke) $(ARGS)
 
 wheelhouse: .venv/installed ## build/wheelhouse: what `make gpu` needs on a machine without a network, whose Python is [WHEEL_PYTHON=3.12]
 	@.ci/wheelhouse.sh $(PY)
@@ -98,7 +101,7 @@ clean: ## remove the environments and everything that was built; runs and data s
 
 # A Python that is named makes the environment again, unless that is of its version; setup.sh says if it is none.
 ifdef PYTHON
-ifneq ($(firstword $(shell .ci/pythons.sh "$(PYTHON)")),$(shell .venv/bin/python -c $(VERSION) 2>&1))
+ifneq ($(firstword $(shell .ci/pythons.sh "$(PYTHON)")),$(shell [ ! -x $(PY) ] || $(PY) -c $(VERSION) 2>&1))
 .PHONY: .venv/installed
 endif
 endif

@@ -273,11 +273,11 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
     Args:
       policy: a preset (``float32`` = ``O0``, ``tensorfloat32``, ``mixed_float16`` = ``mixed_fp16`` = ``16-mixed``,
         ``mixed_bfloat16`` = ``mixed_bf16`` = ``bf16-mixed``, ``mixed_float8``, ``float16`` = ``O3``, ``bfloat16``,
-        ``O2``: a :class:`PolicyMap`, mixed_float16 with norms in float32); a bare dtype for all three, so that
-        ``"fp16"`` is pure half, params too, and not what accelerate and Lightning call by that name; a string in jmp's
-        long or short form (a missing compute dtype follows params, a missing output dtype follows compute); ``"auto"``
-        for what suits the attached device; a Policy, a PolicyMap, or any object with jmp's three attributes. Case and
-        spaces are forgiven.
+        ``bfloat16_sr``, ``O2``; the last two are PolicyMaps with norms in float32, of pure bfloat16 for
+        :func:`jaxmp.low_precision` and of mixed_float16); a bare dtype for all three, so that ``"fp16"`` is pure half,
+        params too, and not what accelerate and Lightning call by that name; a string in jmp's long or short form (a
+        missing compute dtype follows params, a missing output dtype follows compute); ``"auto"`` for what suits the
+        attached device; a Policy, a PolicyMap, or any object with jmp's three attributes. Case and spaces are forgiven.
         The preset ``float32`` has ``matmul_precision="highest"``, true float32 products on a GPU too;
         ``"params=float32,compute=float32"`` has JAX's default, as ``str`` shows.
 

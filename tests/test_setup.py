@@ -1,4 +1,4 @@
-"""make's PYTHON: which environment runs what."""
+"""What make takes: which environment runs what, and what is small."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def project(tmp_path):
     return tmp_path
 
 
-def make(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def make(project: Path, *arguments: str, target: str = "doctor") -> subprocess.CompletedProcess[str]:
     # not what a make that runs these tests was told
     env = {name: value for name, value in os.environ.items() if name != "PYTHON" and not name.startswith("MAKE")}
-    return subprocess.run(["make", "doctor", *arguments], cwd=project, env=env, capture_output=True, text=True)
+    return subprocess.run(["make", target, *arguments], cwd=project, env=env, capture_output=True, text=True)
 
 
 def test_an_environment_of_the_python_that_is_named_or_of_none_is_kept(project):
@@ -50,3 +50,23 @@ def test_a_python_that_is_none_is_an_error_also_where_an_environment_is(project)
     done = make(project, "PYTHON=/nonexistent")
     assert done.returncode and "jaxmp needs Python 3.11, 3.12 or 3.13" in done.stderr
     assert "and /nonexistent is not one." in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ([], "--minutes 9 "),
+        (["SMOKE=0"], "--minutes 9 "),
+        (["SMOKE=1"], "--minutes 0 --smoke"),
+        (["SMOKE=1", "MINUTES=5"], "--minutes 5 --smoke"),
+    ],
+)
+def test_what_is_small_has_no_limit_unless_one_is_given(project, given, flags):
+    shown = make(project, "--dry-run", *given, target="gpu").stdout
+    assert f"-m experiments.benchmarks.gpu {flags}" in shown and ("--smoke" in shown) == ("--smoke" in flags)
+
+
+def test_a_benchmark_that_is_none_is_one_sentence(project):
+    done = make(project, "NAME=nosuch", f"PYTHONPATH={ROOT}", target="benchmark")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: NAME is a benchmark of experiments/benchmarks/README.md, got nosuch\n")

@@ -317,7 +317,7 @@ def _last_word(said: str) -> str:
 def main(config: Config) -> None:
     with contextlib.ExitStack() as held:
         with cli.bad_values_end_it():
-            records.check(config)
+            records.check(config, minutes=1 if config.minutes else 0)
             pieces = [*cli.chosen("--pieces", config.pieces, {piece.name: piece for piece in PIECES}).values()]
             folder = config.run_dir or Path("runs") / ("gpu-smoke" if config.smoke else "gpu")
             if config.list:

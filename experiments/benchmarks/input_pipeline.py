@@ -73,6 +73,7 @@ def measure(config: Config, size: int, progress: Progress) -> dict[str, Any]:
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
         cli.require("--shift", config.shift, 0, STORED[0])
+        cli.require("--examples", config.examples, 1)
         cli.require("--batch-size", config.batch_size, 1, config.examples + 1)
         folder = records.folder_of("input_pipeline", config, rounds=2, batch_size=1, examples=1, consumer=1)
     size = config.image_size or (224 if jax.default_backend() == "gpu" else 64)

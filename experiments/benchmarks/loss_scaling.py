@@ -134,6 +134,7 @@ def picture(result: dict[str, Any]) -> plots.Panel:
 
 def main(config: Config) -> list[dict[str, Any]]:
     with cli.bad_values_end_it():
+        records.check(config, rounds=2)
         where = environment(("jmp",))
         texts = {name: build(name, config)[2] for name in config.models}
         folder = records.folder_of("loss_scaling", config, rounds=2)

@@ -104,6 +104,7 @@ def timed(step: Any, watch: Watch, state: Any, batch: Any, rounds: int) -> dict[
 
 def main(config: Config) -> dict[str, Any]:
     with cli.bad_values_end_it():
+        jaxmp.get_policy(config.policy)  # an error, if it is none
         where = environment(target=config.device)
         folder = records.folder_of("numerics", config, layers=1, width=64, vocabulary=2, batch=1, context=1)
     result = measure(config)

@@ -198,6 +198,7 @@ class Run:
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _Decision] = {}
         self.shapes: dict[Any, Any] = {}  # of what initializers make
+        self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # of fields, by the ids of classes, with these
         self.called: set[Path] = set()
         self.products: dict[Path, Treatment] = {}
         self.nested: list[Path] = []
@@ -241,7 +242,7 @@ class Run:
         self.decisions[path] = decision
         return decision
 
-    def _decide(self, module: nn.Module, path: Path) -> _Decision:
+    def _decide(self, module: Any, path: Path) -> _Decision:
         policy, pattern = self.policies.resolve(self.prefix + path, self.classes)
         dtypes: dict[str, np.dtype] = {}
         mode: Mode = "autocast"
@@ -251,9 +252,11 @@ class Run:
             owns_params = here is None or bool(own_leaves(here.get(PARAMS, {})))
             # A container's None is left alone: what lies below follows its own path. A cell is one computation.
             container = is_parent and not owns_params and not isinstance(module, nn.RNNCellBase)
-            dtypes = _fill_dtypes(module, policy, pattern is not None, container)
+            defaults = self._defaults_of(module)
+            dtypes = _fill_dtypes(module, defaults, policy, pattern is not None, container)
             is_float32 = owns_params or (pattern is not None and not is_parent)
-            is_written = _has_dtype(module) or _wraps_nnx(module)
+            says_dtype = "dtype" in defaults and is_floating(module.dtype)
+            is_written = says_dtype or _wraps_nnx(module)
             mode = "written" if is_written else "float32" if is_float32 else None
         _read_params(module, self.shapes, is_wide=mode == "float32")
         is_made = self.autocast or _wraps_nnx(module)
@@ -265,6 +268,13 @@ class Run:
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
             param_dtype=None if is_made else dtypes.get("param_dtype", policy.param_dtype),
         )
+
+    def _defaults_of(self, module: Any) -> dict[str, Any]:
+        """The fields of a module and their defaults."""
+        cls: Any = type(module)
+        if id(cls) not in self.defaults:
+            self.defaults[id(cls)] = cls, {field.name: field.default for field in dataclasses.fields(cls)}
+        return self.defaults[id(cls)][1]
 
     # --- what is done for a call ---
 
@@ -302,7 +312,7 @@ class Run:
             raise
         finally:
             _running.frames.pop()
-        if module.scope and module.scope.mutable:
+        if module.scope and module.scope.mutable is not False:
             keep_statistics(module, self._at(path) or {}, decision)
         if caller is not None and caller.run is self:
             if not inside:
@@ -342,7 +352,7 @@ class Run:
     def _decide_children(self, module: nn.Module) -> None:
         # Before they are called: a parent may read their dtypes, or call a method that Linen does not wrap. In the
         # engine's trace the parent is a copy, whose attributes are bound and not registered.
-        attributes = [vars(module).get(name) for name in _defaults_of(type(module)) if name not in ("parent", "name")]
+        attributes = [vars(module).get(name) for name in self._defaults_of(module) if name not in ("parent", "name")]
         attributes = [value for value in attributes if not isinstance(value, _NO_MODULES)]
         found = jax.tree.leaves(attributes, is_leaf=lambda leaf: isinstance(leaf, nn.Module)) if attributes else ()
         for child in (*children_of(module).values(), *found):
@@ -402,23 +412,19 @@ _GIVEN = "_jaxmp_given"  # where a module keeps the fields that its author gave 
 _NO_MODULES = (type(None), bool, int, float, str, type, types.FunctionType, np.dtype)  # fields of these hold none
 
 
-_defaults_of: Callable[[Any], dict[str, Any]] = functools.lru_cache(maxsize=1024)(
-    lambda cls: {field.name: field.default for field in dataclasses.fields(cls)}
-)
-"""The fields of a class of modules and their defaults."""
-
-
 def given_fields(module: nn.Module) -> dict[str, Any]:
     """The fields of ``module`` that a policy replaced, as its author gave them."""
     return vars(module).get(_GIVEN, {})
 
 
-def _fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool) -> dict[str, np.dtype]:
+def _fill_dtypes(
+    module: Any, defaults: Mapping[str, Any], policy: Policy, overridden: bool, container: bool
+) -> dict[str, np.dtype]:
     """Fills the ``dtype`` and ``param_dtype`` fields of ``module`` that have their defaults; returns all it has then.
 
     If it is ``overridden`` they are set whatever its author gave; a ``dtype`` of None is left alone in a ``container``.
     """
-    defaults, dtypes = _defaults_of(type(module)), {}
+    dtypes = {}
     for name, dtype in (("param_dtype", policy.param_dtype), ("dtype", policy.compute_dtype)):
         if name not in defaults or not is_floating(getattr(module, name)):
             continue
@@ -434,11 +440,6 @@ def _fill_dtypes(module: Any, policy: Policy, overridden: bool, container: bool)
 
 def _wraps_nnx(module: nn.Module) -> bool:
     return "flax.nnx" in sys.modules and isinstance(module, sys.modules["flax.nnx"].bridge.ToLinen)
-
-
-def _has_dtype(module: Any) -> bool:
-    """Whether ``module`` has a ``dtype`` field, and so says itself what it computes in."""
-    return "dtype" in _defaults_of(type(module)) and is_floating(module.dtype)
 
 
 def _read_params(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:

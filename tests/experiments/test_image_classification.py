@@ -239,6 +239,7 @@ def test_a_flag_that_the_task_lacks_points_to_the_help_of_the_tasks_script(task,
         ({"dtypes": ()}, "the number of --dtypes must be at least 1, got 0"),
         ({"block_ms": math.nan}, "--block-ms must be at least 0.1, got nan"),
         ({"block_ms": -5.0}, "--block-ms must be at least 0.1, got -5"),
+        ({"examples": 0}, "--examples must be at least 1, got 0"),
         ({"batch_size": 9, "examples": 8}, "--batch-size must be at least 1 and below 9, got 9"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import flax.linen as nn
@@ -510,3 +512,32 @@ def test_an_initializer_that_reads_the_module_or_the_input_holds_nothing_after_t
     variables = model.init(jax.random.key(0), x)
     with jax.checking_leaks():
         assert jax.jit(model.apply)(variables, x).shape == (2, 3)
+
+
+def test_classes_of_modules_are_freed_after_the_call():
+    def made():
+        class Local(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(3)(x)
+
+        model = apply_policy(nn.Sequential([Local()]), "mixed_bfloat16")
+        variables = jax.eval_shape(model.init, jax.random.key(0), X)
+        jax.eval_shape(model.apply, variables, X)
+        return weakref.ref(Local)
+
+    classes = [made() for _ in range(3)]
+    jax.clear_caches()
+    gc.collect()
+    assert [reference() for reference in classes] == [None] * 3
+
+
+def test_collections_that_may_change_are_named_in_an_array_too():
+    model = apply_policy(ResNet(), "mixed_bfloat16")
+    with standard_promotion():
+        variables = quick_jit(model.init)(rngs(), IMAGE)
+        _, one = quick_jit(lambda variables: model.apply(variables, IMAGE, mutable=["batch_stats", "cache"]))(variables)
+        names = np.array(["batch_stats", "cache"])
+        _, other = quick_jit(lambda variables: model.apply(variables, IMAGE, mutable=names))(variables)
+    same_bits(one, other)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(other)} == {"float32"}

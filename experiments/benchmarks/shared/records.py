@@ -40,15 +40,15 @@ class Sized(Timed):
     """Flags of what takes turns in any size; 0 is what suits the model and the device."""
 
     batch_size: int = 0
-    """Examples a step."""
+    """Examples a step; 0 is what suits the model and the device."""
     sequence: int = 0
-    """Tokens a sequence."""
+    """Tokens a sequence; 0 is what suits the model and the device."""
     layers: int = 0
-    """Layers."""
+    """Layers; 0 is what suits the model and the device."""
     width: int = 0
-    """Width of the layers."""
+    """Width of the layers; 0 is what suits the model and the device."""
     vocabulary: int = 0
-    """Tokens there are."""
+    """Tokens there are; 0 is what suits the model and the device."""
 
     def sizes(self, on_gpu: Sizes, elsewhere: Sizes) -> Sizes:
         """Those of the device, but for what the flags give."""

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from places import ROOT
 
-from experiments.benchmarks import autocast, tracing
+from experiments.benchmarks import autocast, gpu, loss_scaling, numerics, tracing
 from experiments.measure import programs
 from experiments.models import by_hand
 from experiments.models import nnx as nnx_models
@@ -203,6 +203,9 @@ def test_every_round_traces_a_model_of_its_own_under_the_policy_and_bare():
         (autocast.main, autocast.Config(width=65), "a width must be a multiple of 64, the width of a head, got 65"),
         (tracing.main, tracing.Config(layers=0), "--layers must be at least 1, got 0"),
         (tracing.main, tracing.Config(policy="float8"), "float8"),
+        (numerics.main, numerics.Config(policy="float8"), "float8"),
+        (loss_scaling.main, loss_scaling.Config(batch_size=-1), "--batch-size must be at least 0, got -1"),
+        (gpu.main, gpu.Config(minutes=0.001), "--minutes must be at least 1, got 0.001"),
     ],
 )
 def test_a_bad_flag_ends_a_benchmark_with_one_line(main, config, text, capsys):
