@@ -198,6 +198,11 @@ class _Policied(Hooks):
         value = super().__getattr__(name)
         return value if is_running() else _view(self, name, value)
 
+    def __copy__(self) -> Any:
+        made: Any = object.__new__(type(self))  # what is bound stays so
+        vars(made).update(vars(self))
+        return made
+
     def __reduce__(self) -> Any:
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
 

@@ -67,6 +67,19 @@ def test_a_copy_keeps_the_name_and_updated_fields_keep_the_policy():
     assert model_products(model.clone(features=7), X) == ["float16"]
 
 
+def test_a_copy_of_a_bound_model_is_bound():
+    class Parent(nn.Module):
+        def setup(self):
+            self.layer = nn.Dense(3)
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    model = apply_policy(Parent(), "mixed_float16")
+    variables = model.init(jax.random.key(0), X)
+    same_bits(copy.copy(model.bind(variables))(X), model.apply(variables, X))
+
+
 def test_models_under_different_policies_are_different():
     models = [apply_policy(MLP(), policy) for policy in ("mixed_float16", "mixed_bfloat16", "float32")]
     assert len({MLP(), *models}) == 4
