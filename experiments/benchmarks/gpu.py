@@ -2,11 +2,10 @@
 
 python -m experiments.benchmarks.gpu --minutes 9 --run-dir runs/gpu
 
-The pieces are the other benchmarks; --list prints them. A check comes before each model: every row compiles and takes
-two steps at small size. Nothing new starts when the minutes are up; what runs over them is stopped, and keeps what it
-has measured. The same command goes on from there, on the same kind of device with the same versions; what failed is
-tried again after the rest. After each piece its results are copied to experiments/results/NAME-DATE, and the tables of
-the README are written again. The run folder holds gpu.json (what became of each piece), logs, and run folders.
+The pieces are the other benchmarks; --list prints them. First every row compiles and takes two steps at small size.
+Nothing new starts when the minutes are up; what runs over them is stopped, and keeps what it has measured. The same
+command goes on, on the same kind of device with the same versions; what failed is tried again after the rest. A piece's
+results are copied to experiments/results/NAME-DATE, and README's tables are written again; the run folder has logs.
 """
 
 from __future__ import annotations
@@ -111,11 +110,12 @@ def _accuracy(task: str, title: str) -> Piece:
 _TINY = ("--layers", "1", "--width", "64", "--vocabulary", "64", "--rounds", "2", "--block-ms", "1")
 _BRIEF = ("--smoke", "--rounds", "2", "--block-ms", "1")
 PIECES = (
-    *(piece for model, title in MODELS.items() for piece in (
-        Piece(f"check-{model}", f"every row of {title} compiles and takes two steps, in one block", "train_step",
-              ("--look", "run", "--models", model, "--rows", *STEP_ROWS, "--smoke"), (), wants=("torch",)),
-        _steps(f"step-{model}", f"the train step of {title}, with its energy", "--models", model, "--rows", *STEP_ROWS,
-               "--passes", "train"))),
+    *(Piece(f"check-{model}", f"every row of {title} compiles and takes two steps, in one block", "train_step",
+            ("--look", "run", "--models", model, "--rows", *STEP_ROWS, "--smoke"), (), wants=("torch",))
+      for model, title in MODELS.items()),
+    *(_steps(f"step-{model}", f"the train step of {title}, with its energy", "--models", model, "--rows", *STEP_ROWS,
+             "--passes", "train")
+      for model, title in MODELS.items()),
     Piece("float8", "what float8 brings to products, blocks and steps", "float8", ("--routes", "jaxmp"), _BRIEF,
           result="float8"),
     Piece("loss_scaling", "what loss scaling adds to a step", "loss_scaling", ("--models", "gpt2", "mlp"),

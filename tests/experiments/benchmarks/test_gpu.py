@@ -244,7 +244,7 @@ def test_pieces_are_listed_with_their_commands_and_an_unknown_one_is_refused(cap
     assert command.startswith("  python -m experiments.benchmarks.train_step --models gpt2 --rows jaxmp-bf16 hand-bf16")
     with pytest.raises(SystemExit, match="2"):
         gpu.main(gpu.Config(list=True, pieces=("gpt2",)))
-    assert "--pieces must be among check-gpt2, step-gpt2, check-bert, step-bert, " in capsys.readouterr().err
+    assert "--pieces must be among check-gpt2, check-bert, check-resnet50, step-gpt2, " in capsys.readouterr().err
 
 
 @pytest.fixture
