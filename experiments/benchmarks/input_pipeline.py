@@ -75,7 +75,7 @@ def main(config: Config) -> dict[str, Any]:
         cli.require("--shift", config.shift, 0, STORED[0])
         cli.require("--examples", config.examples, 1)
         cli.require("--batch-size", config.batch_size, 1, config.examples + 1)
-        folder = records.folder_of("input_pipeline", config, rounds=2, batch_size=1, examples=1, consumer=1)
+        folder = records.folder_of("input_pipeline", config, rounds=2, consumer=1)
     size = config.image_size or (224 if jax.default_backend() == "gpu" else 64)
     with Progress("input pipeline", config.rounds) as progress:
         variants = measure(config, size, progress)
