@@ -481,7 +481,7 @@ def collectives(compiled: jax.stages.Compiled, program: hlo.Program | None = Non
     if not hasattr(compiled, "input_shardings"):
         raise TypeError(
             f"what moves is decided as a program is compiled, got {type(compiled).__name__}; pass "
-            "jax.jit(fun).lower(*args).compile(), of a train step step.jitted.lower(state, batch).compile() with a "
+            "jax.jit(fun).lower(*args).compile(), of a train step step.lower(state, batch).compile() with a "
             "state that it returned and a batch that lies on the mesh"
         )
     mesh = next((s.mesh for s in jax.tree.leaves(compiled.input_shardings) if isinstance(s, NamedSharding)), None)

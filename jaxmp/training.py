@@ -21,6 +21,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
+from jaxmp._flattened import Flattened, Lazy, flattened
 from jaxmp._gathering import Gathered, Held
 from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
@@ -58,9 +59,10 @@ Metrics = dict[str, Any]
 
 _LAG = 4  # steps between a report of several processes and its reading
 _NULL_CONTEXT = contextlib.nullcontext()
+_STUCK = 2  # the place of that counter among the leaves of a state
 
 
-class TrainState(flax.struct.PyTreeNode):
+class TrainState(Lazy, flax.struct.PyTreeNode):
     """What training carries from step to step; Flax's ``TrainState`` and what mixed precision adds. A pytree.
 
     Attributes:
@@ -76,6 +78,7 @@ class TrainState(flax.struct.PyTreeNode):
       tx: the optimizer, static.
     """
 
+    _first = ("step", "skipped", "stuck")
     step: jax.Array
     skipped: jax.Array
     stuck: jax.Array
@@ -335,8 +338,8 @@ def make_train_step(
 class TrainStep:
     """What :func:`make_train_step` returns.
 
-    ``jitted`` is the compiled function, for ``lower`` and ``compile``; after a call with a state on a mesh it is the
-    one that returns the state in its shardings.
+    ``jitted`` is the step as a jitted function of trees, for ``jax.make_jaxpr`` and AOT compilation; after a call with
+    a state on a mesh it is the one that returns the state in its shardings.
     """
 
     def __init__(
@@ -353,8 +356,7 @@ class TrainStep:
         self._loss_fn = loss_fn
         self._gathered, self._reduces_once = gathered, reduces_once and gathered is not None and gathered.is_split
         self._plan = None if gathered is None else gathered.plan
-        self._accumulate_steps = accumulate_steps
-        self._ema_decay = ema_decay
+        self._accumulate_steps, self._ema_decay = accumulate_steps, ema_decay
         self._clip = {} if clip_norm is None else {"clip_norm": clip_norm}
         self._donated = 0 if donate else ()
         self._max_skips = max_consecutive_skips
@@ -362,67 +364,74 @@ class TrainStep:
         # Of the call of this number: whether it was skipped, or how long the state had been stuck then; a batch.
         self._reports: deque[tuple[int, Any, Any]] = deque()
         self._calls, self._next_report = 0, 0.0
-        self._jitted_for = functools.cache(self._jit)
-        self.jitted = self._jitted_for(None)
+        self._placed_programs = functools.cache(self._programs)
+        self.jitted, self._on_leaves = self._placed_programs(None)
         self._stays = False  # whether ``jitted`` is right for the state that it returned last, whatever the batch
         self._returned: Callable[[], TrainState | None] = lambda: None
         self._stuck: Any = None  # its counter
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; see :func:`make_train_step`."""
-        is_returned = state is self._returned()
-        is_counted = getattr(state, "stuck", self) is self._stuck  # so too of a state that NNX or replace made
         try:
             if self._reports:
                 self._read_reports(state, batch)
             if self._plan is not None:
                 batch = self._batch_on_mesh(batch)
-            if not is_returned or not (self._stays or home_of(batch) is None):
+            if state is not self._returned() or not (self._stays or home_of(batch) is None):
                 state = self._placed(state, batch)
+            given = flattened(state)
             if self._plan is None:  # each line here is paid for in every step
-                state, metrics = self.jitted(state, batch)
+                new, metrics = self._on_leaves(given, batch)
             else:
                 with self._plan.set():
-                    state, metrics = self.jitted(state, batch)
+                    new, metrics = self._on_leaves(given, batch)
         except (RuntimeError, ValueError) as error:
             tell_of_donation(state, error)
             if self._plan is None:
                 tell_of_devices(state, batch, error)
             raise
-        self._returned, stuck = weakref.ref(state), state.stuck
+        state, stuck = new.lazy(), new.leaves[_STUCK]
+        self._returned = weakref.ref(state)
         self._calls += 1
         if isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
             return state, metrics
+        is_counted = given.leaves[_STUCK] is self._stuck  # so too in a state that NNX or replace made
         self._stuck = stuck
         if not is_counted or self._calls >= self._next_report:
             self._reports.append((self._calls, metrics["skipped"], batch))
             self._next_report = np.inf  # until this one is read
         return state, metrics
 
-    def jitted_for(self, state: Any) -> Any:
-        """The compiled function for a state, of arrays or shapes, that lies on a mesh or does not."""
-        shardings = tuple(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """The program that calls run, of arrays or shapes, for its memory, its cost and its text.
+
+        What calls have compiled is not compiled again, nor the other way round. To call what is compiled by hand, lower
+        ``jitted``: calls have programs on the leaves of a state.
+        """
+        return self.programs_for(state)[1].lower(flattened(state), batch)
+
+    def programs_for(self, state: Any) -> tuple[Any, Any]:
+        """``jitted`` for a state, of arrays or shapes, that lies on a mesh or does not, and the like of its leaves."""
+        leaves, structure = jax.tree.flatten(state)
+        shardings = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
         if not shardings or not all(isinstance(each, NamedSharding) for each in shardings):
-            return self.jitted
-        return self._jitted_for((jax.tree.structure(state), shardings))
+            return self.jitted, self._on_leaves
+        return self._placed_programs((structure, shardings))
 
     def _placed(self, state: TrainState, batch: Any) -> TrainState:
-        """``state``, with all of it where it or the batch is committed to; ``jitted`` becomes the function for it."""
+        """``state``, with all of it where it or the batch is committed to, and the functions for it chosen."""
+        placement: Any = None
         if self._plan is not None and not is_traced(state):
             _require_train_state(state)
-            wanted = self._plan.shardings(state)
-            state = jax.tree.map_with_path(at, state, wanted)
-            leaves, structure = jax.tree.flatten(wanted)
-            self.jitted, self._stays = self._jitted_for((structure, tuple(leaves))), True
-            return state
-        home = home_of((state, batch))
-        if home is not None and not is_traced(state):
+            placement = self._plan.shardings(state)
+            state = jax.tree.map_with_path(at, state, placement)
+        elif not is_traced(state) and (home := home_of((state, batch))) is not None:
             state = jax.tree.map(lambda leaf: at_home(leaf, home), state)
             if isinstance(home, NamedSharding):
-                shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
-                self.jitted, self._stays = self._jitted_for((jax.tree.structure(state), shardings)), True
-                return state
-        self.jitted, self._stays = self._jitted_for(None), jax.device_count() == 1
+                placement = jax.tree.map(lambda leaf: leaf.sharding, state)
+        leaves, structure = jax.tree.flatten(placement)
+        self.jitted, self._on_leaves = self._placed_programs((structure, tuple(leaves)) if leaves else None)
+        self._stays = bool(leaves) or jax.device_count() == 1
         return state
 
     def _batch_on_mesh(self, batch: Any) -> Any:
@@ -430,10 +439,15 @@ class TrainStep:
         wanted = self._plan.shardings_of_batch(batch, self._accumulate_steps)
         return batch if is_traced(batch) else jax.tree.map(moved_to, batch, wanted)
 
-    def _jit(self, placement: tuple[Any, ...] | None) -> Any:
-        """The compiled function; XLA alone would shard by the batch what it computes of it."""
+    def _programs(self, placement: tuple[Any, ...] | None) -> tuple[Any, Any]:
+        """The jitted step of trees and that of leaves; XLA alone would shard by the batch what it computes of it."""
         shardings = None if placement is None else jax.tree.unflatten(*placement)
-        return jax.jit(self._step, donate_argnums=self._donated, out_shardings=(shardings, None))
+        jit, out = functools.partial(jax.jit, donate_argnums=self._donated), shardings and flattened(shardings)
+        return jit(self._step, out_shardings=(shardings, None)), jit(self._of_leaves, out_shardings=(out, None))
+
+    def _of_leaves(self, state: Flattened, batch: Any) -> tuple[Flattened, Metrics]:
+        new, metrics = self._step(state.built(), batch)
+        return flattened(new, like=state), metrics
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         _require_train_state(state)
@@ -582,12 +596,12 @@ class TrainStep:
         found = [
             f"{what} {', '.join(repr(name) for name in names[:8])}{', …' if len(names) > 8 else ''}"
             for what, tree in (("gradients of", grads), ("params", state.params), ("batch entries", batch))
-            if (names := _non_finite(tree))
+            if (names := _tree.non_finite(tree))
         ]
         if not np.isfinite(loss):
             found.insert(0, f"the loss ({loss})")
         norm = unscaled_norm(grads, get_loss_scale(state.opt_state))
-        if not _non_finite(grads) and not np.isfinite(norm):
+        if not _tree.non_finite(grads) and not np.isfinite(norm):
             found.append(
                 "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
                 "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
@@ -684,8 +698,3 @@ def _split(path: Any, leaf: Any, n: int) -> jax.Array:
             f"{_tree.path_name(path)!r}; use a batch of {n * (leaf.shape[0] // n + 1)}, say"
         )
     return jnp.moveaxis(leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:]), 1, 0)
-
-
-def _non_finite(tree: Any) -> list[str]:
-    leaves = jax.tree.leaves_with_path(tree)
-    return [_tree.path_name(path) for path, leaf in leaves if not bool(_tree.all_finite(leaf))]

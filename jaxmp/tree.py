@@ -64,6 +64,15 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.isfinite(reduce(jnp.add, sums)) if sums else jnp.array(True)
 
 
+def non_finite(tree: Any) -> list[str]:
+    """The names of the leaves that hold an infinity or a NaN.
+
+    >>> non_finite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf])})
+    ['b']
+    """
+    return [path_name(path) for path, leaf in jax.tree.leaves_with_path(tree) if not bool(all_finite(leaf))]
+
+
 def _zero_if_finite(leaf: ArrayLike) -> jax.Array:
     """A float32 scalar: zero when every element is finite, else NaN."""
     array = jnp.asarray(leaf)

@@ -392,7 +392,7 @@ class TestTraining:
         for batch in batches:
             state, found = step(state, batch)
             metrics.append(found)
-        assert compiled_once(step.jitted)
+        assert compiled_once(step)
         return state, metrics
 
     def test_float32_params_are_those_of_one_device(self):
@@ -433,7 +433,7 @@ class TestCollectives:
             batch = jax.device_put(a_batch(), P("fsdp"))
             step = jaxmp.make_train_step(loss_on(SPECS, "float32"))
             step(state, batch)
-            found = sharding.collectives(step.jitted.lower(state, batch).compile())
+            found = sharding.collectives(step.lower(state, batch).compile())
         weight = 4 * WIDTH * 2 * WIDTH
         gathers = [row for row in found.rows if row.kind == "all-gather" and row.bytes == weight]
         assert sum(row.count for row in gathers) == 2 * LAYERS  # once for two weights in each turn: the result is kept

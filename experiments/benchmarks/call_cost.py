@@ -7,8 +7,9 @@ and of reinforcement learning pay for every step. Plain JAX is `jax.jit` of valu
 its state donated; Flax is `flax.training.train_state.TrainState` in the same way. Each calls its step on the state that
 the last call returned. Warm, waited for at the end of each turn, in turn; a ratio is one round's time over the same
 round's time of plain JAX, and the median over the rounds counts, so that what drifts cancels. `arrays` are those that a
-call takes and returns: each costs about a microsecond. The last rows are parts of jaxmp's call: its jitted function by
-itself, and the same with a list of arrays in place of the state, so that nothing of Python is in it.
+call takes and returns: each costs about a microsecond. A state of jaxmp is built when its params are read: the row
+after it reads them between any two calls. The last row is its program on a list of arrays in place of the state, so
+that nothing of Python is in it.
 
 All of it runs on one core. On two, XLA's threads fall asleep if the next call comes some microseconds later, and to
 wake them takes 30: plain JAX with 15 µs of Python beside it then costs 88 in place of 45, and so does every step in
@@ -39,7 +40,8 @@ from experiments.training import cli
 
 REFERENCE = "plain JAX and optax"
 COLUMNS = ("a call of", "arrays in", "arrays out", "µs", "quartiles", "ratio", "quartiles of the ratio")
-GOAL_US, GOAL = 80.0, "jaxmp, dynamic scale"
+GOAL = "jaxmp, dynamic scale"
+GOAL_US, PLAIN_US = 80.0, 46.0  # on a machine on which plain JAX takes so long
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,8 @@ def variants() -> dict[str, tuple[Any, Any]]:
     adam = optax.adam(1e-3)
     start, plain = scaled_steps.no_scaling(loss_fn, adam, lambda _: (problem()[0], None))
     flax = train_state.TrainState.create(apply_fn=None, params=problem()[0], tx=adam)
-    step, tx = jaxmp.make_train_step(loss_fn), jaxmp.loss_scaling(adam, jaxmp.DynamicLossScale())
+    tx = jaxmp.loss_scaling(adam, jaxmp.DynamicLossScale())
+    step, other = (jaxmp.make_train_step(loss_fn) for _ in range(2))
     states = [jaxmp.TrainState.create(params=problem()[0], tx=tx) for _ in range(3)]
     leaves, structure = jax.tree.flatten(states[2])
 
@@ -83,18 +86,19 @@ def variants() -> dict[str, tuple[Any, Any]]:
         (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, None, batch)
         return state.apply_gradients(grads=grads), loss
 
-    def jitted(state: Any, batch: Any) -> Any:
-        return step.jitted(state, batch)
+    def looked_into(state: Any, batch: Any) -> Any:
+        _ = state.params
+        return other(state, batch)
 
     def on_leaves(leaves: Any, batch: Any) -> Any:
-        state, metrics = jitted(jax.tree.unflatten(structure, leaves), batch)
+        state, metrics = step.jitted(jax.tree.unflatten(structure, leaves), batch)
         return jax.tree.leaves(state), metrics
 
     return {
         REFERENCE: (jax.jit(plain, donate_argnums=0), start()),
         "Flax's TrainState": (jax.jit(with_flax, donate_argnums=0), jax.tree.map(jnp.asarray, flax)),
         GOAL: (step, states[0]),
-        "its jitted function": (jitted, states[1]),
+        "jaxmp, its params read": (looked_into, states[1]),
         "its program on a list": (jax.jit(on_leaves, donate_argnums=0), leaves),
     }
 
@@ -133,8 +137,11 @@ def table(rows: dict[str, Any]) -> Table:
     for label, row in rows.items():
         in_us = {"ms": [1000 * ms for ms in row["ms"]], "ratio": row["ratio"]}
         cells.append((label, *map(str, row["arrays"]), *times(in_us, ".1f", ".2f")))
-    us = 1000 * rows[GOAL]["ms"][1]
-    verdict = f"{'met' if us <= GOAL_US else 'NOT MET'}: {GOAL} takes {us:.1f} µs a call, the goal is {GOAL_US:g}"
+    ratio, goal = rows[GOAL]["ratio"][1], GOAL_US / PLAIN_US
+    verdict = (
+        f"{'met' if ratio <= goal else 'NOT MET'}: {GOAL} takes {ratio:.2f} times as long as plain JAX, the goal is "
+        f"{goal:.2f} ({GOAL_US:g} µs where plain JAX takes {PLAIN_US:g})"
+    )
     return Table("A step of two layers: µs a call", COLUMNS, cells, notes=(verdict,))
 
 

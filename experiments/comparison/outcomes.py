@@ -199,7 +199,7 @@ def compare(
 
 def _compile(outcome: Outcome, experiment: Experiment, batch: Any) -> None:
     state = jax.eval_shape(experiment.init, 0)
-    outcome.step_bytes = memory.of_compiled(experiment.step.jitted.lower(state, batch).compile())
+    outcome.step_bytes = memory.of_compiled(experiment.step.lower(state, batch).compile())
     outcome.flops = flops.count(experiment.step.jitted, state, batch)
 
 

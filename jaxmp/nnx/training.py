@@ -69,7 +69,7 @@ class TrainStep:
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """The program of a step, as ``jax.jit(…).lower`` gives it."""
-        return self._step.jitted.lower(_state_of(model, optimizer), batch)
+        return self._step.lower(_state_of(model, optimizer), batch)
 
 
 @jax.tree_util.register_static

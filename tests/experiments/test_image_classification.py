@@ -78,7 +78,7 @@ def test_a_residual_network_learns_in_either_api_and_its_statistics_move(api, po
     assert np.mean(losses[-4:]) < np.mean(losses[:4])
     moved = jax.tree.map(lambda a, b: a.dtype == np.float32 and bool((a != b).any()), before, state.model_state)
     assert jax.tree.leaves(moved) and jax.tree.all(moved)
-    assert compiled_once(experiment.step.jitted)
+    assert compiled_once(experiment.step)
 
 
 def test_evaluation_uses_the_running_statistics_and_leaves_them(data_dir):

@@ -312,7 +312,7 @@ class TestNumbers:
         state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, optax.sgd(1.0), mesh, specs)
         step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, max_consecutive_skips=1)
         batch = np.zeros((BATCH, WIDTH), np.float32)
-        moved = sharding.collectives(step.jitted.lower(state, batch).compile())
+        moved = sharding.collectives(step.lower(state, batch).compile())
         assert "reduce-scatter" in {row.kind for row in moved.rows}
         message = r"not finite now: the loss \(-inf\); gradients of 'w'\. .*First: forward division by zero in log"
         with pytest.raises(jaxmp.NonFiniteTrainingError, match=message) as caught:

@@ -64,7 +64,7 @@ def training():
 def test_the_peak_is_the_compilers_and_the_kinds_of_a_train_step_sum_to_it():
     step, state, batch = training()
     found = memory(step)(state, batch)
-    assert found.peak == peak_of(step.jitted.lower(state, batch).compile())
+    assert found.peak == peak_of(step.lower(state, batch).compile())
     assert set(found.by_kind) == KINDS
     assert sum(found.by_kind.values()) == sum(found.by_dtype.values()) == found.peak
     params = 4 * (16 * 32 + 32 + 2 * 32 + 32 + 1)

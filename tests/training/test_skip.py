@@ -223,7 +223,7 @@ def test_two_runs_go_through_one_step_function_and_after_an_error_a_third():
         third, metrics = step(third, bad)
     third, metrics = step(third, batch)
     assert not metrics["skipped"] and third.skipped == 2
-    assert compiled_once(step.jitted)
+    assert compiled_once(step)
 
 
 def test_a_cpu_branches_where_other_devices_select_and_both_compute_the_same():

@@ -90,7 +90,7 @@ def test_states_of_weak_type_or_numpy_are_compiled_for_once():
     state = TrainState.create(params=params, tx=sgd(), model_state={"n": 0}, ema=True)
     for _ in range(3):
         state, _ = step(state, jnp.float32(0.1))
-    assert compiled_once(step.jitted) and state.model_state["n"] == 3
+    assert compiled_once(step) and state.model_state["n"] == 3
 
 
 def test_a_state_can_be_made_under_jit_and_in_the_abstract():
@@ -192,7 +192,7 @@ def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_ar
 def test_microbatches_of_a_sharded_batch_stay_where_they_are(kind):
     state, batch, lone, lone_batch = sharded_state("replicated", kind)
     step = make_train_step(train_loss, accumulate_steps=4, ema_decay=0.9, donate=False)
-    text = step.jitted.lower(state, batch).compile().as_text()
+    text = step.lower(state, batch).compile().as_text()
     moved = re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
     assert not moved and re.search(r" all-reduce(?:-start)?\(", text)
     new, _ = step(state, batch)
@@ -255,7 +255,7 @@ def test_a_state_comes_back_in_the_shardings_it_came_with_and_is_compiled_for_on
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.ema_params)))
     assert len(compilations) == 1 and len(traces) == 1
-    memory = step.jitted.lower(state, batch).compile().memory_analysis()
+    memory = step.lower(state, batch).compile().memory_analysis()
     assert len(compilations) == 1  # what is lowered by hand is what runs
     arrays = jax.tree.leaves((state.params, state.ema_params, state.opt_state.inner_state))
     assert memory.alias_size_in_bytes >= sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays)
@@ -295,7 +295,7 @@ def test_what_is_put_on_one_device_takes_the_rest_along_and_is_compiled_for_once
     batch = jax.device_put(batch, device) if put in ("batch", "both") else batch
     for _ in range(3):
         state, _ = step(state, batch)
-    assert compiled_once(step.jitted)
+    assert compiled_once(step)
     assert {leaf.device for leaf in jax.tree.leaves(state)} == {device}
 
 

@@ -57,7 +57,7 @@ def test_steps_are_compiled_once_never_wait_and_reuse_the_memory_of_the_state():
     with jax.transfer_guard("disallow"):
         for i in range(30):
             state, metrics = step(state, bad if i % 5 == 2 else batch)
-    assert compiled_once(step.jitted) and len(traces) == 1
+    assert compiled_once(step) and len(traces) == 1
     arrays = jax.tree.leaves((first.params, first.opt_state.inner_state, first.ema_params, first.model_state))
     assert all(leaf.is_deleted() for leaf in arrays)
     assert (state.step, state.skipped) == (30, 6) and state.model_state["n"] == 24

@@ -210,7 +210,7 @@ def train(
     except FloatingPointError as error:  # jaxmp.NonFiniteTrainingError
         failure = str(error)
     state, batch = jax.eval_shape(experiment.init, run.seed), next(experiment.train_batches(run.seed))
-    compiled = experiment.step.jitted.lower(state, batch).compile()  # as it has been run: nothing is compiled again
+    compiled = experiment.step.lower(state, batch).compile()  # as it has been run: nothing is compiled again
     shutil.rmtree(checkpoints_folder(folder), ignore_errors=True)
     return {
         **{name: getattr(run, name) for name in ("task", "policy", "loss_scale", "seed")},

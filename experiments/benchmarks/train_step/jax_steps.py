@@ -100,7 +100,7 @@ def prepare(case: Workload, row: Row, which: Pass, batch: Any) -> Prepared:
     if which == "train":
         start, step = train_step(case, row)
         args = (start(), batch)
-        call, jitted = (step, step.jitted) if isinstance(step, Made) else (jax.jit(step, donate_argnums=0),) * 2
+        call, jitted = (step, step.train) if isinstance(step, Made) else (jax.jit(step, donate_argnums=0),) * 2
     else:
         start, fun = forward(case, row)
         args = (jax.jit(start)(), batch["inputs"])
@@ -138,11 +138,10 @@ class Made:
 
     Attributes:
       train: that step.
-      jitted: what it compiles.
     """
 
     def __init__(self, train: Any) -> None:
-        self.train, self.jitted = train, train.jitted
+        self.train = train
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
         state, metrics = self.train(state, batch)
