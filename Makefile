@@ -4,6 +4,7 @@
 .PHONY: help demo test quick compare benchmark gpu wheelhouse notebook doctor lint format types unit unit-newest docs dist pins clean
 
 PY := .venv/bin/python
+SELF := $(MAKE)# so called, it is not run by make --dry-run
 VERSION := 'import sys; print("%d.%d" % sys.version_info[:2])'
 NAME ?= loss_scaling
 SMALL := $(filter-out 0,$(SMOKE))
@@ -43,7 +44,7 @@ gpu: ## all that needs a GPU, piece by piece; again to go on: make gpu MINUTES=9
 	@python=$${PYTHON:-python3}; \
 	if [ -d build/wheelhouse ] && $$python -c 'import jax' 2>/dev/null; then \
 	  wheels=$$($$python .ci/wheels.py) || exit 1; export PYTHONPATH="$$wheels$${PYTHONPATH:+:$$PYTHONPATH}"; \
-	else $(MAKE) --no-print-directory .venv/installed && python=$(PY); fi && \
+	else $(SELF) --no-print-directory .venv/installed && python=$(PY); fi && \
 	$$python -m experiments.benchmarks.gpu --minutes $(MINUTES) $(if $(SMALL),--smoke) $(ARGS)
 
 wheelhouse: .venv/installed ## build/wheelhouse: what `make gpu` needs on a machine without a network, whose Python is [WHEEL_PYTHON=3.12]
@@ -75,7 +76,7 @@ unit-newest: .venv/installed ## the tests on the newest Python and JAX that this
 	if [ "$${newest%% *}" = "$$current" ]; then \
 	  echo "No supported Python newer than $$current on this machine: the tests ran on $$current only"; \
 	else \
-	  $(MAKE) --no-print-directory .venv-newest/installed && \
+	  $(SELF) --no-print-directory .venv-newest/installed && \
 	  echo ".venv-newest/bin/python $(PYTEST) -m 'not once' $(ARGS)" && \
 	  .venv-newest/bin/python $(PYTEST) -m "not once" $(ARGS); \
 	fi
