@@ -7,74 +7,117 @@ long as its arithmetic. A state that goes from one step into the next need not b
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import jax
 
-_KEY = "_flattened"  # of the attribute that stands for all others until one of them is read
+_KEY = "_flattened"  # of the attribute that stands for all fields until one of them is read
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Flattened:
-    """A pytree of a class of its own, flattened; a pytree whose leaves are the same."""
+    """A pytree of a class of its own, flattened; a pytree whose leaves are the same, by the same names."""
 
     leaves: list[Any]
     # The class and the structure: in a tuple, which finds the same object equal to itself without looking into it.
-    form: tuple[type, Any] = dataclasses.field(metadata={"static": True})
+    form: tuple[type, Any]
 
     def built(self) -> Any:
         """The pytree."""
         return jax.tree.unflatten(self.form[1], self.leaves)
 
     def lazy(self) -> Any:
-        """The pytree, an instance of :class:`Lazy`, built when one of its attributes is read."""
-        if not _may_wait(self.form[0]):
+        """The pytree, an instance of :class:`Lazy`, whose fields are made when one of them is read."""
+        cls: Any = self.form[0]
+        if not cls._may_wait:
             return self.built()
-        new: Any = object.__new__(self.form[0])
+        new: Any = object.__new__(cls)
         vars(new)[_KEY] = self
         return new
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The path of a leaf in the pytree, as one key."""
+
+    path: Any
+
+    def __str__(self) -> str:
+        return jax.tree_util.keystr(self.path)
+
+
+def _with_places(flat: Flattened) -> tuple[list[tuple[_Place, Any]], Any]:
+    _, structure = flat.form
+    paths = jax.tree.leaves_with_path(jax.tree.unflatten(structure, range(structure.num_leaves)))
+    return [(_Place(path), leaf) for (path, _), leaf in zip(paths, flat.leaves, strict=True)], flat.form
+
+
+def _of(form: Any, leaves: Iterable[Any]) -> Flattened:
+    return Flattened([*leaves], form)
+
+
+jax.tree_util.register_pytree_with_keys(Flattened, _with_places, _of, lambda flat: (flat.leaves, flat.form))
+
+
 def flattened(tree: Any, like: Flattened | None = None) -> Flattened:
     """The leaves of ``tree``, and the form of it: that of ``like``, the same object, if it is equal."""
-    if isinstance(tree, Lazy) and (known := vars(tree).get(_KEY)) is not None:
+    if isinstance(tree, Lazy) and (known := vars(tree).get(_KEY)) is not None and len(vars(tree)) == 1:
         return known
     leaves, structure = jax.tree.flatten(tree)
     form = type(tree), structure
     return Flattened(leaves, like.form if like is not None and like.form == form else form)
 
 
+class _Field:
+    """A field of a class, found where an instance has none in its ``__dict__``: it is made with all the others."""
+
+    def __init__(self, name: str, default: Any, position: int | None) -> None:
+        self.name, self.default, self.position = name, default, position
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        if instance is not None and (known := vars(instance).get(_KEY)) is not None:
+            return known.leaves[self.position] if self.position is not None else instance._build()[self.name]
+        if instance is not None and self.name in vars(instance):  # made by another thread meanwhile
+            return vars(instance)[self.name]
+        if self.default is dataclasses.MISSING:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}")
+        return self.default
+
+
 class Lazy:
-    """A class whose instances may be flattened until one of their attributes is read.
+    """A dataclass whose instances may be flattened until one of their fields is read.
 
     Its first fields, each of which is one array, are read without that.
     """
 
-    _first: ClassVar[tuple[str, ...]] = ()
+    _first: ClassVar[tuple[str, ...]] = ()  # their names
+    _may_wait: ClassVar[bool] = False  # whether an instance may: a class that finds, copies or keeps its fields otherwise reads them
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # makes it a dataclass
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        for field in fields:
+            if _found(cls, field) is field.default:  # no property, no slot
+                position = cls._first.index(field.name) if field.name in cls._first else None
+                setattr(cls, field.name, _Field(field.name, field.default, position))
+        own = all(getattr(cls, name) is getattr(Lazy, name) for name in _PROTOCOL)
+        cls._may_wait = own and all(isinstance(_found(cls, field), _Field) for field in fields)
 
     def _build(self) -> dict[str, Any]:
         own = vars(self)
         if (known := own.get(_KEY)) is not None:
-            own.update(vars(known.built()))
+            own.update({**vars(known.built()), **own})  # what was set in spite of all stays
             own.pop(_KEY, None)  # last, as another thread may be here
         return own
-
-    if not TYPE_CHECKING:  # else no attribute would be unknown
-
-        def __getattr__(self, name: str) -> Any:
-            if name in self._first and (known := vars(self).get(_KEY)) is not None:
-                return known.leaves[self._first.index(name)]
-            self._build()
-            return object.__getattribute__(self, name)  # whose error names what is missing
 
     def __getstate__(self) -> dict[str, Any]:
         return self._build()  # for copies and pickles
 
 
-@functools.cache
-def _may_wait(cls: Any) -> bool:
-    """Whether no field of a subclass is found otherwise: a default is an attribute of the class."""
-    is_own = cls.__getattr__ is vars(Lazy)["__getattr__"] and cls.__getattribute__ is object.__getattribute__
-    return is_own and not any(hasattr(cls, field.name) for field in dataclasses.fields(cls))
+def _found(cls: type, field: Any) -> Any:
+    """What classes have for a field; its default, or MISSING, if none has anything else."""
+    return next((vars(base)[field.name] for base in cls.__mro__ if field.name in vars(base)), field.default)
+
+
+_PROTOCOL = ("__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__")

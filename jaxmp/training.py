@@ -414,15 +414,14 @@ class TrainStep:
         """``jitted`` for a state, of arrays or shapes, that lies on a mesh or does not, and the like of its leaves."""
         leaves, structure = jax.tree.flatten(state)
         shardings = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
-        if not shardings or not all(isinstance(each, NamedSharding) for each in shardings):
-            return self.jitted, self._on_leaves
-        return self._placed_programs((structure, shardings))
+        is_placed = shardings and all(isinstance(each, NamedSharding) for each in shardings)
+        return self._placed_programs((structure, shardings) if is_placed else None)
 
     def _placed(self, state: TrainState, batch: Any) -> TrainState:
         """``state``, with all of it where it or the batch is committed to, and the functions for it chosen."""
         placement: Any = None
+        _require_train_state(state)
         if self._plan is not None and not is_traced(state):
-            _require_train_state(state)
             placement = self._plan.shardings(state)
             state = jax.tree.map_with_path(at, state, placement)
         elif not is_traced(state) and (home := home_of((state, batch))) is not None:

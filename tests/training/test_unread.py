@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import pickle
 import threading
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import flax.serialization
 import flax.struct
@@ -63,7 +63,6 @@ READS = {
     "bytes": lambda state: flax.serialization.to_bytes(state.replace(rng=None)),
     "a method": lambda state: state.with_tx(state.tx),
     "a jitted function": lambda state: jax.jit(lambda state: state.step + 1)(state),
-    "what is not there": lambda state: hasattr(state, "nothing"),
 }
 
 
@@ -78,10 +77,6 @@ def test_reading_makes_the_state_that_it_is(step, batch, expected, name):
         assert not is_unread(got) and same_bits(got, expected)
     if name == "the text":
         assert got.startswith("TrainState(step=Array(1")
-    if name == "what is not there":
-        assert got is False
-        with pytest.raises(AttributeError, match="'TrainState' object has no attribute 'nothing'"):
-            _ = state.nothing
 
 
 def test_a_state_that_is_not_read_goes_from_step_to_step_and_its_counters_are_read_without_building_it(batch):
@@ -166,9 +161,36 @@ def test_threads_may_read_one_state_at_once(step, batch, expected):
         assert found == [bits(expected.params["hidden"]["b"])] * 8
 
 
+@runtime_checkable
+class HasParams(Protocol):
+    params: Any
+
+
+def test_an_unread_state_has_the_attributes_of_a_state(step, batch):
+    state, _ = step(start(), batch)
+    assert {"params", "opt_state", "step", "replace"} <= {*dir(state)}
+    assert not hasattr(state, "nothing") and is_unread(state) and isinstance(state, HasParams)
+    with pytest.raises(AttributeError, match="'TrainState' object has no attribute 'nothing'"):
+        _ = state.nothing
+    assert not hasattr(TrainState, "params")
+
+
+def test_what_is_set_in_spite_of_all_stays(step, batch):
+    state, _ = step(start(), batch)
+    params = jax.tree.map(jnp.zeros_like, start().params)
+    object.__setattr__(state, "params", params)
+    assert same_bits(step(state, batch)[0], step.jitted(state.replace(params=params), batch)[0])
+    assert state.params is params and state.opt_state is not None and state.params is params
+
+
 class WithDefaults(TrainState):
     seen: Any = None
     name: str = flax.struct.field(pytree_node=False, default="")
+
+
+class WithOtherDefaults(WithDefaults):
+    name: str = flax.struct.field(pytree_node=False, default="other")
+    params: dict[str, Any]
 
 
 class WithProperty(TrainState):
@@ -188,12 +210,42 @@ class WithAttributes(TrainState):
         raise AttributeError(name)
 
 
+class WithState(TrainState):
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name not in ("tx", "apply_fn")}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, tx=None, apply_fn=None)
+
+
 def test_subclasses_find_their_own(step, batch):
     state, _ = step(start(WithDefaults, seen=jnp.ones(()), name="run"), batch)
-    assert (state.name, state.seen, state.step) == ("run", 1, 1)
+    assert is_unread(state) and (state.name, state.seen, state.step) == ("run", 1, 1)
+    assert (WithDefaults.seen, WithDefaults.name, WithOtherDefaults.name) == (None, "", "other")
+    state, _ = step(start(WithOtherDefaults), batch)
+    assert is_unread(state) and (state.name, state.seen, state.step) == ("other", None, 1)
     state, _ = step(start(WithProperty), batch)
     assert is_unread(state) and state.size == sum(leaf.size for leaf in jax.tree.leaves(problem()[0]))
     with pytest.raises(AttributeError, match=r"has no attribute '(broken|not_there)'"):
         _ = step(start(WithProperty), batch)[0].broken
     state, _ = step(start(WithAttributes), batch)
     assert state.more == "more" and state.step == 1 and not hasattr(state, "less")
+    state, _ = step(start(WithState), batch)
+    assert pickle.loads(pickle.dumps(state)).tx is None and copy.copy(state).tx is None and state.tx is TX
+
+
+def test_errors_and_programs_name_the_leaves_of_the_state(batch):
+    def branching(params, model_state, batch, rng):
+        if params["out"]["w"][0, 0] > 0:
+            return train_loss(params, model_state, batch, rng)
+        raise AssertionError
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"argument state\.params\['out'\]\['w'\]"):
+        make_train_step(branching)(start(), batch)
+    step = make_train_step(train_loss)
+    state = start()
+    with pytest.raises(TypeError, match=r"state\.params\['more'\]"):
+        step(state.replace(params={**state.params, "more": "text"}), batch)
+    assert "state.params['out']['w']" in step.lower(state, batch).as_text(debug_info=True)
+    with pytest.raises(TypeError, match=r"a step takes a jaxmp.TrainState and a batch, got dict as the state"):
+        step(batch, state)
