@@ -92,7 +92,9 @@ class Lazy:
     """
 
     _first: ClassVar[tuple[str, ...]] = ()  # their names
-    _may_wait: ClassVar[bool] = False  # whether an instance may: a class that finds, copies or keeps its fields otherwise reads them
+    _may_wait: ClassVar[bool] = (
+        False  # whether an instance may: a class that finds, copies or keeps its fields otherwise reads them
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # makes it a dataclass

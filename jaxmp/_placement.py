@@ -89,8 +89,8 @@ def is_deleted(tree: Any) -> bool:
     return any(leaf.is_deleted() for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
 
 
-def tell_of_donation(state: Any, error: Exception) -> None:
-    """Raises in place of ``error`` if ``state`` was given to a step before, which deleted its arrays."""
+def require_not_deleted(state: Any, error: Exception | None = None) -> None:
+    """Raises, in place of ``error``, if ``state`` was given to a step before, which deleted its arrays."""
     leaves = jax.tree.leaves_with_path(state)
     deleted = next((path for path, leaf in leaves if is_deleted(leaf)), None)
     if deleted is not None:

@@ -69,7 +69,7 @@ def _numpy_dtype(dtype: Any) -> np.dtype | None:
     """The dtype meant, of strings only by its own name: what NumPy reads "f8", "c" or None as, nobody means here."""
     try:
         result = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):  # the second of a string with digits, which it takes for a format
         return None
     return None if dtype is None or (isinstance(dtype, str) and result.name != dtype.strip().lower()) else result
 

@@ -224,7 +224,7 @@ class Made(NamedTuple):
 
 
 def _clip(grads: Any, norm: jax.Array, clip_norm: jax.typing.ArrayLike) -> Any:
-    """As ``optax.clip_by_global_norm`` does it, in every bit."""
+    """As ``optax.clip_by_global_norm`` does it, operation by operation; a compiler may round its sums otherwise."""
     return jax.tree.map(lambda g: jnp.where(norm < clip_norm, g, g / norm.astype(g.dtype) * clip_norm), grads)
 
 

@@ -420,7 +420,7 @@ _ALIASES = {  # what Lightning and accelerate call them, and what people make of
     **dict.fromkeys(("mixed_fp16", "mixed_f16", "fp16-mixed", "16-mixed"), "mixed_float16"),
     **dict.fromkeys(("mixed_bf16", "bf16-mixed"), "mixed_bfloat16"),
     **dict.fromkeys(("mixed_fp8", "mixed_f8"), "mixed_float8"),
-    **{"16-true": "float16", "bf16-true": "bfloat16", "32-true": "float32"},
+    **{"16-true": "float16", "bf16-true": "bfloat16", "32-true": "float32", "64-true": "float64"},
 }
 _KEYS = {
     **dict.fromkeys(("p", "params", "param", "param_dtype"), "param_dtype"),

@@ -34,9 +34,9 @@ from jaxmp._placement import (
     is_deleted,
     is_traced,
     moved_to,
+    require_not_deleted,
     settled,
     tell_of_devices,
-    tell_of_donation,
 )
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
@@ -58,7 +58,6 @@ from jaxmp.rounding import in_dtype_of, with_compensation
 Metrics = dict[str, Any]
 
 _LAG = 4  # steps between a report of several processes and its reading
-_NULL_CONTEXT = contextlib.nullcontext()
 _STUCK = 2  # the place of that counter among the leaves of a state
 
 
@@ -118,11 +117,13 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
 
         Raises:
           ValueError: the optimizer has several loss scales; or it is ``optax.lookahead``, whose params are a pair.
+          RuntimeError: a donating step has had the params.
 
         Warns when the optimizer is a chain with another transform before ``loss_scaling``.
         """
         if not hasattr(tx, "init"):
             raise TypeError(f"tx must be an optax optimizer, got {tx!r}; jaxmp.loss_scaling(optax.adam(1e-3), {tx!r})")
+        require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
         if not has_loss_scale(jax.eval_shape(tx.init, params)):
             tx = loss_scaling(tx, NoOpLossScale())
         opt_state = tx.init(params)
@@ -161,6 +162,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         Raises:
           ValueError: ``tx`` keeps other numbers than the optimizer of this state.
         """
+        require_not_deleted(self)
         old = get_loss_scaling_state(self.opt_state)
         if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
             scale = jax.tree.map(jnp.copy, old.loss_scale)  # which no step deletes that donates this state
@@ -356,11 +358,9 @@ class TrainStep:
         self._loss_fn = loss_fn
         self._gathered, self._reduces_once = gathered, reduces_once and gathered is not None and gathered.is_split
         self._plan = None if gathered is None else gathered.plan
-        self._accumulate_steps, self._ema_decay = accumulate_steps, ema_decay
+        self._accumulate_steps, self._ema_decay, self._donated = accumulate_steps, ema_decay, 0 if donate else ()
         self._clip = {} if clip_norm is None else {"clip_norm": clip_norm}
-        self._donated = 0 if donate else ()
-        self._max_skips = max_consecutive_skips
-        self._warned = False
+        self._max_skips, self._warned = max_consecutive_skips, False
         # Of the call of this number: whether it was skipped, or how long the state had been stuck then; a batch.
         self._reports: deque[tuple[int, Any, Any]] = deque()
         self._calls, self._next_report = 0, 0.0
@@ -386,7 +386,7 @@ class TrainStep:
                 with self._plan.set():
                     new, metrics = self._on_leaves(given, batch)
         except (RuntimeError, ValueError) as error:
-            tell_of_donation(state, error)
+            require_not_deleted(state, error)
             if self._plan is None:
                 tell_of_devices(state, batch, error)
             raise
@@ -417,10 +417,22 @@ class TrainStep:
         is_placed = shardings and all(isinstance(each, NamedSharding) for each in shardings)
         return self._placed_programs((structure, shardings) if is_placed else None)
 
+    @staticmethod
+    def _require_state(state: Any) -> None:
+        """Raises if what came is no :class:`TrainState`: Flax's, whose fields are others, or the params alone."""
+        if not isinstance(state, TrainState):
+            kind = type(state)
+            name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+            raise TypeError(
+                f"a step takes a jaxmp.TrainState and a batch, got {name} as the state; make it with "
+                "jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=jaxmp.loss_scaling(tx, "
+                "jaxmp.DynamicLossScale())), which takes model_state (batch statistics) and rng too"
+            )
+
     def _placed(self, state: TrainState, batch: Any) -> TrainState:
         """``state``, with all of it where it or the batch is committed to, and the functions for it chosen."""
         placement: Any = None
-        _require_train_state(state)
+        self._require_state(state)
         if self._plan is not None and not is_traced(state):
             placement = self._plan.shardings(state)
             state = jax.tree.map_with_path(at, state, placement)
@@ -449,12 +461,12 @@ class TrainStep:
         return flattened(new, like=state), metrics
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        _require_train_state(state)
+        self._require_state(state)
         with self._on_mesh():  # also for who calls ``jitted``
             return self._stepped(state, batch)
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
-        return _NULL_CONTEXT if self._plan is None else self._plan.set()
+        return contextlib.nullcontext() if self._plan is None else self._plan.set()
 
     def _stepped(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if self._ema_decay is None and state.ema_params is not None:
@@ -558,7 +570,7 @@ class TrainStep:
                 with jax.transfer_guard_device_to_host("allow"):
                     count = int(np.asarray(report))
             if count and report.dtype == bool:  # it was skipped: how long has the state been stuck by now?
-                _require_train_state(state)
+                self._require_state(state)
                 if not is_traced(state.stuck):
                     stuck = jax.device_put(state.stuck, state.stuck.sharding, may_alias=False)  # a step deletes its own
                     if self._is_due(self._calls, state.stuck):  # then only the copy is waited for
@@ -645,7 +657,7 @@ def make_eval_step(
 
     @jax.jit
     def jitted(state: TrainState, batch: Any) -> Metrics:
-        _require_train_state(state)
+        TrainStep._require_state(state)
         params = state.params
         if use_ema:
             if state.ema_params is None:
@@ -666,24 +678,12 @@ def make_eval_step(
         try:
             return jitted(state, batch)
         except (RuntimeError, ValueError) as error:
-            tell_of_donation(state, error)
+            require_not_deleted(state, error)
             tell_of_devices(state, batch, error)
             raise
 
     step.jitted = jitted  # type: ignore[attr-defined]
     return step
-
-
-def _require_train_state(state: Any) -> None:
-    """Raises if what came is no :class:`TrainState`: Flax's, whose fields are others, or the params alone."""
-    if not isinstance(state, TrainState):
-        kind = type(state)
-        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-        raise TypeError(
-            f"a step takes a jaxmp.TrainState and a batch, got {name} as the state; make it with "
-            "jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=jaxmp.loss_scaling(tx, "
-            "jaxmp.DynamicLossScale())), which takes model_state (batch statistics) and rng too"
-        )
 
 
 def _split(path: Any, leaf: Any, n: int) -> jax.Array:
@@ -692,8 +692,9 @@ def _split(path: Any, leaf: Any, n: int) -> jax.Array:
     if leaf.ndim == 0:
         return jnp.broadcast_to(leaf, (n,))
     if leaf.shape[0] % n:
+        where = f"batch entry {_tree.path_name(path)!r}" if path else "the batch"
         raise ValueError(
-            f"accumulate_steps must divide the batch, got {n} for {leaf.shape[0]} examples in batch entry "
-            f"{_tree.path_name(path)!r}; use a batch of {n * (leaf.shape[0] // n + 1)}, say"
+            f"accumulate_steps must divide the batch, got {n} for {leaf.shape[0]} examples in {where}; use a batch of "
+            f"{n * (leaf.shape[0] // n + 1)}, say"
         )
     return jnp.moveaxis(leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:]), 1, 0)

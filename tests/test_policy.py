@@ -147,6 +147,7 @@ def test_auto_is_what_suits_the_attached_device():
         (("fp16", "16-true", "O3"), "float16"),
         (("bf16", "bf16-true"), "bfloat16"),
         (("32-true", "O0"), "float32"),
+        (("64-true",), "float64"),
     ],
 )
 def test_the_names_of_lightning_and_accelerate_are_read(names, preset):
@@ -208,6 +209,7 @@ def test_the_output_dtype_can_be_changed():
         ("", r"unknown policy ''; known policies"),
         ("O4", r"unknown policy 'O4'; known policies, nearest first: 'O\d'"),
         ("f4", r"unknown policy 'f4'; known policies"),
+        ("7-true", r"unknown policy '7-true'; known policies"),
         ("p=f32,c=f8", r"unknown dtype 'f8'; known names, nearest first: 'f8_e4m3', 'f8_e5m2'|'f\d+'"),
         ("p=f32,z=f16", r"unknown key 'z' in policy 'p=f32,z=f16'; known keys, nearest first: .*'params'"),
         ("mixed_float8(min_dim=16)", r"only matmul takes parentheses, got 'mixed_float8.*matmul=float8\("),

@@ -350,6 +350,8 @@ def _damage(folder: Path) -> str | None:
     try:
         own, end, lines = (folder / _CHECKSUMS).read_text(errors="replace").partition("\n")
         found = _checksums(folder)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return str(error)
     if own + end != _own_checksum(lines):

@@ -56,8 +56,15 @@ def plot(options: argparse.Namespace, draw: Callable[[Any], Any]) -> None:
         from jaxmp.cli.loading import told
         from jaxmp.inspect import plots
 
-        with told(ValueError, OSError, ModuleNotFoundError):
-            draw(plots).savefig(options.plot, dpi=110)
+        with told(ValueError, ModuleNotFoundError):
+            figure = draw(plots)
+        try:
+            figure.savefig(options.plot, dpi=110)
+        except OSError as error:
+            raise UsageError(
+                f"--plot names a file that can be written, got {options.plot!r}, where the system says: "
+                f"{error.strerror}; name another file"
+            ) from error
 
 
 def console() -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxmp import tables
 from jaxmp._jaxpr.walk import PRODUCTS
+from jaxmp._placement import require_not_deleted
 from jaxmp.inspect.calls import AS_WRITTEN, Step, argument_paths, differentiated, is_inexact, loss_and_rest, named
 from jaxmp.inspect.evaluate import Records, evaluate, is_whole
 from jaxmp.inspect.program import Key, program_of
@@ -153,6 +154,9 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
 
 
 def _of_step(step: Step, state: Any, batch: Any) -> Blame | None:
+    step._require_state(state)
+    require_not_deleted(state)
+
     def program_for(state: Any) -> Callable[..., Any]:
         def program(params: Any, model_state: Any, batch: Any) -> Any:
             given = state.replace(params=params, model_state=model_state)

@@ -21,6 +21,8 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 class Step(Protocol):
     """A :class:`jaxmp.training.TrainStep`. Its module comes here when a run fails, and so is not imported here."""
 
+    def _require_state(self, state: Any) -> None: ...
+
     def _placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]: ...
 
 

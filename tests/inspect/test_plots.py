@@ -331,6 +331,10 @@ def test_the_commands_write_a_picture(tmp_path, monkeypatch, capsys):
         assert cli.main([command, "plotted:loss_fn", "--args", "plotted:args", "--plot", f"{command}.png"]) == 0
         assert (tmp_path / f"{command}.png").read_bytes()[:4] == b"\x89PNG"
     capsys.readouterr()
+    (tmp_path / "is_a_folder.png").mkdir()
+    assert cli.main(["plan", "plotted:loss_fn", "--args", "plotted:args", "--plot", "is_a_folder.png"]) == 2
+    rule = "--plot names a file that can be written, got 'is_a_folder.png', where the system says: Is a directory; name"
+    assert f"jaxmp plan: error: {rule} another file\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,9 @@ def test_a_batch_that_does_not_divide_is_named():
     text = "accumulate_steps must divide the batch, got 4 for 6 examples in batch entry 'x/y'; use a batch of 8, say"
     with pytest.raises(ValueError, match=re.escape(text)):
         step(state_of(), {"x": {"y": jnp.ones(6)}})
+    step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), s), accumulate_steps=4)
+    with pytest.raises(ValueError, match="got 4 for 6 examples in the batch; use a batch of 8, say"):
+        step(state_of(), jnp.ones(6))
 
 
 def test_a_float16_loss_is_refused_by_the_step_and_taken_by_the_evaluation():
@@ -218,6 +221,11 @@ def test_a_state_that_a_step_has_had_is_told_from_the_one_it_returned():
     for again in (step, make_train_step(train_loss, policy="mixed_bfloat16"), make_eval_step(train_loss)):
         with pytest.raises(RuntimeError, match=text):
             again(state, problem()[1])
+    for use in (state.with_tx, lambda _: jaxmp.inspect.first_nonfinite(step)(state, problem()[1])):
+        with pytest.raises(RuntimeError, match=text):
+            use(state.tx)
+    with pytest.raises(RuntimeError, match=r"but 'params/hidden/.' in this one is gone"):
+        TrainState.create(params=state.params, tx=state.tx)
     step(new, problem()[1])
 
 
@@ -259,6 +267,8 @@ def test_another_state_than_ours_is_named_with_what_makes_ours(make):
         make(train_loss)(flax_state, 1.0)
     with pytest.raises(TypeError, match=text.format("dict")):
         make(train_loss)({"w": jnp.ones(2)}, 1.0)
+    with pytest.raises(TypeError, match=text.format("flax.training.train_state.TrainState")):
+        jaxmp.inspect.first_nonfinite(make_train_step(train_loss))(flax_state, 1.0)
 
 
 def test_params_without_gradients_are_refused():

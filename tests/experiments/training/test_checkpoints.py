@@ -262,6 +262,9 @@ def test_checksums_that_are_damaged_are_named_and_no_file_that_is_whole(change, 
         CheckpointError, match=r"/4 is damaged: checksums.sha256 is not what was written, without which"
     ):
         read_last(tmp_path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"/4 is damaged: checksums.sha256 is missing; "):
+        read_last(tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
