@@ -405,9 +405,9 @@ class TrainStep:
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """The program that calls run, of arrays or shapes, for its memory, its cost and its text.
 
-        What calls have compiled is not compiled again, nor the other way round. To call what is compiled by hand, lower
-        ``jitted``: calls have programs on the leaves of a state.
+        What calls have compiled is not compiled again. It takes the leaves of a state: to call one, lower ``jitted``.
         """
+        self._require_state(state)
         return self.programs_for(state)[1].lower(flattened(state), batch)
 
     def programs_for(self, state: Any) -> tuple[Any, Any]:

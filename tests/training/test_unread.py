@@ -249,3 +249,17 @@ def test_errors_and_programs_name_the_leaves_of_the_state(batch):
     assert "state.params['out']['w']" in step.lower(state, batch).as_text(debug_info=True)
     with pytest.raises(TypeError, match=r"a step takes a jaxmp.TrainState and a batch, got dict as the state"):
         step(batch, state)
+    for use in (step, step.lower):
+        with pytest.raises(
+            TypeError, match=r"takes a jaxmp.TrainState and a batch, got jaxlib\..*ArrayImpl as the state"
+        ):
+            use(batch["x"], state)
+
+
+def test_a_program_that_is_lowered_goes_by_the_state_it_is_given_and_not_by_the_last_one(batch):
+    step = make_train_step(train_loss, donate=False)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    text = step.lower(start(), batch).as_text()
+    step(jax.device_put(start(), whole), jax.device_put(batch, whole))
+    assert step.lower(start(), batch).as_text() == text
