@@ -4,30 +4,16 @@
 operation in its precision. What it means; docs/autocast.md has it with pictures, all groups and all sharp edges:
 
 **Half** are matrix products and convolutions, whose terms XLA adds up in float32, and what stands between two of them
-by any path: biases, activations, the residual stream. What leads to no product (the last bias, a loss) and what is made
-of arguments only stays as it was written. A function without a product is not changed, but for the results of a pure
-policy.
+by any path. What leads to no product and what is made of arguments only stays as it was written.
 
 **Float32** are operations that need range or accumulate (:mod:`jaxmp.engine.classes`), products of the highest
-precision, and groups from their first operation on (:mod:`jaxmp.engine.groups`), such as a softmax, a norm, a mask;
-their products too where rounding would leave little else: distances, coordinates. So is what is computed from a float32
-value, up to the next product or activation, or a residual stream that it joins.
+precision, groups (:mod:`jaxmp.engine.groups`) from their first operation on, with their products where rounding would
+leave little else; and what is computed from a float32 value, up to the next product, activation or residual stream.
 
 **Loops.** A carry is half if a product lies on its way round, float32 if it only adds up. Weights are cast at each use,
 so that their cotangents are summed in float32. A while loop that runs until its products converge is float32.
 
-**Derivatives.** ``grad(autocast(f))`` differentiates the half program; ``autocast(grad(f))`` has the same products.
-Rules of ``custom_jvp`` and ``custom_vjp`` are kept, and run under the same policy.
-
-**Left alone** are integers, float64, complex numbers and fp8; random bits; an ``astype`` that rounds; kernels,
-callbacks and references; what jaxmp does not know. Results keep their dtypes, under a pure policy they have its output
-dtype.
-
-**Who decides otherwise**, the most specific first: ``with jaxmp.precision("float32"):`` around code; an override by
-path, the first that matches; by primitive; by class. ``"half"`` is meant literally; only factorisations stay float32.
-
-Not seen are an ``astype(float32)`` of what is float32 already and a module's ``dtype=float32``. Put autocast around the
-loss, not around a loop that updates params.
+**Derivatives.** ``grad(autocast(f))`` differentiates the half program, and keeps its ``custom_jvp`` and ``custom_vjp``.
 """
 
 from __future__ import annotations
@@ -55,12 +41,10 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
     """``fun`` with each of its operations in the precision that suits it, decided on its whole graph.
 
     :mod:`jaxmp.engine.autocast` states the rules, and :func:`jaxmp.cast_plan` shows the decisions. ``fun`` is traced as
-    it is written, on its own dtypes, and stays
-    unedited: its params stay float32, its results have the dtypes that they had (under a pure policy such as
-    ``"bfloat16"``: the output dtype). It composes with JAX's transformations, around it and inside it. What it writes
-    to NNX objects among its arguments (statistics, counts of random numbers, metrics) is written to them, as by NNX's
-    own transforms; one that it closes over cannot change, as under ``jax.jit``. The model is TensorFlow's
-    ``auto_mixed_precision`` graph pass.
+    it is written, on its own dtypes, and stays unedited: its params stay float32, its results have the dtypes that they
+    had (under a pure policy such as ``"bfloat16"``: the output dtype). It composes with JAX's transformations. What it
+    writes to NNX objects among its arguments (statistics, counts, metrics) is written to them, as by NNX's own; one
+    that it closes over cannot change, as under ``jax.jit``. After TensorFlow's ``auto_mixed_precision`` graph pass.
 
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Arguments that are no arrays (Python numbers, strings,

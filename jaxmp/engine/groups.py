@@ -3,14 +3,15 @@
 exp, log and sums are float32 by their class. What feeds them must be too, or the rounding comes just before the step
 that amplifies it: ``x - max`` before exp (softmax in bfloat16 errs by 7 %), the square before a sum (a variance as
 ``E[x²] - E[x]²``, and 300² is infinite in float16), the difference before a squared error, the scale and mask before a
-softmax (``finfo.min`` is -inf in half). Most of that follows backwards from who reads a value (:func:`extend`). What
-does not, a group says. The plan has its name; docs/autocast.md has a row for each.
+softmax (``finfo.min`` is -inf in half). Most of that follows backwards from who reads a value (:func:`extend`); what
+does not, a group says.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ _ROUNDINGS = frozenset({"floor", "ceil", "round"})
 _CHANGES = _EXTREMES | _ROUNDINGS
 _LOGARITHMS = frozenset({"log", "log1p", "log2"})
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is the derivative of max
-_READ_PLACES = _COMPARISONS | _ROUNDINGS | {"sin", "cos", "tan", "rem"}
+_SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on
+_READ_PLACES = _COMPARISONS | _ROUNDINGS | {"sin", "cos", "tan", "rem", _SEARCH}
 _SQUARES = frozenset({"square", "integer_pow", "abs", "mul", "pow"})
 _MAY_HAND_PLACES = _READ_PLACES | _SQUARES | {_CAST, "complex", "neg", "exp"}
 _SUMS = frozenset({"add", "sub", "add_any"})
@@ -75,9 +77,7 @@ def _softmaxes(node: Node, _: Step) -> Iterator[Group]:
     """Exponentials over their sum; rounded where they end, but not if their logarithm is taken: it is lost near 1."""
     above, below = (each.origin for each in node.inputs)
     inner, is_product = _exponential(above), below.name == "dot_general"
-    summed = list(below.inputs)
-    if is_product:  # with ones
-        summed = [each for each, ones in (summed, summed[::-1]) if ones.origin.const == (1.0, 1.0)]
+    summed = filter(None, [_added_by_ones(below)]) if is_product else below.inputs
     if inner and (is_product or below.name == "reduce_sum") and inner in map(_exponential, summed):
         is_logged = any(reader.name in _LOGARITHMS for reader in _readers(node, _AFFINE))
         reason = "the sum of a softmax" if is_product else ""
@@ -184,12 +184,15 @@ def _is_root(node: Node) -> bool:
 def _cosines(node: Node, _: Step) -> Iterator[Group]:
     """Products over the norms of both factors, however they are written."""
     below, product = _origin(node.inputs[-1], _SUMS | _LIMITS), node.inputs[0].origin
-    units = [each.origin for each in product.inputs if each.origin.name in ("div", "mul")]
+    factors = (below if node.name == "sub" else product).inputs
+    units = [each.origin for each in factors if each.origin.name in ("div", "mul")]
     units = [unit for unit in units if _is_norm(unit.inputs[-1])]
     if node.name == "div" and below.name == "mul" and all(map(_is_norm, below.inputs)):
         yield Group("cosine similarity", (node, below, product), "divided by the norms of both")
     elif node.name == "reduce_sum" and product.name == "mul" and len(units) == 2:
         yield Group("cosine similarity", (node, product, *units))
+    elif node.name == "sub" and product.const and below.name in PRODUCTS and len(units) == 2:  # 1 - y @ y.T
+        yield Group("cosine similarity", (below, node, *units), "a constant less a product of unit vectors")
 
 
 def _is_norm(node: Node) -> bool:
@@ -199,13 +202,20 @@ def _is_norm(node: Node) -> bool:
 
 def _vector(norm: Node) -> Node | None:
     """The vector whose squares a value sums, or that a product multiplies with itself, a multiple or product of it."""
-    if norm.name == "reduce_sum" and (square := _square(_origin(norm.inputs[0], _AFFINE))):
+    added = norm.inputs[0] if norm.name == "reduce_sum" else _added_by_ones(norm)
+    if added is not None and (square := _square(_origin(added, _AFFINE))):
         return _origin(square[0].inputs[0], _SCALES | {"abs"})
     pair = [_origin(operand, _SCALES) for operand in norm.inputs[:2]] if norm.name in PRODUCTS else []
     for one, other in zip(pair, pair[::-1], strict=True):
         if one is other or (other.name in {"mul", *PRODUCTS} and one in [_origin(x, _SCALES) for x in other.inputs]):
             return one
     return None
+
+
+def _added_by_ones(product: Node) -> Node | None:
+    """What a product with ones adds up."""
+    pair = product.inputs[:2] if product.name in PRODUCTS else ()
+    return next((one for one, other in zip(pair, pair[::-1], strict=True) if other.origin.const == (1.0, 1.0)), None)
 
 
 def _differences(node: Node, _: Step) -> Iterator[Group]:
@@ -231,7 +241,7 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
     parts = summed.union(walk((term for term in terms if term.name in ("gather", "slice", "dynamic_slice")), _terms))
     for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms]:
         is_whole = bool(products.get(norm)) and len(norm.shape) >= len(norm.inputs[0].shape)  # not a number a vector
-        if vector is None or (is_whole and norm not in parts):
+        if vector is None or (is_whole and norm not in parts and not _added_by_ones(norm)):
             continue
         cancelled = [each for each in products if vector in products[each]]
         if cancelled := [each for each in cancelled if not (each is norm or each in summed) or is_twice(each)]:
@@ -292,7 +302,7 @@ GROUPS = (
     (_softmaxes, {"div"}),
     (_logarithms, _LOGARITHMS),
     (_squares, {"reduce_sum", "sqrt", *PRODUCTS}),
-    (_cosines, {"reduce_sum", "div"}),
+    (_cosines, {"reduce_sum", "div", "sub"}),
     (_differences, _SUMS),
     (_searches, {"while"}),
 )
@@ -338,13 +348,14 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
         squared = _square(node)[1:] if node is not None else []
         if squared or name in _COMPARISONS:  # |x - position|: an interpolation
             pair, known = (squared[0].inputs, of_iota) if squared else (reals, of_positions)
-            others = zip(pair, pair[::-1], strict=True)
-            ends = [one for one, other in others if other in known and other not in of_products]
+            others = [each for each in zip(pair, pair[::-1], strict=True) if each[1] not in of_products]
+            tables = () if squared else [each for each in others if _is_table(*each, computed, out.aval.size)]
+            ends = [each[0] for each in others if each[1] in known or each in tables]
         elif name in ("sin", "cos", "tan") or (name == "exp" and node is None):
             ends = [real for real in reals if real.origin.name not in _LIMITS]  # no activation
         elif name == "rem":
             ends = reals[:1]
-        elif name == _CAST and out.aval.dtype.kind in "iu":
+        elif name in (_CAST, _SEARCH) and out.aval.dtype.kind in "iu":
             ends = [real for real in reals if real not in coarse]
         elif name in _ROUNDINGS and node is not None and not (node in leading and _is_quantised(node)):
             ends = reals
@@ -364,6 +375,13 @@ def _hands_places(step: Step) -> bool:
     kind = step.eqn.outvars[0].aval.dtype.kind if name in (_CAST, "complex", "mul", "neg", "exp") else ""
     is_read = (name in _READ_PLACES or (name == _CAST and kind in "iu")) and any(step.operands)
     return is_read or kind == "c" or (node is not None and name in _SQUARES and len(_square(node)) > 1)
+
+
+def _is_table(place: Node, other: Node, computed: Collection[Node], size: int) -> bool:
+    """Whether a value is compared with each of a table, or with what is looked up there, as the edges of bins are."""
+    is_each = all(math.prod(each.origin.shape) < size for each in (place, other)) and math.prod(other.origin.shape) > 1
+    is_looked_up = any(each.is_looked_up for each in walk([other], lambda node: node.inputs))
+    return other not in computed and (is_each or is_looked_up)
 
 
 def _keeps_places(node: Node, computed: Collection[Node]) -> bool:

@@ -43,11 +43,9 @@ class Row:
       operands: the names of the dtypes that it is computed with, after casts.
       result: the name of the dtype of its result; of several results their names with a comma between.
       why: the rule, the neighbour or the group that decided.
-      source: the user's file and line, ``"package/module.py:12"``; empty where JAX knows none. A file in no package is
-        told by its name alone, so that a plan is the same wherever the project lies.
+      source: the user's file and line, ``"package/module.py:12"``, of a file in no package its name; empty if unknown.
       flops: floating-point operations, over all trips of the loops around it (see :mod:`jaxmp.flops`).
-      casts: casts that autocast adds for it; one that several equations share stands at the first, one that its author
-        wrote and autocast puts off at each of those that read it.
+      casts: casts added for it; a shared one is the first's, one of the author's that is put off is each reader's.
       cast_bytes: what these casts write, in bytes, over all trips of the loops around it.
       depth: the number of equations that it is a part of.
       reads: the numbers of the rows before it whose floating results it reads, in bodies too: of a carry those that it

@@ -167,6 +167,21 @@ def test_cosine_similarity_is_float32():
     assert np.allclose(result[:, 0], similarity(x), rtol=1e-3)
 
 
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("paired", [False, True])
+def test_cosine_distances_of_unit_vectors_are_float32(paired, policy):
+    def distance(x):
+        return 1 - (jax.vmap(jnp.dot)(unit(x), unit(x[::-1])) if paired else unit(x) @ unit(x).T)
+
+    x = 1 + 0.01 * normal(6, 16, 8)  # vectors so near that half's rounding is all that is left
+    np.testing.assert_allclose(*both(distance, policy, x), rtol=1e-5, atol=1e-7)
+    assert jaxmp.cast_plan(distance, policy)(x).summary.groups["cosine similarity"] == 1
+
+
 def test_scatters_that_add_do_so_in_float32():
     def fun(x, w):
         return jnp.zeros(8).at[jnp.zeros(8, int)].add((x @ w)[0]) @ w
@@ -299,6 +314,9 @@ DISTANCES = {
     "norm(h)**2": of_norms(lambda h: jnp.linalg.norm(h, axis=-1) ** 2),
     "square(norm(h))": of_norms(lambda h: jnp.square(jnp.linalg.norm(h, axis=-1))),
     "einsum('id,id->i', h, h)": of_norms(lambda h: jnp.einsum("id,id->i", h, h)),
+    "h**2 @ ones": of_norms(lambda h: h**2 @ jnp.ones(8)),
+    "einsum('id,d->i', h * h, ones)": of_norms(lambda h: jnp.einsum("id,d->i", h * h, jnp.ones(8))),
+    "(h * h) @ ones of one column": lambda h: (n := (h * h) @ jnp.ones((8, 1))) + n.T - 2 * h @ h.T,
     "vmap(vdot)(h, h)": of_norms(lambda h: jax.vmap(jnp.vdot)(h, h)),
     "half of it": lambda h: jnp.sum(h**2, -1)[:, None] / 2 + jnp.sum(h**2, -1) / 2 - h @ h.T,
     "(-2 h) @ h.T": lambda h: jnp.sum(h**2, -1)[:, None] + jnp.sum(h**2, -1) + (-2 * h) @ h.T,
@@ -412,6 +430,7 @@ def sample(affine):
 AFFINE = jnp.array([[0.9, 0.1, 5.03], [-0.1, 0.95, 20.7]])
 POINTS, ROTATION = 10 * normal(1, 1000, 3), jnp.linalg.qr(normal(2, 3, 3))[0]
 FREQUENCIES = 10 * normal(4, 3, 16)
+EDGES, THRESHOLDS = jnp.linspace(-30, 30, 600), jnp.linspace(-1, 1, 8)
 
 
 def tent(distances):
@@ -431,6 +450,11 @@ COORDINATES = {
     "astype(int)": (lambda p, r: ((p @ r.T + 10) / 0.1).astype(jnp.int32), POINTS, ROTATION),
     "// and %": (lambda p, r: ((p @ r.T) // 0.1, (p @ r.T) % 0.1), POINTS, ROTATION),
     "compared with positions": (lambda p, r: jnp.arange(32.0) < (p @ r.T)[..., None], POINTS, ROTATION),
+    "the edges of bins": (lambda p, e: jnp.searchsorted(e, p @ ROTATION), POINTS, EDGES),
+    "edges from outside": (lambda p, r: jnp.digitize(p @ r, EDGES), POINTS, ROTATION),
+    "edges made here": (lambda p, r: jnp.histogram(p @ r, bins=300, range=(-30, 30))[0], POINTS, ROTATION),
+    "an interpolated table": (lambda p, e: jnp.interp(p @ ROTATION, e, jnp.sin(e)), POINTS, EDGES),
+    "compared with a table": (lambda p, e: (p @ ROTATION)[..., None] > e, POINTS, EDGES),
     "a kernel around positions": (lambda p, r: jnp.abs((p @ r.T)[..., None] - jnp.arange(32.0)), POINTS, ROTATION),
     "sin(2 pi x b)": (lambda x, b: jnp.sin(2 * jnp.pi * (x @ b)), normal(5, 100, 3), FREQUENCIES),
     "sin and cos": (lambda x, b: jnp.stack([jnp.sin(x @ b), jnp.cos(x @ b)]), normal(5, 100, 3), FREQUENCIES),
@@ -460,6 +484,10 @@ NO_COORDINATES = {
     "the gradient of a clip": lambda x: jax.grad(lambda w: jnp.sum(jnp.clip(x @ w, 0, 6) @ w))(W),
     "learned steps": lambda x: jax.grad(lambda w, s: jnp.sum(rounded(jnp.clip(x @ w / s, -8, 7)) * s @ w))(W, 0.1),
     "a threshold": lambda x: jnp.where(x @ W > 0, x, 0.0) @ W,
+    "a threshold for each feature": lambda x: jnp.where(x @ W > THRESHOLDS, x, 0.0) @ W,
+    "a threshold for each example": lambda x: jnp.where(x @ W > THRESHOLDS[:4, None], x, 0.0) @ W,
+    "radial basis functions": lambda x: jnp.tanh((x @ W)[..., None] - THRESHOLDS).sum(-1) @ W,
+    "logits of unit vectors": lambda x: 20 * unit(x) @ unit(W).T,
     "the largest": lambda x: jnp.argmax(x @ W, -1),
     "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,
 }
