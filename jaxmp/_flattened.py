@@ -92,9 +92,8 @@ class Lazy:
     """
 
     _first: ClassVar[tuple[str, ...]] = ()  # their names
-    _may_wait: ClassVar[bool] = (
-        False  # whether an instance may: a class that finds, copies or keeps its fields otherwise reads them
-    )
+    # Whether an instance may be flattened: not if its class finds or copies its fields in a way of its own.
+    _may_wait: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # makes it a dataclass

@@ -311,7 +311,7 @@ _BY_END = {end: [recognised for recognised, own in GROUPS if end in own] for _, 
 
 
 def _coordinates(graph: Graph) -> Iterator[Group]:
-    """Products that make places or phases: rounded, cast to integers, compared with positions, or read by sin and cos.
+    """Products that make places or phases: rounded, made integers, compared with positions or tables, in sin or cos.
 
     Nothing but moves, offsets and scales lies between. In bfloat16 a place of 300.4 is 300, and a phase of 300.4 noise.
     """
