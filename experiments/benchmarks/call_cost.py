@@ -41,7 +41,7 @@ from experiments.training import cli
 REFERENCE = "plain JAX and optax"
 COLUMNS = ("a call of", "arrays in", "arrays out", "µs", "quartiles", "ratio", "quartiles of the ratio")
 GOAL = "jaxmp, dynamic scale"
-GOAL_US, PLAIN_US = 80.0, 46.0  # on a machine on which plain JAX takes so long
+GOAL_US, PLAIN_US = 80.0, 46.0  # the second is what plain JAX took when the goal was set
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,10 +137,10 @@ def table(rows: dict[str, Any]) -> Table:
     for label, row in rows.items():
         in_us = {"ms": [1000 * ms for ms in row["ms"]], "ratio": row["ratio"]}
         cells.append((label, *map(str, row["arrays"]), *times(in_us, ".1f", ".2f")))
-    ratio, goal = rows[GOAL]["ratio"][1], GOAL_US / PLAIN_US
+    us, ratio = 1000 * rows[GOAL]["ms"][1], rows[GOAL]["ratio"][1]
     verdict = (
-        f"{'met' if ratio <= goal else 'NOT MET'}: {GOAL} takes {ratio:.2f} times as long as plain JAX, the goal is "
-        f"{goal:.2f} ({GOAL_US:g} µs where plain JAX takes {PLAIN_US:g})"
+        f"{'met' if us <= GOAL_US else 'NOT MET'}: {GOAL} takes {us:.1f} µs a call, the goal is {GOAL_US:g}; that is "
+        f"{ratio:.2f} times plain JAX's, where the goal was {GOAL_US / PLAIN_US:.2f} times"
     )
     return Table("A step of two layers: µs a call", COLUMNS, cells, notes=(verdict,))
 
