@@ -27,6 +27,7 @@ from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, checked, require_same_structure, under_policy, with_remat
 from jaxmp._mesh_plan import explicit_mesh_of, plan_of, typed
+from jaxmp._nonfinite import explanation
 from jaxmp._placement import (
     at,
     at_home,
@@ -365,7 +366,7 @@ class TrainStep:
         self._reports: deque[tuple[int, Any, Any]] = deque()
         self._calls, self._next_report = 0, 0.0
         self._placed_programs = functools.cache(self._programs)
-        self.jitted, self._on_leaves = self._placed_programs(None)
+        self._choose(None)
         self._stays = False  # whether ``jitted`` is right for the state that it returned last, whatever the batch
         self._returned: Callable[[], TrainState | None] = lambda: None
         self._stuck: Any = None  # its counter
@@ -373,33 +374,27 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; see :func:`make_train_step`."""
         try:
-            if self._reports:
+            if self._reports:  # each line here is paid for in every step
                 self._read_reports(state, batch)
-            if self._plan is not None:
-                batch = self._batch_on_mesh(batch)
             if state is not self._returned() or not (self._stays or home_of(batch) is None):
                 state = self._placed(state, batch)
             given = flattened(state)
-            if self._plan is None:  # each line here is paid for in every step
-                new, metrics = self._on_leaves(given, batch)
-            else:
-                with self._plan.set():
-                    new, metrics = self._on_leaves(given, batch)
+            new, metrics = self._run(given, batch)
         except (RuntimeError, ValueError) as error:
             require_not_deleted(state, error)
             if self._plan is None:
                 tell_of_devices(state, batch, error)
             raise
-        state, stuck = new.lazy(), new.leaves[_STUCK]
+        self._calls = calls = self._calls + 1
+        stuck, state = new.leaves[_STUCK], new.lazy()
         self._returned = weakref.ref(state)
-        self._calls += 1
         if isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
             return state, metrics
-        is_counted = given.leaves[_STUCK] is self._stuck  # so too in a state that NNX or replace made
-        self._stuck = stuck
-        if not is_counted or self._calls >= self._next_report:
-            self._reports.append((self._calls, metrics["skipped"], batch))
+        # A counter that another call returned: the state may come from elsewhere, or from NNX or replace.
+        if given.leaves[_STUCK] is not self._stuck or calls >= self._next_report:
+            self._reports.append((calls, metrics["skipped"], batch))
             self._next_report = np.inf  # until this one is read
+        self._stuck = stuck
         return state, metrics
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
@@ -441,12 +436,22 @@ class TrainStep:
             if isinstance(home, NamedSharding):
                 placement = jax.tree.map(lambda leaf: leaf.sharding, state)
         leaves, structure = jax.tree.flatten(placement)
-        self.jitted, self._on_leaves = self._placed_programs((structure, tuple(leaves)) if leaves else None)
+        self._choose((structure, tuple(leaves)) if leaves else None)
         self._stays = bool(leaves) or jax.device_count() == 1
         return state
 
+    def _choose(self, placement: tuple[Any, ...] | None) -> None:
+        self.jitted, self._on_leaves = self._placed_programs(placement)
+        self._run = self._on_leaves if self._plan is None else self._run_on_mesh
+
+    def _run_on_mesh(self, state: Flattened, batch: Any) -> tuple[Flattened, Metrics]:
+        with self._on_mesh():
+            result: tuple[Flattened, Metrics] = self._on_leaves(state, self._batch_on_mesh(batch))
+        return result
+
     def _batch_on_mesh(self, batch: Any) -> Any:
-        assert self._plan is not None
+        if self._plan is None:
+            return batch
         wanted = self._plan.shardings_of_batch(batch, self._accumulate_steps)
         return batch if is_traced(batch) else jax.tree.map(moved_to, batch, wanted)
 
@@ -561,8 +566,13 @@ class TrainStep:
             )
 
     def _read_reports(self, state: TrainState, batch: Any) -> None:
-        while self._reports and self._is_due(*self._reports[0][:2]):
-            call, report, reported = self._reports.popleft()
+        while self._reports:
+            try:
+                call, report, reported = self._reports.popleft()
+            except IndexError:  # another thread has read it
+                return
+            if not self._is_due(call, report):
+                return self._reports.appendleft((call, report, reported))
             self._next_report = call + 1  # if the read fails
             try:
                 count = int(np.asarray(report))  # jax.device_get takes 20 µs more
@@ -590,9 +600,13 @@ class TrainStep:
         return report.is_ready() if report.is_fully_addressable else self._calls >= call + _LAG
 
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
+        """Says what is not finite, by computing the gradients of the last bad batch once more."""
         from jaxmp.inspect.blame import first_nonfinite  # not needed before
 
-        error = NonFiniteTrainingError(self._explain(state, batch))
+        batch = self._batch_on_mesh(batch)
+        loss, grads, _, _ = jax.jit(self._placed_gradients)(state, batch, state.rng)
+        scale = get_loss_scale(state.opt_state)
+        error = NonFiniteTrainingError(explanation(loss, grads, scale, state.params, batch, self._max_skips))
         try:
             error.blame = first_nonfinite(self)(state, batch)
         except Exception as failure:  # an error of the search must not hide the error that it is to explain
@@ -600,30 +614,6 @@ class TrainStep:
         if error.blame is not None:
             error.args = (f"{error}. First: {error.blame.summary()}",)
         return error
-
-    def _explain(self, state: TrainState, batch: Any) -> str:
-        """Says what is not finite, by computing the gradients of the last bad batch once more."""
-        loss, grads, _, _ = jax.jit(self._placed_gradients)(state, batch, state.rng)
-        found = [
-            f"{what} {', '.join(repr(name) for name in names[:8])}{', …' if len(names) > 8 else ''}"
-            for what, tree in (("gradients of", grads), ("params", state.params), ("batch entries", batch))
-            if (names := _tree.non_finite(tree))
-        ]
-        if not np.isfinite(loss):
-            found.insert(0, f"the loss ({loss})")
-        norm = unscaled_norm(grads, get_loss_scale(state.opt_state))
-        if not _tree.non_finite(grads) and not np.isfinite(norm):
-            found.append(
-                "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
-                "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
-            )
-        what = "; ".join(found) or "nothing in the gradients, so it is the optimizer's updates"
-        return (
-            f"training must be finite to go on, but {self._max_skips} steps in a row were skipped at loss scale "
-            f"{float(get_loss_scale(state.opt_state).loss_scale):g}, which cannot fall; not finite now: {what}. Look "
-            "for NaN in the data, lower the learning rate, or compute the modules of these params in float32 (by "
-            "overrides)"
-        )
 
 
 class NonFiniteTrainingError(FloatingPointError):

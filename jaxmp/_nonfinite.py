@@ -1,0 +1,36 @@
+"""What an error says of training that cannot go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxmp import tree as _tree
+from jaxmp.loss_scale import LossScale
+from jaxmp.optimizer import unscaled_norm
+
+
+def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
+    """Which of these is not finite, after so many skipped steps, and what to do.
+
+    ``loss`` is the true loss, ``grads`` are the gradients of the scaled one.
+    """
+    found = [
+        f"{what} {', '.join(repr(name) for name in names[:8])}{', …' if len(names) > 8 else ''}"
+        for what, tree in (("gradients of", grads), ("params", params), ("batch entries", batch))
+        if (names := _tree.non_finite(tree))
+    ]
+    if not np.isfinite(loss):
+        found.insert(0, f"the loss ({loss})")
+    if not _tree.non_finite(grads) and not np.isfinite(unscaled_norm(grads, loss_scale)):
+        found.append(
+            "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
+            "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
+        )
+    what = "; ".join(found) or "nothing in the gradients, so it is the optimizer's updates"
+    return (
+        f"training must be finite to go on, but {skips} steps in a row were skipped at loss scale "
+        f"{float(loss_scale.loss_scale):g}, which cannot fall; not finite now: {what}. Look for NaN in the data, lower "
+        "the learning rate, or compute the modules of these params in float32 (by overrides)"
+    )
