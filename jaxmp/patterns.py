@@ -40,16 +40,17 @@ def pattern_text(pattern: Pattern) -> str:
     return f"type:{pattern.__name__}" if isinstance(pattern, type) else pattern
 
 
-def matches(pattern: Pattern, path: Path, cls: type | None) -> bool:
-    """Whether ``pattern`` matches the module of class ``cls`` (None if unknown) at ``path`` itself.
+def matches(pattern: Pattern, path: Path, cls: type | tuple[type, ...] | None) -> bool:
+    """Whether ``pattern`` matches the module of class ``cls`` (None if unknown) at ``path`` itself; or one of several.
 
     >>> matches("**/Dense_*", ("encoder", "Dense_0"), None), matches("encoder", ("encoder", "Dense_0"), None)
     (True, False)
     """
+    classes = cls if isinstance(cls, tuple) else (cls,) if cls is not None else ()
     if isinstance(pattern, type):
-        return cls is not None and issubclass(cls, pattern)
+        return any(issubclass(each, pattern) for each in classes)
     if pattern.startswith("type:"):
-        names = [base.__name__ for base in cls.__mro__] if cls is not None else []
+        names = [base.__name__ for each in classes for base in each.__mro__]
         return any(fnmatch.fnmatchcase(name, pattern.removeprefix("type:")) for name in names)
     return _glob(tuple(part for part in pattern.split("/") if part), path)
 

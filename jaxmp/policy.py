@@ -211,12 +211,15 @@ class PolicyMap:
         """The patterns of this map and of the one it adds to, in the order in which they are tried."""
         return [pattern for _, pattern, _ in self._rules()]
 
-    def resolve(self, path: Path, classes: Mapping[Path, type] | None = None) -> tuple[Policy, Pattern | None]:
+    def resolve(
+        self, path: Path, classes: Mapping[Path, type | tuple[type, ...]] | None = None
+    ) -> tuple[Policy, Pattern | None]:
         """The policy of the module at ``path`` and the pattern that gave it (None for the default).
 
         Args:
           path: names of the modules from below the root down to this one; ``()`` is the root.
-          classes: the classes of this module and of those above it, by path, for patterns on classes.
+          classes: the classes of this module and of those above it, by path, for patterns on classes; several at a
+            path where modules share a scope.
         """
         prefixes = [path[:depth] for depth in range(len(path) + 1)]
         for _, pattern, policy in self._rules():

@@ -204,7 +204,8 @@ class Run:
         self.nested: list[Path] = []
         config: Any = jax.config
         self.ambient_precision = config.jax_default_matmul_precision
-        self.by_path = any(not is_class_pattern(pattern) for pattern in root.policies.patterns)
+        kinds = [is_class_pattern(pattern) for pattern in root.policies.patterns]
+        self.by_class, self.by_path = any(kinds), not all(kinds)
 
     def covers(self, path: Path) -> bool:
         """Whether what is at ``path`` is the root or below it."""
@@ -243,7 +244,7 @@ class Run:
         return decision
 
     def _decide(self, module: Any, path: Path) -> _Decision:
-        policy, pattern = self.policies.resolve(self.prefix + path, self.classes)
+        policy, pattern = self.policies.resolve(self.prefix + path, self._classes_around(module, path))
         dtypes: dict[str, np.dtype] = {}
         mode: Mode = "autocast"
         if not self.autocast:
@@ -268,6 +269,21 @@ class Run:
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
             param_dtype=None if is_made else dtypes.get("param_dtype", policy.param_dtype),
         )
+
+    def _classes_around(self, module: Any, path: Path) -> Mapping[Path, type | tuple[type, ...]]:
+        """The classes of a module and of those above it; of all that share one's scope, as ``nn.share_scope`` says."""
+        if not self.by_class:
+            return self.classes
+        around: dict[Path, tuple[type, ...]] = {}
+        while True:
+            at = self.prefix + path
+            first = around.get(at) or ((self.classes[at],) if at in self.classes else ())
+            around[at] = (*first, type(module))
+            module = module.parent
+            if not isinstance(module, nn.Module) or _running.run_of(module) is not self:
+                break
+            path = module.path[len(self.path) :]
+        return {**self.classes, **around}
 
     def _defaults_of(self, module: Any) -> dict[str, Any]:
         """The fields of a module and their defaults."""

@@ -19,6 +19,7 @@ from linen_zoo import (
     float32,
     is_as_by_hand,
     model_products,
+    products,
     rngs,
     same_bits,
     same_computation,
@@ -28,7 +29,7 @@ from linen_zoo import (
 
 import jaxmp
 from jaxmp._jaxpr.walk import PRODUCTS, equations
-from jaxmp.linen import apply_policy
+from jaxmp.linen import apply_policy, autocast
 
 pytestmark = pytest.mark.once
 
@@ -242,3 +243,58 @@ def test_the_precision_ends_with_the_call_also_with_an_exception():
         model.apply(variables, X)
     assert jax.config.jax_default_matmul_precision is None
     assert precisions(MLP((4,))) == ["-"]
+
+
+# --- modules that share a scope ---------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="below")(x) @ self.param("own", nn.initializers.ones, (4, 4))
+
+
+class SharesInSetup(nn.Module):
+    def setup(self):
+        self.inner, self.beside = Inner(), nn.Dense(4)
+        nn.share_scope(self, self.inner)
+
+    def __call__(self, x):
+        return self.beside(self.inner(x))
+
+
+class SharesInCompact(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        inner = Inner()
+        nn.share_scope(self, inner)
+        return nn.Dense(4, name="beside")(inner(x))
+
+
+class Holds(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="beside")(SharesInSetup(name="within")(x))
+
+
+HALF, WIDE = "bfloat16", "float32"
+
+
+@pytest.mark.parametrize("put_under", [apply_policy, autocast])
+@pytest.mark.parametrize(
+    ("bare", "pattern", "expected"),
+    [
+        (SharesInSetup(), Inner, [WIDE, WIDE, HALF]),
+        (SharesInSetup(), "type:Inn*", [WIDE, WIDE, HALF]),
+        (SharesInSetup(), nn.Dense, [WIDE, HALF, WIDE]),
+        (SharesInCompact(), Inner, [WIDE, WIDE, HALF]),
+        (Holds(), Inner, [WIDE, WIDE, HALF, HALF]),
+        (Holds(), SharesInSetup, [WIDE, WIDE, WIDE, HALF]),
+    ],
+)
+def test_an_override_by_class_covers_what_is_below_a_module_that_shares_the_scope_of_another(
+    bare, pattern, expected, put_under
+):
+    model = put_under(bare, "mixed_bfloat16", {pattern: "float32"})
+    variables = jax.eval_shape(bare.init, rngs(), X)
+    assert products(model.apply, variables, X) == expected

@@ -314,6 +314,26 @@ def test_a_report_is_read_only_where_the_count_may_have_reached_its_limit():
     assert list(dict.fromkeys(taken)) in ([1, 7, 13, 19, 21], [1, 7, 13, 19, 22])
 
 
+def test_a_report_that_another_thread_reads_meanwhile_is_no_error():
+    params, batch = problem()
+    step = make_train_step(train_loss)
+    state = TrainState.create(params=params, tx=optax.sgd(0.1))
+
+    class ReadElsewhere:
+        is_fully_addressable, dtype = True, np.dtype(np.int32)
+
+        def is_ready(self):
+            step._reports.clear()  # in the midst of this call, as other threads do
+            return True
+
+        def __array__(self, *args, **kwargs):
+            return np.zeros((), np.int32)
+
+    step._reports.extend([(0, ReadElsewhere(), batch)] * 2)
+    state, _ = step(state, batch)
+    assert int(state.step) == 1
+
+
 def test_after_a_report_whose_reading_failed_the_next_ones_are_read():
     params, batch = problem()
     step = make_train_step(train_loss, max_consecutive_skips=3)
