@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -267,12 +268,15 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
         hash(whole)
     except TypeError:  # an argument or a field has none
         return computed(fun, rules, args, {})
-    program = programs.pop(whole, None) or Program(lambda *args: computed(fun, rules, args, {}), args)
-    programs[whole] = program
-    if len(programs) > _REMEMBERED:
-        del programs[next(iter(programs))]
+    program = programs.get(whole) or Program(lambda *args: computed(fun, rules, args, {}), args)
+    with _lock:
+        programs.pop(whole, None)  # the latest stands last
+        programs[whole] = program
+        if len(programs) > _REMEMBERED:
+            del programs[next(iter(programs))]
     jaxpr, consts = program.jaxpr
     return program.unflatten(reading.evaluate(jaxpr, consts, operands))
 
 
 _REMEMBERED = 64
+_lock = threading.RLock()  # threads may call one model; to compare keys may run the author's code

@@ -57,9 +57,10 @@ from jaxmp.optimizer import (
 from jaxmp.rounding import in_dtype_of, with_compensation
 
 Metrics = dict[str, Any]
+_Run = Callable[[Flattened, Any], tuple[Flattened, Metrics]]  # a step of leaves, jitted
 
 _LAG = 4  # steps between a report of several processes and its reading
-_STUCK = 2  # the place of that counter among the leaves of a state
+_STUCK = 2  # the place of ``stuck`` among the leaves of a TrainState
 
 
 class TrainState(Lazy, flax.struct.PyTreeNode):
@@ -366,20 +367,26 @@ class TrainStep:
         self._reports: deque[tuple[int, Any, Any]] = deque()
         self._calls, self._next_report = 0, 0.0
         self._placed_programs = functools.cache(self._programs)
-        self._choose(None)
-        self._stays = False  # whether ``jitted`` is right for the state that it returned last, whatever the batch
-        self._returned: Callable[[], TrainState | None] = lambda: None
-        self._stuck: Any = None  # its counter
+        self.jitted, run = self._placed_programs(None)
+        # A reference to the state that was returned last, the program that did, and whether it is right for that state
+        # whatever the batch. Read and written as one, for other threads may have states that lie elsewhere.
+        self._last: tuple[Callable[[], TrainState | None], _Run, bool] = (lambda: None), run, False
+        self._stuck: Any = None  # the counter of that state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; see :func:`make_train_step`."""
         try:
             if self._reports:  # each line here is paid for in every step
                 self._read_reports(state, batch)
-            if state is not self._returned() or not (self._stays or home_of(batch) is None):
-                state = self._placed(state, batch)
+            returned, run, stays = self._last
+            if state is not returned() or not (stays or home_of(batch) is None):
+                state, run, stays = self._placed(state, batch)
             given = flattened(state)
-            new, metrics = self._run(given, batch)
+            if self._plan is None:
+                new, metrics = run(given, batch)
+            else:
+                with self._on_mesh():
+                    new, metrics = run(given, self._batch_on_mesh(batch))
         except (RuntimeError, ValueError) as error:
             require_not_deleted(state, error)
             if self._plan is None:
@@ -387,7 +394,7 @@ class TrainStep:
             raise
         self._calls = calls = self._calls + 1
         stuck, state = new.leaves[_STUCK], new.lazy()
-        self._returned = weakref.ref(state)
+        self._last = weakref.ref(state), run, stays
         if isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
             return state, metrics
         # A counter that another call returned: the state may come from elsewhere, or from NNX or replace.
@@ -424,8 +431,8 @@ class TrainStep:
                 "jaxmp.DynamicLossScale())), which takes model_state (batch statistics) and rng too"
             )
 
-    def _placed(self, state: TrainState, batch: Any) -> TrainState:
-        """``state``, with all of it where it or the batch is committed to, and the functions for it chosen."""
+    def _placed(self, state: TrainState, batch: Any) -> tuple[TrainState, _Run, bool]:
+        """``state`` where it or the batch is committed to, the program for it, and whether that goes for any batch."""
         placement: Any = None
         self._require_state(state)
         if self._plan is not None and not is_traced(state):
@@ -436,18 +443,8 @@ class TrainStep:
             if isinstance(home, NamedSharding):
                 placement = jax.tree.map(lambda leaf: leaf.sharding, state)
         leaves, structure = jax.tree.flatten(placement)
-        self._choose((structure, tuple(leaves)) if leaves else None)
-        self._stays = bool(leaves) or jax.device_count() == 1
-        return state
-
-    def _choose(self, placement: tuple[Any, ...] | None) -> None:
-        self.jitted, self._on_leaves = self._placed_programs(placement)
-        self._run = self._on_leaves if self._plan is None else self._run_on_mesh
-
-    def _run_on_mesh(self, state: Flattened, batch: Any) -> tuple[Flattened, Metrics]:
-        with self._on_mesh():
-            result: tuple[Flattened, Metrics] = self._on_leaves(state, self._batch_on_mesh(batch))
-        return result
+        self.jitted, run = self._placed_programs((structure, tuple(leaves)) if leaves else None)
+        return state, run, bool(leaves) or jax.device_count() == 1
 
     def _batch_on_mesh(self, batch: Any) -> Any:
         if self._plan is None:

@@ -32,6 +32,8 @@ from linen_zoo import (
     standard_promotion,
 )
 
+from jaxmp import _adapters
+from jaxmp.engine.rules import Rules
 from jaxmp.linen import apply_policy
 
 pytestmark = pytest.mark.once
@@ -260,6 +262,29 @@ def test_two_threads_trace_under_two_policies_at_once():
     for thread in threads:
         thread.join()
     assert seen == {"mixed_float16": ["float16"], "mixed_bfloat16": ["bfloat16"]}
+
+
+def test_threads_drop_the_oldest_of_the_programs_of_one_model_one_after_the_other():
+    threads = []
+
+    class Programs(dict):
+        def __iter__(self):  # which finds the oldest
+            oldest = next(super().__iter__())
+            if not threads:
+                threads.append(threading.Thread(target=call, args=(65,)))
+                threads[0].start()
+                threads[0].join(timeout=0.2)
+            yield oldest
+
+    programs = Programs()
+
+    def call(key):
+        _adapters.remembered(programs, key, lambda: None, Rules(None), ())
+
+    for key in range(65):
+        call(key)
+    threads[0].join()
+    assert {key for key, *_ in dict(programs)} == {*range(2, 66)}
 
 
 # --- classes of any kind ----------------------------------------------------------------------------------------------

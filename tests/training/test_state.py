@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 from typing import Any
 
 import flax.serialization
@@ -281,6 +282,45 @@ def test_a_state_of_one_device_moves_to_the_mesh_of_the_batch_when_that_comes(co
     again, _ = step(step(first, lone_batch)[0], lone_batch)  # another run on one device goes between them
     assert len(compilations) == 2
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), third.params, again.params)
+
+
+def on_meshes_of(count):
+    """States and batches of one problem, each on a mesh of two other devices."""
+    params, batch = problem()
+    for n in range(count):
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[2 * n : 2 * n + 2])
+        whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
+        yield TrainState.create(params=jax.device_put(params, whole), tx=sgd()), jax.device_put(batch, split)
+
+
+def test_a_call_on_another_mesh_that_fails_changes_nothing_for_the_next():
+    (state, batch), (other, other_batch) = on_meshes_of(2)
+    step = make_train_step(train_loss)
+    state, _ = step(state, batch)
+    with pytest.raises(KeyError, match="y"):
+        step(other, {"x": other_batch["x"]})
+    state, _ = step(state, batch)
+    assert state.step == 2 and state.params["out"]["w"].sharding.device_set == {*jax.devices()[:2]}
+
+
+def test_threads_whose_states_lie_on_different_meshes_can_share_a_step():
+    (state, batch), (other, other_batch) = on_meshes_of(2)
+    step, ends = make_train_step(train_loss), []
+    placed = step._placed
+
+    def placed_while_another_thread_takes_a_step(*args):
+        step._placed, found = placed, placed(*args)
+        thread = threading.Thread(target=lambda: ends.append(step(other, other_batch)[0]))
+        thread.start()
+        thread.join()
+        return found
+
+    step._placed = placed_while_another_thread_takes_a_step
+    ends.append(step(state, batch)[0])
+    assert [leaf.params["out"]["w"].sharding.device_set for leaf in ends] == [
+        {*jax.devices()[2:]},
+        {*jax.devices()[:2]},
+    ]
 
 
 @pytest.mark.parametrize("device", [0, 1])
