@@ -20,7 +20,7 @@ import optax
 from jaxmp import hardware
 from jaxmp._jaxpr import reading
 from jaxmp.loss_scale import LossScale, as_loss_scale
-from jaxmp.rounding import BEHIND_LOW_PRECISION, LowPrecision, LowPrecisionState, decoded, rounds_params
+from jaxmp.rounding import BEHIND_LOW_PRECISION, LowPrecision, LowPrecisionState, as_optimizer, decoded, rounds_params
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
 
 T = TypeVar("T")
@@ -58,11 +58,11 @@ def loss_scaling(
 
     One update casts half gradients to float32, divides them by the scale that the loss was multiplied with, runs
     ``inner`` (which sees true gradients and float32 params, so that its state is float32 whatever the params are, but
-    for :func:`jaxmp.low_precision`, which sees them as they are), and
-    tests one number, the float32 sum of squares of the true gradients. It is finite only if every gradient is, and if
-    clipping by their norm and second moments stay finite too. If it is finite, the updates pass and the scale may grow.
-    If not, the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit for bit what it was,
-    and the scale backs off. With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32 training.
+    for :func:`jaxmp.low_precision`, which sees them as they are), and tests one number, the float32 sum of squares of
+    the true gradients. It is finite only if every gradient is, and if clipping by their norm and second moments stay
+    finite too. If it is finite, the updates pass and the scale may grow. If not, the updates are -0.0 (adding that
+    changes no bit of a param), ``inner``'s state is bit for bit what it was, and the scale backs off. With
+    ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32 training.
 
     Two lines look right, raise nothing, and with SGD train almost not at all, because the gradients are divided by a
     scale that they never had, or because what stands before ``loss_scaling`` in a chain sees them with the scale::
@@ -95,10 +95,12 @@ def loss_scaling(
         may be zero, or overflow on gradients of a finite norm. It costs further passes over the optimizer's state,
         which is what an elementwise optimizer spends its time on.
 
-    Raises:
-      TypeError: ``loss_scale`` is no loss scale; the state comes from another optimizer; gradients are not floating.
-      ValueError: ``inner`` has a loss scale already; the gradients are empty; ``inner`` failed on gradients and params
-        that differ, of which the differing leaves are named.
+    Raises (here, or from ``init`` and ``update``):
+      TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale; the state is none that ``init`` makes;
+        gradients are not floating.
+      ValueError: ``inner`` has a loss scale already; another transform stands around ``low_precision``; the gradients
+        are empty; the state was made by another optimizer, or for other params; ``inner`` failed on gradients and
+        params that differ, of which the differing leaves are named.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -110,7 +112,7 @@ def loss_scaling(
     >>> optax.apply_updates(params, updates)["w"]
     Array([1.6], dtype=float32)
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = as_optimizer(inner)
     loss_scale = as_loss_scale(loss_scale)
 
     def as_taken(params: Any) -> Any:
@@ -299,8 +301,12 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
     """``loss`` in float32 times the scale in ``opt_state``, for use inside a function that is differentiated by hand.
 
     Raises:
-      TypeError: the loss is float16.
+      TypeError: the loss is not floating, or float16.
       ValueError: ``opt_state`` has no loss scale, or several.
+
+    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
+    >>> jax.grad(lambda params: scale_loss(jnp.sum(params), opt_state))(jnp.ones(2))
+    Array([8., 8.], dtype=float32)
     """
     return get_loss_scale(opt_state).scale(_float32_loss(loss))
 
@@ -310,6 +316,10 @@ def unscale(grads: T, opt_state: optax.OptState) -> T:
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
+
+    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
+    >>> unscale({"w": jnp.array([8.0, 4.0], jnp.float16)}, opt_state)
+    {'w': Array([1. , 0.5], dtype=float32)}
     """
     return get_loss_scale(opt_state).unscale(widen(grads))
 
@@ -324,13 +334,23 @@ def scaled_value_and_grad(
 ) -> Callable[..., Any]:
     """Like ``jax.value_and_grad``, but the gradients are those of the loss times the scale in ``opt_state``.
 
-    Returns a function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with
-    ``has_aux``: the true loss in float32, and scaled gradients of the params' dtypes for ``tx.update``.
+    Args:
+      fun: returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
+      opt_state: the state of an optimizer in :func:`loss_scaling`, wherever that is nested.
+      argnums, has_aux: as for ``jax.value_and_grad``.
+
+    Returns:
+      A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``:
+      the true loss in float32, and scaled gradients of the params' dtypes for ``tx.update``.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
       TypeError: the loss is no floating scalar, or float16 (its cotangent would be the scale itself and overflow); or
         an argument to differentiate has leaves that are not floating.
+
+    >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
+    >>> scaled_value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
+    (Array(2., dtype=float32), Array([8., 8.], dtype=float32))
     """
     scaled_fun = scaled_loss(fun, get_loss_scale(opt_state), has_aux)
 
@@ -521,6 +541,8 @@ def described(value: Any) -> str:
 
 
 def _float32_loss(loss: Any) -> jax.Array:
+    if not is_number(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(f"a loss must be floating, got {described(loss)}; compute it from floating values")
     loss = jnp.asarray(loss)
     if loss.dtype == jnp.float16:
         raise TypeError(

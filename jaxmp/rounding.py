@@ -128,8 +128,9 @@ def low_precision(
       block: numbers along the last axis that share a scale.
 
     Raises:
-      ValueError: an argument is none of those; ``init`` got float16 or float8 params, or moments were asked for of an
-        optimizer that has none; ``update`` got no params, or the state of another optimizer.
+      TypeError: ``inner`` is no optimizer.
+      ValueError: another argument is none of those; ``init`` got float16 or float8 params, or moments were asked for of
+        an optimizer that has none; ``update`` got no params, or the state of another optimizer.
 
     >>> tx = low_precision(optax.sgd(1e-3), seed=1)
     >>> weights = {"w": jnp.ones(10_000, jnp.bfloat16)}
@@ -147,7 +148,7 @@ def low_precision(
     for name, number, least, usual in (("block", block, 1, 256), ("seed", seed, 0, 0)):
         if not _is_whole(number) or number < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}; {usual} is the usual")
-    inner = optax.with_extra_args_support(inner)
+    inner = as_optimizer(inner)
 
     def init(weights: optax.Params) -> LowPrecisionState:
         _require_dtypes(weights)
@@ -232,6 +233,20 @@ BEHIND_LOW_PRECISION = (
     "low_precision rounds params, so nothing but loss_scaling may stand around it: what does changes its updates, or "
     "hands it params in float32; put it outside: jaxmp.loss_scaling(jaxmp.low_precision(optax.chain(…)), loss_scale)"
 )
+
+
+def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """``tx``, and so that it may be given extra arguments.
+
+    Raises:
+      TypeError: it is no optimizer.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"an optimizer must be one of optax's, got {tx!r}; write optax.adam(1e-3), say, and for one with a loss "
+            "scale jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())"
+        )
+    return optax.with_extra_args_support(tx)
 
 
 def rounds_params(opt_state: Any) -> bool:

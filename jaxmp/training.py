@@ -54,7 +54,7 @@ from jaxmp.optimizer import (
     warn_if_behind,
     with_loss,
 )
-from jaxmp.rounding import in_dtype_of, with_compensation
+from jaxmp.rounding import as_optimizer, in_dtype_of, with_compensation
 
 Metrics = dict[str, Any]
 _Run = Callable[[Flattened, Any], tuple[Flattened, Metrics]]  # a step of leaves, jitted
@@ -123,8 +123,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
 
         Warns when the optimizer is a chain with another transform before ``loss_scaling``.
         """
-        if not hasattr(tx, "init"):
-            raise TypeError(f"tx must be an optax optimizer, got {tx!r}; jaxmp.loss_scaling(optax.adam(1e-3), {tx!r})")
+        tx = as_optimizer(tx)
         require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
         if not has_loss_scale(jax.eval_shape(tx.init, params)):
             tx = loss_scaling(tx, NoOpLossScale())
@@ -149,7 +148,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
             ema_params=_tree.widen(params) if ema else None,
             rng=jax.random.key(rng) if isinstance(rng, (int, np.integer)) else rng,
             apply_fn=apply_fn,
-            tx=optax.with_extra_args_support(tx),
+            tx=tx,
             **fields,
         )
         return settled(state)
@@ -164,6 +163,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         Raises:
           ValueError: ``tx`` keeps other numbers than the optimizer of this state.
         """
+        tx = as_optimizer(tx)
         require_not_deleted(self)
         old = get_loss_scaling_state(self.opt_state)
         if not has_loss_scale(jax.eval_shape(tx.init, self.params)):
@@ -180,7 +180,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
                 f"{found}; make a fresh state with TrainState.create"
             )
         new = jax.tree.map(in_dtype_of, new, fresh)  # a mu_dtype, say, that the optimizer saw in float32
-        return settled(self.replace(tx=optax.with_extra_args_support(tx), params=params, opt_state=new))
+        return settled(self.replace(tx=tx, params=params, opt_state=new))
 
     def apply_gradients(
         self,

@@ -21,6 +21,7 @@ from jaxmp.optimizer import get_loss_scale, has_loss_scale, loss_scaling, requir
 from jaxmp.optimizer import scaled_loss as _scaled_loss
 from jaxmp.optimizer import unscaled_norm as _unscaled_norm
 from jaxmp.optimizer import warn_if_behind as _warn_if_behind
+from jaxmp.rounding import as_optimizer
 from jaxmp.training import TrainState
 
 _Object: Any = nnx.Optimizer  # its type parameters are of no use here
@@ -70,7 +71,7 @@ class Optimizer(_Object):
         **kwargs: Any,
     ) -> None:
         """See the class."""
-        params = nnx.state(model, wrt)
+        tx, params = as_optimizer(tx), nnx.state(model, wrt)
         has_one = has_loss_scale(jax.eval_shape(tx.init, params))
         if has_one and loss_scale is not None:
             raise ValueError(
@@ -80,7 +81,7 @@ class Optimizer(_Object):
         if not has_one:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
         _warn_if_behind(tx, params, stacklevel=5)  # three are of NNX
-        super().__init__(model, optax.with_extra_args_support(tx), wrt=wrt, **kwargs)
+        super().__init__(model, tx, wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
         require_outermost(tx, self.opt_state)
         self._before: Any = nnx.data(None)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from optimizer_tools import standard
 
 import jaxmp
@@ -25,6 +26,28 @@ def tx_of(inner=None):
 def test_what_is_no_loss_scale_is_refused(wrong):
     with pytest.raises(TypeError, match=r"a loss scale must be one of jaxmp's or jmp's, got .*DynamicLossScale\(\)"):
         loss_scaling(optax.sgd(0.1), wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, optax.adam, DynamicLossScale(), {"w": 1.0}])
+def test_what_is_no_optimizer_is_refused(wrong):
+    state = jaxmp.TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1))
+    for use in (
+        lambda: loss_scaling(wrong, DynamicLossScale()),
+        lambda: jaxmp.low_precision(wrong),
+        lambda: jaxmp.TrainState.create(params=jnp.ones(2), tx=wrong),
+        lambda: state.with_tx(wrong),
+        lambda: jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), wrong),
+    ):
+        with pytest.raises(
+            TypeError, match=r"an optimizer must be one of optax's, got .*; write optax.adam\(1e-3\), say"
+        ):
+            use()
+
+
+@pytest.mark.parametrize("wrong", [1, None, jnp.ones(2, jnp.int32), jnp.complex64(1)])
+def test_a_loss_that_is_not_floating_is_not_scaled_by_hand(wrong):
+    with pytest.raises(TypeError, match=r"a loss must be floating, got .*; compute it from floating values"):
+        jaxmp.scale_loss(wrong, tx_of().init(jnp.ones(2)))
 
 
 def test_loss_scaling_inside_loss_scaling_is_refused():

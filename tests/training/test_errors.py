@@ -348,5 +348,5 @@ def test_a_policy_for_recomputation_that_is_none_is_refused():
 
 
 def test_a_loss_scale_in_place_of_the_optimizer_is_refused():
-    with pytest.raises(TypeError, match=r"tx must be an optax optimizer, got .*; jaxmp.loss_scaling\(optax.adam"):
+    with pytest.raises(TypeError, match=r"an optimizer must be one of optax's, got Dyn.*; write optax.adam\(1e-3"):
         TrainState.create(params=jnp.ones(2), tx=DynamicLossScale())
