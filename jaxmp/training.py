@@ -1,6 +1,6 @@
-"""What training carries from step to step, and a jitted step that skips a non-finite one whole.
+"""The state that training carries from step to step, and a jitted train step that is taken whole or not at all.
 
-Params, optimizer, batch statistics and moving average go together.
+Where gradients are not finite, params, optimizer, batch statistics and moving average stay as they were.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
           **fields: further fields of a subclass.
 
         Raises:
-          ValueError: the optimizer has several loss scales; or it is ``optax.lookahead``, whose params are a pair.
+          TypeError: ``tx`` is no optimizer.
+          ValueError: it has several loss scales; or it is ``optax.lookahead``, whose params are a pair; or another
+            transform than ``loss_scaling`` stands around ``low_precision``.
           RuntimeError: a donating step has had the params.
 
         Warns when the optimizer is a chain with another transform before ``loss_scaling``.
@@ -161,7 +163,9 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         Kahan's compensation kept of them.
 
         Raises:
+          TypeError: ``tx`` is no optimizer.
           ValueError: ``tx`` keeps other numbers than the optimizer of this state.
+          RuntimeError: a donating step has had the state.
         """
         tx = as_optimizer(tx)
         require_not_deleted(self)
@@ -276,10 +280,10 @@ def make_train_step(
         ``loss_scaling``, and take this for everything else: one word, and nothing that can stand in a wrong place.
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
-        ``jax.checkpoint_policies``, or such a policy. With ``specs`` None is ``"regather"``: nothing is computed again,
-        but weights are gathered again, as they are under each of the others but ``"none"``, which keeps them all.
+        ``jax.checkpoint_policies``, or such a policy. With ``specs``, None is ``"regather"``: nothing is computed but
+        weights are gathered again. So they are under all others, but for ``"none"``, which keeps them.
       donate: whether the state's memory is reused; the state passed in is then deleted.
-      max_consecutive_skips: how many skipped steps in a row with a scale that cannot fall end the run.
+      max_consecutive_skips: after so many skipped steps in a row, with a loss scale that cannot fall, the run ends.
       mesh: devices that the step is for, with ``specs``. The batch is split over its axes ``"data"`` and ``"fsdp"``.
         The state and the batch are put there, if they were put nowhere else.
       specs: where the params lie, as :func:`jaxmp.sharding.fsdp_specs` says. Each weight is gathered where the loss
@@ -296,8 +300,8 @@ def make_train_step(
       TypeError: the loss function takes or returns something else; the loss is float16 or no scalar; the state is no
         :class:`TrainState` (Flax's own, say).
       RuntimeError: the state was given to a donating step before.
-      NonFiniteTrainingError: training can't go on; noticed some steps late, because only finished counters are
-        read, and of these those that may have reached the limit.
+      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: a counter is read
+        once the device has computed it, and only where it may have reached the limit.
 
     Warns once when the loss has float16 products and the optimizer no loss scale.
 
@@ -363,7 +367,7 @@ class TrainStep:
         self._accumulate_steps, self._ema_decay, self._donated = accumulate_steps, ema_decay, 0 if donate else ()
         self._clip = {} if clip_norm is None else {"clip_norm": clip_norm}
         self._max_skips, self._warned = max_consecutive_skips, False
-        # Of the call of this number: whether it was skipped, or how long the state had been stuck then; a batch.
+        # The number of a call; whether it was skipped, or how long the state had been stuck by then; its batch.
         self._reports: deque[tuple[int, Any, Any]] = deque()
         self._calls, self._next_report = 0, 0.0
         self._placed_programs = functools.cache(self._programs)
@@ -397,7 +401,7 @@ class TrainStep:
         self._last = weakref.ref(state), run, stays
         if isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
             return state, metrics
-        # A counter that another call returned: the state may come from elsewhere, or from NNX or replace.
+        # A counter that the last call did not return is another run's: NNX and replace make a state anew, but keep it.
         if given.leaves[_STUCK] is not self._stuck or calls >= self._next_report:
             self._reports.append((calls, metrics["skipped"], batch))
             self._next_report = np.inf  # until this one is read
@@ -413,7 +417,7 @@ class TrainStep:
         return self.programs_for(state)[1].lower(flattened(state), batch)
 
     def programs_for(self, state: Any) -> tuple[Any, Any]:
-        """``jitted`` for a state, of arrays or shapes, that lies on a mesh or does not, and the like of its leaves."""
+        """For a state of arrays or shapes, by where it lies: the jitted step of trees, as ``jitted``, and of leaves."""
         leaves, structure = jax.tree.flatten(state)
         shardings = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
         is_placed = shardings and all(isinstance(each, NamedSharding) for each in shardings)
@@ -535,7 +539,7 @@ class TrainStep:
         first = jax.tree.map(lambda leaf: leaf[0], (microbatches, rngs))
         if self._gathered is not None and self._reduces_once:
             held = self._gathered.hold(state.params, state.model_state, *first)
-        if held is not None or self._gathered is None or not self._gathered.is_split:  # else to gather it is a turn's
+        if held is not None or self._gathered is None or not self._gathered.is_split:  # else each turn gathers its own
             fixed = state.params if held is None else held
             loss_of = hoisted(self._loss_fn, fixed, (state.model_state, *first), REMAT["float8"])
         zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params if held is None else (held.params, held.taps)))
@@ -563,6 +567,7 @@ class TrainStep:
             )
 
     def _read_reports(self, state: TrainState, batch: Any) -> None:
+        """Raises if a report that is finished says that training cannot go on."""
         while self._reports:
             try:
                 call, report, reported = self._reports.popleft()
@@ -628,7 +633,8 @@ def make_eval_step(
 ) -> Callable[[TrainState, Any], Metrics]:
     """A jitted ``step(state, batch) -> metrics``: the loss function without gradients; the state is left as it is.
 
-    ``step.jitted`` is the compiled function, for ``lower`` and ``compile``.
+    ``metrics`` holds ``loss``, float32, and what the loss function returned, by its names. ``step.jitted`` is the
+    compiled function, for ``lower`` and ``compile``.
 
     Args:
       loss_fn: as for :func:`make_train_step`; the model state that it returns is dropped.
@@ -639,6 +645,12 @@ def make_eval_step(
       ValueError: ``use_ema`` and the state has no moving average.
       TypeError: the loss function takes or returns something else; the state is no :class:`TrainState`.
       RuntimeError: the state was given to a donating step before.
+
+    >>> def loss_fn(params, model_state, batch, rng):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
+    >>> state = TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=optax.sgd(0.1))
+    >>> make_eval_step(loss_fn)(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
+    {'loss': Array(1., dtype=float32)}
     """
     loss_fn = under_policy(checked(loss_fn), policy, overrides)
 
