@@ -236,10 +236,10 @@ BEHIND_LOW_PRECISION = (
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """``tx``, and so that it may be given extra arguments.
+    """``tx`` as an optimizer that may be given extra arguments, of which it takes those that it knows.
 
     Raises:
-      TypeError: it is no optimizer.
+      TypeError: ``tx`` is no optimizer.
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(

@@ -280,8 +280,8 @@ def make_train_step(
         ``loss_scaling``, and take this for everything else: one word, and nothing that can stand in a wrong place.
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
-        ``jax.checkpoint_policies``, or such a policy. With ``specs``, None is ``"regather"``: nothing is computed but
-        weights are gathered again. So they are under all others, but for ``"none"``, which keeps them.
+        ``jax.checkpoint_policies``, or such a policy. With ``specs``, None is ``"regather"``, which computes nothing
+        again but gathers the weights again. So do all others but ``"none"``, which keeps them.
       donate: whether the state's memory is reused; the state passed in is then deleted.
       max_consecutive_skips: after so many skipped steps in a row, with a loss scale that cannot fall, the run ends.
       mesh: devices that the step is for, with ``specs``. The batch is split over its axes ``"data"`` and ``"fsdp"``.

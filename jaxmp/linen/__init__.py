@@ -61,9 +61,11 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
       policy: whatever :func:`jaxmp.get_policy` reads, or ``"O1"``.
       overrides: pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`.
 
-    Raises (when the module runs, for only then its submodules exist):
-      ValueError: a pattern matched no module and no variable; or a half policy under which every product stays float32;
-        or (at once) an override of O1 computes neither in float32 nor in float16.
+    Raises:
+      TypeError: ``module`` is no instance of a Linen module.
+      ValueError: an override of O1 computes neither in float32 nor in float16; or, when the module runs, for only then
+        its submodules exist: a pattern matched no module and no variable; every product stays float32 under a half
+        policy.
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -85,14 +87,16 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
     ``apply_policy(module, "O1")``.
 
     Args:
-      module: any Linen module, alone or to be nested in another.
+      module: any Linen module, alone or to be nested in another; one that has a policy already loses it.
       policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16, or ``"O1"``.
       overrides: pattern to ``"float32"``, ``"half"`` or a policy that computes in one of them, for parts of the module;
         patterns are those of :class:`jaxmp.PolicyMap`, and those of operations that :func:`jaxmp.autocast` takes.
 
-    Raises (when the module runs, for only then its submodules exist):
-      ValueError: a pattern matched no module and no variable, or every product stays float32; or (at once) the policy
-        computes in no half dtype, or an override in another than that and float32.
+    Raises:
+      TypeError: ``module`` is no instance of a Linen module.
+      ValueError: the policy computes in no half dtype, or an override neither in that nor in float32; an override names
+        no primitive or class that there is; or, when the module runs: a pattern matched no module and no variable, an
+        override no operation; every product stays float32.
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))

@@ -108,8 +108,9 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; every product stays float32; an override computes in
-        neither float32 nor the policy's compute dtype; or that is none that :func:`jaxmp.autocast` takes.
+      ValueError: a pattern matched no module and no Variable; every product stays float32; the policy computes in no
+        half dtype, or an override neither in that nor in float32; an override names no primitive or class that there
+        is, or, when the model is called, matched no operation.
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))

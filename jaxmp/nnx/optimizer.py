@@ -45,6 +45,7 @@ class Optimizer(_Object):
         ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
 
     Raises:
+      TypeError: ``tx`` is no optimizer, or ``loss_scale`` no loss scale.
       ValueError: ``tx`` has a loss scale and ``loss_scale`` is given as well, or ``tx`` has several; something but
         ``loss_scaling`` stands around ``low_precision``.
 
@@ -231,6 +232,12 @@ def scaled_value_and_grad(
     Raises:
       TypeError: the optimizer is not this module's; the loss is no floating scalar, or float16, in which the scale
         overflows.
+
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(8.0))
+    >>> loss, grads = scaled_value_and_grad(lambda model: jnp.sum(model(jnp.ones((1, 2)))), optimizer)(model)
+    >>> grads["bias"][...]
+    Array([8.], dtype=float32)
     """
     require_optimizer(optimizer, "scaled_value_and_grad")
     several = list(argnums) if isinstance(argnums, Sequence) else [argnums]

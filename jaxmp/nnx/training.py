@@ -91,10 +91,10 @@ class _State(training.TrainState):
 
 
 def _state_of(model: Any, optimizer: Optimizer) -> _State:
-    if isinstance(model, nnx.Optimizer):
+    if isinstance(model, nnx.Optimizer) or not nnx.graphlib.is_node(model):
         raise TypeError(
-            "a train step takes (model, optimizer, batch), but an optimizer came in the place of the model; write "
-            "step(model, optimizer, batch)"
+            f"a train step takes (model, optimizer, batch), but {type(model).__name__} came in the place of an NNX "
+            "model; write step(model, optimizer, batch), or train a Linen module by jaxmp.make_train_step"
         )
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)

@@ -407,8 +407,12 @@ def test_arguments_that_do_not_fit_are_told():
     ):
         make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
     model, optimizer = setup(mlp())
-    with pytest.raises(TypeError, match=r"an optimizer came in the place of the model; write step\(model, optimizer, "):
-        make_train_step(loss_fn)(optimizer, model, ROWS)
+    for wrong in (optimizer, nn.Dense(2)):
+        with pytest.raises(
+            TypeError,
+            match=rf"{type(wrong).__name__} came in the place of an NNX model; write step\(model, optimizer, ",
+        ):
+            make_train_step(loss_fn)(wrong, optimizer, ROWS)
 
 
 @pytest.mark.once
