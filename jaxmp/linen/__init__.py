@@ -242,8 +242,31 @@ def _as_one_run(method: Any) -> Any:
     return method if known or hasattr(method, "method_handler_wrapped") else _entrance(method, None)
 
 
-@functools.cache
 def _policied_class(base: Any, root: Root) -> Any:
+    """The subclass of ``base`` whose instances run under the policies of ``root``; one for equal roots."""
+    known = _classes_of(base)
+    return known.get(root) or known.setdefault(root, _make_class(base, root))
+
+
+class _Classes(dict[Root, Any]):
+    """The subclasses of ``base`` by the roots whose policies they run under; in a pickle of ``base`` there are none."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    def __reduce__(self) -> Any:
+        return _classes_of, (self.base,)
+
+
+def _classes_of(base: Any) -> _Classes:
+    if "_jaxmp_classes" not in vars(base):
+        base._jaxmp_classes = _Classes(base)  # a cache of ours would keep every class for ever
+    known: _Classes = vars(base)["_jaxmp_classes"]
+    return known
+
+
+def _make_class(base: Any, root: Root) -> Any:
     # The root is no field of the module: lifted transforms hand the fields of one class to the constructor of another.
     class Policied(_Policied, base):
         jaxmp_root = root

@@ -69,6 +69,20 @@ def test_a_copy_keeps_the_name_and_updated_fields_keep_the_policy():
     assert model_products(model.clone(features=7), X) == ["float16"]
 
 
+def test_a_class_that_exists_in_no_file_is_pickled_by_value_after_a_call_too():
+    class Local(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x)
+
+    model = apply_policy(Local(), "mixed_float16")
+    variables = model.init(rngs(), X)
+    model.apply(variables, X)
+    assert pickle.loads(cloudpickle.dumps(model)) == model
+    for own in (model, Local()):
+        assert pickle.loads(cloudpickle.dumps(own)).apply(variables, X).shape == (2, 3)
+
+
 def test_a_copy_of_a_bound_model_is_bound():
     class Parent(nn.Module):
         def setup(self):

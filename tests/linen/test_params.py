@@ -514,14 +514,15 @@ def test_an_initializer_that_reads_the_module_or_the_input_holds_nothing_after_t
         assert jax.jit(model.apply)(variables, x).shape == (2, 3)
 
 
-def test_classes_of_modules_are_freed_after_the_call():
+@pytest.mark.parametrize("inside", [False, True])
+def test_classes_of_modules_are_freed_after_the_call(inside):
     def made():
         class Local(nn.Module):
             @nn.compact
             def __call__(self, x):
                 return nn.Dense(3)(x)
 
-        model = apply_policy(nn.Sequential([Local()]), "mixed_bfloat16")
+        model = apply_policy(nn.Sequential([Local()]) if inside else Local(), "mixed_bfloat16")
         variables = jax.eval_shape(model.init, jax.random.key(0), X)
         jax.eval_shape(model.apply, variables, X)
         return weakref.ref(Local)
