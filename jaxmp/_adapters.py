@@ -215,9 +215,10 @@ def narrow(value: Any, dtype: np.dtype) -> Any:
 
 
 def carried_by(args: Any, around: list[Any]) -> Any | None:
-    """The first of the positional arguments of a module's method if it is the carry of a loop, whose body calls it.
+    """The carry of the loop whose body the call of a module's method is: its first positional argument; or None.
 
-    ``around`` are the traces that the method which called was in: in a loop among them it was the body, not this one.
+    ``around`` are the traces in which the calling method was called. If the loop is one of them, that method was the
+    body, and this one is only called by it.
     """
     loop = loop_of(jax.tree.leaves(args[0])) if args else None
     return args[0] if loop is not None and all(loop is not trace for trace in around) else None

@@ -17,11 +17,10 @@ _KEY = "_flattened"  # of the attribute that stands for all fields until one of 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Flattened:
-    """A pytree of a class of its own, flattened; a pytree whose leaves are the same, by the same names."""
+    """A pytree as the list of its leaves; itself a pytree, with the same leaves under the same names."""
 
     leaves: list[Any]
-    # The class and the structure: in a tuple, which finds the same object equal to itself without looking into it.
-    form: tuple[type, Any]
+    form: tuple[type, Any]  # class and structure; two tuples of the same objects are equal without a look into these
 
     def built(self) -> Any:
         """The pytree."""
@@ -88,7 +87,7 @@ class _Field:
 class Lazy:
     """A dataclass whose instances may be flattened until one of their fields is read.
 
-    Its first fields, each of which is one array, are read without that.
+    To read one of its first fields, each of which is one array, the others are not made.
     """
 
     _first: ClassVar[tuple[str, ...]] = ()  # their names
@@ -108,7 +107,8 @@ class Lazy:
     def _build(self) -> dict[str, Any]:
         own = vars(self)
         if (known := own.get(_KEY)) is not None:
-            own.update({**vars(known.built()), **own})  # what was set in spite of all stays
+            for name, value in vars(known.built()).items():
+                own.setdefault(name, value)  # what was set in spite of all stays, and what another thread has made
             own.pop(_KEY, None)  # last, as another thread may be here
         return own
 

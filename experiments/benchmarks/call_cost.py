@@ -125,10 +125,10 @@ def measure(config: Config, progress: Progress) -> dict[str, Any]:
         state, told = step(state, batch)
         arrays[label] = (inputs, len(jax.tree.leaves((state, told))))
         turns[label] = timing.turn(step, state, batch)
-    times = timing.interleaved(
+    timed = timing.interleaved(
         turns, config.rounds, config.block_ms, lambda round_: progress.advance(int(round_ >= 0), "timing")
     )
-    return {label: {"arrays": arrays[label], **row} for label, row in timing.against(times, REFERENCE).items()}
+    return {label: {"arrays": arrays[label], **row} for label, row in timing.against(timed, REFERENCE).items()}
 
 
 def table(rows: dict[str, Any]) -> Table:

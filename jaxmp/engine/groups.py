@@ -465,7 +465,7 @@ def find_activations(nodes: Sequence[Node]) -> None:
 
 
 def take_outer_products(nodes: Sequence[Node]) -> list[Node]:
-    """Makes half the outer products of what products made: the gradient of a weight, of one example."""
+    """Gives outer products of what products made half precision: the gradient of a weight, of one example."""
     found = [node for node in nodes if node.kind is Kind.INFER and node.name == "dot_general"]
     found = [node for node in found if any(operand.after_product for operand in node.inputs)]
     for node in found:

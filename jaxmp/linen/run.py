@@ -191,7 +191,7 @@ class Run:
     ) -> None:
         root.mark(module)
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
-        self.copy: Any = lambda: None  # a reference to that of the module in the engine's trace, which ends before
+        self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace, which ends first
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
         self.autocast = root.autocast
         self.variables = self._foresee() if make_variables else module.variables

@@ -17,10 +17,16 @@ from flax.errors import TraceContextError
 from jaxmp import tree as _tree
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.nnx.objects import value_of
-from jaxmp.optimizer import get_loss_scale, has_loss_scale, loss_scaling, require_outermost, take_step
-from jaxmp.optimizer import scaled_loss as _scaled_loss
-from jaxmp.optimizer import unscaled_norm as _unscaled_norm
-from jaxmp.optimizer import warn_if_behind as _warn_if_behind
+from jaxmp.optimizer import (
+    get_loss_scale,
+    has_loss_scale,
+    loss_scaling,
+    require_outermost,
+    scaled_loss,
+    take_step,
+    unscaled_norm,
+    warn_if_behind,
+)
 from jaxmp.rounding import as_optimizer
 from jaxmp.training import TrainState
 
@@ -81,7 +87,7 @@ class Optimizer(_Object):
             )
         if not has_one:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
-        _warn_if_behind(tx, params, stacklevel=5)  # three are of NNX
+        warn_if_behind(tx, params, stacklevel=5)  # three are of NNX
         super().__init__(model, tx, wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
         require_outermost(tx, self.opt_state)
@@ -243,7 +249,7 @@ def scaled_value_and_grad(
     several = list(argnums) if isinstance(argnums, Sequence) else [argnums]
     wanted = [nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum for argnum in several]
     gradient = nnx.value_and_grad(
-        _scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
+        scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
         argnums=tuple(wanted) if isinstance(argnums, Sequence) else wanted[0],
         has_aux=True,
     )
@@ -272,4 +278,4 @@ def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer,
     if is_trained:
         with contextlib.suppress(TraceContextError):  # in a loop or a function that was not given the optimizer
             return optimizer._remember(changed)
-    _put_back(jnp.isfinite(_unscaled_norm(nnx.as_pure(grads), optimizer.loss_scale)), model, changed)
+    _put_back(jnp.isfinite(unscaled_norm(nnx.as_pure(grads), optimizer.loss_scale)), model, changed)
