@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 import flax.struct
 import jax
@@ -56,6 +56,7 @@ from jaxmp.optimizer import (
 )
 from jaxmp.rounding import as_optimizer, in_dtype_of, with_compensation
 
+S = TypeVar("S", bound="TrainState")
 Metrics = dict[str, Any]
 _Run = Callable[[Flattened, Any], tuple[Flattened, Metrics]]  # a step of leaves, jitted
 
@@ -102,7 +103,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         rng: Any = None,
         ema: bool = False,
         **fields: Any,
-    ) -> TrainState:
+    ) -> Self:
         """A fresh state.
 
         Args:
@@ -141,9 +142,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         require_outermost(tx, opt_state)
         warn_if_behind(tx, params, stacklevel=2)
         state = cls(
-            step=jnp.zeros((), jnp.int32),
-            skipped=jnp.zeros((), jnp.int32),
-            stuck=jnp.zeros((), jnp.int32),
+            **{name: jnp.zeros((), jnp.int32) for name in cls._first},
             params=params,
             opt_state=opt_state,
             model_state=model_state,
@@ -155,7 +154,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         )
         return settled(state)
 
-    def with_tx(self, tx: optax.GradientTransformation) -> TrainState:
+    def with_tx(self, tx: optax.GradientTransformation) -> Self:
         """This state under the same optimizer in another precision: to :func:`jaxmp.low_precision`, or back.
 
         What the optimizer and the loss scale have learned goes on. The params keep their dtypes: for others, cast them
@@ -194,7 +193,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         ema_decay: float | None = None,
         extra_args: Mapping[str, Any] | None = None,
         **changes: Any,
-    ) -> TrainState:
+    ) -> Self:
         """The state after one optimizer step with ``grads``, the gradients of the scaled loss.
 
         When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and
@@ -377,7 +376,7 @@ class TrainStep:
         self._last: tuple[Callable[[], TrainState | None], _Run, bool] = (lambda: None), run, False
         self._stuck: Any = None  # the counter of that state
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """One step; see :func:`make_train_step`."""
         try:
             if self._reports:  # each line here is paid for in every step
@@ -435,7 +434,7 @@ class TrainStep:
                 "jaxmp.DynamicLossScale())), which takes model_state (batch statistics) and rng too"
             )
 
-    def _placed(self, state: TrainState, batch: Any) -> tuple[TrainState, _Run, bool]:
+    def _placed(self, state: S, batch: Any) -> tuple[S, _Run, bool]:
         """``state`` where it or the batch is committed to, the program for it, and whether that goes for any batch."""
         placement: Any = None
         self._require_state(state)

@@ -16,7 +16,7 @@ import jax
 from jaxmp import tables
 from jaxmp.inspect.measuring import TENSORS, Found, Numerics, differentiated, found_in, numerics, updates_of
 from jaxmp.optimizer import get_loss_scale, scaled_loss
-from jaxmp.training import Metrics, TrainState, TrainStep
+from jaxmp.training import Metrics, S, TrainState, TrainStep
 
 FILE = "watch.jsonl"
 """What a run's folder calls the file with a :func:`line` for each step that was watched."""
@@ -134,7 +134,7 @@ class _CountingStep(TrainStep):
         super().__init__(*own, step._gathered, step._reduces_once)
         self.found: Any = None
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         state, metrics = super().__call__(state, batch)
         self.found = metrics.pop(_SEEN), metrics["loss_scale"]
         return state, metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -84,7 +84,7 @@ class _Form:
 class _State(training.TrainState):
     """``model_state`` is the form of the model, its random number generators, and its other Variables."""
 
-    def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> training.TrainState:
+    def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
         new = super().apply_gradients(model_state=model_state, **changes)
         form, _, others = new.model_state
         return new.replace(model_state=(form, model_state[1], others))
