@@ -248,7 +248,7 @@ def like(new: Any, old: Any) -> Any:
 
 
 def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rules: Rules, args: tuple[Any, ...]) -> Any:
-    """As :func:`computed`; without ``jit`` a program is written once for all calls of one key and equal arguments.
+    """As :func:`computed`; without ``jit`` a program is written once for all calls of one key with arrays of one type.
 
     Its operations run one by one, as they would without the engine.
 

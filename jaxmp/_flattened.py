@@ -87,7 +87,7 @@ class _Field:
 class Lazy:
     """A dataclass whose instances may be flattened until one of their fields is read.
 
-    To read one of its first fields, each of which is one array, the others are not made.
+    Reading one of its first fields, each of which is one array, makes no others.
     """
 
     _first: ClassVar[tuple[str, ...]] = ()  # their names
