@@ -55,11 +55,45 @@ def checked(loss_fn: LossFn) -> LossFn:
                 f"a loss function's metrics must be a dict of names and values, got {described(metrics)}; return "
                 '{"accuracy": accuracy}, say'
             )
+        require_metrics(metrics)
         if taken := [name for name in metrics if name in OWN_METRICS]:
             raise ValueError(f"the step reports {', '.join(OWN_METRICS)} itself, got a metric {taken[0]!r}; rename it")
         return loss, (new_model_state, metrics)
 
     return of_checked_result
+
+
+def require_metrics(metrics: Mapping[Any, Any]) -> None:
+    """Raises if a name of ``metrics`` is no string, or a value no array or number, or tree of them."""
+    rule = "a loss function's metrics must be arrays or numbers by names that are strings"
+    if others := [name for name in metrics if not isinstance(name, str)]:
+        raise TypeError(f"{rule}, got the name {others[0]!r}; write {str(others[0])!r}, say")
+    for path, leaf in jax.tree.leaves_with_path(dict(metrics)):
+        if not is_number(leaf) or getattr(leaf, "dtype", np.dtype(bool)).kind in "OSU":
+            raise TypeError(
+                f"{rule}, got {type(leaf).__name__} for {path_name(path)!r}; leave it out, or return a number for it"
+            )
+
+
+def as_key(rng: Any) -> Any:
+    """The key that an int makes, or the one that ``rng`` is; None for None.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    if rng is None:
+        return None
+    if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
+        return jax.random.key(rng)
+    is_array = isinstance(rng, (jax.Array, np.ndarray))
+    is_typed = is_array and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if is_array and (rng.ndim == 0 if is_typed else rng.dtype == np.uint32 and rng.ndim == 1):
+        return rng
+    came = f"{rng.dtype.name} of shape {rng.shape}" if is_array else repr(rng) if np.isscalar(rng) else described(rng)
+    raise TypeError(
+        f"rng must be one PRNG key, or an int to make it of, got {came}; pass jax.random.key(0), say: a loss function "
+        "makes more of it by jax.random.split or fold_in"
+    )
 
 
 def require_arguments(loss_fn: Any, names: str) -> None:
@@ -82,7 +116,8 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 
 
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
-    """``loss_fn`` under autocast where ``policy`` computes in a half dtype."""
+    """``loss_fn`` checked, as :func:`checked` does it, under autocast where ``policy`` computes in a half dtype."""
+    loss_fn = checked(loss_fn)
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
     if one_policy is None or one_policy.compute_dtype == np.float32:
         if overrides:

@@ -1,8 +1,9 @@
-"""Where the arrays of a train state and of a batch lie, where those go that were put nowhere, and which are gone."""
+"""Where the arrays of a train state and of a batch lie, in microbatches too, and which of them are gone."""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
+from jaxmp._specs import as_tuple
 
 
 def settled(state: Any) -> Any:
@@ -101,6 +103,32 @@ def require_not_deleted(state: Any, error: Exception | None = None) -> None:
         ) from error
 
 
+def require_apart(state: Any, batch: Any, error: Exception) -> None:
+    """Raises, in place of ``error``, if ``batch`` has an array that a step deletes with ``state``, or has deleted."""
+    is_clash = "donated" in str(error)  # which a step survives that does not read the array
+    owners = {mark: path for path, leaf in jax.tree.leaves_with_path(state) for mark in _marks(leaf) if is_clash}
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        owner = next((owners[mark] for mark in _marks(leaf) if mark in owners), None)
+        if owner is None and (not is_deleted(leaf) or is_deleted(state)):
+            continue
+        entry = f"entry {_tree.path_name(path)!r} of it" if path else "it"
+        came = "is gone with an earlier state" if owner is None else f"is {_tree.path_name(owner)!r} of this state"
+        raise RuntimeError(
+            "a donating step deletes the arrays of the state that it is given, so that a batch must have none of them, "
+            f"but {entry} {came}; copy it before the step, jax.tree.map(jnp.copy, state.params), say, or make the step "
+            "with make_train_step(..., donate=False)"
+        ) from error
+
+
+def _marks(leaf: Any) -> set[Any]:
+    """What an array is known by: itself, and where its numbers lie, which another array object may have too."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return set()
+    has_numbers = not leaf.is_deleted() and leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    parts = leaf.addressable_shards if has_numbers else ()
+    return {id(leaf), *(("lies at", part.device, part.data.unsafe_buffer_pointer()) for part in parts)}
+
+
 def tell_of_devices(state: Any, batch: Any, error: Exception) -> None:
     """Raises in place of ``error`` if arrays are committed to different devices."""
     home = home_of((state, batch))
@@ -114,3 +142,40 @@ def tell_of_devices(state: Any, batch: Any, error: Exception) -> None:
                 f"{place if isinstance(home, NamedSharding) else 'device'}), or put the state on no device: a step "
                 "moves it to the batch"
             ) from error
+
+
+def microbatches(batch: Any, n: int) -> Any:
+    """The batch as ``n`` microbatches: leaves (batch, …) as (n, batch / n, …), example i in i % n; scalars repeated.
+
+    Raises:
+      ValueError: ``n`` does not divide the examples; on axes of type Explicit, the devices do not divide a microbatch.
+    """
+
+    def split(path: Any, leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        if leaf.ndim == 0:
+            return jnp.broadcast_to(leaf, (n,))
+        examples = leaf.shape[0]
+        where = f"batch entry {_tree.path_name(path)!r}" if path else "the batch"
+        if examples % n:
+            raise ValueError(
+                f"accumulate_steps must divide the batch, got {n} for {examples} examples in {where}; use a batch of "
+                f"{n * (examples // n + 1)}, say"
+            )
+        devices = _devices_along_rows(leaf)
+        if examples // n % devices:
+            parts = n * devices
+            raise ValueError(
+                f"the {devices} devices that a batch is split over on axes of type Explicit must divide each of its "
+                f"microbatches, got accumulate_steps={n} for {examples} examples in {where}, {examples // n} in each; "
+                f"use a batch of {parts * (examples // parts + 1)}, say, or fewer accumulate_steps"
+            )
+        return jnp.moveaxis(leaf.reshape(examples // n, n, *leaf.shape[1:]), 1, 0)
+
+    return jax.tree.map_with_path(split, batch)
+
+
+def _devices_along_rows(leaf: jax.Array) -> int:
+    """How many devices axis 0 is split over by its type."""
+    sharding = jax.typeof(leaf).sharding
+    return math.prod(sharding.mesh.shape[name] for name in as_tuple(sharding.spec[0])) if sharding.spec else 1

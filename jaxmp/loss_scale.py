@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -348,10 +349,13 @@ def as_loss_scale(x: Any) -> LossScale:
     """``x`` if it is a loss scale, and the loss scale of this module that stands for ``x`` if that is one of jmp's.
 
     Raises:
-      TypeError: ``x`` is neither.
-      ValueError: one of jmp's has a number outside its range, such as a scale of 0 or one below its minimum.
+      TypeError: ``x`` is neither; or it is of a class that lacks ``loss_scale``, or whose ``adjust`` takes other
+        arguments.
+      ValueError: its scale is no positive scalar; one of jmp's has a number outside its range, such as a scale below
+        its minimum.
     """
     if isinstance(x, LossScale):
+        _require_whole(x)
         return x
     name = type(x).__name__ if type(x).__module__.split(".")[0] == "jmp" else None
     if name == "NoOpLossScale":
@@ -364,6 +368,38 @@ def as_loss_scale(x: Any) -> LossScale:
         f"a loss scale must be one of jaxmp's or jmp's, got {x!r}: pass DynamicLossScale(), StaticLossScale(2.0**15), "
         "HeadroomLossScale() or NoOpLossScale()"
     )
+
+
+def _require_whole(x: LossScale) -> None:
+    """Raises if ``x``, which may be of a user's class, has not all that a loss scale has."""
+    name = type(x).__name__
+    if not hasattr(x, "loss_scale"):
+        raise TypeError(
+            f"a loss scale must have an attribute loss_scale, the factor, but {name} has none; set self.loss_scale = "
+            "2.0**15, say, in its __init__"
+        )
+    scale = require_scalar(x)
+    if is_concrete(scale):
+        with jax.transfer_guard_device_to_host("allow"):
+            require("loss_scale", scale)
+    signature = inspect.signature(x.adjust)
+    try:
+        signature.bind(True, None)
+    except TypeError as error:
+        raise TypeError(
+            f"adjust must take (grads_finite, grad_max), but that of {name} takes {signature}; write "
+            "def adjust(self, grads_finite, grad_max=None), also where it has no use for grad_max"
+        ) from error
+
+
+def require_scalar(x: LossScale) -> Any:
+    """The factor of ``x``; raises if it is no scalar."""
+    if np.ndim(x.loss_scale):
+        raise ValueError(
+            f"one loss has one scale, a scalar, but {type(x).__name__} has a loss_scale of shape "
+            f"{np.shape(x.loss_scale)}; make it a scalar, under vmap if each member of a population has its own"
+        )
+    return x.loss_scale
 
 
 def _map_inexact(fun: Callable[[jax.Array], jax.Array], tree: T) -> T:

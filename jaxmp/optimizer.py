@@ -19,7 +19,8 @@ import optax
 
 from jaxmp import hardware
 from jaxmp._jaxpr import reading
-from jaxmp.loss_scale import LossScale, as_loss_scale
+from jaxmp._placement import require_not_deleted
+from jaxmp.loss_scale import LossScale, as_loss_scale, require_scalar
 from jaxmp.rounding import BEHIND_LOW_PRECISION, LowPrecision, LowPrecisionState, as_optimizer, decoded, rounds_params
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
 
@@ -96,11 +97,11 @@ def loss_scaling(
         which is what an elementwise optimizer spends its time on.
 
     Raises (here, or from ``init`` and ``update``):
-      TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale; the state is none that ``init`` makes;
-        gradients are not floating.
-      ValueError: ``inner`` has a loss scale already; another transform stands around ``low_precision``; the gradients
-        are empty; the state was made by another optimizer, or for other params; ``inner`` failed on gradients and
-        params that differ, of which the differing leaves are named.
+      TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale, or its ``adjust`` takes or returns another
+        thing; the state is none that ``init`` makes; gradients are not floating.
+      ValueError: the scale is no positive scalar; ``inner`` has a loss scale already; another transform stands around
+        ``low_precision``; the gradients are empty; the state was made by another optimizer, or for other params;
+        ``inner`` failed on gradients and params that differ, of which the differing leaves are named.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -147,7 +148,6 @@ def loss_scaling(
             extra_args["grad"] = state.loss_scale.unscale(widen(extra_args["grad"]))
         clipped = grads if clip_norm is None else _clip(grads, jnp.sqrt(squares), clip_norm)
 
-        @functools.cache
         def of_inner() -> tuple[Any, Any]:
             try:
                 new_updates, inner_state = inner.update(clipped, state.inner_state, as_taken(params), **extra_args)
@@ -161,27 +161,28 @@ def loss_scaling(
             return new_updates, inner_state
 
         finite = jnp.isfinite(squares)
-        if check_updates:
-            finite &= all_finite(of_inner()[0])
+        computed = of_inner() if check_updates else None
+        if computed is not None:
+            finite &= all_finite(computed[0])
         grad_max = max_abs(grads) if state.loss_scale.needs_grad_max else None
         if axis_name is not None:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
             grad_max = None if grad_max is None else jax.lax.pmax(grad_max, axis_name)
         if made is None:
-            new_updates, inner_state = of_inner()
+            new_updates, inner_state = computed or of_inner()
             result = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros((), u.dtype)), new_updates)
             inner_state = select_tree(finite, inner_state, state.inner_state)
         else:
 
             def both() -> tuple[Any, Any]:
-                new_updates, inner_state = of_inner()
+                new_updates, inner_state = computed or of_inner()
                 return made.of(new_updates), inner_state
 
             result, inner_state = _computed_where(finite, both, (made.before, state.inner_state))
         bad = 1 - finite.astype(jnp.int32)
         new_state = LossScalingState(
             inner_state=inner_state,
-            loss_scale=state.loss_scale.adjust(finite, grad_max),
+            loss_scale=_adjusted(state.loss_scale, finite, grad_max),
             skipped=state.skipped + bad,
             consecutive_skipped=(state.consecutive_skipped + bad) * bad,
             last_finite=finite,
@@ -198,6 +199,17 @@ def require_outermost(tx: Any, opt_state: Any) -> None:
     """Raises if :func:`jaxmp.low_precision` stands anywhere in ``tx`` but right inside :func:`loss_scaling`."""
     if rounds_params(opt_state) and not _is_outermost_low_precision(tx):
         raise ValueError(BEHIND_LOW_PRECISION)
+
+
+def require_one_tree(opt_state: Any) -> None:
+    """Raises if ``optax.lookahead`` stands anywhere in an optimizer, which updates two trees of params."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, optax.LookaheadState))
+    if any(isinstance(node, optax.LookaheadState) for node in nodes):
+        raise ValueError(
+            "a TrainState has one tree of params, which the loss function takes and the optimizer updates, got "
+            "optax.lookahead, which updates a pair of trees by gradients of one; call tx.init(pair) and tx.update "
+            "by hand, tx in jaxmp.loss_scaling, with jaxmp.scaled_value_and_grad(loss_fn, opt_state)(pair.fast)"
+        )
 
 
 def _is_outermost_low_precision(tx: Any) -> bool:
@@ -297,18 +309,26 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
     return get_loss_scaling_state(opt_state).loss_scale
 
 
+def _at_hand(opt_state: optax.OptState) -> LossScale:
+    """The loss scale in ``opt_state``, if no donating step has had it."""
+    loss_scale = get_loss_scale(opt_state)
+    require_not_deleted(loss_scale)
+    return loss_scale
+
+
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
     """``loss`` in float32 times the scale in ``opt_state``, for use inside a function that is differentiated by hand.
 
     Raises:
       TypeError: the loss is not floating, or float16.
       ValueError: ``opt_state`` has no loss scale, or several.
+      RuntimeError: a donating step has had ``opt_state``.
 
     >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> jax.grad(lambda params: scale_loss(jnp.sum(params), opt_state))(jnp.ones(2))
     Array([8., 8.], dtype=float32)
     """
-    return get_loss_scale(opt_state).scale(_float32_loss(loss))
+    return _at_hand(opt_state).scale(_float32_loss(loss))
 
 
 def unscale(grads: T, opt_state: optax.OptState) -> T:
@@ -316,12 +336,13 @@ def unscale(grads: T, opt_state: optax.OptState) -> T:
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
+      RuntimeError: a donating step has had ``opt_state``.
 
     >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> unscale({"w": jnp.array([8.0, 4.0], jnp.float16)}, opt_state)
     {'w': Array([1. , 0.5], dtype=float32)}
     """
-    return get_loss_scale(opt_state).unscale(widen(grads))
+    return _at_hand(opt_state).unscale(widen(grads))
 
 
 def unscaled_norm(grads: Any, loss_scale: LossScale) -> jax.Array:
@@ -347,12 +368,13 @@ def scaled_value_and_grad(
       ValueError: ``opt_state`` has no loss scale, or several.
       TypeError: the loss is no floating scalar, or float16 (its cotangent would be the scale itself and overflow); or
         an argument to differentiate has leaves that are not floating.
+      RuntimeError: a donating step has had ``opt_state``.
 
     >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> scaled_value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
     (Array(2., dtype=float32), Array([8., 8.], dtype=float32))
     """
-    scaled_fun = scaled_loss(fun, get_loss_scale(opt_state), has_aux)
+    scaled_fun = scaled_loss(fun, _at_hand(opt_state), has_aux)
 
     @functools.wraps(fun)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
@@ -484,13 +506,14 @@ def with_loss(step: Callable[..., T], loss: Any) -> T:
     """
     try:
         return step(value=loss)
-    except TypeError as error:
-        if "required keyword-only argument" in str(error):
+    except (TypeError, ValueError) as error:
+        if "required keyword-only argument" in str(error) or "must be provided" in str(error):
             raise TypeError(
                 f"a train step gives an optimizer the gradients, the params and value=loss, but this one says: {error};"
                 " a line search (optax.lbfgs, say) needs a step of your own: tx.update(grads, opt_state, params, "
                 "value=loss, grad=grads, value_fn=loss_of_params) with tx in jaxmp.loss_scaling and grads from "
-                "jaxmp.scaled_value_and_grad"
+                "jaxmp.scaled_value_and_grad; an estimate of the Hessian (optax.contrib.sophia) too, with "
+                "obj_fn=loss_of_params"
             ) from error
         if "unexpected keyword argument 'value'" not in str(error):
             raise
@@ -531,6 +554,14 @@ def is_number(value: Any) -> bool:
     """Whether ``value`` is an array, of JAX or NumPy, a Python number or a Variable of NNX."""
     number = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex))
     return number or hasattr(value, "__jax_array__")
+
+
+def as_float(value: Any) -> float:
+    """A real number or scalar array, concrete; NaN for all else."""
+    is_real = is_number(value) and not isinstance(value, (bool, jax.core.Tracer)) and np.ndim(value) == 0
+    dtype = jnp.result_type(value) if is_real else np.dtype(bool)
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return float(value) if is_real else np.nan
 
 
 def described(value: Any) -> str:
@@ -595,6 +626,18 @@ def _check_same_shapes(updates: Any, params: Any) -> None:
                 f"optimizer made {jnp.shape(update)}: pass the params that the gradients were taken of, or, if its "
                 "state was made for other params, call tx.init again"
             )
+
+
+def _adjusted(loss_scale: LossScale, finite: jax.Array, grad_max: jax.Array | None) -> LossScale:
+    """What ``adjust`` returns, which may be a user's own."""
+    new: Any = loss_scale.adjust(finite, grad_max)
+    if not isinstance(new, LossScale):
+        raise TypeError(
+            f"adjust must return the loss scale of the next step, but that of {type(loss_scale).__name__} returned "
+            f"{described(new)}; return a new object, for a loss scale is not changed in place"
+        )
+    require_scalar(new)
+    return new
 
 
 def _check_gradients(grads: Any) -> None:

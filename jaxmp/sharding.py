@@ -44,7 +44,8 @@ from jaxmp._specs import (
     without,
 )
 from jaxmp.dtypes import canonical_dtype
-from jaxmp.training import TrainState
+from jaxmp.optimizer import warn_if_behind
+from jaxmp.training import TrainState, created
 
 Rules = Mapping[str, PartitionSpec]
 
@@ -136,6 +137,8 @@ def init_state(
       ValueError: the specs are of another tree than the params, or do not fit them.
       TypeError: ``make_params`` is no function.
 
+    Warns when the optimizer is a chain with another transform before ``loss_scaling``.
+
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
     >>> specs = fsdp_specs(jax.eval_shape(make_params), mesh)
@@ -153,9 +156,10 @@ def init_state(
     static = {name: value for name, value in fields.items() if name not in arrays}
 
     def make(arrays: Any) -> TrainState:
-        return TrainState.create(params=make_params(), tx=tx, **static, **arrays)
+        return created(TrainState, params=make_params(), tx=tx, **static, **arrays)
 
     shapes = jax.eval_shape(make, arrays)
+    warn_if_behind(shapes.tx, shapes.params, stacklevel=2)
     describe(shapes.params, specs, mesh)  # raises if they do not fit
     shardings = [NamedSharding(mesh, spec) for spec in specs_in(following(shapes, shapes.params, specs, mesh))]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if reading.is_tracing() else jax.set_mesh(mesh):

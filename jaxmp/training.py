@@ -25,7 +25,7 @@ from jaxmp._flattened import Flattened, Lazy, flattened
 from jaxmp._gathering import Gathered, Held
 from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
-from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, checked, require_same_structure, under_policy, with_remat
+from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, as_key, require_same_structure, under_policy, with_remat
 from jaxmp._mesh_plan import explicit_mesh_of, plan_of, typed
 from jaxmp._nonfinite import explanation
 from jaxmp._placement import (
@@ -34,7 +34,9 @@ from jaxmp._placement import (
     home_of,
     is_deleted,
     is_traced,
+    microbatches,
     moved_to,
+    require_apart,
     require_not_deleted,
     settled,
     tell_of_devices,
@@ -42,11 +44,15 @@ from jaxmp._placement import (
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
     Made,
+    as_float,
+    described,
     get_loss_scale,
     get_loss_scaling_state,
     has_loss_scale,
     in_precision_of,
+    is_number,
     loss_scaling,
+    require_one_tree,
     require_outermost,
     scaled_value_and_grad,
     take_step,
@@ -119,40 +125,18 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
           **fields: further fields of a subclass.
 
         Raises:
-          TypeError: ``tx`` is no optimizer.
+          TypeError: ``tx`` is no optimizer; ``rng`` is neither one key nor an int.
           ValueError: it has several loss scales; or it is ``optax.lookahead``, whose params are a pair; or another
             transform than ``loss_scaling`` stands around ``low_precision``.
           RuntimeError: a donating step has had the params.
 
         Warns when the optimizer is a chain with another transform before ``loss_scaling``.
         """
-        tx = as_optimizer(tx)
-        require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
-        if not has_loss_scale(jax.eval_shape(tx.init, params)):
-            tx = loss_scaling(tx, NoOpLossScale())
-        opt_state = tx.init(params)
-        get_loss_scale(opt_state)  # raises if there are several
-        nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, optax.LookaheadState))
-        if any(isinstance(node, optax.LookaheadState) for node in nodes):
-            raise ValueError(
-                "a TrainState has one tree of params, which the loss function takes and the optimizer updates, got "
-                "optax.lookahead, which updates a pair of trees by gradients of one; call tx.init(pair) and tx.update "
-                "by hand, tx in jaxmp.loss_scaling, with jaxmp.scaled_value_and_grad(loss_fn, opt_state)(pair.fast)"
-            )
-        require_outermost(tx, opt_state)
-        warn_if_behind(tx, params, stacklevel=2)
-        state = cls(
-            **{name: jnp.zeros((), jnp.int32) for name in cls._first},
-            params=params,
-            opt_state=opt_state,
-            model_state=model_state,
-            ema_params=_tree.widen(params) if ema else None,
-            rng=jax.random.key(rng) if isinstance(rng, (int, np.integer)) else rng,
-            apply_fn=apply_fn,
-            tx=tx,
-            **fields,
+        state = created(
+            cls, params=params, tx=tx, apply_fn=apply_fn, model_state=model_state, rng=rng, ema=ema, **fields
         )
-        return settled(state)
+        warn_if_behind(state.tx, params, stacklevel=2)
+        return state
 
     def with_tx(self, tx: optax.GradientTransformation) -> Self:
         """This state under the same optimizer in another precision: to :func:`jaxmp.low_precision`, or back.
@@ -202,7 +186,9 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
 
         Raises:
           ValueError: ``ema_decay`` without a moving average, or a ``model_state`` of another structure.
+          RuntimeError: a donating step has had the state.
         """
+        require_not_deleted(self)
         before = {"params": self.params}
         if model_state is not None:
             require_same_structure(model_state, self.model_state)
@@ -233,6 +219,32 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
             **kept,
             **changes,
         )
+
+
+def created(
+    cls: type[S], *, params: Any, tx: Any, model_state: Any = None, rng: Any = None, ema: bool = False, **fields: Any
+) -> S:
+    """As :meth:`TrainState.create`, without its warning."""
+    tx = as_optimizer(tx)
+    require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
+    if not has_loss_scale(jax.eval_shape(tx.init, params)):
+        tx = loss_scaling(tx, NoOpLossScale())
+    opt_state = tx.init(params)
+    get_loss_scale(opt_state)  # raises if there are several
+    require_one_tree(opt_state)
+    require_outermost(tx, opt_state)
+    state = cls(
+        **{name: jnp.zeros((), jnp.int32) for name in cls._first},
+        params=params,
+        opt_state=opt_state,
+        model_state=model_state,
+        ema_params=_tree.widen(params) if ema else None,
+        rng=as_key(rng),
+        apply_fn=fields.pop("apply_fn", None),
+        tx=tx,
+        **fields,
+    )
+    return settled(state)
 
 
 def make_train_step(
@@ -292,14 +304,15 @@ def make_train_step(
         less on the wire, but each device holds all weights in half and the sum of their gradients in float32.
 
     Raises (here, or from the step):
-      ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``; ``overrides``
+      ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``, or a microbatch by
+        the devices of an axis of type Explicit; ``overrides``
         without autocast, or one that matched nothing; ``ema_decay`` without a moving average, or the reverse; a metric
         has a name of the step's own, a model state another structure than it came with; state and batch were put on
         different devices; ``mesh`` or ``specs`` alone, or that do not fit each other, the params, or the batch; a param
         goes in half into what cannot leave its gradient in ``reduce_dtype``.
-      TypeError: the loss function takes or returns something else; the loss is float16 or no scalar; the state is no
-        :class:`TrainState` (Flax's own, say).
-      RuntimeError: the state was given to a donating step before.
+      TypeError: the loss function takes or returns something else (a metric that is no number, say); the loss is
+        float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say).
+      RuntimeError: the state was given to a donating step before, or the batch has arrays of it.
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: a counter is read
         once the device has computed it, and only where it may have reached the limit.
 
@@ -315,11 +328,12 @@ def make_train_step(
     (1.0, 32768.0, 1)
     """
     for name, steps in (("accumulate_steps", accumulate_steps), ("max_consecutive_skips", max_consecutive_skips)):
-        if not isinstance(steps, (int, np.integer)) or steps < 1:
+        if not isinstance(steps, (int, np.integer)) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {steps!r}; 1 is the least")
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay}; 0.999 averages over about 1,000 steps")
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float, np.number)) and 0 < clip_norm < np.inf):
+    decay, norm = (None if number is None else as_float(number) for number in (ema_decay, clip_norm))
+    if decay is not None and not 0 <= decay < 1:
+        raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay!r}; 0.999 averages over about 1,000 steps")
+    if norm is not None and not 0 < norm < np.inf:
         raise ValueError(f"clip_norm must be a positive finite number, got {clip_norm!r}; pass 1.0, say, or None")
     if reduce not in ("each", "once") or (reduce == "once" and (mesh is None or accumulate_steps == 1)):
         raise ValueError(
@@ -333,14 +347,12 @@ def make_train_step(
             f"got mesh={mesh!r}, specs={'None' if specs is None else 'a tree'}, reduce_dtype={reduce_dtype!r}, "
             f"remat={remat!r}; take specs=jaxmp.sharding.fsdp_specs(params, mesh), or leave them all out"
         )
-    loss_fn = under_policy(checked(loss_fn), policy, overrides)
+    loss_fn = under_policy(loss_fn, policy, overrides)
     gathered = None
     if mesh is not None:
         loss_fn = gathered = Gathered(plan_of(mesh, specs, reduce_dtype), loss_fn, remat is None or remat == "regather")
     loss_fn = with_remat(loss_fn, None if remat == "regather" else remat)
-    return TrainStep(
-        loss_fn, accumulate_steps, ema_decay, clip_norm, donate, max_consecutive_skips, gathered, reduce == "once"
-    )
+    return TrainStep(loss_fn, accumulate_steps, decay, norm, donate, max_consecutive_skips, gathered, reduce == "once")
 
 
 class TrainStep:
@@ -392,6 +404,7 @@ class TrainStep:
                 with self._on_mesh():
                     new, metrics = run(given, self._batch_on_mesh(batch))
         except (RuntimeError, ValueError) as error:
+            require_apart(state, batch, error)
             require_not_deleted(state, error)
             if self._plan is None:
                 tell_of_devices(state, batch, error)
@@ -427,8 +440,8 @@ class TrainStep:
     def _require_state(state: Any) -> None:
         """Raises if what came is no :class:`TrainState`: Flax's, whose fields are others, or the params alone."""
         if not isinstance(state, TrainState):
-            kind = type(state)
-            name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+            kind, is_known = type(state), is_number(state) or type(state).__module__ == "builtins"
+            name = described(state) if is_known else f"{kind.__module__}.{kind.__name__}"
             raise TypeError(
                 f"a step takes a jaxmp.TrainState and a batch, got {name} as the state; make it with "
                 "jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=jaxmp.loss_scaling(tx, "
@@ -535,17 +548,15 @@ class TrainStep:
             return (total, _tree.select_tree(True, new_state, model_state)), (loss, metrics, seen)
 
         rngs = None if rng is None else jax.random.split(rng, n)
-        microbatches = jax.tree.map_with_path(lambda path, leaf: _split(path, leaf, n), batch)
-        first = jax.tree.map(lambda leaf: leaf[0], (microbatches, rngs))
+        turns = microbatches(batch, n), rngs
+        first = jax.tree.map(lambda leaf: leaf[0], turns)
         if self._gathered is not None and self._reduces_once:
             held = self._gathered.hold(state.params, state.model_state, *first)
         if held is not None or self._gathered is None or not self._gathered.is_split:  # else each turn gathers its own
             fixed = state.params if held is None else held
             loss_of = hoisted(self._loss_fn, fixed, (state.model_state, *first), REMAT["float8"])
         zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params if held is None else (held.params, held.taps)))
-        (total, model_state), (loss, metrics, seen) = jax.lax.scan(
-            accumulate, (zeros, state.model_state), (microbatches, rngs)
-        )
+        (total, model_state), (loss, metrics, seen) = jax.lax.scan(accumulate, (zeros, state.model_state), turns)
         if self._gathered is not None and held is not None:
             total = self._gathered.released(*total)
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
@@ -652,7 +663,7 @@ def make_eval_step(
     >>> make_eval_step(loss_fn)(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
     {'loss': Array(1., dtype=float32)}
     """
-    loss_fn = under_policy(checked(loss_fn), policy, overrides)
+    loss_fn = under_policy(loss_fn, policy, overrides)
 
     @jax.jit
     def jitted(state: TrainState, batch: Any) -> Metrics:
@@ -674,26 +685,14 @@ def make_eval_step(
             return typed(metrics, PartitionSpec())(*args)
 
     def step(state: TrainState, batch: Any) -> Metrics:
+        TrainStep._require_state(state)
         try:
             return jitted(state, batch)
         except (RuntimeError, ValueError) as error:
+            require_apart(state, batch, error)
             require_not_deleted(state, error)
             tell_of_devices(state, batch, error)
             raise
 
     step.jitted = jitted  # type: ignore[attr-defined]
     return step
-
-
-def _split(path: Any, leaf: Any, n: int) -> jax.Array:
-    """``leaf`` of shape (batch, …) as (n, batch / n, …), example i in microbatch i % n; a scalar is repeated."""
-    leaf = jnp.asarray(leaf)
-    if leaf.ndim == 0:
-        return jnp.broadcast_to(leaf, (n,))
-    if leaf.shape[0] % n:
-        where = f"batch entry {_tree.path_name(path)!r}" if path else "the batch"
-        raise ValueError(
-            f"accumulate_steps must divide the batch, got {n} for {leaf.shape[0]} examples in {where}; use a batch of "
-            f"{n * (leaf.shape[0] // n + 1)}, say"
-        )
-    return jnp.moveaxis(leaf.reshape(leaf.shape[0] // n, n, *leaf.shape[1:]), 1, 0)

@@ -245,6 +245,12 @@ def reshards(jaxpr):
             found += reshards(inner) if hasattr(inner, "eqns") else []
     return found
 
+    def test_a_transform_before_loss_scaling_is_warned_of_once_where_the_state_is_made(self):
+        tx = optax.chain(optax.clip(1.0), jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.DynamicLossScale()))
+        with pytest.warns(UserWarning, match="loss_scaling must be the first transform of a chain") as caught:
+            sharding.init_state(make_params, tx, mesh_of(), SPECS)
+        assert [each.filename for each in caught] == [__file__]
+
 
 class TestGather:
     @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])

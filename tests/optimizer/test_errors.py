@@ -235,3 +235,18 @@ def test_errors_come_while_tracing_too():
         jax.jit(tx.update)({}, tx.init({}), {})
     with pytest.raises(TypeError, match="must be float32, got float16"):
         jax.jit(lambda s: scaled_value_and_grad(lambda p: p.astype(jnp.float16), s)(1.0))(tx.init(jnp.ones(2)))
+
+
+def test_a_loss_scale_that_a_step_has_deleted_is_named():
+    tx = tx_of()
+    state = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx)
+    jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(state, jnp.ones(2))
+    uses = [
+        lambda opt_state: scaled_value_and_grad(jnp.sum, opt_state)(jnp.ones(2)),
+        lambda opt_state: jaxmp.scale_loss(jnp.float32(1), opt_state),
+        lambda opt_state: jaxmp.unscale(jnp.ones(2), opt_state),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="to a donating step once only, but 'loss_scale' in this one is gone"):
+            use(state.opt_state)
+        use(tx.init(jnp.ones(2)))

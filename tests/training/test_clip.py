@@ -94,10 +94,20 @@ def test_clipping_goes_with_an_update_by_hand_too():
     np.testing.assert_allclose(optax.tree.norm(updates), SHORT, rtol=1e-6)
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), "1.0", jnp.ones(())], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [0, -1.0, float("nan"), float("inf"), "1.0", True, jnp.ones(2), jnp.zeros(())], ids=repr
+)
 def test_a_norm_that_is_no_length_is_refused(wrong):
     with pytest.raises(ValueError, match=r"clip_norm must be a positive finite number, got .*; pass 1.0, say"):
         make_train_step(train_loss, clip_norm=wrong)
+
+
+@pytest.mark.parametrize("norm", [np.float32(SHORT), jnp.float32(SHORT), np.asarray(SHORT, np.float32)], ids=repr)
+def test_a_norm_may_be_a_scalar_array(norm):
+    params, batch = problem()
+    new, _ = make_train_step(train_loss, clip_norm=norm)(state_of(params), batch)
+    expected, _ = make_train_step(train_loss, clip_norm=float(norm))(state_of(params), batch)
+    assert same_bits(new.params, expected.params)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 from flax.training import train_state as flax_train_state
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from optimizer_tools import problem, standard, train_loss
 
 import jaxmp
@@ -23,13 +26,16 @@ def state_of(params=1.0, **fields):
     return TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=tx, **fields)
 
 
-@pytest.mark.parametrize("wrong", [{"accumulate_steps": 0}, {"accumulate_steps": 2.0}, {"max_consecutive_skips": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"accumulate_steps": 0}, {"accumulate_steps": 2.0}, {"accumulate_steps": True}, {"max_consecutive_skips": 0}],
+)
 def test_numbers_of_steps_below_one_or_not_whole_are_refused(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be a whole number of at least 1, got"):
         make_train_step(train_loss, **wrong)
 
 
-@pytest.mark.parametrize("decay", [1.0, -0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("decay", [1.0, -0.1, 1.5, float("nan"), "0.9", False, jnp.ones(2)], ids=repr)
 def test_a_decay_that_is_no_decay_is_refused(decay):
     with pytest.raises(
         ValueError, match=r"ema_decay must lie in \[0, 1\), got .*; 0.999 averages over about 1,000 steps"
@@ -99,6 +105,29 @@ def test_metrics_must_be_a_dict_with_names_of_their_own(make):
             make(lambda p, s, b, r, name=name: (p, s, {"other": p, name: p}))(state_of(), 1.0)
 
 
+class Label:
+    """What is no array, as a metric."""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "got"),
+    [
+        ({1: jnp.ones(())}, "the name 1; write '1', say"),
+        ({1: jnp.ones(()), "a": 1.0}, "the name 1"),
+        ({"a": "text"}, "str for 'a'; leave it out, or return a number for it"),
+        ({"a": np.array("text")}, "ndarray for 'a'"),
+        ({"a": {"b": [1.0, Label()]}}, "Label for 'a/b/1'"),
+    ],
+)
+@pytest.mark.parametrize("make", [make_train_step, make_eval_step])
+def test_metrics_are_numbers_by_names_that_are_strings(make, metrics, got):
+    said = f"a loss function's metrics must be arrays or numbers by names that are strings, got {got}"
+    with pytest.raises(TypeError, match=re.escape(said)):
+        make(lambda p, s, b, r: (p, s, metrics))(state_of(), 1.0)
+    _, found = make_train_step(lambda p, s, b, r: (p, s, {"a": {"b": [True, p]}, "c": None}))(state_of(), 1.0)
+    assert found["a"]["b"][0] and found["a"]["b"][1] == 1
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_model_state_of_another_structure_is_refused(accumulate_steps):
     given = {"batch_stats": {"mean": jnp.zeros(2)}}
@@ -158,6 +187,22 @@ def test_a_line_search_is_refused_with_the_way_by_hand_which_works():
     assert loss_of(optax.apply_updates(params, updates)) < loss
 
 
+def test_an_estimate_of_the_hessian_is_refused_with_the_way_by_hand_which_works():
+    def loss_of(params, *_):
+        return jnp.sum(params["w"] ** 2)
+
+    params, tx = {"w": jnp.array([2.0])}, loss_scaling(standard(optax.contrib.sophia(0.1)), DynamicLossScale())
+    said = r"says: obj_fn must be provided .* needs a step of your own: .*sophia\) too, with obj_fn=loss_of_params"
+    with pytest.raises(TypeError, match=said):
+        make_train_step(lambda params, s, b, r: (loss_of(params), s))(
+            TrainState.create(params=params, tx=tx), jnp.ones(2)
+        )
+    opt_state = tx.init(params)
+    loss, grads = jaxmp.scaled_value_and_grad(loss_of, opt_state)(params)
+    updates, _ = tx.update(grads, opt_state, params, obj_fn=loss_of)
+    assert loss_of(optax.apply_updates(params, updates)) < loss
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_model_state_of_another_shape_is_refused(accumulate_steps):
     step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), jnp.ones(3)), accumulate_steps=accumulate_steps)
@@ -173,6 +218,31 @@ def test_a_batch_that_does_not_divide_is_named():
     step = make_train_step(lambda p, s, b, r: (p * jnp.mean(b), s), accumulate_steps=4)
     with pytest.raises(ValueError, match="got 4 for 6 examples in the batch; use a batch of 8, say"):
         step(state_of(), jnp.ones(6))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_microbatches_are_whole_on_each_device_where_types_say_where_they_lie(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    examples = np.arange(32, dtype=np.float32)
+
+    def stepped(n):
+        state = jax.device_put(state_of(), NamedSharding(mesh, P()))
+        batch = {"x": jax.device_put(examples, NamedSharding(mesh, P("data")))}
+        return make_train_step(lambda p, s, b, r: (jnp.mean(p * b["x"]), s), accumulate_steps=n)(state, batch)
+
+    for n in (1, 2, 8):
+        new, metrics = stepped(n)
+        assert metrics["loss"] == examples.mean() and new.params == np.float32(1 - 0.1 * examples.mean())
+    if kind is AxisType.Auto:
+        assert stepped(16)[1]["loss"] == examples.mean()  # of two examples each, for four devices
+        return
+    said = (
+        "the 4 devices that a batch is split over on axes of type Explicit must divide each of its microbatches, got "
+        "accumulate_steps=16 for 32 examples in batch entry 'x', 2 in each; use a batch of 64, say, or fewer "
+        "accumulate_steps"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        stepped(16)
 
 
 def test_a_float16_loss_is_refused_by_the_step_and_taken_by_the_evaluation():
@@ -221,12 +291,49 @@ def test_a_state_that_a_step_has_had_is_told_from_the_one_it_returned():
     for again in (step, make_train_step(train_loss, policy="mixed_bfloat16"), make_eval_step(train_loss)):
         with pytest.raises(RuntimeError, match=text):
             again(state, problem()[1])
-    for use in (state.with_tx, lambda _: jaxmp.inspect.first_nonfinite(step)(state, problem()[1])):
+    uses = (
+        state.with_tx,
+        lambda _: jaxmp.inspect.first_nonfinite(step)(state, problem()[1]),
+        lambda _: state.apply_gradients(grads=problem()[0]),
+    )
+    for use in uses:
         with pytest.raises(RuntimeError, match=text):
             use(state.tx)
     with pytest.raises(RuntimeError, match=r"but 'params/hidden/.' in this one is gone"):
         TrainState.create(params=state.params, tx=state.tx)
     step(new, problem()[1])
+
+
+def away(params, model_state, batch, rng):
+    """How far the params are from the target in the batch."""
+    distances = jax.tree.map(lambda param, target: jnp.mean((param - target) ** 2), params, batch["target"])
+    return jax.tree.reduce(jnp.add, distances) * jnp.mean(batch["x"]), model_state
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_array_of_the_state_in_the_batch_is_named_with_the_copy_to_make(on_device):
+    params, x = {"a": jnp.ones(3), "b": jnp.zeros(2)}, jnp.ones(4)
+    x = jax.device_put(x, jax.devices()[0]) if on_device else x  # to which the state is moved, by reference
+    step, state = make_train_step(away), state_of(params)
+    said = (
+        "a donating step deletes the arrays of the state that it is given, so that a batch must have none of them, but "
+        "entry 'target/{}' of it is {}; copy it before the step, jax.tree.map(jnp.copy, state.params), say, or make "
+        "the step with make_train_step(..., donate=False)"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(said.format("b", "'params/b' of this state"))):
+        step(state, {"x": x, "target": {"a": jnp.ones(3), "b": state.params["b"]}})
+    copied = jax.tree.map(jnp.copy, state.params)
+    assert make_train_step(away, donate=False)(state, {"x": x, "target": state.params})[1]["loss"] == 0
+    old = state.params
+    state, metrics = step(state, {"x": x, "target": copied})
+    assert metrics["loss"] == 0
+    for again in (step, make_eval_step(away)):
+        with pytest.raises(
+            RuntimeError,
+            match=re.escape("entry 'target/a' of it is gone with an earlier state; copy it before the step"),
+        ):
+            again(state, {"x": x, "target": old})
+    step(state, {"x": x, "target": copied})
 
 
 @pytest.mark.parametrize(
@@ -269,6 +376,40 @@ def test_another_state_than_ours_is_named_with_what_makes_ours(make):
         make(train_loss)({"w": jnp.ones(2)}, 1.0)
     with pytest.raises(TypeError, match=text.format("flax.training.train_state.TrainState")):
         jaxmp.inspect.first_nonfinite(make_train_step(train_loss))(flax_state, 1.0)
+
+
+@pytest.mark.parametrize("make", [make_train_step, make_eval_step])
+def test_arguments_in_another_order_are_described(make):
+    step, batch = make(train_loss), problem()[1]
+    for use in (step, step.jitted):
+        for wrong, came in ((jnp.ones((8, 4)), r"float32 of shape \(8, 4\)"), (batch, "dict")):
+            with pytest.raises(TypeError, match=f"takes a jaxmp.TrainState and a batch, got {came} as the state; make"):
+                use(wrong, state_of())
+    with pytest.raises(TypeError, match="got str as the state"):
+        step("text", state_of())
+
+
+@pytest.mark.parametrize(
+    ("rng", "came"),
+    [
+        (0.5, "0.5"),
+        ("0", "'0'"),
+        (True, "True"),
+        ({"dropout": jax.random.key(0)}, "dict"),
+        (jax.random.split(jax.random.key(0), 3), r"key<fry> of shape \(3,\)"),
+        (jax.random.split(jax.random.PRNGKey(0), 3), r"uint32 of shape \(3, 2\)"),
+        (jnp.zeros((), jnp.int32), r"int32 of shape \(\)"),
+    ],
+)
+def test_what_is_no_key_is_refused_when_the_state_is_made(rng, came):
+    with pytest.raises(TypeError, match=f"rng must be one PRNG key, or an int to make it of, got {came}; pass jax.ra"):
+        state_of(rng=rng)
+
+
+@pytest.mark.parametrize("rng", [3, np.int64(3), jax.random.key(3), jax.random.PRNGKey(3), np.array([0, 3], np.uint32)])
+def test_a_key_is_a_key_whatever_it_is_made_of(rng):
+    found = state_of(rng=rng).rng
+    assert (jax.random.uniform(found) == jax.random.uniform(jax.random.key(3))).all()
 
 
 def test_params_without_gradients_are_refused():

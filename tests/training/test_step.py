@@ -358,3 +358,30 @@ def test_evaluation_changes_no_state_and_can_use_the_moving_average():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.ema_params)
     np.testing.assert_allclose(averaged["loss"], loss_fn(half, batch), rtol=1e-2)
     assert averaged["loss"] != now["loss"] and dtypes == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("check_updates", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_steps": 2, "clip_norm": 1.0}, {"policy": "mixed_float16"}], ids=str
+)
+def test_a_step_leaks_no_tracer(options, check_updates):
+    params, batch = problem()
+    tx = loss_scaling(standard(optax.adam(0.1)), DynamicLossScale(), check_updates=check_updates)
+    state = TrainState.create(params=params, tx=tx)
+    with jax.checking_leaks():
+        make_train_step(train_loss, **options)(state, batch)
+
+
+def test_an_inner_optimizer_is_computed_once_though_its_updates_are_tested():
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append(updates)
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    params, batch = problem()
+    state = TrainState.create(params=params, tx=loss_scaling(inner, DynamicLossScale(), check_updates=True))
+    make_train_step(train_loss)(state, batch)
+    assert len(calls) == 1
