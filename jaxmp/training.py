@@ -305,11 +305,11 @@ def make_train_step(
 
     Raises (here, or from the step):
       ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``, or a microbatch by
-        the devices of an axis of type Explicit; ``overrides``
-        without autocast, or one that matched nothing; ``ema_decay`` without a moving average, or the reverse; a metric
-        has a name of the step's own, a model state another structure than it came with; state and batch were put on
-        different devices; ``mesh`` or ``specs`` alone, or that do not fit each other, the params, or the batch; a param
-        goes in half into what cannot leave its gradient in ``reduce_dtype``.
+        the devices of an axis of type Explicit; ``overrides`` without autocast, or one that matched nothing;
+        ``ema_decay`` without a moving average, or the reverse; a metric has a name of the step's own, a model state
+        another structure than it came with; state and batch were put on different devices; ``mesh`` or ``specs`` alone,
+        or that do not fit each other, the params, or the batch; a param goes in half into what cannot leave its
+        gradient in ``reduce_dtype``.
       TypeError: the loss function takes or returns something else (a metric that is no number, say); the loss is
         float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say).
       RuntimeError: the state was given to a donating step before, or the batch has arrays of it.
