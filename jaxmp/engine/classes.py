@@ -73,6 +73,10 @@ class Kind(enum.IntEnum):
     """Keeps the dtypes it was written with."""
 
 
+# For the passes: `Kind.HALF` is looked up by code of the enum's class, which takes ten times as long on Python 3.11.
+SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
+
+
 # Names with spaces between, a line for each reason to be here; of opaque ones `*` is any part of a name.
 _TABLE: dict[Class, tuple[str, ...]] = {
     Class.HALF: tuple(sorted(PRODUCTS)),

@@ -16,7 +16,7 @@ from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import cast_repeated
 from jaxmp._jaxpr.walk import PRODUCTS, walk
-from jaxmp.engine.classes import Kind, is_castable
+from jaxmp.engine.classes import CLEAR, KEPT, is_castable
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, marks_in
@@ -152,7 +152,7 @@ class _Evaluation:
         ]
         if self.is_noted:
             step.bound = [jax.typeof(value) for value in operands]
-        if eqn.primitive.name == _CAST and node is not None and node.kind is not Kind.KEPT:
+        if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
             if self.is_noted and not _is_widening(step):
                 step.bound = [jax.typeof(given[0])]
             results = [self.cast(operands[0], node.dtype)]
@@ -232,7 +232,7 @@ def _normalised(nodes: Sequence[Node], size: int) -> Collection[Node]:
     """Values of so many elements to each row of which a weight is added before the next product: in a normalisation."""
 
     def made_of(node: Node) -> Sequence[Node]:
-        is_as_large = node.kind is Kind.CLEAR or sizes[node.shape] == size
+        is_as_large = node.kind is CLEAR or sizes[node.shape] == size
         return node.inputs if is_as_large and node.name not in PRODUCTS else ()
 
     sizes, starts = {shape: math.prod(shape) for shape in {node.shape for node in nodes}}, list[Node]()
@@ -283,7 +283,7 @@ def _wants_of_leaf(step: Step) -> list[np.dtype | None]:
             return [None if operand is None else next(iter(dtypes)) for operand in operands]
     if node is None:
         return [None if operand is None else operand.written for operand in operands]
-    if name == _CAST and (node.kind is Kind.KEPT or _is_widening(step)):  # from whatever dtype the value has
+    if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # from whatever dtype the value has
         return [None if operand is None else operand.late for operand in operands]
     return [None if each is None else node.compute or read_in(node, each) for each in operands]
 

@@ -20,7 +20,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.dtypes import range_of
-from jaxmp.engine.classes import Kind, is_castable
+from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE, STRICT, Kind, is_castable
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
 from jaxmp.engine.rules import Decision, Rules
 
@@ -55,7 +55,7 @@ class Node:
     is_activation: bool = False  # it has an element for each element of a product, and so is no statistic of many
     has_half_copy: bool = False  # it may be computed in float32, but a product or an activation reads it in half
     is_seen: bool = False  # a float32 result, or integers and bools are made of it that tell small differences apart
-    state: Kind = Kind.SOURCE  # what it brings along to those who read it: SOURCE, HALF, FULL or STRICT
+    state: Kind = SOURCE  # what it brings along to those who read it: SOURCE, HALF, FULL or STRICT
     compute: np.dtype | None = None  # what it is computed in; None: as it was written, or was moved in
     late: np.dtype | None = None  # the half dtype of a cast by its author that each reader makes; the value is float32
 
@@ -92,7 +92,7 @@ class Step:
     names: reading.Names
     operands: Sequence[Node | None]
     nodes: Sequence[Node | None]
-    kind: Kind = Kind.KEPT
+    kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
     form: Form | None = None
@@ -190,7 +190,7 @@ class _Builder:
     def source(self, aval: Any, value: Any = None) -> Node | None:
         if not is_castable(aval):
             return None
-        node = self.node(Kind.SOURCE, "source", aval, ())
+        node = self.node(SOURCE, "source", aval, ())
         node.const = None if value is None else reading.extremes_of(value)
         return node
 
@@ -199,7 +199,7 @@ class _Builder:
         key = value.dtype, value.tobytes()
         if type(first := self.numbers.get(key)) is not Node:
             return self.value(self.source(atom.aval, value), key, is_fixed=True)
-        node = self.node(Kind.SOURCE, "source", atom.aval, ())
+        node = self.node(SOURCE, "source", atom.aval, ())
         node.const, node.same, node.origin = first.const, first, first
         return node, first, True
 
@@ -305,7 +305,7 @@ class _Builder:
         ]
 
     def join(self, name: str, aval: Any, values: Sequence[_Value], key: Any) -> _Value:
-        kind = Kind.KEPT if self.region.level == "written" else Kind.JOIN
+        kind = KEPT if self.region.level == "written" else JOIN
         inputs = [node for node, *_ in values if node is not None]
         node = self.node(kind, name, aval, inputs) if is_castable(aval) else None
         self.check_range(node)
@@ -314,8 +314,8 @@ class _Builder:
     def check_range(self, join: Node | None) -> None:
         """A join of a value that does not exist in half, the mask's ``finfo.min``, is float32."""
         largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
-        if join is not None and join.kind is Kind.JOIN and join.half and largest > range_of(join.half)[1]:
-            join.kind, join.reason = Kind.STRICT, f"a constant beyond {join.half.name}'s largest number"
+        if join is not None and join.kind is JOIN and join.half and largest > range_of(join.half)[1]:
+            join.kind, join.reason = STRICT, f"a constant beyond {join.half.name}'s largest number"
 
     def leaf(self, step: Step, form: Form, numbers: Sequence[Any]) -> list[_Value]:
         nodes: list[Node | None] = []
@@ -326,7 +326,7 @@ class _Builder:
         if (decision := form.decisions.get(known)) is None:
             decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
         kind, reason, asked, has_epsilon = decision
-        step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is Kind.CLEAR
+        step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is CLEAR
         step.float8 = _float8_products.asked(step, self.rules) if name in PRODUCTS else None
         for position, is_float in enumerate(form.are_floats):
             node: Any = None

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS, follow_products, walk
-from jaxmp.engine.classes import Class, Kind, primitives_of
+from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, SOURCE, STRICT, Class, primitives_of
 from jaxmp.engine.graph import Graph, Node, Step, users_of
 from jaxmp.engine.rules import COMBINES
 
@@ -54,7 +54,7 @@ class Group:
 def find(graph: Graph) -> list[Group]:
     """The groups of a graph; those that have products become float32, but for what somebody asked for in half."""
     for node in graph.nodes:
-        if node.kind is Kind.CLEAR or node.name in ("branches", _CAST):
+        if node.kind is CLEAR or node.name in ("branches", _CAST):
             node.origin = (_passed(node, ()) or node).origin
     found = list(_coordinates(graph))
     for node, step in [(step.node, step) for step in graph.steps if step.node is not None and step.node.inputs]:
@@ -63,8 +63,8 @@ def find(graph: Graph) -> list[Group]:
     with_products = [group for group in found if any(node.name in PRODUCTS for node in group.nodes)]
     reasons = _reasons(with_products)
     for node in graph.nodes if reasons else ():
-        if node.same in reasons and (_is_product(node) or node.kind in (Kind.INFER, Kind.JOIN)):
-            node.kind, node.reason = Kind.FULL, reasons[node.same]
+        if node.same in reasons and (_is_product(node) or node.kind in (INFER, JOIN)):
+            node.kind, node.reason = FULL, reasons[node.same]
     return found
 
 
@@ -222,7 +222,7 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
     """Squared distances, |x|² + |y|² - 2xy with |x|² summed or picked from xxᵀ; E[xy] - E[x] E[y] of products."""
 
     def is_multiplied(node: Node) -> bool:
-        is_outer = node.name == "dot_general" and node.kind is Kind.INFER
+        is_outer = node.name == "dot_general" and node.kind is INFER
         return is_outer or (node.name in ("mul", "square", "integer_pow") and not _passed(node, _SCALES))
 
     def is_twice(node: Node) -> bool:
@@ -389,7 +389,7 @@ def _keeps_places(node: Node, computed: Collection[Node]) -> bool:
     unknown = [operand for operand in node.inputs if operand in computed]
     if (node.name in _SUMS and len(unknown) > 1) or node.name in _LIMITS:  # but no residual stream, no activation
         return {reader.name for reader in _readers(node)}.isdisjoint({*PRODUCTS, "reduce_sum"})
-    is_moved = node.kind in (Kind.CLEAR, Kind.JOIN) or _passed(node, ()) is not None
+    is_moved = node.kind in (CLEAR, JOIN) or _passed(node, ()) is not None
     return len(unknown) < 2 if node.name == "mul" else is_moved or node.name in COMBINES | _AFFINE | PRODUCTS
 
 
@@ -406,7 +406,7 @@ def _is_quantised(rounded: Node) -> bool:
 
 
 def _is_product(node: Node) -> bool:
-    return node.kind is Kind.HALF and not node.asked
+    return node.kind is HALF and not node.asked
 
 
 def _origin(node: Node, through: Collection[str], way: list[Node] | None = None, constant: bool = True) -> Node:
@@ -415,7 +415,7 @@ def _origin(node: Node, through: Collection[str], way: list[Node] | None = None,
     for _ in range(64):
         if (below := _passed(node, through, constant)) is None:
             break
-        if way is not None and node.kind is not Kind.CLEAR:
+        if way is not None and node.kind is not CLEAR:
             way.append(node)
         node = below
     return node.same
@@ -425,13 +425,13 @@ def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node
     """The operand of an operation that only moves it, or is one of ``through`` and has constants beside it."""
     name, inputs, is_through = node.name, node.inputs, node.name in through
     if len(inputs) == 1 or name == "branches":
-        is_moved = is_through or name == "branches" or (node.kind is Kind.CLEAR and name not in _CHANGES)
-        return inputs[0] if is_moved or (name == _CAST and node.kind is Kind.FULL) else None
+        is_moved = is_through or name == "branches" or (node.kind is CLEAR and name not in _CHANGES)
+        return inputs[0] if is_moved or (name == _CAST and node.kind is FULL) else None
     if not is_through or not inputs:
         return None
     unknown = [operand for operand in inputs if not _is_given(operand, constant)]
     if name in ("select_n", "max"):  # `where(n > 0, variance, nan)`, whose NaN is no number to know it by
-        unknown = [operand for operand in unknown if operand.origin.kind is not Kind.SOURCE]
+        unknown = [operand for operand in unknown if operand.origin.kind is not SOURCE]
     return unknown[0] if len(unknown) == 1 and (name != "div" or unknown[0] is inputs[0]) else None
 
 
@@ -439,7 +439,7 @@ def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
     """Whether a value is a constant, or at least an argument, or computed from such and from integers in few steps."""
     origin = operand.origin
     if not origin.inputs:
-        return origin.kind is not Kind.SOURCE or not constant or origin.const is not None
+        return origin.kind is not SOURCE or not constant or origin.const is not None
     if depth == 0 or origin.name in PRODUCTS:
         return False
     return all(map(_is_given, origin.inputs, itertools.repeat(constant), itertools.repeat(depth - 1)))
@@ -447,18 +447,18 @@ def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
 
 def _readers(node: Node, through: Collection[str] = ()) -> list[Node]:
     """Who computes with a value, however it was moved; who does so by one of ``through`` is told and passed."""
-    if not through and Kind.CLEAR not in [user.kind for user in node.users]:
+    if not through and CLEAR not in [user.kind for user in node.users]:
         return [*dict.fromkeys(node.users)]
-    after = walk(node.users, lambda user: user.users if user.kind is Kind.CLEAR or user.name in through else ())
-    return [user for user in after if user.kind is not Kind.CLEAR or user.name in through]
+    after = walk(node.users, lambda user: user.users if user.kind is CLEAR or user.name in through else ())
+    return [user for user in after if user.kind is not CLEAR or user.name in through]
 
 
 def find_activations(nodes: Sequence[Node]) -> None:
     """Marks what has an element for each element of a product, and so is no statistic of one number for many."""
     for node in nodes:
-        if node.kind is Kind.HALF:
+        if node.kind is HALF:
             node.is_activation = True
-        elif node.kind is Kind.JOIN or (node.kind is Kind.CLEAR and node.name not in _EXTREMES):
+        elif node.kind is JOIN or (node.kind is CLEAR and node.name not in _EXTREMES):
             node.is_activation = any([operand.is_activation for operand in node.inputs])
         elif node.name in _ELEMENTWISE:
             node.is_activation = any([each.is_activation and each.shape == node.shape for each in node.inputs])
@@ -466,10 +466,10 @@ def find_activations(nodes: Sequence[Node]) -> None:
 
 def take_outer_products(nodes: Sequence[Node]) -> list[Node]:
     """Gives outer products of what products made half precision: the gradient of a weight, of one example."""
-    found = [node for node in nodes if node.kind is Kind.INFER and node.name == "dot_general"]
+    found = [node for node in nodes if node.kind is INFER and node.name == "dot_general"]
     found = [node for node in found if any(operand.after_product for operand in node.inputs)]
     for node in found:
-        node.kind, node.reason = Kind.HALF, "product"
+        node.kind, node.reason = HALF, "product"
     return found
 
 
@@ -484,18 +484,18 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
     logged = {node for node in nodes if node.name in _LOGARITHMS}
     for node in reversed(nodes):
         is_solvable = bool(solved) and _is_product(node)
-        is_told = is_solvable or node.has_epsilon or node.kind is Kind.INFER
-        if not is_told or not node.after_product or node.state >= Kind.FULL:
+        is_told = is_solvable or node.has_epsilon or node.kind is INFER
+        if not is_told or not node.after_product or node.state >= FULL:
             continue
         readers = _readers(node)
         if is_solvable and readers and solved.issuperset(readers):
-            node.kind, node.reason = Kind.FULL, f"feeds only {_names(readers)}"
+            node.kind, node.reason = FULL, f"feeds only {_names(readers)}"
         if node.has_epsilon and not logged.isdisjoint(readers):
             logged.add(node)
-        if node.kind is not Kind.INFER:
+        if node.kind is not INFER:
             continue
         # What the author casts to float32 is the author's half up to there.
-        full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT) or user.state >= Kind.FULL]
+        full = [user for user in readers if user.kind in (FULL, STRICT) or user.state >= FULL]
         full = [user for user in full if user.name != _CAST]
         is_solved, is_stream = not solved.isdisjoint(full), node.name == "add" and _is_stream(node)
         reason = needed.get(node.same, "")
@@ -506,7 +506,7 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
         elif full and len(full) == len(readers) and not is_stream:
             reason = f"feeds only {_names(full)}"
         if reason:
-            node.kind, node.state, node.reason = Kind.FULL, Kind.FULL, reason
+            node.kind, node.state, node.reason = FULL, FULL, reason
 
 
 def _is_stream(node: Node) -> bool:
