@@ -42,11 +42,13 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
     decide(graph, dtypes, force)
-    body = graph.body
-    normalised = functools.cache(functools.partial(_normalised, graph.nodes))
+    body, normalised = graph.body, _normalised(graph.nodes)
     for node in graph.nodes:
         if node.float8:
             node.float8.find_bias(node, read_in, normalised)
+    changed = {node for node in graph.nodes if node.late is not None or node.dtype != node.written}
+    for step in graph.steps:
+        step.stands = _stands(step, changed)
     evaluation = _Evaluation(rules, normalised, body, args)
     results = evaluation.results() if graph.changes else reading.evaluate(body.jaxpr, body.consts, args)
     return [
@@ -85,7 +87,7 @@ class _Evaluation:
                 self.casts = step.casts = []
             self.places.at(eqn)
             given = [atom.val if type(atom) is Literal else env[atom] for atom in eqn.invars]
-            results = self.places.repeated(given) if _stands(step) else self.results_of(step, given)
+            results = self.places.repeated(given) if step.stands else self.results_of(step, given)
             for var, value in zip(eqn.outvars, results, strict=True):
                 env[var] = value
             if eqn.primitive.name == _CAST and _is_widening(step):
@@ -228,35 +230,35 @@ def _shared(rules: Rules, step: Step, make: Callable[[], Callable[..., Any]]) ->
     return made
 
 
-def _normalised(nodes: Sequence[Node], size: int) -> Collection[Node]:
-    """Values of so many elements to each row of which a weight is added before the next product: in a normalisation."""
+def _normalised(nodes: Sequence[Node]) -> Normalised:
+    """Tells values of so many elements to each row of which a weight is added before the next product."""
+    sizes = {shape: math.prod(shape) for shape in {node.shape for node in nodes}}
+    adds = [node for node in nodes if node.name == "add"]
+    pairs = [(add, each) for add in adds for each in add.inputs if not each.is_cast_once and each.const is None]
 
-    def made_of(node: Node) -> Sequence[Node]:
-        is_as_large = node.kind is CLEAR or sizes[node.shape] == size
-        return node.inputs if is_as_large and node.name not in PRODUCTS else ()
+    @functools.cache
+    def normalised(size: int) -> Collection[Node]:
+        def made_of(node: Node) -> Sequence[Node]:
+            is_as_large = node.kind is CLEAR or sizes[node.shape] == size
+            return node.inputs if is_as_large and node.name not in PRODUCTS else ()
 
-    sizes, starts = {shape: math.prod(shape) for shape in {node.shape for node in nodes}}, list[Node]()
-    for add in [node for node in nodes if node.name == "add"]:
-        weights = [each for each in add.inputs if not each.is_cast_once and each.const is None]
-        starts += add.inputs if any([sizes[weight.shape] < size for weight in weights]) else ()
-    return walk(starts, made_of)
+        return walk([each for add, weight in pairs if sizes[weight.shape] < size for each in add.inputs], made_of)
+
+    return normalised
 
 
-def _stands(step: Step) -> bool:
+def _stands(step: Step, changed: set[Node]) -> bool:
     """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
-    if step.stands is None:
-        params, is_changed = step.eqn.params, bool(step.float8)
-        for node in (*step.operands, *step.nodes):
-            is_changed |= node is not None and (node.late is not None or node.dtype != node.written)
-        if is_changed or ("precision" in params and reading.asks_for_what_is_missing(params)):
-            step.stands = False
-        elif step.bodies is None:
-            step.stands = step.node is None or step.node.compute is None
-        else:
-            # Derivative rules are decided when they run.
-            can_stand = step.eqn.primitive.name not in _WITH_RULES or step.region.level == "written"
-            step.stands = can_stand and all(_stands(inner) for body in step.inner for inner in body.steps)
-    return step.stands
+    params = step.eqn.params
+    if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8:
+        return False
+    if "precision" in params and reading.asks_for_what_is_missing(params):
+        return False
+    if step.bodies is None:
+        return step.node is None or step.node.compute is None
+    # Derivative rules are decided when they run.
+    can_stand = step.eqn.primitive.name not in _WITH_RULES or step.region.level == "written"
+    return can_stand and all(inner.stands for body in step.inner for inner in body.steps)
 
 
 def _is_widening(step: Step) -> bool:

@@ -102,7 +102,7 @@ class Step:
     # Whether each operand is made of constants only: the positions of a sequence, the same for every example.
     fixed: Sequence[bool] = ()
     wants: list[np.dtype | None] | None = None
-    stands: bool | None = None
+    stands: bool = False
     bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # that of the first floating result
