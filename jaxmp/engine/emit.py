@@ -103,7 +103,7 @@ class _Evaluation:
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: Any = None) -> Any:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
         if type(atom) is Literal:
-            return self.cast(value, dtype)
+            return self.places.number(value, dtype)
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray):
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
