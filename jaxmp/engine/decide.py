@@ -27,23 +27,23 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
         product.
       force: decide although there is no product: the body of a rule belongs to a larger program.
     """
-    nodes = graph.nodes
     wanted = {node: dtype.itemsize for node, dtype in zip(graph.body.results, dtypes, strict=True) if node and dtype}
     graph.wanted = results = [node for node, size in wanted.items() if size == 2]
     for node in wanted.keys() - results:
         node.is_seen = True
     graph.groups = groups.find(graph)
-    products = [node for node in nodes if node.kind is HALF]
-    is_asked = any([node.kind is FULL and node.name in PRODUCTS for node in nodes])
-    graph.changes = force or bool(products) or is_asked
+    nodes = [node for node in graph.nodes if node.kind is not SOURCE]  # of whose dtypes nothing is to be decided
+    products, named = [node for node in nodes if node.kind is HALF], [node for node in nodes if node.name in PRODUCTS]
+    graph.changes = force or bool(products) or any(node.kind is FULL for node in named)
     if not graph.changes:
         return
-    halves = [node for node in nodes if node.kind is SOURCE and node.dtype.itemsize == 2]
-    written = [node for node in nodes if node.kind is KEPT and node.name in PRODUCTS]
-    written = [node for node in written if all(operand.written.itemsize == 2 for operand in node.inputs)]
+    halves = [node for node in graph.nodes if node.kind is SOURCE and node.dtype.itemsize == 2]
+    for node in halves:
+        node.state = HALF
+    written = [node for node in named if node.kind is KEPT and all(each.written.itemsize == 2 for each in node.inputs)]
     for node in walk([*products, *written, *halves], users_of):
         node.after_product = True
-    products += groups.take_outer_products(nodes)
+    products += groups.take_outer_products(named)
     for node in walk([node for node in nodes if node.is_looked_up], users_of):
         node.is_looked_up = True
     for node in reversed(nodes):  # rows that a batch repeats belong to no example: they are summed as a weight is
@@ -54,7 +54,7 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     narrowed = _put_casts_off(nodes)
     groups.find_activations(nodes)
     groups.extend(nodes, graph.groups)
-    _hold_sums(nodes, frozenset(written))
+    _hold_sums(graph.nodes, frozenset(written))
     products = [node for node in products if node.kind is HALF]
     _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
@@ -145,7 +145,7 @@ def _settle(nodes: Sequence[Node]) -> None:
 
 def _state(node: Node) -> Kind:
     kind = node.kind
-    if kind is SOURCE or kind is KEPT:
+    if kind is KEPT:
         return HALF if node.dtype.itemsize == 2 else SOURCE
     if kind is HALF or kind is FULL or kind is STRICT:
         return kind
@@ -173,7 +173,7 @@ def _continues_stream(add: Node) -> bool:
 def _dtypes(node: Node, rounded: Collection[Node]) -> tuple[np.dtype | None, np.dtype]:
     """The dtype that an operation computes in, None for the one it was written with, and that of its result."""
     kind = node.kind
-    if kind is CLEAR or kind is SOURCE:
+    if kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
         is_cast = node.late is not None or node.name == "convert_element_type"  # which readers make, or see through
         return None, below.dtype if is_cast else below.late or below.dtype

@@ -38,7 +38,11 @@ _SCALES = frozenset({"mul", "div", "neg"})
 _MEANS = _SCALES | {"reduce_sum"}
 _MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
-_AFFINE = _SUMS | _SCALES | _LIMITS | {"select_n"}
+_OFFSETS = _SUMS | _LIMITS
+_AFFINE = _OFFSETS | _SCALES | {"select_n"}
+_JOINS = frozenset({"branches", _CAST})
+_NORMS = PRODUCTS | {"reduce_sum", "mul"}
+_FULL = frozenset({FULL, STRICT})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +58,12 @@ class Group:
 def find(graph: Graph) -> list[Group]:
     """The groups of a graph; those that have products become float32, but for what somebody asked for in half."""
     for node in graph.nodes:
-        if node.kind is CLEAR or node.name in ("branches", _CAST):
+        if node.kind is CLEAR or node.name in _JOINS:
             node.origin = (_passed(node, ()) or node).origin
     found = list(_coordinates(graph))
-    for node, step in [(step.node, step) for step in graph.steps if step.node is not None and step.node.inputs]:
+    for step in graph.steps:
         for recognised in _BY_END.get(step.eqn.primitive.name, ()):
-            found += recognised(node, step)
+            found += recognised(step.node, step) if step.node is not None and step.node.inputs else ()
     with_products = [group for group in found if any(node.name in PRODUCTS for node in group.nodes)]
     reasons = _reasons(with_products)
     for node in graph.nodes if reasons else ():
@@ -183,7 +187,8 @@ def _is_root(node: Node) -> bool:
 
 def _cosines(node: Node, _: Step) -> Iterator[Group]:
     """Products over the norms of both factors, however they are written."""
-    below, product = _origin(node.inputs[-1], _SUMS | _LIMITS), node.inputs[0].origin
+    product = node.inputs[0].origin
+    below = _origin(node.inputs[-1], _OFFSETS) if product.const or node.name == "div" else product
     factors = (below if node.name == "sub" else product).inputs
     units = [each.origin for each in factors if each.origin.name in ("div", "mul")]
     units = [unit for unit in units if _is_norm(unit.inputs[-1])]
@@ -239,7 +244,7 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
         return
     summed = set(walk((term for term in terms if term.name == "reduce_sum"), _terms))
     parts = summed.union(walk((term for term in terms if term.name in ("gather", "slice", "dynamic_slice")), _terms))
-    for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms]:
+    for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms if term.name in _NORMS]:
         is_whole = bool(products.get(norm)) and len(norm.shape) >= len(norm.inputs[0].shape)  # not a number a vector
         if vector is None or (is_whole and norm not in parts and not _added_by_ones(norm)):
             continue
@@ -482,21 +487,17 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
     # What is factorised or solved and what a logarithm is taken of, and all that is computed from products for that.
     solved = {node for node in nodes if node.name in _LINALG}
     logged = {node for node in nodes if node.name in _LOGARITHMS}
-    for node in reversed(nodes):
-        is_solvable = bool(solved) and _is_product(node)
-        is_told = is_solvable or node.has_epsilon or node.kind is INFER
-        if not is_told or not node.after_product or node.state >= FULL:
-            continue
+    known = [node for node in reversed(nodes) if node.after_product and node.state < FULL]
+    for node in [each for each in known if each.kind is INFER or each.has_epsilon or _is_product(each)]:
         readers = _readers(node)
-        if is_solvable and readers and solved.issuperset(readers):
+        if readers and _is_product(node) and solved.issuperset(readers):
             node.kind, node.reason = FULL, f"feeds only {_names(readers)}"
         if node.has_epsilon and not logged.isdisjoint(readers):
             logged.add(node)
         if node.kind is not INFER:
             continue
         # What the author casts to float32 is the author's half up to there.
-        full = [user for user in readers if user.kind in (FULL, STRICT) or user.state >= FULL]
-        full = [user for user in full if user.name != _CAST]
+        full = [user for user in readers if user.name != _CAST and (user.kind in _FULL or user.state >= FULL)]
         is_solved, is_stream = not solved.isdisjoint(full), node.name == "add" and _is_stream(node)
         reason = needed.get(node.same, "")
         # Of a logarithm 1 - x is what counts, and x near 1 has lost it.
