@@ -147,7 +147,7 @@ class _Evaluation:
         """Those of an equation that changes; ``given`` are its operands."""
         eqn, node, places = step.eqn, step.node, self.places
         repeat = (step, given) if eqn.primitive.name in BROADCAST else None
-        wanted = zip(given, eqn.invars, step.operands, step.wants or _wants(step), strict=True)
+        wanted = zip(given, eqn.invars, step.operands, _wants(step), strict=True)
         operands = [
             value if dtype is None or operand is None else self.read_as(value, atom, operand, dtype, repeat)
             for value, atom, operand, dtype in wanted
@@ -269,12 +269,8 @@ def _is_widening(step: Step) -> bool:
 
 def _wants(step: Step) -> list[np.dtype | None]:
     """The dtypes that an equation reads its operands in; None for those that it takes as they are."""
-    if step.wants is None:
-        step.wants = _wants_of_bodies(step, step.bodies) if step.bodies is not None else _wants_of_leaf(step)
-    return step.wants
-
-
-def _wants_of_leaf(step: Step) -> list[np.dtype | None]:
+    if step.bodies is not None:
+        return _wants_of_bodies(step, step.bodies)
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in _COMPARISONS:
         # The derivative of a maximum asks which operand it is: rounded as it is, the operand still equals it.

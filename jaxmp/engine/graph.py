@@ -99,10 +99,8 @@ class Step:
     float8: _float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
     bodies: reading.Bodies | None = None
     inner: Sequence[Body] = ()
-    # Whether each operand is made of constants only: the positions of a sequence, the same for every example.
-    fixed: Sequence[bool] = ()
-    wants: list[np.dtype | None] | None = None
-    stands: bool = False
+    is_fixed: bool = False  # it is made of constants only, as the positions of a sequence: the same for every example
+    stands: bool = False  # whether it is bound as it is
     bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # that of the first floating result
@@ -243,16 +241,16 @@ class _Builder:
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
         form = self.form(eqn)
         operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
-        bodies = None if DECIDED in self.marks else form.bodies
-        step = Step(eqn, names, operands, (), region=self.region, form=form, bodies=bodies, fixed=fixed)
+        bodies, is_fixed = None if DECIDED in self.marks else form.bodies, False not in fixed
+        step = Step(eqn, names, operands, (), region=self.region, form=form, bodies=bodies, is_fixed=is_fixed)
         if bodies is None:
-            results = self.leaf(step, form, numbers)
+            results = self.leaf(step, form, numbers, fixed)
         else:
             enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
             results = enter(step, bodies, values)
             if not any(body.has_floats for body in step.inner):
                 step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
-            if False not in fixed:
+            if is_fixed:
                 results = [(node, number, True) for node, number, _ in results]
             step.nodes = [node for node, *_ in results]
             step.node = next((node for node in step.nodes if node is not None), None)
@@ -317,10 +315,10 @@ class _Builder:
         if join is not None and join.kind is JOIN and join.half and largest > range_of(join.half)[1]:
             join.kind, join.reason = STRICT, f"a constant beyond {join.half.name}'s largest number"
 
-    def leaf(self, step: Step, form: Form, numbers: Sequence[Any]) -> list[_Value]:
+    def leaf(self, step: Step, form: Form, numbers: Sequence[Any], fixed: Sequence[bool]) -> list[_Value]:
         nodes: list[Node | None] = []
-        eqn, found, is_fixed = step.eqn, [], False not in step.fixed
-        name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
+        eqn, found, name, operands = step.eqn, [], step.eqn.primitive.name, step.operands
+        inputs: Any = operands if None not in operands else [node for node in operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
         known = (self.marks, *constants)
         if (decision := form.decisions.get(known)) is None:
@@ -331,7 +329,7 @@ class _Builder:
         for position, is_float in enumerate(form.are_floats):
             node: Any = None
             if is_float:
-                own = step.operands[position : position + 1] if is_moved and form.is_one_by_one else None
+                own = operands[position : position + 1] if is_moved and form.is_one_by_one else None
                 reads = inputs if own is None else [each for each in own if each is not None]
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
@@ -343,11 +341,11 @@ class _Builder:
             if node is not None:
                 node.same = node.origin = same
             nodes.append(node)
-            found.append((node, same, is_fixed))
+            found.append((node, same, step.is_fixed))
         if step.node is None:
             for operand in inputs if inputs and _tells_apart(name, inputs) else ():
                 operand.is_seen = True
         elif is_moved and len(inputs) == 1:
             step.node.const = inputs[0].const
-            step.node.is_looked_up = name == "gather" and not step.fixed[1]
+            step.node.is_looked_up = name == "gather" and not fixed[1]
         return found

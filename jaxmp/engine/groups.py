@@ -40,7 +40,6 @@ _MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
 _OFFSETS = _SUMS | _LIMITS
 _AFFINE = _OFFSETS | _SCALES | {"select_n"}
-_JOINS = frozenset({"branches", _CAST})
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
 _FULL = frozenset({FULL, STRICT})
 
@@ -58,7 +57,7 @@ class Group:
 def find(graph: Graph) -> list[Group]:
     """The groups of a graph; those that have products become float32, but for what somebody asked for in half."""
     for node in graph.nodes:
-        if node.kind is CLEAR or node.name in _JOINS:
+        if node.kind is CLEAR or node.name in {"branches", "convert_element_type"}:
             node.origin = (_passed(node, ()) or node).origin
     found = list(_coordinates(graph))
     for step in graph.steps:
@@ -332,7 +331,7 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
     of_products = places_made(products)
     casts = [step for step in steps if step.eqn.primitive.name == _CAST]
     # Of integers; a number that is written out, the 6 of `clip(x, 0, 6)`, is a bound.
-    made = [(step.node, all(step.fixed)) for step in casts if step.node is not None and not step.node.inputs]
+    made = [(step.node, step.is_fixed) for step in casts if step.node is not None and not step.node.inputs]
     of_iota = places_made(node for node, is_fixed in made if is_fixed and node.shape)
     of_iota |= places_made(node for node in graph.nodes if node.name == "iota")
     of_positions = of_iota | places_made(node for node, is_fixed in made if not is_fixed)
