@@ -13,7 +13,8 @@ made in the kernel that computes the cotangent, beside its half copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,16 @@ from jax.interpreters import ad, batching, mlir
 from jaxmp._jaxpr.joint import sum_and_largest
 
 _cast = Primitive("cast_repeated")
+MAX_TERMS = 256
+"""Of a sum in half: in bfloat16 one more 1 changes nothing."""
+
+
+def terms_of(eqn: Any, value: Any) -> float:
+    """At most how many cotangents are added up for an element of ``value``, which an equation repeats or looks up."""
+    if eqn.primitive.name != "gather":
+        return eqn.outvars[0].aval.size / max(value.size, 1)
+    batch = eqn.params["dimension_numbers"].start_indices_batching_dims
+    return math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
 
 
 def cast_repeated(
@@ -35,6 +46,7 @@ def cast_repeated(
     like: Any,
     is_normalised: bool,
     is_measured: bool,
+    axes: Sequence[int] | None = None,
 ) -> Any:
     """``value`` in ``dtype``, repeated along leading axes and those of size 1 up to ``shape``.
 
@@ -47,8 +59,9 @@ def cast_repeated(
       is_normalised: whether its cotangents come from a normalisation, the kernel of which sums those of a scale and a
         bias: XLA finds no room there for a third sum in float32, which gets a kernel of its own.
       is_measured: whether the largest magnitude of its cotangents is wanted too, for a product in float8.
+      axes: those of the result that are the axes of ``value``, if these are not the last.
     """
-    axes = tuple(range(len(shape) - value.ndim, len(shape)))
+    axes = tuple(range(len(shape) - value.ndim, len(shape)) if axes is None else axes)
     params = {"dtype": dtype, "shape": shape, "axes": axes, "is_normalised": is_normalised, "is_measured": is_measured}
     return bind(_cast, (value,) if like is None else (value, like), params)
 

@@ -14,7 +14,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import cast_repeated
+from jaxmp._jaxpr.repeated import MAX_TERMS, cast_repeated, terms_of
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, KEPT, is_castable
 from jaxmp.engine.decide import decide, read_in
@@ -27,7 +27,8 @@ from jaxmp.engine.trace import tracing
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_CAST = "convert_element_type"
+_CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
+_REPEATS = frozenset({"broadcast_in_dim", "gather"})
 _MAX_PROGRAMS = 256
 Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
 
@@ -104,7 +105,8 @@ class _Evaluation:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
         if type(atom) is Literal:
             return self.places.number(value, dtype)
-        if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray):
+        is_summed = repeat is not None and dtype.itemsize == 2 and terms_of(repeat[0].eqn, value) > MAX_TERMS
+        if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
             narrow, node = self.narrow[atom]
@@ -112,12 +114,13 @@ class _Evaluation:
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
         # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
-        if is_shared or isinstance(value, np.ndarray):
+        if (is_shared and not is_summed) or isinstance(value, np.ndarray):
             if (atom, dtype) not in self.shared:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
-        if repeat is not None and dtype.itemsize < value.dtype.itemsize and node.late in (None, dtype):
-            return self.repeated(value, dtype, *repeat)
+        is_summed |= repeat is not None and dtype.itemsize < value.dtype.itemsize
+        if is_summed and node.late in (None, dtype):
+            return self.repeated(value, dtype, repeat[0], None if node.is_cast_once else _met(*repeat))
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
@@ -132,16 +135,16 @@ class _Evaluation:
             self.casts.append(value.size * dtype.itemsize)
         return self.places.cast(value, dtype)
 
-    def repeated(self, value: Any, dtype: np.dtype, step: Step, operands: Sequence[Any]) -> Any:
-        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of what it meets."""
-        shape, like = step.eqn.outvars[0].aval.shape, _met(step, operands)
+    def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Any, axes: Sequence[int] | None = None) -> Any:
+        """``value`` in ``dtype``, as JAX would repeat it, or along ``axes``, and for each example of ``like``."""
+        shape = step.eqn.outvars[0].aval.shape
         if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
-        if self.is_noted:
+        if self.is_noted and value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
         is_normalised = step.node is not None and step.node in self.normalised(math.prod(step.node.shape))
         is_measured = any([node and node.float8 and node.float8.bias_added is step.node for node in step.operands])
-        return cast_repeated(self.places.bind, value, dtype, shape, like, is_normalised, is_measured)
+        return cast_repeated(self.places.bind, value, dtype, shape, like, is_normalised, is_measured, axes)
 
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""
@@ -171,6 +174,14 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
+        # What half cannot sum is summed in float32: the cotangents of activations that are repeated, too.
+        value = operands[0] if node is not None and eqn.primitive.name in _REPEATS else None
+        is_summed = value is not None and value.dtype.itemsize == 2 and terms_of(eqn, value) > MAX_TERMS
+        if is_summed and eqn.primitive.name == "broadcast_in_dim" and not reading.has_explicit_axes(value):
+            return [self.repeated(value, value.dtype, step, None, eqn.params["broadcast_dimensions"])]
+        if is_summed:
+            results = places.bound([places.cast(value, _FLOAT32), *operands[1:]], eqn.params)
+            return [places.cast(results[0], value.dtype)]
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
             return places.within(linear_solve, eqn, functools.partial(_derived, self.rules, step), operands)
@@ -193,6 +204,15 @@ def _program(rules: Rules, normalised: Normalised, step: Step) -> Callable[..., 
     return rebuilt(step.eqn, step.bodies, functions, rule)
 
 
+def _summed_over_turns(step: Step) -> list[int]:
+    """The places of activations that each of many turns of a loop reads in half."""
+    bodies, length = step.bodies, step.eqn.params.get("length", 0)
+    if bodies is None or bodies.kind != "scan" or length <= MAX_TERMS:
+        return []
+    values = enumerate(step.operands[: bodies.start])
+    return [place for place, each in values if each and each.dtype.itemsize < each.written.itemsize and not each.late]
+
+
 def _met(step: Step, operands: Sequence[Any]) -> Any:
     """What a weight among ``operands`` meets of which there is, or may come to be, one for each example."""
     if (batched := next(filter(reading.is_batched, operands), None)) is not None:
@@ -206,6 +226,9 @@ def _run(rules: Rules, normalised: Normalised, step: Step, position: int, *args:
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
     evaluation = _Evaluation(rules, normalised, body, args)
+    for place in _summed_over_turns(step):  # half again: the cotangents of all turns are summed before that
+        var, node = body.jaxpr.invars[place], step.operands[place]
+        evaluation.env[var] = evaluation.places.cast(evaluation.env[var], node.dtype)
     results = evaluation.results()
     if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
         pairs = zip(results, body.results, strict=True)
@@ -290,6 +313,8 @@ def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None
     wants: list[np.dtype | None] = [None] * len(step.operands)
     if bodies.kind in ("scan", "while"):
         wants[bodies.start : bodies.start + bodies.carry] = [join.dtype if join else None for join in step.joins]
+        for place in _summed_over_turns(step):
+            wants[place] = _FLOAT32
     elif bodies.kind == "call":
         for position, operand in enumerate(step.operands):
             if operand is not None and operand.is_cast_once:  # then the call saves no float32 copy of it
