@@ -432,3 +432,12 @@ _KEYS = {
     **dict.fromkeys(("m", "matmul_precision"), "matmul_precision"),
     "matmul": "matmul",
 }
+
+
+def check_backend(policy: Policy) -> None:
+    """Raises where the default backend has no products in the policy's compute dtype."""
+    if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":
+        raise ValueError(
+            "autocast needs a backend that multiplies in the policy's compute dtype, got float16 on a TPU, whose "
+            "matrix unit has bfloat16 only; use 'mixed_bfloat16'"
+        )

@@ -24,10 +24,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxpr.joint import sum_and_largest
+from jaxmp._jaxpr.reading import has_explicit_axes
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 256
 """Of a sum in half: in bfloat16 one more 1 changes nothing."""
+REPEATS = frozenset({"broadcast_in_dim", "gather"})
+"""Equations that repeat an operand, or look it up."""
 
 
 def terms_of(eqn: Any, value: Any) -> float:
@@ -38,6 +41,18 @@ def terms_of(eqn: Any, value: Any) -> float:
     return math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
 
 
+def repeated(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation of ``REPEATS`` on other ``operands``, whose cotangents are summed in float32."""
+    value, float32 = operands[0], np.dtype(np.float32)
+    if value.dtype.itemsize != 2:
+        return [*places.bound(operands, eqn.params)]
+    if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
+        params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
+        return [places.bind(_cast, (value,), {**params, "is_normalised": False, "is_measured": False})]
+    results = places.bound([places.cast(value, float32), *operands[1:]], eqn.params)
+    return [places.cast(results[0], value.dtype)]
+
+
 def cast_repeated(
     bind: Callable[..., Any],
     value: Any,
@@ -46,7 +61,6 @@ def cast_repeated(
     like: Any,
     is_normalised: bool,
     is_measured: bool,
-    axes: Sequence[int] | None = None,
 ) -> Any:
     """``value`` in ``dtype``, repeated along leading axes and those of size 1 up to ``shape``.
 
@@ -59,9 +73,8 @@ def cast_repeated(
       is_normalised: whether its cotangents come from a normalisation, the kernel of which sums those of a scale and a
         bias: XLA finds no room there for a third sum in float32, which gets a kernel of its own.
       is_measured: whether the largest magnitude of its cotangents is wanted too, for a product in float8.
-      axes: those of the result that are the axes of ``value``, if these are not the last.
     """
-    axes = tuple(range(len(shape) - value.ndim, len(shape)) if axes is None else axes)
+    axes = tuple(range(len(shape) - value.ndim, len(shape)))
     params = {"dtype": dtype, "shape": shape, "axes": axes, "is_normalised": is_normalised, "is_measured": is_measured}
     return bind(_cast, (value,) if like is None else (value, like), params)
 

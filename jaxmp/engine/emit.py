@@ -14,7 +14,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAX_TERMS, cast_repeated, terms_of
+from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, repeated, terms_of
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, KEPT, is_castable
 from jaxmp.engine.decide import decide, read_in
@@ -28,7 +28,6 @@ _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
-_REPEATS = frozenset({"broadcast_in_dim", "gather"})
 _MAX_PROGRAMS = 256
 Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
 
@@ -135,8 +134,8 @@ class _Evaluation:
             self.casts.append(value.size * dtype.itemsize)
         return self.places.cast(value, dtype)
 
-    def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Any, axes: Sequence[int] | None = None) -> Any:
-        """``value`` in ``dtype``, as JAX would repeat it, or along ``axes``, and for each example of ``like``."""
+    def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
+        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of ``like``."""
         shape = step.eqn.outvars[0].aval.shape
         if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
@@ -144,7 +143,7 @@ class _Evaluation:
             self.casts.append(value.size * dtype.itemsize)
         is_normalised = step.node is not None and step.node in self.normalised(math.prod(step.node.shape))
         is_measured = any([node and node.float8 and node.float8.bias_added is step.node for node in step.operands])
-        return cast_repeated(self.places.bind, value, dtype, shape, like, is_normalised, is_measured, axes)
+        return cast_repeated(self.places.bind, value, dtype, shape, like, is_normalised, is_measured)
 
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""
@@ -174,14 +173,8 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        # What half cannot sum is summed in float32: the cotangents of activations that are repeated, too.
-        value = operands[0] if node is not None and eqn.primitive.name in _REPEATS else None
-        is_summed = value is not None and value.dtype.itemsize == 2 and terms_of(eqn, value) > MAX_TERMS
-        if is_summed and eqn.primitive.name == "broadcast_in_dim" and not reading.has_explicit_axes(value):
-            return [self.repeated(value, value.dtype, step, None, eqn.params["broadcast_dimensions"])]
-        if is_summed:
-            results = places.bound([places.cast(value, _FLOAT32), *operands[1:]], eqn.params)
-            return [places.cast(results[0], value.dtype)]
+        if node is not None and eqn.primitive.name in REPEATS and terms_of(eqn, operands[0]) > MAX_TERMS:
+            return repeated(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
             return places.within(linear_solve, eqn, functools.partial(_derived, self.rules, step), operands)
@@ -204,13 +197,11 @@ def _program(rules: Rules, normalised: Normalised, step: Step) -> Callable[..., 
     return rebuilt(step.eqn, step.bodies, functions, rule)
 
 
-def _summed_over_turns(step: Step) -> list[int]:
-    """The places of activations that each of many turns of a loop reads in half."""
-    bodies, length = step.bodies, step.eqn.params.get("length", 0)
-    if bodies is None or bodies.kind != "scan" or length <= MAX_TERMS:
-        return []
-    values = enumerate(step.operands[: bodies.start])
-    return [place for place, each in values if each and each.dtype.itemsize < each.written.itemsize and not each.late]
+def _summed_over_turns(step: Step, bodies: reading.Bodies) -> list[tuple[int, np.dtype]]:
+    """The places of activations that each of many turns of a loop reads in half, and their dtypes."""
+    is_long = bodies.kind == "scan" and step.eqn.params["length"] > MAX_TERMS
+    found = [(place, each) for place, each in enumerate(step.operands[: bodies.start * is_long]) if each is not None]
+    return [(place, each.dtype) for place, each in found if each.dtype.itemsize < each.written.itemsize]
 
 
 def _met(step: Step, operands: Sequence[Any]) -> Any:
@@ -226,9 +217,8 @@ def _run(rules: Rules, normalised: Normalised, step: Step, position: int, *args:
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
     evaluation = _Evaluation(rules, normalised, body, args)
-    for place in _summed_over_turns(step):  # half again: the cotangents of all turns are summed before that
-        var, node = body.jaxpr.invars[place], step.operands[place]
-        evaluation.env[var] = evaluation.places.cast(evaluation.env[var], node.dtype)
+    for place, dtype in _summed_over_turns(step, step.bodies):  # half again; their cotangents are summed outside of it
+        evaluation.env[body.jaxpr.invars[place]] = evaluation.places.cast(args[place], dtype)
     results = evaluation.results()
     if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
         pairs = zip(results, body.results, strict=True)
@@ -313,7 +303,7 @@ def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None
     wants: list[np.dtype | None] = [None] * len(step.operands)
     if bodies.kind in ("scan", "while"):
         wants[bodies.start : bodies.start + bodies.carry] = [join.dtype if join else None for join in step.joins]
-        for place in _summed_over_turns(step):
+        for place, _ in _summed_over_turns(step, bodies):
             wants[place] = _FLOAT32
     elif bodies.kind == "call":
         for position, operand in enumerate(step.operands):

@@ -1,10 +1,9 @@
 """Groups: operations that are right only as a whole in float32, each recognised once.
 
 exp, log and sums are float32 by their class. What feeds them must be too, or the rounding comes just before the step
-that amplifies it: ``x - max`` before exp (softmax in bfloat16 errs by 7 %), the square before a sum (a variance as
-``E[x²] - E[x]²``, and 300² is infinite in float16), the difference before a squared error, the scale and mask before a
-softmax (``finfo.min`` is -inf in half). Most of that follows backwards from who reads a value (:func:`extend`); what
-does not, a group says.
+that amplifies it: ``x - max`` before exp (softmax in bfloat16 errs by 7 %), the square before a sum (a variance, and
+300² is infinite in float16), the difference before a squared error, the scale and mask before a softmax. Most of that
+follows backwards from who reads a value (:func:`extend`); what does not, a group says.
 """
 
 from __future__ import annotations
