@@ -263,7 +263,9 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
 
 def _weighed(term: Node) -> Node | None:
     """What a factor of a product sums up: the gradient of distances is ``x * sum(g) - g @ y``."""
-    sums = [each.origin for each in term.inputs if each.origin.name == "reduce_sum"] if term.name == "mul" else []
+    factors = [each.origin for each in term.inputs] if term.name == "mul" else []
+    factors += [each.origin for factor in factors if factor.name == "add_any" for each in factor.inputs]
+    sums = [each for each in factors if each.name == "reduce_sum"]
     return _origin(sums[0].inputs[0], _MEANS) if sums else None
 
 
@@ -328,8 +330,8 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
         return {*walk(start, lambda node: [user for user in node.users if user in keeping])}
 
     of_products = places_made(products)
-    casts = [step for step in steps if step.eqn.primitive.name == _CAST]
-    # Of integers; a number that is written out, the 6 of `clip(x, 0, 6)`, is a bound.
+    casts = [step for step in steps if step.eqn.primitive.name == _CAST and step.eqn.invars[0].aval.dtype != bool]
+    # Of integers; a number that is written out, the 6 of `clip(x, 0, 6)`, is a bound, and an identity is no position.
     made = [(step.node, step.is_fixed) for step in casts if step.node is not None and not step.node.inputs]
     of_iota = places_made(node for node, is_fixed in made if is_fixed and node.shape)
     of_iota |= places_made(node for node in graph.nodes if node.name == "iota")
