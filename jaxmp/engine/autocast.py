@@ -111,7 +111,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
 
 
 def require_function(fun: Any, name: str) -> None:
-    """Raises a TypeError if ``fun``, given to ``jaxmp.<name>``, is no function, or a module that is called otherwise."""
+    """Raises a TypeError if ``fun``, given to ``jaxmp.<name>``, is no function, or a module called otherwise."""
     cls = fun if isinstance(fun, type) else type(fun)
     # By their names, so that Flax need not be imported.
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
