@@ -33,6 +33,10 @@ from jaxmp.policy import PolicyMap
 M = TypeVar("M", bound=nn.Module)
 
 
+def __dir__() -> list[str]:
+    return ["apply_policy", "autocast"]
+
+
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """``module`` computing under a policy: same fields, same methods, same variables.
 

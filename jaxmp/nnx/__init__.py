@@ -40,6 +40,10 @@ from jaxmp.policy import Policy, PolicyMap
 M = TypeVar("M", bound=nnx.Module)
 
 
+def __dir__() -> list[str]:
+    return ["Optimizer", "apply_policy", "autocast", "make_train_step", "scaled_value_and_grad"]
+
+
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """``model`` computing under a policy; a copy of its modules that shares its Variables.
 
