@@ -70,10 +70,11 @@ class Policy:
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
             dtype = canonical_dtype(getattr(self, name))
             if dtype.itemsize == 1:
-                raise ValueError(
-                    f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}: a float8 product needs a scale "
-                    "for each operand, which no cast has; use bfloat16, with matmul='float8' for such products"
-                )
+                needs = "a float8 product needs a scale for each operand, which no cast has"
+                remedy = "use bfloat16, with matmul='float8' for such products"
+                if not dtype.name.startswith("float8"):
+                    needs, remedy = "no product here computes in it", "use bfloat16 or float16"
+                raise ValueError(f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}: {needs}; {remedy}")
             object.__setattr__(self, name, dtype)
         if self.matmul_precision is not None:
             try:
