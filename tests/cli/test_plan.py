@@ -313,7 +313,7 @@ def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert error(capsys, *MATMUL, "--policy", "O2").startswith("a policy for autocast has no exceptions by class")
     assert "matched none" in error(capsys, *MATMUL, "--override", "**/head=float32")
     assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--override", "primitive:expo=half")
-    assert "'tensorfloat32' or in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
+    assert "'tensorfloat32', in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
     assert error(capsys, *MATMUL, "--override", "head") == (
         "an --override is KEY=LEVEL, such as '**/head=float32', got 'head'"
     )
