@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -105,24 +105,49 @@ def kept_from_half(policy: Policy, computes: np.dtype, pattern: Pattern | None) 
     if is_half(computes):
         return None
     is_own = computes != policy.compute_dtype
-    return f"its own dtype={computes.name}" if is_own else f"override {pattern_text(pattern or '**')!r}"
+    return f"its own dtype={computes.name}" if is_own else f"{_OVERRIDE}{pattern_text(pattern or '**')!r}"
 
 
-def nothing_in_half(policy: Policy, kept: Mapping[str, str]) -> ValueError:
+class NothingInHalfError(ValueError):
+    """A half policy that changes no product of a model."""
+
+
+def nothing_in_half(policy: Policy, kept: Mapping[str, str]) -> NothingInHalfError:
     """The error of a half ``policy`` that changes no product; ``kept``: modules with products, and why they stay."""
     shown = ", ".join([f"{name} ({reason})" for name, reason in kept.items()][:8]) + (", …" if len(kept) > 8 else "")
-    return ValueError(
-        f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was: {shown}; to overrule "
-        f"a dtype that a module was given, name the module in overrides, e.g. overrides={{'**': '{policy}'}}"
+    overrides = [reason for reason in dict.fromkeys(kept.values()) if reason.startswith(_OVERRIDE)]
+    remedies = [f"drop or narrow the {' and the '.join(overrides)}"] if overrides else []
+    if len(overrides) < len({*kept.values()}):
+        remedies += [
+            "to overrule a dtype that a module was given, name the module in overrides, e.g. "
+            f"overrides={{'**': '{policy}'}}"
+        ]
+    return NothingInHalfError(
+        f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was: {shown}; "
+        f"{'; or, '.join(remedies)}"
     )
 
 
-def note_half(error: Exception, path: Path, cls: type, own: Treatment, adapter: str) -> None:
-    """Notes on an ``error`` that names a half dtype, once, which module and policy brought it there and what helps.
+_OVERRIDE = "override "
+
+
+@contextlib.contextmanager
+def noting_half(path: Path, cls: type, own: Treatment, adapter: str) -> Iterator[None]:
+    """Notes on an error that names a half dtype, once, which module and policy brought it there and what helps.
 
     Fourier transforms and factorisations take no half operands, and a module that has no ``dtype`` field gets them from
-    those that have.
+    those that have. Some are told so while the module is traced, others when the program of a whole call runs.
     """
+    try:
+        yield
+    except NothingInHalfError:
+        raise
+    except (NotImplementedError, TypeError, ValueError) as error:
+        _note_half(error, path, cls, own, adapter)
+        raise
+
+
+def _note_half(error: Exception, path: Path, cls: type, own: Treatment, adapter: str) -> None:
     half = own.policy.compute_dtype
     noted = any(note.startswith("jaxmp: ") for note in getattr(error, "__notes__", ()))
     if noted or own.mode == "autocast" or not is_half(half) or half.name not in str(error):

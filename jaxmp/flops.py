@@ -1,9 +1,10 @@
 """Floating-point operations of an equation, counted from its shapes.
 
-A multiplication and an addition are two. A matrix product or a convolution counts ``2 · results · terms``, padding
-included, but without the zeros that a dilated input consists of; an operation that computes its elements one by one
-counts one for each (``exp`` as much as ``add``), a reduction one for each element that it reads, a Fourier transform
-the customary ``5 n log2(n)``. What moves, compares or selects data counts nothing, and integers are no floating point.
+A multiplication and an addition are two. A matrix product or a convolution counts ``2 · results · terms``, without the
+zeros that a dilation puts between the elements of an input; padding counts in a plan, and not in an audit. An operation
+that computes its elements one by one counts one for each (``exp`` as much as ``add``), a reduction one for each element
+that it reads, a Fourier transform the customary ``5 n log2(n)``. What moves, compares or selects data counts nothing,
+and integers are no floating point.
 """
 
 from __future__ import annotations

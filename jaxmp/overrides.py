@@ -7,12 +7,13 @@ that computes at one. :mod:`jaxmp.patterns` has the keys that mean modules, :mod
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxmp.dtypes import nearest
+from jaxmp.dtypes import is_half, nearest
 from jaxmp.engine.classes import CASTABLE, Class, classify, primitives_of
 from jaxmp.patterns import OPERATIONS, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy
@@ -27,6 +28,8 @@ class UnknownOperationError(ValueError):
 
 def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
     """The policy of a function and the exceptions from it: ``overrides``, then those of a PolicyMap.
+
+    Half at some paths of a float32 function is a half policy, from which the rest is an exception.
 
     Raises:
       ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
@@ -48,7 +51,12 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
                 "jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy on the model"
             )
         exceptions.setdefault(pattern, exception)
-    return policies.root, levels_of(exceptions, policies.compute_dtype, policies.root.matmul)
+    root, on_paths = policies.root, (value for key, value in exceptions.items() if not str(key).startswith(OPERATIONS))
+    of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
+    if of_half is not None and root.compute_dtype == np.float32:  # the rest of the function is an exception then
+        exceptions.setdefault("**", level_of(root))
+        root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
+    return root, levels_of(exceptions, root.compute_dtype, root.matmul)
 
 
 def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any = None) -> dict[str, str]:
@@ -91,21 +99,34 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any =
 def _level(value: Any, half: np.dtype | None, matmul: Any) -> str:
     if str(value).startswith("policy;"):  # as levels_of returns it
         return str(value)
+    if value in LEVELS:
+        return str(value)
+    policy = _policy_of(value)
+    if policy is not None and policy.compute_dtype in (np.float32, half):
+        return level_of(policy, matmul)
+    dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
+    raise ValueError(
+        f"an override is computed in 'float32', in 'tensorfloat32', in 'half' (the policy's compute dtype) or by a "
+        f"policy that computes in {dtypes}, got {value!r}; write one of these"
+    )
+
+
+def _policy_of(value: Any) -> Policy | None:
+    """The policy that the value of an override names, if it names one."""
     if value not in LEVELS:
         with contextlib.suppress(ValueError, TypeError):
             policy = get_policy(value)
-            if isinstance(policy, Policy) and policy.compute_dtype in (np.float32, half):
-                return level_of(policy, matmul)
-    return checked_level(value)
+            return policy if isinstance(policy, Policy) else None
+    return None
 
 
 def checked_level(level: Any) -> str:
-    """``level`` itself if it is one."""
+    """``level``, that of a region, itself if it is one."""
     if level in LEVELS:
         return str(level)
     raise ValueError(
-        f"a region or an override is computed in 'float32', in 'tensorfloat32' or in 'half' (the policy's compute "
-        f"dtype), got {level!r}; write one of these"
+        f"a region is computed in 'float32', in 'tensorfloat32' or in 'half' (the policy's compute dtype), got "
+        f"{level!r}; write one of these"
     )
 
 

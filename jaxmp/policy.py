@@ -70,10 +70,11 @@ class Policy:
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
             dtype = canonical_dtype(getattr(self, name))
             if dtype.itemsize == 1:
-                raise ValueError(
-                    f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}: a float8 product needs a scale "
-                    "for each operand, which no cast has; use bfloat16, with matmul='float8' for such products"
-                )
+                needs = "a float8 product needs a scale for each operand, which no cast has"
+                remedy = "use bfloat16, with matmul='float8' for such products"
+                if not dtype.name.startswith("float8"):
+                    needs, remedy = "no product here computes in it", "use bfloat16 or float16"
+                raise ValueError(f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}: {needs}; {remedy}")
             object.__setattr__(self, name, dtype)
         if self.matmul_precision is not None:
             try:
@@ -432,3 +433,12 @@ _KEYS = {
     **dict.fromkeys(("m", "matmul_precision"), "matmul_precision"),
     "matmul": "matmul",
 }
+
+
+def check_backend(policy: Policy) -> None:
+    """Raises where the default backend has no products in the policy's compute dtype."""
+    if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":
+        raise ValueError(
+            "autocast needs a backend that multiplies in the policy's compute dtype, got float16 on a TPU, whose "
+            "matrix unit has bfloat16 only; use 'mixed_bfloat16'"
+        )

@@ -57,6 +57,14 @@ def test_every_public_name_is_there_and_listed():
         jaxmp.no_such_name  # noqa: B018
 
 
+def test_dir_of_an_adapter_has_what_the_docs_name_of_it_and_no_more():
+    files = (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))
+    text = "".join(file.read_text() for file in files)
+    for module in (jaxmp.linen, jaxmp.nnx):
+        assert dir(module) == sorted({*re.findall(rf"\b{module.__name__}\.(\w+)", text)})
+        assert all(hasattr(module, name) for name in dir(module))
+
+
 def imports(roots: list[Path], at_once: bool = False) -> dict[str, set[str]]:
     """Module to the modules of ours that its file imports, also inside functions and for a type checker.
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jmp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -246,6 +247,13 @@ def test_what_cannot_be_read_is_named_with_what_can(text, said):
 def test_float8_is_refused_with_its_reason_in_every_form(dtype, form):
     with pytest.raises(ValueError, match=f"16 bits or more, got param_dtype={dtype}: a float8 product needs a scale"):
         get_policy(form(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float4_e2m1fn, ml_dtypes.float6_e2m3fn])
+def test_other_formats_below_16_bits_are_not_told_of_float8(dtype):
+    text = r"16 bits or more, got compute_dtype=float[46]_\w+: no product here computes in it; use bfloat16 or float16$"
+    with pytest.raises(ValueError, match=text):
+        Policy("float32", dtype, "float32")
 
 
 def test_what_is_proposed_in_place_of_an_integer_is_no_float8():

@@ -7,13 +7,13 @@ and of reinforcement learning pay for every step. Plain JAX is `jax.jit` of valu
 its state donated; Flax is `flax.training.train_state.TrainState` in the same way. Each calls its step on the state that
 the last call returned. Warm, waited for at the end of each turn, in turn; a ratio is one round's time over the same
 round's time of plain JAX, and the median over the rounds counts, so that what drifts cancels. `arrays` are those that a
-call takes and returns: each costs about a microsecond. A state of jaxmp is built when its params are read: the row
+call takes and returns: each costs some time of its own. A state of jaxmp is built when its params are read: the row
 after it reads them between any two calls. The last row is its program on a list of arrays in place of the state, so
 that nothing of Python is in it.
 
-All of it runs on one core. On two, XLA's threads fall asleep if the next call comes some microseconds later, and to
-wake them takes 30: plain JAX with 15 µs of Python beside it then costs 88 in place of 45, and so does every step in
-which something else happens. The run folder holds call_cost.md and call_cost.json.
+All of it runs on one core. On two, XLA's threads fall asleep if the next call does not come at once, and to wake them
+takes longer than what came between: any step with a little Python beside it, plain JAX's too, then costs more than that
+Python. The run folder holds call_cost.md and call_cost.json.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config, core, dtypes, source_info_util
 from jax._src.interpreters import ad, partial_eval
 from jax.extend.core import Literal, Primitive, primitives
@@ -51,6 +52,7 @@ class Places:
         # Of operations that were put here before, by their parameters and the types of their operands.
         self._known: dict[Any, tuple[Any, list[Any]]] = {}
         self._casts: dict[Any, dict[str, Any]] = {}  # the parameters of each
+        self._numbers: dict[Any, Any] = {}  # those that are written into equations
 
     def at(self, eqn: Any) -> None:
         """The place is that of ``eqn`` from now on; None: where this was made."""
@@ -75,6 +77,15 @@ class Places:
             return contextlib.nullcontext()
         source = source_info_util.user_context(self._source.traceback, name_stack=self._names)
         return source if self._eqn.ctx is self._context else _both(source, self._eqn.ctx.manager)
+
+    def number(self, value: Any, dtype: np.dtype) -> Any:
+        """A number that is written into equations, in ``dtype``, as an operand of one."""
+        written = np.asarray(value)
+        key = dtype, written.dtype, written.tobytes()
+        if (found := self._numbers.get(key)) is None:
+            found = written.astype(dtype)
+            self._numbers[key] = found = self._tracers([found])[0] if self._is_traced else found
+        return found
 
     def bind(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """As ``primitive.bind``."""

@@ -13,7 +13,8 @@ made in the kernel that computes the cotangent, beside its half copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +24,33 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxpr.joint import sum_and_largest
+from jaxmp._jaxpr.reading import has_explicit_axes
 
 _cast = Primitive("cast_repeated")
+MAX_TERMS = 256
+"""Of a sum in half: in bfloat16 one more 1 changes nothing."""
+REPEATS = frozenset({"broadcast_in_dim", "gather"})
+"""Equations that repeat an operand, or look it up."""
+
+
+def terms_of(eqn: Any, value: Any) -> float:
+    """At most how many cotangents are added up for an element of ``value``, which an equation repeats or looks up."""
+    if eqn.primitive.name != "gather":
+        return eqn.outvars[0].aval.size / max(value.size, 1)
+    batch = eqn.params["dimension_numbers"].start_indices_batching_dims
+    return math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
+
+
+def repeated(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation of ``REPEATS`` on other ``operands``, whose cotangents are summed in float32."""
+    value, float32 = operands[0], np.dtype(np.float32)
+    if value.dtype.itemsize != 2:
+        return [*places.bound(operands, eqn.params)]
+    if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
+        params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
+        return [places.bind(_cast, (value,), {**params, "is_normalised": False, "is_measured": False})]
+    results = places.bound([places.cast(value, float32), *operands[1:]], eqn.params)
+    return [places.cast(results[0], value.dtype)]
 
 
 def cast_repeated(

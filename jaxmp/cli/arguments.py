@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from typing import Any
 
 Arguments = dict[str, dict[str, Any]]
@@ -21,9 +23,9 @@ _OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 
 def width(text: str) -> int:
     """A positive integer."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if re.fullmatch(r"0*[1-9]\d*", text) is None:
+        raise argparse.ArgumentTypeError(f"a width is a positive integer, got {text!r}; write 2048, say")
+    return int(text)
 
 
 WIDTHS = _named("--width", type=width, metavar="N", help="default: 768, 1024, 2048, 4096; repeat for more", **_REPEATED)

@@ -61,7 +61,7 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
     operands: Any = tuple(map(_shape, shapes))
     fun, hint = function(name), ""
     if example is not None:
-        operands = _shapes(example, function(example))
+        operands = _shapes(example, arguments_function(example))
         if not isinstance(operands, tuple):
             got = "an array" if isinstance(operands, jax.ShapeDtypeStruct) else f"a {type(operands).__name__}"
             hint = f"; {example} returned {got}, which is one argument: return several as a tuple"
@@ -70,19 +70,46 @@ def load(name: str, shapes: Sequence[str] = (), example: str | None = None) -> L
     return Loaded(fun, operands, hint)
 
 
-def _shapes(name: str, fun: Callable[[], Any]) -> Any:
+def _shapes(example: str, fun: Callable[[], Any]) -> Any:
     """The shapes of what a function returns; ShapeDtypeStructs as they are."""
     given: Any = None
 
     def arrays() -> Any:
         nonlocal given
         given = fun()
+        check_arguments(example, given, may_be_shapes=True)
         return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, given)
 
-    found = traced(name, arrays, ())
+    with told(Exception, of=f"{example}, traced for the arguments, failed"):
+        found = jax.eval_shape(arrays)
     return jax.tree.map(
         lambda leaf, own: own if leaf is None else leaf, found, given, is_leaf=lambda leaf: leaf is None
     )
+
+
+def check_arguments(example: str, given: Any, may_be_shapes: bool) -> None:
+    """Raises a UsageError if ``example`` gave what is no argument, or a shape in a dtype that JAX narrows."""
+    rule = (
+        "an array, a number or a jax.ShapeDtypeStruct"
+        if may_be_shapes
+        else "an array or a number, as the function is run"
+    )
+    for path, leaf in jax.tree.leaves_with_path(given):
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        got = f"one of type {type(leaf).__name__!r} in {example}(){jax.tree_util.keystr(path)}"
+        if is_shape and may_be_shapes:
+            _check_dtype(leaf.dtype, got)
+        elif is_shape or not _is_array(leaf):
+            remedy = "return the array" if is_shape else "name a function that takes the others and passes this one on"
+            raise UsageError(f"each argument is {rule}, got {got}; {remedy}")
+
+
+def _is_array(value: Any) -> bool:
+    try:
+        jax.typeof(value)
+    except TypeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -111,8 +138,26 @@ def _place(error: Exception) -> str:
     return ""
 
 
-def function(name: str) -> Callable[..., Any]:
-    """The function of a module."""
+def arguments_function(name: str) -> Callable[[], Any]:
+    """The function of a module that returns the arguments of another."""
+    attribute = name.rpartition(":")[2]
+    fun = function(name, f"write a function that returns it (def arguments(): return {attribute}) and name that")
+    try:
+        signature = inspect.signature(fun)
+    except ValueError:  # written in C
+        return fun
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise UsageError(
+            f"the function that --args names is called without arguments, got {name}, which takes "
+            f"({', '.join(signature.parameters)}); give each parameter a default"
+        ) from error
+    return fun
+
+
+def function(name: str, remedy: str = "name one, such as jax.numpy:matmul") -> Callable[..., Any]:
+    """The function of a module; ``remedy`` is for the error of what can't be called."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
@@ -134,19 +179,19 @@ def function(name: str) -> Callable[..., Any]:
             raise UsageError(f"{module!r} has no {attribute!r}; nearest: {nearest(part, known) or 'none'}")
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(f"a function is needed, got {name}, which is of type {type(found).__name__!r}")
+        raise UsageError(f"a function is needed, got {name}, which is of type {type(found).__name__!r}; {remedy}")
     named: Callable[..., Any] = found
     return named
 
 
 def _file_for_module(file: str, attribute: str) -> str:
+    rule = "a function is named MODULE:FUNCTION, with the module as Python imports it"
+    if file.endswith(".py") and not Path(file).is_file():
+        return f"{rule}, got the file {file!r}, which is not there; name a module that is there"
     path, where = PurePath(file).with_suffix(""), ""
     if path.is_absolute() or ".." in path.parts:
         path, where = PurePath(path.name), f" in the folder {path.parent}"
-    return (
-        f"a function is named MODULE:FUNCTION, with the module as Python imports it, got the file {file!r}; write "
-        f"{'.'.join(path.parts)}:{attribute}{where}"
-    )
+    return f"{rule}, got the file {file!r}; write {'.'.join(path.parts)}:{attribute}{where}"
 
 
 def _shape(text: str) -> jax.ShapeDtypeStruct:
@@ -156,19 +201,23 @@ def _shape(text: str) -> jax.ShapeDtypeStruct:
     name, sizes = match[1], tuple(int(size) for size in (match[2] or "").split(",") if size)
     if name == "key":
         return jax.ShapeDtypeStruct(sizes, jax.eval_shape(jax.random.key, 0).dtype)
-    config: Any = jax.config
     if re.fullmatch(r"bool|u?int\d+|complex\d+", name) and hasattr(jnp, name):
         dtype = np.dtype(getattr(jnp, name))
     else:
         with told(ValueError):
             dtype = canonical_dtype(name)
+    _check_dtype(dtype, repr(text))
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def _check_dtype(dtype: Any, got: str) -> None:
+    config: Any = jax.config
     narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}.get(dtype.name)
     if narrow and not config.jax_enable_x64:
         raise UsageError(
-            f"without jax_enable_x64 JAX makes {narrow} of every {dtype.name}, got {text!r}; set JAX_ENABLE_X64=1 in "
+            f"without jax_enable_x64 JAX makes {narrow} of every {dtype.name}, got {got}; set JAX_ENABLE_X64=1 in "
             f"the environment, or ask for {narrow}"
         )
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str) -> None:

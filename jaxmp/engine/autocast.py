@@ -1,19 +1,15 @@
 """Mixed precision for a whole function: each operation in the dtype that suits it, decided on its graph.
 
-``autocast(fun, policy)`` traces ``fun`` as it is written, decides on the whole program, and computes it with each
-operation in its precision. What it means; docs/autocast.md has it with pictures, all groups and all sharp edges:
+The rules in short; docs/autocast.md has them with pictures, all groups and all sharp edges:
 
 **Half** are matrix products and convolutions, whose terms XLA adds up in float32, and what stands between two of them
 by any path. What leads to no product and what is made of arguments only stays as it was written.
-
 **Float32** are operations that need range or accumulate (:mod:`jaxmp.engine.classes`), products of the highest
 precision, groups (:mod:`jaxmp.engine.groups`) from their first operation on, with their products where rounding would
 leave little else; and what is computed from a float32 value, up to the next product, activation or residual stream.
-
-**Loops.** A carry is half if a product lies on its way round, float32 if it only adds up. Weights are cast at each use,
-so that their cotangents are summed in float32. A while loop that runs until its products converge is float32.
-
-**Derivatives.** ``grad(autocast(f))`` differentiates the half program, and keeps its ``custom_jvp`` and ``custom_vjp``.
+**Loops.** A carry is half if a product lies on its way round, float32 if it only adds up. A while loop that runs until
+its products converge is float32. **Derivatives.** ``grad(autocast(f))`` differentiates the half program, and keeps its
+``custom_jvp`` and ``custom_vjp``. Cotangents of weights, and of what is repeated often, are summed in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from jaxmp.engine.marks import DECIDED, precision
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.overrides import level_of, policy_and_exceptions
-from jaxmp.policy import Policy
+from jaxmp.policy import Policy, check_backend
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,7 +51,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
       overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"primitive:exp"`` or
         ``"class:accumulation"`` to ``"float32"``, ``"tensorfloat32"`` (float32 whose products are JAX's default),
         ``"half"`` or a policy that computes in one of them. A path goes before an operation, a region marked with
-        :func:`jaxmp.precision` before both.
+        :func:`jaxmp.precision` before both. Under a float32 policy paths may name a half one; all else is float32 then.
 
     Returns:
       A function of the same arguments; under ``jit`` it costs its casts, without it is traced in every call.
@@ -115,10 +111,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
 
 
 def require_function(fun: Any, name: str) -> None:
-    """Raises a TypeError if ``fun``, given to ``jaxmp.<name>``, is no function, or a module that is called otherwise.
-
-    NNX modules and bound Linen modules are functions of arrays.
-    """
+    """Raises a TypeError if ``fun``, given to ``jaxmp.<name>``, is no function, or a module called otherwise."""
     cls = fun if isinstance(fun, type) else type(fun)
     # By their names, so that Flax need not be imported.
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
@@ -132,12 +125,3 @@ def require_function(fun: Any, name: str) -> None:
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {what}; {remedy}")
     if not callable(fun):
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {fun!r}; give it what computes, a loss say")
-
-
-def check_backend(policy: Policy) -> None:
-    """Raises where the default backend has no products in the policy's compute dtype."""
-    if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":
-        raise ValueError(
-            "autocast needs a backend that multiplies in the policy's compute dtype, got float16 on a TPU, whose "
-            "matrix unit has bfloat16 only; use 'mixed_bfloat16'"
-        )

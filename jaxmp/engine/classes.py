@@ -1,10 +1,8 @@
 """The classes of operations: what autocast does with each primitive of JAX, before its neighbours have a say.
 
 A class is read from what the primitive computes: does its error grow with the length of a sum or with the range of its
-argument, does it gain from half precision at all, and does its result mean the same in another dtype?
-
-All of it concerns real floating operands. Integers, bools, complex numbers, keys, references and tokens have no
-half precision: a primitive that has nothing else keeps its dtypes, whatever its class.
+argument, does it gain from half precision at all, and does its result mean the same in another dtype? A primitive
+without real floating operands keeps its dtypes, whatever its class.
 """
 
 from __future__ import annotations
@@ -71,6 +69,10 @@ class Kind(enum.IntEnum):
     """Several values become one: a loop's carry, a conditional's result."""
     KEPT = 7
     """Keeps the dtypes it was written with."""
+
+
+# For the passes: `Kind.HALF` is looked up by code of the enum's class, which takes ten times as long on Python 3.11.
+SOURCE, HALF, FULL, STRICT, INFER, CLEAR, JOIN, KEPT = Kind
 
 
 # Names with spaces between, a line for each reason to be here; of opaque ones `*` is any part of a name.

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmp._jaxpr.walk import PRODUCTS, cycles, walk
 from jaxmp.engine import groups
-from jaxmp.engine.classes import Kind
+from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind
 from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
 from jaxmp.engine.rules import BROADCAST, COMBINES, MONOTONE, PICKS
 
@@ -27,23 +27,23 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
         product.
       force: decide although there is no product: the body of a rule belongs to a larger program.
     """
-    nodes = graph.nodes
     wanted = {node: dtype.itemsize for node, dtype in zip(graph.body.results, dtypes, strict=True) if node and dtype}
     graph.wanted = results = [node for node, size in wanted.items() if size == 2]
     for node in wanted.keys() - results:
         node.is_seen = True
     graph.groups = groups.find(graph)
-    products = [node for node in nodes if node.kind is Kind.HALF]
-    is_asked = any([node.kind is Kind.FULL and node.name in PRODUCTS for node in nodes])
-    graph.changes = force or bool(products) or is_asked
+    nodes = [node for node in graph.nodes if node.kind is not SOURCE]  # of whose dtypes nothing is to be decided
+    products, named = [node for node in nodes if node.kind is HALF], [node for node in nodes if node.name in PRODUCTS]
+    graph.changes = force or bool(products) or any(node.kind is FULL for node in named)
     if not graph.changes:
         return
-    halves = [node for node in nodes if node.kind is Kind.SOURCE and node.dtype.itemsize == 2]
-    written = [node for node in nodes if node.kind is Kind.KEPT and node.name in PRODUCTS]
-    written = [node for node in written if all(operand.written.itemsize == 2 for operand in node.inputs)]
+    halves = [node for node in graph.nodes if node.kind is SOURCE and node.dtype.itemsize == 2]
+    for node in halves:
+        node.state = HALF
+    written = [node for node in named if node.kind is KEPT and all(each.written.itemsize == 2 for each in node.inputs)]
     for node in walk([*products, *written, *halves], users_of):
         node.after_product = True
-    products += groups.take_outer_products(nodes)
+    products += groups.take_outer_products(named)
     for node in walk([node for node in nodes if node.is_looked_up], users_of):
         node.is_looked_up = True
     for node in reversed(nodes):  # rows that a batch repeats belong to no example: they are summed as a weight is
@@ -54,12 +54,12 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     narrowed = _put_casts_off(nodes)
     groups.find_activations(nodes)
     groups.extend(nodes, graph.groups)
-    _hold_sums(nodes, frozenset(written))
-    products = [node for node in products if node.kind is Kind.HALF]
+    _hold_sums(graph.nodes, frozenset(written))
+    products = [node for node in products if node.kind is HALF]
     _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
     groups.extend(nodes, graph.groups)  # also what feeds only what float32 was carried on to
-    seen = walk([node for node in nodes if node.is_seen], lambda node: node.inputs if node.kind is Kind.CLEAR else ())
+    seen = walk([node for node in nodes if node.is_seen], lambda node: node.inputs if node.kind is CLEAR else ())
     rounded = {group.nodes[0] for group in graph.groups if group.rounded}.difference(seen)
     for node in nodes:
         node.compute, node.dtype = _dtypes(node, rounded)
@@ -70,22 +70,22 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
     """The dtype that an operation reads an operand in; None for the one that it has."""
     if user.compute is not None:
         return user.compute
-    if user.kind in (Kind.CLEAR, Kind.JOIN):
+    if user.kind in (CLEAR, JOIN):
         return None if user.late else operand.late
     return operand.written
 
 
 def _hold_sums(nodes: Sequence[Node], written: frozenset[Node]) -> None:
     """Makes float32 each carry that adds up: no product on its way round, or ``written`` ones and none before."""
-    carries = [node for node in nodes if node.kind is Kind.JOIN and node.name == "carry"]
+    carries = [node for node in nodes if node.kind is JOIN and node.name == "carry"]
     for cycle in cycles(nodes, inputs_of) if carries else ():
-        kinds = {node.kind for node in cycle if node.kind is not Kind.INFER or node.name not in COMBINES}
-        joins = [node for node in cycle if node.kind is Kind.JOIN]
+        kinds = {node.kind for node in cycle if node.kind is not INFER or node.name not in COMBINES}
+        joins = [node for node in cycle if node.kind is JOIN]
         starts = {join.inputs[0] for join in joins}.difference(cycle) if not written.isdisjoint(cycle) else ()
         flows = any(start.is_cast_once for start in starts)  # no weight or argument: a stream of activations
-        if Kind.HALF not in kinds and not flows and not kinds.isdisjoint((Kind.FULL, Kind.INFER)):
+        if HALF not in kinds and not flows and not kinds.isdisjoint((FULL, INFER)):
             for join in joins:
-                join.kind, join.reason = Kind.FULL, "a carry that adds up, with no product on its way round"
+                join.kind, join.reason = FULL, "a carry that adds up, with no product on its way round"
 
 
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
@@ -111,12 +111,12 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
 
 def _moved_from(node: Node) -> Sequence[Node]:
     """What is moved to make a node."""
-    is_moved = node.kind is Kind.JOIN or (node.kind is Kind.CLEAR and node.name in MONOTONE)
+    is_moved = node.kind is JOIN or (node.kind is CLEAR and node.name in MONOTONE)
     return node.inputs if is_moved else ()
 
 
 def _is_elementwise(user: Node, operand: Node) -> bool:
-    return user.kind is Kind.INFER and user.shape == operand.shape
+    return user.kind is INFER and user.shape == operand.shape
 
 
 def _settle(nodes: Sequence[Node]) -> None:
@@ -138,30 +138,30 @@ def _settle(nodes: Sequence[Node]) -> None:
             for user in node.users:
                 waiting[user] = None
     for node in nodes:  # a loop that goes to and fro is float32
-        if node.kind is Kind.JOIN and node in waiting:
-            node.kind = Kind.FULL
+        if node.kind is JOIN and node in waiting:
+            node.kind = FULL
             return _settle(nodes)
 
 
 def _state(node: Node) -> Kind:
     kind = node.kind
-    if kind is Kind.SOURCE or kind is Kind.KEPT:
-        return Kind.HALF if node.dtype.itemsize == 2 else Kind.SOURCE
-    if kind is Kind.HALF or kind is Kind.FULL or kind is Kind.STRICT:
+    if kind is KEPT:
+        return HALF if node.dtype.itemsize == 2 else SOURCE
+    if kind is HALF or kind is FULL or kind is STRICT:
         return kind
     if node.late is not None:
-        return Kind.HALF
-    if kind is Kind.CLEAR:
-        return max([operand.state for operand in node.inputs], default=Kind.SOURCE)
+        return HALF
+    if kind is CLEAR:
+        return max([operand.state for operand in node.inputs], default=SOURCE)
     # Where a product reads an operand too, there is a half copy of it.
-    seen = [Kind.HALF if each.state is Kind.FULL and each.has_half_copy else each.state for each in node.inputs]
-    highest = max(seen, default=Kind.SOURCE)
-    if node.kind is Kind.JOIN and highest is not Kind.STRICT:
-        if node.name == "carry" and seen[-1] is not Kind.SOURCE:
+    seen = [HALF if each.state is FULL and each.has_half_copy else each.state for each in node.inputs]
+    highest = max(seen, default=SOURCE)
+    if node.kind is JOIN and highest is not STRICT:
+        if node.name == "carry" and seen[-1] is not SOURCE:
             return seen[-1]
-        return Kind.HALF if Kind.HALF in seen else highest
-    if node.name == "add" and highest is Kind.FULL and Kind.HALF in seen and _continues_stream(node):
-        return Kind.HALF
+        return HALF if HALF in seen else highest
+    if node.name == "add" and highest is FULL and HALF in seen and _continues_stream(node):
+        return HALF
     return highest
 
 
@@ -173,16 +173,16 @@ def _continues_stream(add: Node) -> bool:
 def _dtypes(node: Node, rounded: Collection[Node]) -> tuple[np.dtype | None, np.dtype]:
     """The dtype that an operation computes in, None for the one it was written with, and that of its result."""
     kind = node.kind
-    if kind is Kind.CLEAR or kind is Kind.SOURCE:
+    if kind is CLEAR:
         below = node.inputs[0] if node.inputs else node
         is_cast = node.late is not None or node.name == "convert_element_type"  # which readers make, or see through
         return None, below.dtype if is_cast else below.late or below.dtype
-    if kind is Kind.KEPT:
+    if kind is KEPT:
         return None, node.written
     half = node.written if node.written.itemsize == 2 or node.half is None else node.half
-    if node.state >= Kind.FULL:
+    if node.state >= FULL:
         return _FLOAT32, half if node in rounded and node.has_half_copy else _FLOAT32
-    if kind is Kind.HALF or (node.state is Kind.HALF and node.before_product):
+    if kind is HALF or (node.state is HALF and node.before_product):
         return half, half
     return None, node.written
 
@@ -201,15 +201,15 @@ def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
     """
     cast: list[Node] = []
     for node in nodes:
-        if node.name == "convert_element_type" and node.kind is Kind.KEPT and node.written.itemsize == 2:
+        if node.name == "convert_element_type" and node.kind is KEPT and node.written.itemsize == 2:
             cast += node.inputs
             are_weights = all(operand.written == _FLOAT32 and not operand.is_cast_once for operand in node.inputs)
             if are_weights and _varies(node) and not node.in_rule:
-                node.kind, node.late = Kind.CLEAR, node.written
-        elif node.kind is Kind.CLEAR and node.name in PICKS and len(node.inputs) == 1:
+                node.kind, node.late = CLEAR, node.written
+        elif node.kind is CLEAR and node.name in PICKS and len(node.inputs) == 1:
             node.late = node.inputs[0].late
         elif node.name in _JOINED and len(late := {operand.late for operand in node.inputs}) == 1 and None not in late:
-            node.kind, node.late = Kind.CLEAR, late.pop()
+            node.kind, node.late = CLEAR, late.pop()
     return cast
 
 
@@ -219,7 +219,7 @@ def _varies(node: Node) -> bool:
     def made_of(each: Node) -> Sequence[Node]:
         return () if each.const is not None else each.inputs[: 1 if each.name == "carry" else None]
 
-    return any(each.kind is Kind.SOURCE and each.const is None for each in walk([node], made_of))
+    return any(each.kind is SOURCE and each.const is None for each in walk([node], made_of))
 
 
 def _move_casts(nodes: Sequence[Node]) -> None:
@@ -228,7 +228,7 @@ def _move_casts(nodes: Sequence[Node]) -> None:
     A weight stays float32 up to what repeats it: several readers, the turns of a loop, a broadcast.
     """
     for node in reversed(nodes):
-        is_moved = node.kind is Kind.CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen
+        is_moved = node.kind is CLEAR and node.name in MONOTONE and len(node.inputs) == 1 and not node.is_seen
         if not is_moved or node.dtype != _FLOAT32:
             continue
         wanted = {read_in(user, node) for user in node.users}
@@ -242,6 +242,6 @@ def _move_casts(nodes: Sequence[Node]) -> None:
 
 def _grows(user: Node, operand: Node) -> bool:
     """Whether a reader repeats what was looked up, or moves it on to one that does."""
-    if user.kind is Kind.CLEAR and not user.is_looked_up:
+    if user.kind is CLEAR and not user.is_looked_up:
         return True
     return user.name in (BROADCAST | {"broadcast_in_dim"}) and math.prod(user.shape) > math.prod(operand.shape)

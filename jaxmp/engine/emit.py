@@ -14,9 +14,9 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import cast_repeated
+from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, repeated, terms_of
 from jaxmp._jaxpr.walk import PRODUCTS, walk
-from jaxmp.engine.classes import Kind, is_castable
+from jaxmp.engine.classes import CLEAR, KEPT, is_castable
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, marks_in
@@ -27,7 +27,7 @@ from jaxmp.engine.trace import tracing
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_CAST = "convert_element_type"
+_CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 _MAX_PROGRAMS = 256
 Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
 
@@ -42,11 +42,13 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
     decide(graph, dtypes, force)
-    body = graph.body
-    normalised = functools.cache(functools.partial(_normalised, graph.nodes))
+    body, normalised = graph.body, _normalised(graph.nodes)
     for node in graph.nodes:
         if node.float8:
             node.float8.find_bias(node, read_in, normalised)
+    changed = {node for node in graph.nodes if node.late is not None or node.dtype != node.written}
+    for step in graph.steps:
+        step.stands = _stands(step, changed)
     evaluation = _Evaluation(rules, normalised, body, args)
     results = evaluation.results() if graph.changes else reading.evaluate(body.jaxpr, body.consts, args)
     return [
@@ -85,7 +87,7 @@ class _Evaluation:
                 self.casts = step.casts = []
             self.places.at(eqn)
             given = [atom.val if type(atom) is Literal else env[atom] for atom in eqn.invars]
-            results = self.places.repeated(given) if _stands(step) else self.results_of(step, given)
+            results = self.places.repeated(given) if step.stands else self.results_of(step, given)
             for var, value in zip(eqn.outvars, results, strict=True):
                 env[var] = value
             if eqn.primitive.name == _CAST and _is_widening(step):
@@ -101,8 +103,9 @@ class _Evaluation:
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: Any = None) -> Any:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
         if type(atom) is Literal:
-            return self.cast(value, dtype)
-        if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray):
+            return self.places.number(value, dtype)
+        is_summed = repeat is not None and dtype.itemsize == 2 and terms_of(repeat[0].eqn, value) > MAX_TERMS
+        if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
             narrow, node = self.narrow[atom]
@@ -110,12 +113,13 @@ class _Evaluation:
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
         # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
-        if is_shared or isinstance(value, np.ndarray):
+        if (is_shared and not is_summed) or isinstance(value, np.ndarray):
             if (atom, dtype) not in self.shared:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
-        if repeat is not None and dtype.itemsize < value.dtype.itemsize and node.late in (None, dtype):
-            return self.repeated(value, dtype, *repeat)
+        is_summed |= repeat is not None and dtype.itemsize < value.dtype.itemsize
+        if is_summed and node.late in (None, dtype):
+            return self.repeated(value, dtype, repeat[0], None if node.is_cast_once else _met(*repeat))
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
@@ -130,12 +134,12 @@ class _Evaluation:
             self.casts.append(value.size * dtype.itemsize)
         return self.places.cast(value, dtype)
 
-    def repeated(self, value: Any, dtype: np.dtype, step: Step, operands: Sequence[Any]) -> Any:
-        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of what it meets."""
-        shape, like = step.eqn.outvars[0].aval.shape, _met(step, operands)
+    def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
+        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of ``like``."""
+        shape = step.eqn.outvars[0].aval.shape
         if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
-        if self.is_noted:
+        if self.is_noted and value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
         is_normalised = step.node is not None and step.node in self.normalised(math.prod(step.node.shape))
         is_measured = any([node and node.float8 and node.float8.bias_added is step.node for node in step.operands])
@@ -145,14 +149,14 @@ class _Evaluation:
         """Those of an equation that changes; ``given`` are its operands."""
         eqn, node, places = step.eqn, step.node, self.places
         repeat = (step, given) if eqn.primitive.name in BROADCAST else None
-        wanted = zip(given, eqn.invars, step.operands, step.wants or _wants(step), strict=True)
+        wanted = zip(given, eqn.invars, step.operands, _wants(step), strict=True)
         operands = [
             value if dtype is None or operand is None else self.read_as(value, atom, operand, dtype, repeat)
             for value, atom, operand, dtype in wanted
         ]
         if self.is_noted:
             step.bound = [jax.typeof(value) for value in operands]
-        if eqn.primitive.name == _CAST and node is not None and node.kind is not Kind.KEPT:
+        if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
             if self.is_noted and not _is_widening(step):
                 step.bound = [jax.typeof(given[0])]
             results = [self.cast(operands[0], node.dtype)]
@@ -169,6 +173,8 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
+        if node is not None and eqn.primitive.name in REPEATS and terms_of(eqn, operands[0]) > MAX_TERMS:
+            return repeated(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
             return places.within(linear_solve, eqn, functools.partial(_derived, self.rules, step), operands)
@@ -191,6 +197,13 @@ def _program(rules: Rules, normalised: Normalised, step: Step) -> Callable[..., 
     return rebuilt(step.eqn, step.bodies, functions, rule)
 
 
+def _summed_over_turns(step: Step, bodies: reading.Bodies) -> list[tuple[int, np.dtype]]:
+    """The places of activations that each of many turns of a loop reads in half, and their dtypes."""
+    is_long = bodies.kind == "scan" and step.eqn.params["length"] > MAX_TERMS
+    found = [(place, each) for place, each in enumerate(step.operands[: bodies.start * is_long]) if each is not None]
+    return [(place, each.dtype) for place, each in found if each.dtype.itemsize < each.written.itemsize]
+
+
 def _met(step: Step, operands: Sequence[Any]) -> Any:
     """What a weight among ``operands`` meets of which there is, or may come to be, one for each example."""
     if (batched := next(filter(reading.is_batched, operands), None)) is not None:
@@ -204,6 +217,8 @@ def _run(rules: Rules, normalised: Normalised, step: Step, position: int, *args:
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
     evaluation = _Evaluation(rules, normalised, body, args)
+    for place, dtype in _summed_over_turns(step, step.bodies):  # half again; their cotangents are summed outside of it
+        evaluation.env[body.jaxpr.invars[place]] = evaluation.places.cast(args[place], dtype)
     results = evaluation.results()
     if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
         pairs = zip(results, body.results, strict=True)
@@ -228,35 +243,35 @@ def _shared(rules: Rules, step: Step, make: Callable[[], Callable[..., Any]]) ->
     return made
 
 
-def _normalised(nodes: Sequence[Node], size: int) -> Collection[Node]:
-    """Values of so many elements to each row of which a weight is added before the next product: in a normalisation."""
+def _normalised(nodes: Sequence[Node]) -> Normalised:
+    """Tells values of so many elements to each row of which a weight is added before the next product."""
+    sizes = {shape: math.prod(shape) for shape in {node.shape for node in nodes}}
+    adds = [node for node in nodes if node.name == "add"]
+    pairs = [(add, each) for add in adds for each in add.inputs if not each.is_cast_once and each.const is None]
 
-    def made_of(node: Node) -> Sequence[Node]:
-        is_as_large = node.kind is Kind.CLEAR or sizes[node.shape] == size
-        return node.inputs if is_as_large and node.name not in PRODUCTS else ()
+    @functools.cache
+    def normalised(size: int) -> Collection[Node]:
+        def made_of(node: Node) -> Sequence[Node]:
+            is_as_large = node.kind is CLEAR or sizes[node.shape] == size
+            return node.inputs if is_as_large and node.name not in PRODUCTS else ()
 
-    sizes, starts = {shape: math.prod(shape) for shape in {node.shape for node in nodes}}, list[Node]()
-    for add in [node for node in nodes if node.name == "add"]:
-        weights = [each for each in add.inputs if not each.is_cast_once and each.const is None]
-        starts += add.inputs if any([sizes[weight.shape] < size for weight in weights]) else ()
-    return walk(starts, made_of)
+        return walk([each for add, weight in pairs if sizes[weight.shape] < size for each in add.inputs], made_of)
+
+    return normalised
 
 
-def _stands(step: Step) -> bool:
+def _stands(step: Step, changed: set[Node]) -> bool:
     """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
-    if step.stands is None:
-        params, is_changed = step.eqn.params, bool(step.float8)
-        for node in (*step.operands, *step.nodes):
-            is_changed |= node is not None and (node.late is not None or node.dtype != node.written)
-        if is_changed or ("precision" in params and reading.asks_for_what_is_missing(params)):
-            step.stands = False
-        elif step.bodies is None:
-            step.stands = step.node is None or step.node.compute is None
-        else:
-            # Derivative rules are decided when they run.
-            can_stand = step.eqn.primitive.name not in _WITH_RULES or step.region.level == "written"
-            step.stands = can_stand and all(_stands(inner) for body in step.inner for inner in body.steps)
-    return step.stands
+    params = step.eqn.params
+    if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8:
+        return False
+    if "precision" in params and reading.asks_for_what_is_missing(params):
+        return False
+    if step.bodies is None:
+        return step.node is None or step.node.compute is None
+    # Derivative rules are decided when they run.
+    can_stand = step.eqn.primitive.name not in _WITH_RULES or step.region.level == "written"
+    return can_stand and all(inner.stands for body in step.inner for inner in body.steps)
 
 
 def _is_widening(step: Step) -> bool:
@@ -267,12 +282,8 @@ def _is_widening(step: Step) -> bool:
 
 def _wants(step: Step) -> list[np.dtype | None]:
     """The dtypes that an equation reads its operands in; None for those that it takes as they are."""
-    if step.wants is None:
-        step.wants = _wants_of_bodies(step, step.bodies) if step.bodies is not None else _wants_of_leaf(step)
-    return step.wants
-
-
-def _wants_of_leaf(step: Step) -> list[np.dtype | None]:
+    if step.bodies is not None:
+        return _wants_of_bodies(step, step.bodies)
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
     if node is None and name in _COMPARISONS:
         # The derivative of a maximum asks which operand it is: rounded as it is, the operand still equals it.
@@ -283,7 +294,7 @@ def _wants_of_leaf(step: Step) -> list[np.dtype | None]:
             return [None if operand is None else next(iter(dtypes)) for operand in operands]
     if node is None:
         return [None if operand is None else operand.written for operand in operands]
-    if name == _CAST and (node.kind is Kind.KEPT or _is_widening(step)):  # from whatever dtype the value has
+    if name == _CAST and (node.kind is KEPT or _is_widening(step)):  # from whatever dtype the value has
         return [None if operand is None else operand.late for operand in operands]
     return [None if each is None else node.compute or read_in(node, each) for each in operands]
 
@@ -292,6 +303,8 @@ def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None
     wants: list[np.dtype | None] = [None] * len(step.operands)
     if bodies.kind in ("scan", "while"):
         wants[bodies.start : bodies.start + bodies.carry] = [join.dtype if join else None for join in step.joins]
+        for place, _ in _summed_over_turns(step, bodies):
+            wants[place] = _FLOAT32
     elif bodies.kind == "call":
         for position, operand in enumerate(step.operands):
             if operand is not None and operand.is_cast_once:  # then the call saves no float32 copy of it

@@ -20,7 +20,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.dtypes import range_of
-from jaxmp.engine.classes import Kind, is_castable
+from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE, STRICT, Kind, is_castable
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
 from jaxmp.engine.rules import Decision, Rules
 
@@ -55,7 +55,7 @@ class Node:
     is_activation: bool = False  # it has an element for each element of a product, and so is no statistic of many
     has_half_copy: bool = False  # it may be computed in float32, but a product or an activation reads it in half
     is_seen: bool = False  # a float32 result, or integers and bools are made of it that tell small differences apart
-    state: Kind = Kind.SOURCE  # what it brings along to those who read it: SOURCE, HALF, FULL or STRICT
+    state: Kind = SOURCE  # what it brings along to those who read it: SOURCE, HALF, FULL or STRICT
     compute: np.dtype | None = None  # what it is computed in; None: as it was written, or was moved in
     late: np.dtype | None = None  # the half dtype of a cast by its author that each reader makes; the value is float32
 
@@ -92,17 +92,15 @@ class Step:
     names: reading.Names
     operands: Sequence[Node | None]
     nodes: Sequence[Node | None]
-    kind: Kind = Kind.KEPT
+    kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
     form: Form | None = None
     float8: _float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
     bodies: reading.Bodies | None = None
     inner: Sequence[Body] = ()
-    # Whether each operand is made of constants only: the positions of a sequence, the same for every example.
-    fixed: Sequence[bool] = ()
-    wants: list[np.dtype | None] | None = None
-    stands: bool | None = None
+    is_fixed: bool = False  # it is made of constants only, as the positions of a sequence: the same for every example
+    stands: bool = False  # whether it is bound as it is
     bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
     casts: Sequence[int] = ()  # the bytes of each cast that is added for it
     node: Node | None = None  # that of the first floating result
@@ -190,7 +188,7 @@ class _Builder:
     def source(self, aval: Any, value: Any = None) -> Node | None:
         if not is_castable(aval):
             return None
-        node = self.node(Kind.SOURCE, "source", aval, ())
+        node = self.node(SOURCE, "source", aval, ())
         node.const = None if value is None else reading.extremes_of(value)
         return node
 
@@ -199,7 +197,7 @@ class _Builder:
         key = value.dtype, value.tobytes()
         if type(first := self.numbers.get(key)) is not Node:
             return self.value(self.source(atom.aval, value), key, is_fixed=True)
-        node = self.node(Kind.SOURCE, "source", atom.aval, ())
+        node = self.node(SOURCE, "source", atom.aval, ())
         node.const, node.same, node.origin = first.const, first, first
         return node, first, True
 
@@ -243,16 +241,16 @@ class _Builder:
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
         form = self.form(eqn)
         operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
-        bodies = None if DECIDED in self.marks else form.bodies
-        step = Step(eqn, names, operands, (), region=self.region, form=form, bodies=bodies, fixed=fixed)
+        bodies, is_fixed = None if DECIDED in self.marks else form.bodies, False not in fixed
+        step = Step(eqn, names, operands, (), region=self.region, form=form, bodies=bodies, is_fixed=is_fixed)
         if bodies is None:
-            results = self.leaf(step, form, numbers)
+            results = self.leaf(step, form, numbers, fixed)
         else:
             enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
             results = enter(step, bodies, values)
             if not any(body.has_floats for body in step.inner):
                 step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
-            if False not in fixed:
+            if is_fixed:
                 results = [(node, number, True) for node, number, _ in results]
             step.nodes = [node for node, *_ in results]
             step.node = next((node for node in step.nodes if node is not None), None)
@@ -305,7 +303,7 @@ class _Builder:
         ]
 
     def join(self, name: str, aval: Any, values: Sequence[_Value], key: Any) -> _Value:
-        kind = Kind.KEPT if self.region.level == "written" else Kind.JOIN
+        kind = KEPT if self.region.level == "written" else JOIN
         inputs = [node for node, *_ in values if node is not None]
         node = self.node(kind, name, aval, inputs) if is_castable(aval) else None
         self.check_range(node)
@@ -314,24 +312,24 @@ class _Builder:
     def check_range(self, join: Node | None) -> None:
         """A join of a value that does not exist in half, the mask's ``finfo.min``, is float32."""
         largest = max((node.const[1] for node in (join.inputs if join else ()) if node.const), default=0.0)
-        if join is not None and join.kind is Kind.JOIN and join.half and largest > range_of(join.half)[1]:
-            join.kind, join.reason = Kind.STRICT, f"a constant beyond {join.half.name}'s largest number"
+        if join is not None and join.kind is JOIN and join.half and largest > range_of(join.half)[1]:
+            join.kind, join.reason = STRICT, f"a constant beyond {join.half.name}'s largest number"
 
-    def leaf(self, step: Step, form: Form, numbers: Sequence[Any]) -> list[_Value]:
+    def leaf(self, step: Step, form: Form, numbers: Sequence[Any], fixed: Sequence[bool]) -> list[_Value]:
         nodes: list[Node | None] = []
-        eqn, found, is_fixed = step.eqn, [], False not in step.fixed
-        name, inputs = eqn.primitive.name, [node for node in step.operands if node is not None]
+        eqn, found, name, operands = step.eqn, [], step.eqn.primitive.name, step.operands
+        inputs: Any = operands if None not in operands else [node for node in operands if node is not None]
         constants = [node.const for node in inputs if node.const is not None]
         known = (self.marks, *constants)
         if (decision := form.decisions.get(known)) is None:
             decision = form.decisions[known] = self.rules.kind_of(eqn, constants, step.names)
         kind, reason, asked, has_epsilon = decision
-        step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is Kind.CLEAR
+        step.kind, step.reason, step.nodes, is_moved = kind, reason, nodes, kind is CLEAR
         step.float8 = _float8_products.asked(step, self.rules) if name in PRODUCTS else None
         for position, is_float in enumerate(form.are_floats):
             node: Any = None
             if is_float:
-                own = step.operands[position : position + 1] if is_moved and form.is_one_by_one else None
+                own = operands[position : position + 1] if is_moved and form.is_one_by_one else None
                 reads = inputs if own is None else [each for each in own if each is not None]
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
@@ -343,11 +341,11 @@ class _Builder:
             if node is not None:
                 node.same = node.origin = same
             nodes.append(node)
-            found.append((node, same, is_fixed))
+            found.append((node, same, step.is_fixed))
         if step.node is None:
             for operand in inputs if inputs and _tells_apart(name, inputs) else ():
                 operand.is_seen = True
         elif is_moved and len(inputs) == 1:
             step.node.const = inputs[0].const
-            step.node.is_looked_up = name == "gather" and not step.fixed[1]
+            step.node.is_looked_up = name == "gather" and not fixed[1]
         return found

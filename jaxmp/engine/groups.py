@@ -1,10 +1,9 @@
 """Groups: operations that are right only as a whole in float32, each recognised once.
 
 exp, log and sums are float32 by their class. What feeds them must be too, or the rounding comes just before the step
-that amplifies it: ``x - max`` before exp (softmax in bfloat16 errs by 7 %), the square before a sum (a variance as
-``E[x²] - E[x]²``, and 300² is infinite in float16), the difference before a squared error, the scale and mask before a
-softmax (``finfo.min`` is -inf in half). Most of that follows backwards from who reads a value (:func:`extend`); what
-does not, a group says.
+that amplifies it: ``x - max`` before exp (softmax in bfloat16 errs by 7 %), the square before a sum (a variance, and
+300² is infinite in float16), the difference before a squared error, the scale and mask before a softmax. Most of that
+follows backwards from who reads a value (:func:`extend`); what does not, a group says.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS, follow_products, walk
-from jaxmp.engine.classes import Class, Kind, primitives_of
+from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, SOURCE, STRICT, Class, primitives_of
 from jaxmp.engine.graph import Graph, Node, Step, users_of
 from jaxmp.engine.rules import COMBINES
 
@@ -38,7 +37,10 @@ _SCALES = frozenset({"mul", "div", "neg"})
 _MEANS = _SCALES | {"reduce_sum"}
 _MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
-_AFFINE = _SUMS | _SCALES | _LIMITS | {"select_n"}
+_OFFSETS = _SUMS | _LIMITS
+_AFFINE = _OFFSETS | _SCALES | {"select_n"}
+_NORMS = PRODUCTS | {"reduce_sum", "mul"}
+_FULL = frozenset({FULL, STRICT})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,17 +56,17 @@ class Group:
 def find(graph: Graph) -> list[Group]:
     """The groups of a graph; those that have products become float32, but for what somebody asked for in half."""
     for node in graph.nodes:
-        if node.kind is Kind.CLEAR or node.name in ("branches", _CAST):
+        if node.kind is CLEAR or node.name in {"branches", "convert_element_type"}:
             node.origin = (_passed(node, ()) or node).origin
     found = list(_coordinates(graph))
-    for node, step in [(step.node, step) for step in graph.steps if step.node is not None and step.node.inputs]:
+    for step in graph.steps:
         for recognised in _BY_END.get(step.eqn.primitive.name, ()):
-            found += recognised(node, step)
+            found += recognised(step.node, step) if step.node is not None and step.node.inputs else ()
     with_products = [group for group in found if any(node.name in PRODUCTS for node in group.nodes)]
     reasons = _reasons(with_products)
     for node in graph.nodes if reasons else ():
-        if node.same in reasons and (_is_product(node) or node.kind in (Kind.INFER, Kind.JOIN)):
-            node.kind, node.reason = Kind.FULL, reasons[node.same]
+        if node.same in reasons and (_is_product(node) or node.kind in (INFER, JOIN)):
+            node.kind, node.reason = FULL, reasons[node.same]
     return found
 
 
@@ -183,7 +185,8 @@ def _is_root(node: Node) -> bool:
 
 def _cosines(node: Node, _: Step) -> Iterator[Group]:
     """Products over the norms of both factors, however they are written."""
-    below, product = _origin(node.inputs[-1], _SUMS | _LIMITS), node.inputs[0].origin
+    product = node.inputs[0].origin
+    below = _origin(node.inputs[-1], _OFFSETS) if product.const or node.name == "div" else product
     factors = (below if node.name == "sub" else product).inputs
     units = [each.origin for each in factors if each.origin.name in ("div", "mul")]
     units = [unit for unit in units if _is_norm(unit.inputs[-1])]
@@ -222,7 +225,7 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
     """Squared distances, |x|² + |y|² - 2xy with |x|² summed or picked from xxᵀ; E[xy] - E[x] E[y] of products."""
 
     def is_multiplied(node: Node) -> bool:
-        is_outer = node.name == "dot_general" and node.kind is Kind.INFER
+        is_outer = node.name == "dot_general" and node.kind is INFER
         return is_outer or (node.name in ("mul", "square", "integer_pow") and not _passed(node, _SCALES))
 
     def is_twice(node: Node) -> bool:
@@ -239,7 +242,7 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
         return
     summed = set(walk((term for term in terms if term.name == "reduce_sum"), _terms))
     parts = summed.union(walk((term for term in terms if term.name in ("gather", "slice", "dynamic_slice")), _terms))
-    for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms]:
+    for norm, vector in [(term, _vector(term) or _weighed(term)) for term in terms if term.name in _NORMS]:
         is_whole = bool(products.get(norm)) and len(norm.shape) >= len(norm.inputs[0].shape)  # not a number a vector
         if vector is None or (is_whole and norm not in parts and not _added_by_ones(norm)):
             continue
@@ -260,7 +263,9 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
 
 def _weighed(term: Node) -> Node | None:
     """What a factor of a product sums up: the gradient of distances is ``x * sum(g) - g @ y``."""
-    sums = [each.origin for each in term.inputs if each.origin.name == "reduce_sum"] if term.name == "mul" else []
+    factors = [each.origin for each in term.inputs] if term.name == "mul" else []
+    factors += [each.origin for factor in factors if factor.name == "add_any" for each in factor.inputs]
+    sums = [each for each in factors if each.name == "reduce_sum"]
     return _origin(sums[0].inputs[0], _MEANS) if sums else None
 
 
@@ -325,9 +330,9 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
         return {*walk(start, lambda node: [user for user in node.users if user in keeping])}
 
     of_products = places_made(products)
-    casts = [step for step in steps if step.eqn.primitive.name == _CAST]
-    # Of integers; a number that is written out, the 6 of `clip(x, 0, 6)`, is a bound.
-    made = [(step.node, all(step.fixed)) for step in casts if step.node is not None and not step.node.inputs]
+    casts = [step for step in steps if step.eqn.primitive.name == _CAST and step.eqn.invars[0].aval.dtype != bool]
+    # Of integers; a number that is written out, the 6 of `clip(x, 0, 6)`, is a bound, and an identity is no position.
+    made = [(step.node, step.is_fixed) for step in casts if step.node is not None and not step.node.inputs]
     of_iota = places_made(node for node, is_fixed in made if is_fixed and node.shape)
     of_iota |= places_made(node for node in graph.nodes if node.name == "iota")
     of_positions = of_iota | places_made(node for node, is_fixed in made if not is_fixed)
@@ -389,7 +394,7 @@ def _keeps_places(node: Node, computed: Collection[Node]) -> bool:
     unknown = [operand for operand in node.inputs if operand in computed]
     if (node.name in _SUMS and len(unknown) > 1) or node.name in _LIMITS:  # but no residual stream, no activation
         return {reader.name for reader in _readers(node)}.isdisjoint({*PRODUCTS, "reduce_sum"})
-    is_moved = node.kind in (Kind.CLEAR, Kind.JOIN) or _passed(node, ()) is not None
+    is_moved = node.kind in (CLEAR, JOIN) or _passed(node, ()) is not None
     return len(unknown) < 2 if node.name == "mul" else is_moved or node.name in COMBINES | _AFFINE | PRODUCTS
 
 
@@ -406,7 +411,7 @@ def _is_quantised(rounded: Node) -> bool:
 
 
 def _is_product(node: Node) -> bool:
-    return node.kind is Kind.HALF and not node.asked
+    return node.kind is HALF and not node.asked
 
 
 def _origin(node: Node, through: Collection[str], way: list[Node] | None = None, constant: bool = True) -> Node:
@@ -415,7 +420,7 @@ def _origin(node: Node, through: Collection[str], way: list[Node] | None = None,
     for _ in range(64):
         if (below := _passed(node, through, constant)) is None:
             break
-        if way is not None and node.kind is not Kind.CLEAR:
+        if way is not None and node.kind is not CLEAR:
             way.append(node)
         node = below
     return node.same
@@ -425,13 +430,13 @@ def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node
     """The operand of an operation that only moves it, or is one of ``through`` and has constants beside it."""
     name, inputs, is_through = node.name, node.inputs, node.name in through
     if len(inputs) == 1 or name == "branches":
-        is_moved = is_through or name == "branches" or (node.kind is Kind.CLEAR and name not in _CHANGES)
-        return inputs[0] if is_moved or (name == _CAST and node.kind is Kind.FULL) else None
+        is_moved = is_through or name == "branches" or (node.kind is CLEAR and name not in _CHANGES)
+        return inputs[0] if is_moved or (name == _CAST and node.kind is FULL) else None
     if not is_through or not inputs:
         return None
     unknown = [operand for operand in inputs if not _is_given(operand, constant)]
     if name in ("select_n", "max"):  # `where(n > 0, variance, nan)`, whose NaN is no number to know it by
-        unknown = [operand for operand in unknown if operand.origin.kind is not Kind.SOURCE]
+        unknown = [operand for operand in unknown if operand.origin.kind is not SOURCE]
     return unknown[0] if len(unknown) == 1 and (name != "div" or unknown[0] is inputs[0]) else None
 
 
@@ -439,7 +444,7 @@ def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
     """Whether a value is a constant, or at least an argument, or computed from such and from integers in few steps."""
     origin = operand.origin
     if not origin.inputs:
-        return origin.kind is not Kind.SOURCE or not constant or origin.const is not None
+        return origin.kind is not SOURCE or not constant or origin.const is not None
     if depth == 0 or origin.name in PRODUCTS:
         return False
     return all(map(_is_given, origin.inputs, itertools.repeat(constant), itertools.repeat(depth - 1)))
@@ -447,18 +452,18 @@ def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
 
 def _readers(node: Node, through: Collection[str] = ()) -> list[Node]:
     """Who computes with a value, however it was moved; who does so by one of ``through`` is told and passed."""
-    if not through and Kind.CLEAR not in [user.kind for user in node.users]:
+    if not through and CLEAR not in [user.kind for user in node.users]:
         return [*dict.fromkeys(node.users)]
-    after = walk(node.users, lambda user: user.users if user.kind is Kind.CLEAR or user.name in through else ())
-    return [user for user in after if user.kind is not Kind.CLEAR or user.name in through]
+    after = walk(node.users, lambda user: user.users if user.kind is CLEAR or user.name in through else ())
+    return [user for user in after if user.kind is not CLEAR or user.name in through]
 
 
 def find_activations(nodes: Sequence[Node]) -> None:
     """Marks what has an element for each element of a product, and so is no statistic of one number for many."""
     for node in nodes:
-        if node.kind is Kind.HALF:
+        if node.kind is HALF:
             node.is_activation = True
-        elif node.kind is Kind.JOIN or (node.kind is Kind.CLEAR and node.name not in _EXTREMES):
+        elif node.kind is JOIN or (node.kind is CLEAR and node.name not in _EXTREMES):
             node.is_activation = any([operand.is_activation for operand in node.inputs])
         elif node.name in _ELEMENTWISE:
             node.is_activation = any([each.is_activation and each.shape == node.shape for each in node.inputs])
@@ -466,10 +471,10 @@ def find_activations(nodes: Sequence[Node]) -> None:
 
 def take_outer_products(nodes: Sequence[Node]) -> list[Node]:
     """Gives outer products of what products made half precision: the gradient of a weight, of one example."""
-    found = [node for node in nodes if node.kind is Kind.INFER and node.name == "dot_general"]
+    found = [node for node in nodes if node.kind is INFER and node.name == "dot_general"]
     found = [node for node in found if any(operand.after_product for operand in node.inputs)]
     for node in found:
-        node.kind, node.reason = Kind.HALF, "product"
+        node.kind, node.reason = HALF, "product"
     return found
 
 
@@ -482,21 +487,17 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
     # What is factorised or solved and what a logarithm is taken of, and all that is computed from products for that.
     solved = {node for node in nodes if node.name in _LINALG}
     logged = {node for node in nodes if node.name in _LOGARITHMS}
-    for node in reversed(nodes):
-        is_solvable = bool(solved) and _is_product(node)
-        is_told = is_solvable or node.has_epsilon or node.kind is Kind.INFER
-        if not is_told or not node.after_product or node.state >= Kind.FULL:
-            continue
+    known = [node for node in reversed(nodes) if node.after_product and node.state < FULL]
+    for node in [each for each in known if each.kind is INFER or each.has_epsilon or _is_product(each)]:
         readers = _readers(node)
-        if is_solvable and readers and solved.issuperset(readers):
-            node.kind, node.reason = Kind.FULL, f"feeds only {_names(readers)}"
+        if readers and _is_product(node) and solved.issuperset(readers):
+            node.kind, node.reason = FULL, f"feeds only {_names(readers)}"
         if node.has_epsilon and not logged.isdisjoint(readers):
             logged.add(node)
-        if node.kind is not Kind.INFER:
+        if node.kind is not INFER:
             continue
         # What the author casts to float32 is the author's half up to there.
-        full = [user for user in readers if user.kind in (Kind.FULL, Kind.STRICT) or user.state >= Kind.FULL]
-        full = [user for user in full if user.name != _CAST]
+        full = [user for user in readers if user.name != _CAST and (user.kind in _FULL or user.state >= FULL)]
         is_solved, is_stream = not solved.isdisjoint(full), node.name == "add" and _is_stream(node)
         reason = needed.get(node.same, "")
         # Of a logarithm 1 - x is what counts, and x near 1 has lost it.
@@ -506,7 +507,7 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
         elif full and len(full) == len(readers) and not is_stream:
             reason = f"feeds only {_names(full)}"
         if reason:
-            node.kind, node.state, node.reason = Kind.FULL, Kind.FULL, reason
+            node.kind, node.state, node.reason = FULL, FULL, reason
 
 
 def _is_stream(node: Node) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmp import tables
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in, walk
-from jaxmp.engine.autocast import check_backend, require_function
+from jaxmp.engine.autocast import require_function
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import Node, Step, build
@@ -25,6 +25,7 @@ from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.flops import flops_of
 from jaxmp.overrides import policy_and_exceptions
+from jaxmp.policy import check_backend
 
 _HALF = {"float16", "bfloat16", "float8_e4m3fn"}
 _HEADER = ("primitive", "operands -> result", "FLOPs", "casts", "class", "path", "why", "source")

@@ -161,7 +161,7 @@ class Rules:
         return keys
 
     def _find_path_rules(self, path: reading.Names) -> list[str]:
-        return [key for key in self.paths if any(matches(key, path[:end], None) for end in range(1, len(path) + 1))]
+        return [key for key in self.paths if any(matches(key, path[:end], None) for end in range(len(path) + 1))]
 
     def _kind_of_cast(self, eqn: Any, names: reading.Names) -> Decision:
         old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]

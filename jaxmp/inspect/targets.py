@@ -173,12 +173,7 @@ def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
       ModuleNotFoundError: packages that compile are missing.
       ValueError: XLA can't read the description, or the topology is none.
     """
-    topology = re.sub(r"^(\d+) hosts? ?[x×] ?(\d+)$", r"1x\1x\2", topology)
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
-        raise ValueError(
-            f"a topology is slices × hosts × GPUs of each host, '1x2x4' for two hosts of four, got {topology!r}; "
-            "write '1x1x8' for one host of eight"
-        )
+    topology = _topology(topology)
     if reason := missing():
         raise ModuleNotFoundError(reason)
     try:
@@ -189,6 +184,17 @@ def devices_of(description: str, topology: str = "1x1x1") -> list[Any]:
             f"xla/backends/gpu/target_config/specs, which this one is not: {str(error).splitlines()[0]}"
         ) from None
     return list(described.devices)
+
+
+def _topology(text: str) -> str:
+    """A topology as XLA reads it; a ValueError if it is none."""
+    topology = re.sub(r"^(\d+) hosts? ?[x×] ?(\d+)$", r"1x\1x\2", text)
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
+        raise ValueError(
+            "a topology is slices × hosts × GPUs of each host, 1 or more of each, '1x2x4' for two hosts of four, got "
+            f"{text!r}; write '1x1x8' for one host of eight"
+        )
+    return topology
 
 
 def _described(description: str, topology: str) -> Any:
@@ -342,6 +348,8 @@ def traced(
     """
     jitted, args = call_of(fun, args)
     mesh = mesh_of(args)
+    if topology is not None:
+        _topology(topology)
     if topology is not None and device is None:
         raise ValueError(
             f"a topology is of GPUs that are not there, got {topology!r} without their name; add device=, one of "

@@ -22,7 +22,7 @@ import jax
 from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._adapters import autocast_map, is_o1, remembered
+from jaxmp._adapters import Treatment, autocast_map, is_o1, noting_half, remembered
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
 from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
@@ -31,6 +31,10 @@ from jaxmp.patterns import Path
 from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nn.Module)
+
+
+def __dir__() -> list[str]:
+    return ["apply_policy", "autocast"]
 
 
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -151,7 +155,7 @@ class _Policied(Hooks):
         if not (creates or in_engine or name == "setup"):
             lifted = functools.partial(_through_engine, self.jaxmp_root)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
-        with running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
+        with _noting(self), running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
             return run.cast_output(call())
 
     def jaxmp_register(self) -> None:
@@ -174,7 +178,8 @@ class _Policied(Hooks):
         call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules
         if is_watched():
             return computed(pure, rules, call, {})
-        return remembered(type(self).jaxmp_programs, (self, method), pure, rules, call)
+        with _noting(self):
+            return remembered(type(self).jaxmp_programs, (self, method), pure, rules, call)
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -209,6 +214,14 @@ class _Policied(Hooks):
 
     def __reduce__(self) -> Any:
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
+
+
+def _noting(module: Any) -> contextlib.AbstractContextManager[None]:
+    """Notes on errors of a whole call of ``module``, which come when none of its methods runs any more."""
+    root = module.jaxmp_root
+    policy, _ = root.policies.resolve(root.prefix)
+    own = Treatment(policy=policy, mode="autocast" if root.autocast else None)
+    return noting_half(root.prefix, _base(type(module)), own, "linen")
 
 
 def _through_engine(root: Root, fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,8 +35,8 @@ from jaxmp._adapters import (
     is_default,
     is_floating,
     kept_from_half,
-    note_half,
     nothing_in_half,
+    noting_half,
     policies_below,
     widen,
 )
@@ -321,11 +321,12 @@ class Run:
         traces = caller.traces if caller is not None and inside else traces_around()
         _running.frames.append(_Frame(self, module, module.path, own, traces))
         try:
-            with decision.mark(), decision.products(caller.decision if caller else None, self.ambient_precision):
+            with (
+                noting_half(self.prefix + path, type(module), own, "linen"),
+                decision.mark(),
+                decision.products(caller.decision if caller else None, self.ambient_precision),
+            ):
                 result = next_fun(*args, **kwargs)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            note_half(error, self.prefix + path, type(module), own, "linen")
-            raise
         finally:
             _running.frames.pop()
         if module.scope and module.scope.mutable is not False:

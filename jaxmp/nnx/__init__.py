@@ -40,6 +40,10 @@ from jaxmp.policy import Policy, PolicyMap
 M = TypeVar("M", bound=nnx.Module)
 
 
+def __dir__() -> list[str]:
+    return ["Optimizer", "apply_policy", "autocast", "make_train_step", "scaled_value_and_grad"]
+
+
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """``model`` computing under a policy; a copy of its modules that shares its Variables.
 
@@ -47,9 +51,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
     unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it. Modes are followed:
     ``eval``, ``train``, ``set_attributes`` of True, False or None on the model that was given reach the copy too, but
-    not the other way round, and not a clone, a view or a merged copy of it. What is followed is a change of the given
-    model: after ``copy.eval()``, ``model.train()`` on a ``model`` that is training already changes nothing, and the
-    copy goes on evaluating; call ``copy.train()``.
+    not the other way round, and not a clone, a pickle, a view or a merged copy that was made of it before. What is
+    followed is a change of the given model: after ``copy.eval()``, ``model.train()`` on a ``model`` that is training
+    already changes nothing, and the copy goes on evaluating; call ``copy.train()``.
 
     A ``dtype`` or ``param_dtype`` attribute that has the default of its class's constructor is set; one that differs
     is the author's word and stays, unless an override covers the module. A constructor may have handed its own default

@@ -51,7 +51,7 @@ class Optimizer(_Object):
         ``jaxmp.nnx.make_train_step(ema_decay=…)`` updates and :meth:`ema_model` evaluates.
 
     Raises:
-      TypeError: ``tx`` is no optimizer, or ``loss_scale`` no loss scale.
+      TypeError: ``model`` is no NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
       ValueError: ``tx`` has a loss scale and ``loss_scale`` is given as well, or ``tx`` has several; something but
         ``loss_scaling`` stands around ``low_precision``.
 
@@ -78,6 +78,7 @@ class Optimizer(_Object):
         **kwargs: Any,
     ) -> None:
         """See the class."""
+        require_model(model, "jaxmp.nnx.Optimizer", "(model, tx)")
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         has_one = has_loss_scale(jax.eval_shape(tx.init, params))
         if has_one and loss_scale is not None:
@@ -177,6 +178,17 @@ def require_optimizer(optimizer: Any, who: str) -> None:
         raise TypeError(
             f"{who} takes the loss scale from a jaxmp.nnx.Optimizer, got {of_flax}{type(optimizer).__name__}; "
             "make it with jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale())"
+        )
+
+
+def require_model(model: Any, call: str, arguments: str) -> None:
+    """Raises unless ``model``, the first of the ``arguments`` of a ``call``, is an NNX model, or a tree of some."""
+    others = nnx.Optimizer, nnx.State, optax.GradientTransformation, type(None)
+    if isinstance(model, others) or not nnx.graphlib.is_node(model):
+        raise TypeError(
+            f"{call} takes {arguments}, but {type(model).__name__} came in the place of an NNX model; write "
+            f"{call}{arguments} with the model itself, or train a Linen module by jaxmp.TrainState and "
+            "jaxmp.make_train_step"
         )
 
 

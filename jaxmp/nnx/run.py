@@ -22,7 +22,7 @@ import jax
 from flax import nnx
 
 from jaxmp import tree as _tree
-from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, note_half, remembered, widen
+from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, noting_half, remembered, widen
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.rules import Rules
@@ -240,9 +240,9 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         return autocast(fun, decision.policy, dict(decision.operations))(module, args, kwargs)
     carry = None if decision.is_root else carried_by(args, [])
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
-    result = call.write(
-        *remembered(programs, (method, call.key, numbers.get() is None), call.pure, Rules(None), call.arguments)
-    )
+    key = method, call.key, numbers.get() is None
+    with noting_half((), bare_class(module), decision, "nnx"):
+        result = call.write(*remembered(programs, key, call.pure, Rules(None), call.arguments))
     if caller is not None and caller.decision.is_float32:
         result = _arrays(widen, result)
     return result if carry is None else as_carry(result, carry)
@@ -278,12 +278,9 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         decision.mark(),
         decision.products(caller.decision if caller else None, run.ambient_precision),
         _dtypes_kept(module, decision),
+        noting_half(path, bare_class(module), own, "nnx"),
     ):
-        try:
-            result = bound(*args, **kwargs)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            note_half(error, path, bare_class(module), own, "nnx")
-            raise
+        result = bound(*args, **kwargs)
 
     if decision.mode == "autocast":
         return result

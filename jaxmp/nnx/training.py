@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxmp import _loss_functions, _placement, training
 from jaxmp._jaxpr.invariant import passed_on
-from jaxmp.nnx.optimizer import Optimizer, require_optimizer
+from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name
 
@@ -35,7 +35,8 @@ def make_train_step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> Train
         ``nnx.clone`` or an ``nnx.state`` of the model made before holds too: copy those, or pass ``donate=False``.
 
     Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
-      TypeError: the optimizer is not this module's; the loss function writes to what is trained.
+      TypeError: the model is no NNX model; the optimizer is not this module's; the loss function writes to what is
+        trained.
       ValueError: the loss function adds or removes Variables, or changes an attribute that is no array.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
@@ -91,11 +92,7 @@ class _State(training.TrainState):
 
 
 def _state_of(model: Any, optimizer: Optimizer) -> _State:
-    if isinstance(model, nnx.Optimizer) or not nnx.graphlib.is_node(model):
-        raise TypeError(
-            f"a train step takes (model, optimizer, batch), but {type(model).__name__} came in the place of an NNX "
-            "model; write step(model, optimizer, batch), or train a Linen module by jaxmp.make_train_step"
-        )
+    require_model(model, "step", "(model, optimizer, batch)")
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
     params, *others = map(nnx.as_pure, parts)

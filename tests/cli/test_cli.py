@@ -255,9 +255,11 @@ def test_doctor_says_what_float8_would_gain_and_at_which_width_it_is_nothing(hea
         assert found in doctor.gain_of_float8(hardware.detect(name), [768])
     unknown = hardware.detect(types.SimpleNamespace(**{**vars(H200), "device_kind": "NVIDIA H300"}))
     assert doctor.gain_of_float8(unknown, [768]).startswith("not known: jaxmp has no peak rates of NVIDIA H300")
-    with pytest.raises(SystemExit):
-        main(["doctor", "--width", "0"])
-    assert "argument --width: invalid width value: '0'" in capsys.readouterr().err
+    for text in ("0", "-5", "abc", "1.5"):
+        with pytest.raises(SystemExit):
+            main(["doctor", "--width", text])
+        expected = f"error: argument --width: a width is a positive integer, got {text!r}; write 2048, say\n"
+        assert capsys.readouterr().err.endswith(expected)
 
 
 @pytest.mark.once

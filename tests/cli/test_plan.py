@@ -31,6 +31,9 @@ def example():
 def one():
     return jnp.zeros((4, 4))
 
+def kernel(x, params):
+    return x.astype(params["w"].dtype) @ params["w"]
+
 def square(x):
     return x @ x
 
@@ -50,6 +53,23 @@ def by_keyword(x, *, w, scale=1):
 
 def listed():
     return [jnp.zeros((4, 4)), jnp.zeros((4, 4))]
+
+def texts():
+    return jnp.zeros((4, 4)), {"mode": ["fast"]}
+
+def shapes():
+    return jax.ShapeDtypeStruct((4, 4), "float32"), {"w": jax.ShapeDtypeStruct((4, 4), "float64")}
+
+def doubles():
+    return np.ones((4, 4)), {"w": np.ones((4, 4))}
+
+def no_data():
+    raise ValueError("no data")
+
+def of_seed(seed):
+    return jnp.zeros((4, 4))
+
+given = doubles()
 
 class Model:
     @staticmethod
@@ -142,7 +162,10 @@ def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
     assert error(capsys, "jax.numpi:matmul").startswith("there is no module 'jax.numpi' in the current folder")
     assert error(capsys, "nowhere.at.all:f").startswith("there is no module 'nowhere' in the current folder")
     assert error(capsys, "jax.numpy:matmull").startswith("'jax.numpy' has no 'matmull'; nearest: 'matmul'")
-    assert error(capsys, "jax.numpy:pi") == "a function is needed, got jax.numpy:pi, which is of type 'float'"
+    assert (
+        error(capsys, "jax.numpy:pi")
+        == "a function is needed, got jax.numpy:pi, which is of type 'float'; name one, such as jax.numpy:matmul"
+    )
     for name in ("matmul", "jax.numpy", ":f", "jax.numpy:"):
         assert error(capsys, name) == f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}"
     expected = "importing 'plan_cli_broken' failed: ModuleNotFoundError: No module named 'plan_cli_absent'"
@@ -164,17 +187,37 @@ def test_wrong_arguments_are_told(here, capsys):
     assert text.startswith("jax.numpy:matmul cannot be traced with these arguments: TypeError: ")
     text = error(capsys, "plan_cli_module:fails", "--arg", "float32[8]")
     assert text.startswith(
-        "plan_cli_module:fails cannot be traced with these arguments: RuntimeError: first line (line 21"
+        "plan_cli_module:fails cannot be traced with these arguments: RuntimeError: first line (line 24"
     )
     text = error(capsys, "plan_cli_module:square", "--arg", "f32[4,4]", "--args", "plan_cli_module:one")
     assert text == "the arguments come from --arg or from --args, got both"
+
+
+def test_what_gives_the_arguments_is_a_function_without_parameters_that_returns_arrays_or_shapes(here, capsys):
+    def told(name):
+        return error(capsys, "plan_cli_module:square", "--args", f"plan_cli_module:{name}")
+
+    assert told("given") == (
+        "a function is needed, got plan_cli_module:given, which is of type 'tuple'; write a function that returns it "
+        "(def arguments(): return given) and name that"
+    )
+    assert told("of_seed") == (
+        "the function that --args names is called without arguments, got plan_cli_module:of_seed, which takes "
+        "(seed); give each parameter a default"
+    )
+    text = told("no_data")
+    assert text.startswith("plan_cli_module:no_data, traced for the arguments, failed: ValueError: no data (line ")
+    assert told("texts") == (
+        "each argument is an array, a number or a jax.ShapeDtypeStruct, got one of type 'str' in "
+        "plan_cli_module:texts()[1]['mode'][0]; name a function that takes the others and passes this one on"
+    )
 
 
 def test_an_if_on_an_array_is_shown_with_its_line_and_what_to_write(here, capsys):
     text = error(capsys, "plan_cli_module:branches", "--arg", "float32[8]")
     assert "TracerBoolConversionError: " in text
     assert text.endswith(
-        "(line 24 of plan_cli_module.py: if x[0] > 0:); nothing is computed for a plan, as under jax.jit: write "
+        "(line 27 of plan_cli_module.py: if x[0] > 0:); nothing is computed for a plan, as under jax.jit: write "
         "jnp.where or jax.lax.cond"
     )
 
@@ -208,10 +251,24 @@ def test_arguments_that_are_no_tuple_are_told_to_be_one(here, capsys):
         ("./sub/other.py", "sub.other:square"),
     ],
 )
-def test_a_file_in_place_of_a_module_is_told_the_modules_name(file, remedy, here, capsys):
+def test_a_file_in_place_of_a_module_is_told_the_modules_name(file, remedy, here, capsys, monkeypatch):
+    (here / "sub").mkdir()
+    (here / "sub" / "other.py").touch()
+    (here / "b.py").touch()
+    if file.startswith(".."):
+        monkeypatch.chdir(here / "sub")
+    file, remedy = (text.replace("/a", str(here)) for text in (file, remedy))
     assert error(capsys, f"{file}:square", "--arg", "float32[4,4]") == (
         f"a function is named MODULE:FUNCTION, with the module as Python imports it, got the file {file!r}; write "
         f"{remedy}"
+    )
+
+
+@pytest.mark.parametrize("file", ["plan_cli_none.py", "./plan_cli_none.py", "/a/plan_cli_none.py"])
+def test_a_file_that_is_not_there_is_told_so(file, here, capsys):
+    assert error(capsys, f"{file}:square") == (
+        f"a function is named MODULE:FUNCTION, with the module as Python imports it, got the file {file!r}, which is "
+        "not there; name a module that is there"
     )
 
 
@@ -231,13 +288,32 @@ def test_a_dtype_that_jax_would_narrow_is_refused(wide, narrow, capsys):
     assert f"{name} -> {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["plan", "audit", "memory", "roofline"])
+def test_a_shape_in_a_dtype_that_jax_would_narrow_is_refused(command, here, capsys):
+    arguments = [command, "plan_cli_module:kernel", "--args", "plan_cli_module:shapes"]
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == (
+        f"jaxmp {command}: error: without jax_enable_x64 JAX makes float32 of every float64, got one of type "
+        "'ShapeDtypeStruct' in plan_cli_module:shapes()[1]['w']; set JAX_ENABLE_X64=1 in the environment, or ask for "
+        "float32\n"
+    )
+
+
+def test_arrays_in_a_wide_dtype_are_taken_as_jax_takes_them(here, capsys):
+    assert main(["plan", "plan_cli_module:kernel", "--args", "plan_cli_module:doubles"]) == 0
+    assert "FLOPs of products: 128, 100.0 % in half precision" in capsys.readouterr().out
+    with jax.enable_x64(True):
+        assert main(["plan", "plan_cli_module:kernel", "--args", "plan_cli_module:shapes"]) == 0
+    assert "float64" in capsys.readouterr().out
+
+
 def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert error(capsys, *MATMUL, "--policy", "mixed").startswith("unknown policy 'mixed'")
     assert error(capsys, *MATMUL, "--policy", "float32").startswith("cast_plan needs a policy with a half compute")
     assert error(capsys, *MATMUL, "--policy", "O2").startswith("a policy for autocast has no exceptions by class")
     assert "matched none" in error(capsys, *MATMUL, "--override", "**/head=float32")
     assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--override", "primitive:expo=half")
-    assert "'tensorfloat32' or in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
+    assert "'tensorfloat32', in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
     assert error(capsys, *MATMUL, "--override", "head") == (
         "an --override is KEY=LEVEL, such as '**/head=float32', got 'head'"
     )

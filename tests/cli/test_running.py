@@ -31,6 +31,17 @@ trained = jaxmp.make_train_step(lambda params, model_state, batch, rng: (loss(pa
 def one():
     return jnp.ones(3)
 
+def text():
+    return {"w": jnp.ones((8, 8))}, "x"
+
+def shapes():
+    return {"w": jax.ShapeDtypeStruct((8, 8), "float32")}, jnp.ones((2, 8))
+
+def of_seed(seed):
+    return good()
+
+made = good()
+
 def broken():
     raise OSError("no file")
 """
@@ -88,6 +99,17 @@ def test_a_train_step_has_its_policy_already(command, capsys):
     ("arguments", "text"),
     [
         (("blame", "one"), "loss takes (params, x), got 1 by --arg or --args: missing a required argument: 'x'"),
+        (("compare", "made"), "of type 'tuple'; write a function that returns it (def arguments(): return made)"),
+        (("numerics", "of_seed"), "is called without arguments, got planted_for_running:of_seed, which takes (seed); "),
+        (
+            ("blame", "text"),
+            "each argument is an array or a number, as the function is run, got one of type 'str' in "
+            "planted_for_running:text()[1]; name a function that takes the others and passes this one on",
+        ),
+        (
+            ("numerics", "shapes"),
+            "got one of type 'ShapeDtypeStruct' in planted_for_running:shapes()[0]['w']; return the array",
+        ),
         (("blame", "broken"), "planted_for_running:broken failed: OSError: no file"),
         (
             ("compare", "good", "--override", "layer"),

@@ -229,6 +229,58 @@ def test_nor_does_one_to_a_table_whose_rows_a_batch_repeats_at_positions_that_ar
         assert not half_sums(jax.make_jaxpr(gradient)(*args))
 
 
+def lora_in_a_loop(p, x):
+    w = p["w"] + p["left"] @ p["right"]
+    return lax.scan(lambda total, row: (total + (row[None] @ w).sum(), None), 0.0, x.reshape(-1, 8))[0]
+
+
+def transitions_in_a_loop(p, x):  # no product before the loop: the softmax of a param
+    return lax.scan(lambda total, row: (total + (row @ jax.nn.softmax(p["w"]))[0], None), 0.0, x.reshape(-1, 8))[0]
+
+
+def hidden_markov(p, x):
+    transitions = jax.nn.softmax(p["w"])
+    return lax.scan(lambda total, row: (total + (row @ transitions)[0], None), 0.0, x.reshape(-1, 8))[0]
+
+
+COMPUTED = {
+    "weight in a loop": lora_in_a_loop,
+    "softmax in a loop": hidden_markov,
+    "softmax in the body of a loop": transitions_in_a_loop,
+    "in jit in a loop": jax.jit(lora_in_a_loop),
+    "vector added to all pixels": lambda p, x: jnp.sum((x @ p["w"] + p["v"] @ p["w"]) @ p["w"]),
+    "written out": lambda p, x: jnp.sum((x @ p["w"] + jnp.broadcast_to(p["v"] @ p["w"], x.shape)) @ p["w"]),
+    "a row of each image": lambda p, x: jnp.sum(x @ p["w"] * jnp.tanh(x.mean((1, 2)) @ p["w"])[:, None, None] @ p["w"]),
+    "a number": lambda p, x: jnp.sum((p["w"][0] @ p["w"] @ p["v"]) * jnp.tanh(x @ p["w"]) @ p["w"]),
+    "table looked up": lambda p, x: jnp.sum((p["w"] @ p["w"])[jnp.arange(4096) % 8] @ p["w"]),
+    "nodes of a graph": lambda p, x: jnp.sum((x[0, 0] @ p["w"])[jnp.zeros(4096, int)] @ p["w"]),
+}
+
+
+@pytest.mark.parametrize("half", HALVES.values())
+@pytest.mark.parametrize("name", COMPUTED)
+def test_nor_does_one_where_what_is_computed_is_repeated_looked_up_or_read_in_many_turns(name, half):
+    rng = np.random.default_rng(0)
+    params = {param: jnp.asarray(rng.uniform(size=(8, 8)), jnp.float32) for param in ("w", "left", "right")}
+    args = {**params, "v": jnp.full(8, 0.5)}, jnp.asarray(rng.uniform(size=(2, 32, 64, 8)), jnp.float32)
+
+    def fun(p, x):
+        return COMPUTED[name](p, x) / 4096
+
+    true = compiled(jax.grad(fun))(*args)
+    for gradient in (jax.grad(jaxmp.autocast(fun, f"mixed_{half}")), jaxmp.autocast(jax.grad(fun), f"mixed_{half}")):
+        assert not half_sums(jax.make_jaxpr(gradient)(*args))
+        wrong = {param: np.linalg.norm(value - true[param]) for param, value in compiled(gradient)(*args).items()}
+        assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
+
+
+@pytest.mark.parametrize(("rows", "count"), [(256, 0), (257, 1)])
+def test_what_is_repeated_less_often_is_repeated_as_it_is(rows, count):
+    fun = jaxmp.autocast(lambda w, v, x: (x @ w + v @ w) @ w, "mixed_bfloat16")
+    program = jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones(8), jnp.ones((rows, 8)))
+    assert [eqn.primitive.name for eqn in equations(program)].count("cast_repeated") == count
+
+
 NETS = ["Linen: MLP", "Linen: NextToken", "Linen: norm by hand", "NNX: CNN", "NNX: lookup"]
 
 

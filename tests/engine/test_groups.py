@@ -336,9 +336,15 @@ def test_distances_are_float32_in_every_spelling(spelling, policy):
     assert jaxmp.cast_plan(fun, policy)(x).summary.groups["distances"] >= 1
 
 
-def test_distances_are_float32_in_their_gradient():
+def of_one_norm(x):
+    squares = jnp.sum(x**2, -1)
+    return squares[:, None] + squares - 2 * x @ x.T
+
+
+@pytest.mark.parametrize("distances", [DISTANCES["sum(h**2)"], of_one_norm])
+def test_distances_are_float32_in_their_gradient(distances):
     def slope(x):
-        return jax.grad(lambda x: jnp.sum(jnp.exp(-DISTANCES["sum(h**2)"](x))))(x)
+        return jax.grad(lambda x: jnp.sum(jnp.exp(-distances(x))))(x)
 
     x = (5 + normal(0, 32, 8)).astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_allclose(half(slope)(x), slope(x), rtol=1e-4, atol=1e-4)
@@ -487,6 +493,8 @@ NO_COORDINATES = {
     "a threshold for each feature": lambda x: jnp.where(x @ W > THRESHOLDS, x, 0.0) @ W,
     "a threshold for each example": lambda x: jnp.where(x @ W > THRESHOLDS[:4, None], x, 0.0) @ W,
     "radial basis functions": lambda x: jnp.tanh((x @ W)[..., None] - THRESHOLDS).sum(-1) @ W,
+    "distances from an identity": lambda x: ((x @ W).T @ (x @ W) - jnp.eye(8)) ** 2,
+    "distances from labels": lambda x: (x @ W - jax.nn.one_hot(jnp.arange(4), 8)) ** 2,
     "logits of unit vectors": lambda x: 20 * unit(x) @ unit(W).T,
     "the largest": lambda x: jnp.argmax(x @ W, -1),
     "a sine of an activation": lambda x: jnp.sin(jax.nn.gelu(x @ W)) @ W,

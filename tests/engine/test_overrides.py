@@ -17,6 +17,7 @@ from jaxmp.overrides import UnknownOperationError
 pytestmark = pytest.mark.once
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
+HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
 
 
 def model(x, w):
@@ -90,7 +91,7 @@ def test_a_region_holds_in_gradients_loops_and_functions_that_were_jitted_before
 
 def test_products_that_are_asked_to_be_float32_are_true_float32():
     (eqn,) = (e for e in jax.make_jaxpr(half(lambda x, w: x @ w, overrides={"class:half": "float32"}))(X, W).eqns)
-    assert eqn.params["precision"] == (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    assert eqn.params["precision"] == HIGHEST
 
 
 def test_a_region_changes_nothing_outside_of_autocast():
@@ -115,8 +116,12 @@ def test_a_region_changes_nothing_outside_of_autocast():
         ),
         ({"primitive:transpose": "half"}, ValueError, "an override names operations that compute in a dtype"),
         ({"primitive:scatter-add": "half"}, ValueError, "its derivative are seen in autocast(grad(f)) only"),
-        ({"**/head": "float16"}, ValueError, "or in 'half' (the policy's compute dtype), got 'float16'"),
-        ({"**/head": "O2"}, ValueError, "or in 'half' (the policy's compute dtype), got 'O2'"),
+        (
+            {"**/head": "float16"},
+            ValueError,
+            "in 'half' (the policy's compute dtype) or by a policy that computes in float32 or bfloat16, got 'float16'",
+        ),
+        ({"**/head": "O2"}, ValueError, "or by a policy that computes in float32 or bfloat16, got 'O2'"),
         ({jnp.tanh: "half"}, TypeError, "an override of autocast is a path such as '**/head'"),
         ({"type:Dense": "half"}, TypeError, "a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast"),
     ],
@@ -139,9 +144,9 @@ def test_wrong_overrides_raise_before_the_call():
         ("O2", TypeError, "has no modules, got 'O2' with one for 'type:*BatchNorm'; use 'mixed_float16' (autocast k"),
         ("mixed_bf61", ValueError, "unknown policy 'mixed_bf61'"),
         (
-            jaxmp.PolicyMap("float32", {"head": "mixed_bfloat16"}),
+            jaxmp.PolicyMap("float32", {"head": "mixed_bfloat16", "encoder": "mixed_float16"}),
             ValueError,
-            "or in 'half' (the policy's compute dtype",
+            "or by a policy that computes in float32 or bfloat16, got Policy(param_dtype=dtype('float32'), compute_dt",
         ),
     ],
 )
@@ -175,6 +180,28 @@ def test_the_paths_of_a_policy_map_are_overrides():
     assert plan.overrides == {"**/head": "float32", "**/layer_0": "float32"}
 
 
+def test_a_float32_function_may_have_half_paths():
+    def fun(x, w):
+        return jnp.tanh(model(x, w) @ w)  # under no scope
+
+    program = jax.make_jaxpr(half(fun, jaxmp.PolicyMap("float32", {"**/head": "mixed_bfloat16"})))(X, W)
+    dots = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general"]
+    assert [eqn.invars[0].aval.dtype for eqn in dots] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.float32]
+    assert {eqn.params["precision"] for eqn in dots if eqn.invars[0].aval.dtype == jnp.float32} == {HIGHEST}
+    got = half(fun, "float32", {"**/head": "mixed_bfloat16"})(X, W)
+    assert jnp.array_equal(got, half(fun, "mixed_bfloat16", {"**/head": "half", "**": "float32"})(X, W))
+    assert got.dtype == jnp.float32 and jnp.allclose(got, fun(X, W), rtol=0.02, atol=0.01)
+    assert not jnp.array_equal(got, half(fun, "float32")(X, W))
+    cheaper = half(fun, "tensorfloat32", {"**/head": "bfloat16"})
+    assert "HIGHEST" not in str(jax.make_jaxpr(cheaper)(X, W)) and cheaper(X, W).dtype == jnp.float32
+    only = half(lambda x, w: model(x, w), "float32", {"encoder": "mixed_float16", "head": "mixed_float16"})
+    assert products(only, X, W) == ["float16"] * 3
+
+
+def test_the_pattern_of_all_paths_covers_what_stands_in_no_scope():
+    assert products(half(lambda x, w: x @ w, overrides={"**": "float32"}), X, W) == ["float32"]
+
+
 def test_an_override_may_be_a_policy_and_tensorfloat32_is_the_cheaper_float32():
     def precisions(level):
         eqns = jax.make_jaxpr(half(model, overrides={"**/head": level}))(X, W).eqns
@@ -182,8 +209,7 @@ def test_an_override_may_be_a_policy_and_tensorfloat32_is_the_cheaper_float32():
         assert dots[-1].invars[0].aval.dtype == jnp.float32
         return dots[-1].params["precision"]
 
-    highest = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
-    assert precisions("float32") == precisions(jaxmp.get_policy("float32")) == highest
+    assert precisions("float32") == precisions(jaxmp.get_policy("float32")) == HIGHEST
     assert precisions("tensorfloat32") is None
     for level in ("half", "bfloat16", jaxmp.get_policy("mixed_bfloat16")):
         assert products(half(model, overrides={"encoder": "float32", "**/head": level}), X, W)[-1] == "bfloat16"

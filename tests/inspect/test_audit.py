@@ -83,6 +83,9 @@ def test_flops_of_convolutions_count_neither_padding_nor_the_zeros_of_dilations(
     terms = float(jnp.sum(conv(jnp.ones(x.shape), jnp.ones(kernel.shape))))
     (product,) = audit(conv, compile=False)(x, kernel).products
     assert product.flops == 2 * terms
+    # A plan counts padding too, and no zeros of a dilation either.
+    planned = jaxmp.cast_plan(conv, "mixed_bfloat16")(x, kernel).summary.product_flops
+    assert planned > product.flops if padding == "SAME" else planned == product.flops
 
 
 def test_products_in_loops_branches_kernels_and_rules_are_counted() -> None:

@@ -176,6 +176,11 @@ def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():
             {"device": "h200", "topology": "8 GPUs"},
             r"slices × hosts × GPUs of each host, .* got '8 GPUs'; write '1x1x8' for one host of eight",
         ),
+        (
+            (1.0, 2.0),  # on no mesh
+            {"topology": "0x1x8"},
+            r"GPUs of each host, 1 or more of each, .* got '0x1x8'; write '1x1x8' for one host of eight",
+        ),
         pytest.param(
             (WEIGHTS, X),
             {"device": "h200", "topology": "1x2x2"},

@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from linen_zoo import MLP, Linear, Tied, data, model_products, products, rngs, shapes, zeros
@@ -143,6 +144,21 @@ def test_a_half_policy_that_changes_no_product_names_the_modules_and_the_overrid
         "(its own dtype=float32); to overrule a dtype that a module was given, name the module in overrides, e.g. "
         "overrides={'**': 'params=float32,compute=bfloat16,output=float32'}"
     )
+
+
+def test_where_overrides_keep_every_product_they_are_what_to_drop_or_narrow():
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, dtype="float32", name="head")(nn.Dense(4)(nn.Dense(4)(x)))
+
+    text = message(apply_policy(Mixed(), "mixed_float16", {"Dense_0": "float32", "Dense_*": "float32"}))
+    assert text.endswith(
+        "; drop or narrow the override 'Dense_*' and the override 'Dense_0'; or, to overrule a dtype that a module was "
+        "given, name the module in overrides, e.g. overrides={'**': 'params=float32,compute=float16,output=float32'}"
+    )
+    text = message(apply_policy(nn.Sequential([nn.Dense(2)]), "mixed_float16", {nn.Dense: "float32"}))
+    assert text.endswith("layers_0 (override 'type:Dense'); drop or narrow the override 'type:Dense'")
 
 
 def test_the_override_that_it_names_makes_the_products_half():
@@ -312,6 +328,24 @@ def test_jaxs_error_for_a_half_fourier_transform_notes_the_module_the_policy_and
         assert "overrides={'spectrum': 'float32'}" in note and f"jaxmp.linen.autocast(model, '{policy}')" in note
     apply_policy(WithSpectrum(), policy, {"spectrum": "float32"}).apply(variables, X)
     jaxmp.linen.autocast(WithSpectrum(), policy).apply(variables, X)
+
+
+def test_an_operation_that_is_refused_only_when_it_runs_has_the_note_too():
+    class Roots(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.abs(jnp.linalg.eigvals(nn.Dense(4)(x)))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
+    variables = Roots().init(jax.random.key(0), x)
+    model = apply_policy(Roots(), "mixed_float16")
+    for run in (lambda: model.apply(variables, x), lambda: model.bind(variables)(x)):
+        with pytest.raises((NotImplementedError, TypeError), match="float16") as raised:
+            run()
+        (note,) = notes(raised.value)
+        assert note.startswith("jaxmp: the root (Roots) runs under the policy params=float32,compute=float16")
+        assert "jaxmp.linen.autocast(model, 'mixed_float16')" in note
+    jaxmp.linen.autocast(Roots(), "mixed_float16").apply(variables, x)
 
 
 def test_making_variables_notes_it_too_and_a_root_is_told_without_an_override():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -250,6 +251,19 @@ def test_bad_input_is_refused():
         scaled_value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float16"), optimizer)(model)
     with pytest.raises(TypeError, match=r"a pair \(loss, aux\)"):
         scaled_value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer, has_aux=True)(model)
+
+
+@pytest.mark.once
+def test_an_optimizer_of_what_is_no_nnx_model_says_what_came():
+    model, tx = nnx.Linear(2, 2, rngs=rngs()), optax.sgd(0.1)
+    for wrong in (tx, nn.Dense(2), None, nnx.state(model), jnp.ones(3)):
+        text = (
+            rf"jaxmp\.nnx\.Optimizer takes \(model, tx\), but {type(wrong).__name__} came in the place of an NNX "
+            r"model; write jaxmp\.nnx\.Optimizer\(model, tx\) with the model itself, or train a Linen module by jaxmp"
+        )
+        with pytest.raises(TypeError, match=text):
+            Optimizer(wrong, tx)
+    Optimizer((model, {"head": model}), tx)  # models in a tree
 
 
 class Buffers(nnx.Module):

@@ -240,6 +240,22 @@ def test_modules_of_one_class_inside_each_other_compute_as_those_of_several_do()
     same_bits(same(VECTORS), several(VECTORS))
 
 
+def test_an_operation_that_is_refused_only_when_it_runs_is_noted_with_module_policy_and_remedy():
+    class Roots(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jnp.abs(jnp.linalg.eigvals(self.dense(x)))
+
+    with pytest.raises((NotImplementedError, TypeError), match="float16") as raised:
+        apply_policy(Roots(rngs()), "mixed_float16")(jnp.eye(4))
+    (note,) = [note for note in raised.value.__notes__ if note.startswith("jaxmp: ")]
+    assert note.startswith("jaxmp: the root (Roots) runs under the policy params=float32,compute=float16")
+    assert "jaxmp.nnx.autocast(model, 'mixed_float16')" in note
+    jaxmp.nnx.autocast(Roots(rngs()), "mixed_float16")(jnp.eye(4))
+
+
 class Spectrum(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense = nnx.Linear(4, 4, rngs=rngs)

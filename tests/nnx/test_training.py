@@ -407,7 +407,7 @@ def test_arguments_that_do_not_fit_are_told():
     ):
         make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
     model, optimizer = setup(mlp())
-    for wrong in (optimizer, nn.Dense(2)):
+    for wrong in (optimizer, nn.Dense(2), None, nnx.state(model)):
         with pytest.raises(
             TypeError,
             match=rf"{type(wrong).__name__} came in the place of an NNX model; write step\(model, optimizer, ",

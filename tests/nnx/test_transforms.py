@@ -299,6 +299,21 @@ def test_copies_and_pickles_have_the_modes_that_the_given_model_changed_to(dupli
     same_bits(duplicate(model)(IMAGE), IMAGE)
 
 
+@pytest.mark.parametrize(
+    ("duplicate", "is_followed"),
+    [(copy.copy, True), (copy.deepcopy, False), (nnx.clone, False), (lambda m: pickle.loads(pickle.dumps(m)), False)],
+)
+def test_of_what_was_copied_before_only_submodules_that_are_shared_follow_the_given_model(duplicate, is_followed):
+    net = Net(rngs())
+    net.deterministic = False
+    model = apply_policy(net, "mixed_float16")
+    earlier = duplicate(model)
+    net.eval()
+    nnx.state((model, earlier))  # looks at net
+    assert model.deterministic and model.drop.deterministic
+    assert not earlier.deterministic and earlier.drop.deterministic is is_followed
+
+
 def test_a_jitted_step_sees_a_mode_that_changes_in_the_model_that_was_given():
     net = Net(rngs())
     model = apply_policy(net, "mixed_float16")
