@@ -7,7 +7,7 @@ long as its arithmetic. A state that goes from one step into the next need not b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import operator
 from typing import Any, ClassVar
 
 import jax
@@ -19,8 +19,8 @@ _KEY = "_flattened"  # of the attribute that stands for all fields until one of 
 class Flattened:
     """A pytree as the list of its leaves; itself a pytree, with the same leaves under the same names."""
 
-    leaves: list[Any]
     form: tuple[type, Any]  # class and structure; two tuples of the same objects are equal without a look into these
+    leaves: Any  # a sequence
 
     def built(self) -> Any:
         """The pytree."""
@@ -52,11 +52,8 @@ def _with_places(flat: Flattened) -> tuple[list[tuple[_Place, Any]], Any]:
     return [(_Place(path), leaf) for (path, _), leaf in zip(paths, flat.leaves, strict=True)], flat.form
 
 
-def _of(form: Any, leaves: Iterable[Any]) -> Flattened:
-    return Flattened([*leaves], form)
-
-
-jax.tree_util.register_pytree_with_keys(Flattened, _with_places, _of, lambda flat: (flat.leaves, flat.form))
+# Both in every call of a step: the class itself, and a function written in C.
+jax.tree_util.register_pytree_with_keys(Flattened, _with_places, Flattened, operator.attrgetter("leaves", "form"))
 
 
 def flattened(tree: Any, like: Flattened | None = None) -> Flattened:
@@ -65,7 +62,7 @@ def flattened(tree: Any, like: Flattened | None = None) -> Flattened:
         return known
     leaves, structure = jax.tree.flatten(tree)
     form = type(tree), structure
-    return Flattened(leaves, like.form if like is not None and like.form == form else form)
+    return Flattened(like.form if like is not None and like.form == form else form, leaves)
 
 
 class _Field:
