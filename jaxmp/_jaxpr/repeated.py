@@ -1,4 +1,4 @@
-"""A cast to half of a weight that is repeated: the weight's cotangents are summed before they are half.
+"""What is repeated in half, a weight or an activation: its cotangents are summed before they are half.
 
 A bias is added to every row, and the derivative adds up what comes back. Where the cast stands before the broadcast,
 that sum is in half precision; where it stands behind it, XLA no longer finds the bias of a matrix product, and writes
@@ -9,6 +9,8 @@ is an operand too, of which nothing is computed.
 On its way to float32 the cotangent is rounded to the precision that it has, or XLA would drop both casts, sum what it
 was before it became half, and write all of that in float32. A rounding that changes nothing costs nothing: the sum is
 made in the kernel that computes the cotangent, beside its half copy.
+
+An activation that is half already goes the same way where it is repeated so often that half cannot hold the sum.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def terms_of(eqn: Any, value: Any) -> float:
     return math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
 
 
-def repeated(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation of ``REPEATS`` on other ``operands``, whose cotangents are summed in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if value.dtype.itemsize != 2:

@@ -14,7 +14,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, repeated, terms_of
+from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, summed_in_float32, terms_of
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, KEPT, is_castable
 from jaxmp.engine.decide import decide, read_in
@@ -174,7 +174,7 @@ class _Evaluation:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
         if node is not None and eqn.primitive.name in REPEATS and terms_of(eqn, operands[0]) > MAX_TERMS:
-            return repeated(places, eqn, operands)
+            return summed_in_float32(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
             return places.within(linear_solve, eqn, functools.partial(_derived, self.rules, step), operands)
