@@ -28,8 +28,6 @@ PICKS = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "dynamic_slice", "gather"}
     | {"split", "unstack", "optimization_barrier", "sharding_constraint"}
 )
-# JAX broadcasts their operands by itself, along axes of size 1 and from scalars.
-BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2"})
 COMBINES = frozenset(
     {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}
     | {"scatter", "scatter-min", "scatter-max"}
