@@ -22,9 +22,8 @@ from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.program import Program, arrays_in, is_array
 from jaxmp._jaxpr.reading import loop_of
-from jaxmp.dtypes import is_half
+from jaxmp.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.classes import CASTABLE
 from jaxmp.engine.marks import computing, widened
 from jaxmp.engine.rules import Rules
 from jaxmp.overrides import levels_of

@@ -20,10 +20,18 @@ _ALIASES = {
     **dict.fromkeys(("f8_e4m3", "e4m3"), "float8_e4m3fn"),
     **dict.fromkeys(("f8_e5m2", "e5m2"), "float8_e5m2"),
 }
+CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
+"""The dtypes that the engine casts from and to; float64, complex numbers and fp8 it leaves alone."""
 
 
 class UnknownDtypeError(ValueError):
     """A name that is no dtype's."""
+
+
+def is_castable(aval: Any) -> bool:
+    """Whether the engine may change the dtype of such a value."""
+    # A reference has the dtype of what it refers to, and all who read and write it agree on that.
+    return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 
 def half_dtype() -> np.dtype:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp.dtypes import is_half, nearest
-from jaxmp.engine.classes import CASTABLE, Class, classify, primitives_of
+from jaxmp.dtypes import CASTABLE, is_half, nearest
+from jaxmp.engine.classes import Class, classify, primitives_of
 from jaxmp.patterns import OPERATIONS, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy
 

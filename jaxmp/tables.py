@@ -102,6 +102,15 @@ def short(number: float) -> str:
     return f"{number / 1000**power:.3g}{' kMGTP'[power]}".strip()
 
 
+def counts(numbers: Mapping[str, int]) -> str:
+    """How many there are of each, or that there is none.
+
+    >>> counts({"softmax": 12, "variance": 2})
+    '12 softmax, 2 variance'
+    """
+    return ", ".join(f"{number} {name}" for name, number in numbers.items()) or "none"
+
+
 def runs(names: Sequence[str]) -> str:
     """Names with their repetitions told by a number."""
     groups = ((name, len(list(group))) for name, group in itertools.groupby(names))

@@ -10,21 +10,8 @@ from __future__ import annotations
 import enum
 import fnmatch
 import re
-from typing import Any
-
-import numpy as np
-from jax.numpy import bfloat16
 
 from jaxmp._jaxpr.walk import PRODUCTS
-
-CASTABLE = frozenset(np.dtype(dtype) for dtype in (np.float32, np.float16, bfloat16))
-"""The dtypes that the engine casts from and to; float64, complex numbers and fp8 it leaves alone."""
-
-
-def is_castable(aval: Any) -> bool:
-    """Whether the engine may change the dtype of such a value."""
-    # A reference has the dtype of what it refers to, and all who read and write it agree on that.
-    return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 
 class Class(enum.StrEnum):

@@ -16,7 +16,8 @@ from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import BROADCAST, MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32
 from jaxmp._jaxpr.walk import PRODUCTS, walk
-from jaxmp.engine.classes import CLEAR, KEPT, is_castable
+from jaxmp.dtypes import is_castable
+from jaxmp.engine.classes import CLEAR, KEPT
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, marks_in

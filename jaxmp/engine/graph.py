@@ -19,8 +19,8 @@ from jaxmp import _float8_products
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp.dtypes import range_of
-from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE, STRICT, Kind, is_castable
+from jaxmp.dtypes import is_castable, range_of
+from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE, STRICT, Kind
 from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
 from jaxmp.engine.rules import Decision, Rules
 

@@ -1,9 +1,8 @@
 """Groups: operations that are right only as a whole in float32, each recognised once.
 
 exp, log and sums are float32 by their class. What feeds them must be too, or the rounding comes just before the step
-that amplifies it: ``x - max`` before exp (softmax in bfloat16 errs by 7 %), the square before a sum (a variance, and
-300² is infinite in float16), the difference before a squared error, the scale and mask before a softmax. Most of that
-follows backwards from who reads a value (:func:`extend`); what does not, a group says.
+that amplifies it: ``x - max`` before exp (softmax in bfloat16 errs by 7 %), the square before a sum (300² is infinite
+in float16). Most of that follows backwards from who reads a value (:func:`extend`); what does not, a group says.
 """
 
 from __future__ import annotations
@@ -31,13 +30,15 @@ _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is th
 _SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on
 _READ_PLACES = _COMPARISONS | _ROUNDINGS | {"sin", "cos", "tan", "rem", _SEARCH}
 _SQUARES = frozenset({"square", "integer_pow", "abs", "mul", "pow"})
-_MAY_HAND_PLACES = _READ_PLACES | _SQUARES | {_CAST, "complex", "neg", "exp"}
+_FORMS = PRODUCTS | {"mul"}
+_MAY_HAND_PLACES = _READ_PLACES | _SQUARES | PRODUCTS | {_CAST, "complex", "neg", "exp"}
 _SUMS = frozenset({"add", "sub", "add_any"})
 _SCALES = frozenset({"mul", "div", "neg"})
 _MEANS = _SCALES | {"reduce_sum"}
 _MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
 _OFFSETS = _SUMS | _LIMITS
+_NEAR_ONE = frozenset({"acos", "acosh", "asin", "atanh", "erf_inv", "log1p"})  # what is left of 1 counts
 _AFFINE = _OFFSETS | _SCALES | {"select_n"}
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
 _FULL = frozenset({FULL, STRICT})
@@ -105,8 +106,8 @@ def _logarithms(node: Node, _: Step) -> Iterator[Group]:
     way, logs = [node], [node]
     total = _origin(node.inputs[0], _AFFINE | {"abs"}, way)
     inner = _exponential(total.inputs[0] if total.name == "reduce_sum" else total)
-    if node.name == "log1p":
-        yield from [Group("softplus", (node, *inner))][: len(inner)]
+    if node.name == "log1p" and inner:
+        yield Group("softplus", (node, *inner))
         return
     if inner and total.name == "reduce_sum":
         known = {each.inputs[0].origin for each in inner}
@@ -123,11 +124,18 @@ def _logarithms(node: Node, _: Step) -> Iterator[Group]:
             yield Group("cross-entropy", (*picks, *less), "a product of what logsumexp is of")
     elif total.name in PRODUCTS and any(map(_exponential, total.inputs)):
         yield Group("logsumexp", (total, *way), "a logarithm of a product of exponentials")
-    elif total.name in PRODUCTS and any(map(_probability, total.inputs)):
-        yield Group("log-probabilities", (total, *way), "a logarithm of a product of probabilities")
+    elif mixed := _mixture(node):
+        yield Group("log-probabilities", (*mixed, *way), "a logarithm of a product of probabilities")
     elif total.name != "logistic" and (total.name != "div" or not _exponential(total.inputs[0])):
         return
     yield from _read_by_products("log-probabilities", logs, "a product of log-probabilities")
+
+
+def _mixture(log: Node) -> list[Node]:
+    """The products of probabilities that a likelihood is made of: ``q`` and ``1 - q`` by outcome, or their ratio."""
+    passed = _AFFINE | {"abs", "pow", "integer_pow"}
+    terms = walk(log.inputs, lambda node: node.inputs if node.kind in (CLEAR, JOIN) or node.name in passed else ())
+    return [term for term in terms if term.name in PRODUCTS and any(map(_probability, term.inputs))]
 
 
 def _read_by_products(name: str, terms: Sequence[Node], reason: str) -> Iterator[Group]:
@@ -184,22 +192,36 @@ def _is_root(node: Node) -> bool:
 
 
 def _cosines(node: Node, _: Step) -> Iterator[Group]:
-    """Products over the norms of both factors, however they are written."""
-    product = node.inputs[0].origin
-    below = _origin(node.inputs[-1], _OFFSETS) if product.const or node.name == "div" else product
-    factors = (below if node.name == "sub" else product).inputs
-    units = [each.origin for each in factors if each.origin.name in ("div", "mul")]
-    units = [unit for unit in units if _is_norm(unit.inputs[-1])]
-    if node.name == "div" and below.name == "mul" and all(map(_is_norm, below.inputs)):
-        yield Group("cosine similarity", (node, below, product), "divided by the norms of both")
-    elif node.name == "reduce_sum" and product.name == "mul" and len(units) == 2:
-        yield Group("cosine similarity", (node, product, *units))
-    elif node.name == "sub" and product.const and below.name in PRODUCTS and len(units) == 2:  # 1 - y @ y.T
-        yield Group("cosine similarity", (below, node, *units), "a constant less a product of unit vectors")
+    """Products over the norms of both factors, however they are written, and what reads them where they are near 1."""
+    first, last, way = node.inputs[0].origin, node.inputs[-1].origin, list[Node]()
+    if node.name == "div" and (below := _origin(last, _OFFSETS)).name == "mul" and all(map(_is_norm, below.inputs)):
+        yield Group("cosine similarity", (node, below, first), "divided by the norms of both")
+    elif node.name == "reduce_sum" and first.name == "mul" and (units := _units(first)):
+        yield Group("cosine similarity", (node, first, *units))
+    elif node.name in _NEAR_ONE or (node.name in _SUMS and (first.const or last.const)):
+        below = _origin(last if first.const else first, _MASKED | _SQUARES | _LIMITS, way)
+        low, high = next((each.const for each in (first, last) if each.const), (1.0, 1.0))
+        units = _units(below, way) if below.name in PRODUCTS and low == high else []
+        if units and math.isclose(_scale(way), high, rel_tol=0.1):
+            yield Group("cosine similarity", (below, node, *way, *units), "a product of unit vectors, near 1")
+
+
+def _units(product: Node, way: list[Node] | None = None) -> list[Node]:
+    """The two factors of a product if both are unit vectors, or multiples by what ``way`` gathers."""
+    units = [_origin(each, _SCALES, way) for each in product.inputs[:2]]
+    norms = [each.inputs[each.name == "div" :] for each in units if each.name in ("div", "mul")]
+    return units if [any(map(_is_norm, each)) for each in norms] == [True, True] else []
+
+
+def _scale(way: Sequence[Node]) -> float:
+    """What a value was multiplied with on its way; NaN if that is not one number."""
+    consts = [(node.name, *each.origin.const) for node in way for each in node.inputs if each.origin.const]
+    factors = [high if name == "mul" else 1 / high for name, low, high in consts if name in ("mul", "div")]
+    return math.prod(factors) if all(low == high for _, low, high in consts) else math.nan
 
 
 def _is_norm(node: Node) -> bool:
-    root = _origin(node, _AFFINE)
+    root = _origin(node.inputs[1] if node.name == "div" and node.inputs[0].const else node, _AFFINE)
     return _is_root(root) and _vector(_origin(root.inputs[0], _AFFINE)) is not None
 
 
@@ -251,6 +273,10 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
             inner = [each for each in products.get(norm, ()) if each is not vector]  # of x A xᵀ, the product x A
             nodes = dict.fromkeys(sorted((*cancelled, norm, *inner), key=lambda each: -len(each.shape)))
             yield Group("distances", tuple(nodes), "a product that sums of squares cancel")
+    for first in products if any(any(map(_square, each.inputs)) for term in summed for each in term.inputs) else ():
+        vectors = {_origin(each[0].inputs[0], _SCALES) for each in map(_square, first.inputs) if each}
+        if pair := [each for each in products if not vectors.isdisjoint(products[each])]:  # x² @ a - 2 x @ (a y)
+            yield Group("distances", (first, *pair), "a product that sums of squares cancel")
     squared = [[_origin(each, _SCALES) for each in term.inputs] for term in terms if is_multiplied(term)]
     for second in products if squared else ():
         inputs = {each.origin for each in second.inputs}
@@ -305,9 +331,9 @@ def _inside(step: Step) -> list[Step]:
 
 GROUPS = (
     (_softmaxes, {"div"}),
-    (_logarithms, _LOGARITHMS),
+    (_logarithms, _LOGARITHMS | {"atanh", "erf_inv"}),
     (_squares, {"reduce_sum", "sqrt", *PRODUCTS}),
-    (_cosines, {"reduce_sum", "div", "sub"}),
+    (_cosines, {"reduce_sum", "div", "sub", "add", *_NEAR_ONE}),
     (_differences, _SUMS),
     (_searches, {"while"}),
 )
@@ -350,9 +376,9 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
             reals = [*dict.fromkeys((*reals, *(real for atom in atoms for real in complexes.get(atom, ()))))]
             complexes[out] = reals
         ends = list[Node]()
-        squared = _square(node)[1:] if node is not None else []
+        squared = _squared_difference(node) if node is not None else None
         if squared or name in _COMPARISONS:  # |x - position|: an interpolation
-            pair, known = (squared[0].inputs, of_iota) if squared else (reals, of_positions)
+            pair, known = (squared.inputs, of_iota) if squared else (reals, of_positions)
             others = [each for each in zip(pair, pair[::-1], strict=True) if each[1] not in of_products]
             tables = () if squared else [each for each in others if _is_table(*each, computed, out.aval.size)]
             ends = [each[0] for each in others if each[1] in known or each in tables]
@@ -379,7 +405,17 @@ def _hands_places(step: Step) -> bool:
     name, node = step.eqn.primitive.name, step.node
     kind = step.eqn.outvars[0].aval.dtype.kind if name in (_CAST, "complex", "mul", "neg", "exp") else ""
     is_read = (name in _READ_PLACES or (name == _CAST and kind in "iu")) and any(step.operands)
-    return is_read or kind == "c" or (node is not None and name in _SQUARES and len(_square(node)) > 1)
+    return is_read or kind == "c" or (node is not None and _squared_difference(node) is not None)
+
+
+def _squared_difference(node: Node) -> Node | None:
+    """The difference that a value is a square, a magnitude or a quadratic form of."""
+    square = _square(node) if node.inputs else []
+    if len(square) > 1 or not (square or (node.name in _FORMS and node.inputs)):
+        return square[1] if square else None
+    pair = [node.inputs[0 if square else end].origin for end in (0, -1)]
+    made = [[one, *(each.origin for each in one.inputs if one.name in _FORMS)] for one in pair]
+    return next((each for each in made[0] if each.name == "sub" and each in made[1]), None)
 
 
 def _is_table(place: Node, other: Node, computed: Collection[Node], size: int) -> bool:
@@ -498,7 +534,9 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
             continue
         # What the author casts to float32 is the author's half up to there.
         full = [user for user in readers if user.name != _CAST and (user.kind in _FULL or user.state >= FULL)]
-        is_solved, is_stream = not solved.isdisjoint(full), node.name == "add" and _is_stream(node)
+        is_solved = not solved.isdisjoint(full)
+        # A sum of two operands that products made, a residual stream, stays half up to its last normalisation.
+        is_stream = node.name == "add" and sum([operand.is_activation for operand in node.inputs]) > 1
         reason = needed.get(node.same, "")
         # Of a logarithm 1 - x is what counts, and x near 1 has lost it.
         if is_solved or (not is_stream and not logged.isdisjoint(full)):
@@ -508,11 +546,6 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
             reason = f"feeds only {_names(full)}"
         if reason:
             node.kind, node.state, node.reason = FULL, FULL, reason
-
-
-def _is_stream(node: Node) -> bool:
-    """Whether a sum has two operands that products made: a residual stream stays half up to its last normalisation."""
-    return sum([operand.is_activation for operand in node.inputs]) > 1
 
 
 def _names(nodes: Sequence[Node]) -> str:

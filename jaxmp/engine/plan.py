@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from jaxmp import tables
+from jaxmp._functions import require_function
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in, walk
-from jaxmp.engine.autocast import require_function
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import Node, Step, build
@@ -118,11 +118,11 @@ class Summary:
     def _lines(self) -> Iterator[str]:
         """The totals as text."""
         products = self.half_product_flops / self.product_flops if self.product_flops else 0.0
-        yield f"operations: {_counts(self.operations)}"
+        yield f"operations: {tables.counts(self.operations)}"
         yield f"FLOPs: {self.flops}, {100 * self.half_share:.1f} % in half precision"
         yield f"FLOPs of products: {self.product_flops}, {100 * products:.1f} % in half precision"
         yield f"casts added: {self.casts}, which write {self.cast_bytes} bytes"
-        yield f"groups in float32: {_counts(self.groups)}"
+        yield f"groups in float32: {tables.counts(self.groups)}"
         yield from (f"float32 product: {place}: {why}" for place, why in self.full_products)
         if self.float8:
             not_so = [f", {why} ({count})" for why, count in self.float8.items() if why != "float8"]
@@ -182,10 +182,6 @@ class CastPlan:
     def to_json(self) -> str:
         """The plan as JSON: ``policy``, ``overrides``, ``rows`` (:class:`Row`) and ``summary`` (:class:`Summary`)."""
         return tables.as_json(self)
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 def cast_plan(

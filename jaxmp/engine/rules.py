@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp.dtypes import nearest, range_of
-from jaxmp.engine.classes import CASTABLE, Class, Kind, classify, is_castable
+from jaxmp.dtypes import CASTABLE, is_castable, nearest, range_of
+from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.patterns import OPERATIONS, matches
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.program import Program, arrays_in
 from jaxmp._jaxpr.stand_ins import stand_ins
-from jaxmp.engine.classes import is_castable
+from jaxmp.dtypes import is_castable
 from jaxmp.engine.marks import SPECIAL, region_of
 from jaxmp.engine.rules import Rules
 from jaxmp.policy import Policy

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jaxmp import tree as _tree
-from jaxmp.engine.classes import CASTABLE
+from jaxmp.dtypes import CASTABLE
 from jaxmp.nnx.internals import OWN, has_int_keys
 
 
