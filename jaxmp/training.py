@@ -278,7 +278,7 @@ def make_train_step(
         ``(loss, new_model_state, metrics)``, the loss a float32 scalar, ``metrics`` a dict.
       policy: puts the loss function, whose model has no policy then, under :func:`jaxmp.autocast`: ``"O1"`` or whatever
         names one policy. Its compute dtype is what counts: params, loss, model state and metrics keep their own. With
-        one that computes in float32 there is no autocast.
+        one that computes in float32 there is no autocast, unless ``overrides`` ask for something else than it does.
       overrides: those of the autocast.
       accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over
         axis 0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad
