@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -73,7 +74,7 @@ def loss_scaling(
         tx = optax.chain(optax.clip_by_global_norm(1.0), loss_scaling(adam, loss_scale))    # wrong
         tx = loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), adam), loss_scale)    # right
 
-    ``TrainState.create`` and ``jaxmp.nnx.Optimizer`` can see the last but one, and warn.
+    ``TrainState.create``, ``jaxmp.nnx.Optimizer`` and a train step can see the last but one, and warn.
 
     Around and inside other transforms: put it outside ``clip_by_global_norm`` (clipping must see true gradients),
     outside ``multi_transform`` (one loss has one scale) and outside ``apply_if_finite`` (which would hide bad gradients
@@ -406,11 +407,16 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
     return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
 
 
-def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: int) -> None:
+_warned_of: deque[Any] = deque(maxlen=16)  # optimizers
+
+
+def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: int, again: bool = True) -> None:
     """Warns if ``tx`` is a chain, or has one in it, with another transform before ``loss_scaling``.
 
-    ``stacklevel`` is that of the caller's own ``warnings.warn``.
+    ``stacklevel`` is that of the caller's own ``warnings.warn``; ``again``: whether to warn of the same ``tx`` twice.
     """
+    if isinstance(tx, _LossScaling) or (not again and tx in _warned_of):
+        return
     found: list[bool] = []
     # Looked at while it is traced: the names of a named chain are sorted afterwards.
     jax.eval_shape(lambda params: found.append(_stands_behind(tx.init(params))), params)
@@ -421,6 +427,7 @@ def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: in
             "inside, jaxmp.loss_scaling(optax.chain(…, tx), loss_scale)",
             stacklevel=stacklevel + 1,
         )
+        _warned_of.append(tx)
 
 
 def _stands_behind(state: Any) -> bool:

@@ -316,7 +316,7 @@ def make_train_step(
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: a counter is read
         once the device has computed it, and only where it may have reached the limit.
 
-    Warns once when the loss has float16 products and the optimizer no loss scale.
+    Warns once when the loss has float16 products and the optimizer no loss scale, or has it behind another transform.
 
     >>> def loss_fn(params, model_state, batch, rng):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
@@ -493,6 +493,7 @@ class TrainStep:
                 "the state keeps a moving average that this step would never update; pass "
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
+        warn_if_behind(state.tx, state.params, stacklevel=2, again=False)
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         loss, grads, model_state, metrics = self._placed_gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
