@@ -20,6 +20,7 @@ from jaxmp._adapters import (
     Mode,
     adapter_of,
     autocast_map,
+    described_model,
     is_default,
     is_floating,
     is_o1,
@@ -129,8 +130,8 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
     name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"jaxmp.nnx.{name} takes an instance of flax.nnx.Module, got {model!r}; make the instance first "
-            f"(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
+            f"jaxmp.nnx.{name} takes an instance of flax.nnx.Module, got {described_model(model)}; make the "
+            f"instance first (Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
         )
     copy = nnx.clone(model, variables=False, graph=True)
     graph = _read_graph(copy, ())

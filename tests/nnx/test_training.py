@@ -407,12 +407,27 @@ def test_arguments_that_do_not_fit_are_told():
     ):
         make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
     model, optimizer = setup(mlp())
-    for wrong in (optimizer, nn.Dense(2), None, nnx.state(model)):
-        with pytest.raises(
-            TypeError,
-            match=rf"{type(wrong).__name__} came in the place of an NNX model; write step\(model, optimizer, ",
-        ):
+    state, variable = nnx.state(model), nnx.Param(jnp.ones(2))
+    plain = nnx.to_pure_dict(state), nnx.split(model), jnp.ones(2), {"a": state}, [], nnx.Rngs(0), variable
+    for wrong in (optimizer, nn.Dense(2), None, state, *plain):
+        rule = rf"{type(wrong).__name__} came in the place of an NNX model; write "
+        with pytest.raises(TypeError, match=rule + r"step\(model, optimizer, "):
             make_train_step(loss_fn)(wrong, optimizer, ROWS)
+        with pytest.raises(TypeError, match=rule + r"jaxmp.nnx.Optimizer\(model, tx"):
+            jaxmp.nnx.Optimizer(wrong, optax.sgd(0.1))
+        for put in (jaxmp.nnx.apply_policy, jaxmp.nnx.autocast):
+            with pytest.raises(TypeError, match=rf"takes an instance of flax.nnx.Module, got {type(wrong).__name__}; "):
+                put(wrong, "mixed_bfloat16")
+    with pytest.raises(TypeError, match="but the class Linear came in the place of an NNX model"):
+        jaxmp.nnx.Optimizer(nnx.Linear, optax.sgd(0.1))
+
+
+@pytest.mark.once
+def test_a_tree_of_models_or_of_variables_is_a_model():
+    for model in ([nnx.Linear(2, 1, rngs=nnx.Rngs(0))], {"kernel": nnx.Param(jnp.ones((2, 1)))}):
+        optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+        step = make_train_step(lambda model, x: jnp.sum(x @ jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))[-1]))
+        assert jnp.isfinite(step(model, optimizer, jnp.ones((3, 2)))["loss"]) and int(optimizer.skipped) == 0
 
 
 @pytest.mark.once
