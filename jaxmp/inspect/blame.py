@@ -125,6 +125,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     Raises:
       ValueError: ``loss_scale`` is no positive finite number.
       TypeError: with ``grad``, ``fun`` returns no floating scalar first.
+      RuntimeError: a donating step has had what the function is called with.
 
     >>> def loss_fn(params, x):
     ...     return jnp.sum(jnp.exp(params["w"] * x))
