@@ -220,6 +220,14 @@ def _structure(x: Any) -> Structure:
     return Structure((names, tuple(sorted(item for item in fields.items() if item[0] not in names))))
 
 
+def changed_fields(new: Any, old: Any) -> list[str]:
+    """The names of what is no leaf of a loss scale and differs in another of its class."""
+    leaves = {getattr(path[0], "name", None) for path, _ in jax.tree.leaves_with_path(old)}
+    before, after = _fields(old), _fields(new)
+    static = [name for name, value in before.items() if name not in leaves and not isinstance(value, jax.Array)]
+    return [name for name in static if name not in after or before[name] != after[name]]
+
+
 def _is_number(leaf: Any) -> bool:
     numbers = (int, float, complex, np.generic, np.ndarray, jax.Array, jax.ShapeDtypeStruct)
     return isinstance(leaf, numbers) and not isinstance(leaf, bool)

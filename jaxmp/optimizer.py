@@ -21,6 +21,7 @@ import optax
 from jaxmp import hardware
 from jaxmp._jaxpr import reading
 from jaxmp._placement import require_not_deleted
+from jaxmp._scale_state import changed_fields
 from jaxmp.loss_scale import LossScale, as_loss_scale, require_scalar
 from jaxmp.rounding import BEHIND_LOW_PRECISION, LowPrecision, LowPrecisionState, as_optimizer, decoded, rounds_params
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
@@ -100,9 +101,10 @@ def loss_scaling(
     Raises (here, or from ``init`` and ``update``):
       TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale, or its ``adjust`` takes or returns another
         thing; the state is none that ``init`` makes; gradients are not floating.
-      ValueError: the scale is no positive scalar; ``inner`` has a loss scale already; another transform stands around
-        ``low_precision``; the gradients are empty; the state was made by another optimizer, or for other params;
-        ``inner`` failed on gradients and params that differ, of which the differing leaves are named.
+      ValueError: the scale is no positive scalar, or ``adjust`` changes what is static in it; ``inner`` has a loss
+        scale already; another transform stands around ``low_precision``; the gradients are empty; the state was made
+        by another optimizer, or for other params; ``inner`` failed on gradients and params that differ, of which the
+        differing leaves are named.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -644,6 +646,14 @@ def _adjusted(loss_scale: LossScale, finite: jax.Array, grad_max: jax.Array | No
             f"{described(new)}; return a new object, for a loss scale is not changed in place"
         )
     require_scalar(new)
+    structure: Any = jax.tree.structure(new)
+    if structure != jax.tree.structure(loss_scale):
+        names = changed_fields(new, loss_scale) if type(new) is type(loss_scale) else ["class"]
+        raise ValueError(
+            "adjust must leave what is static in a loss scale as it is, for that is part of the compiled program, but "
+            f"that of {type(loss_scale).__name__} changed its {', '.join(names) or 'structure'}; keep what changes in "
+            "an attribute that is data: a number or an array, in no static_fields, no pytree_node=False"
+        )
     return new
 
 
