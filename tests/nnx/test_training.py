@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
@@ -420,6 +421,15 @@ def test_arguments_that_do_not_fit_are_told():
                 put(wrong, "mixed_bfloat16")
     with pytest.raises(TypeError, match="but the class Linear came in the place of an NNX model"):
         jaxmp.nnx.Optimizer(nnx.Linear, optax.sgd(0.1))
+
+
+@pytest.mark.once
+def test_the_step_has_the_options_of_the_step_for_trees():
+    own, others = (inspect.signature(make).parameters for make in (make_train_step, jaxmp.make_train_step))
+    assert list(own) == list(others) and len(own) > 10
+    assert all(own[name] == others[name] for name in others if name != "loss_fn")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'accumulate'"):
+        make_train_step(loss_fn, accumulate=2)
 
 
 @pytest.mark.once
