@@ -52,7 +52,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
     unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it. Modes are followed:
     ``eval``, ``train``, ``set_attributes`` of True, False or None on the model that was given reach the copy too, but
-    not the other way round, and not a clone, a pickle, a view or a merged copy that was made of it before. What is
+    not the other way round, and not a clone, a pickle, a view or a merged copy that was made of it before. They reach
+    it when it is called, split, cloned or pickled; an attribute of it that is read before shows the old mode. What is
     followed is a change of the given model: after ``copy.eval()``, ``model.train()`` on a ``model`` that is training
     already changes nothing, and the copy goes on evaluating; call ``copy.train()``.
 
