@@ -268,7 +268,9 @@ def make_train_step(
     Gradients are those of the scaled loss; a step in which their norm is not finite changes nothing but the loss scale,
     the counters and the rng (see :func:`jaxmp.loss_scaling`, which can test the updates too). The step is compiled once
     for equal shapes and never waits for the device. The state comes back in the shardings that it came with; what of
-    it was put on no device goes where the rest or the batch is, to all devices of a mesh.
+    it was put on no device goes where the rest or the batch is, to all devices of a mesh. A state that a step returned
+    is taken to lie where it was put: move a param by ``state.replace(params=…)``; one that is moved in place
+    (``state.params["w"] = …``) comes back where it was.
 
     ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the
     one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
