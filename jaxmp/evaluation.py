@@ -42,7 +42,7 @@ def make_eval_step(
 
     @jax.jit
     def jitted(state: TrainState, batch: Any) -> Metrics:
-        TrainStep._require_state(state)
+        TrainStep.require_state(state)
         params = state.params
         if use_ema:
             if state.ema_params is None:
@@ -75,7 +75,7 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch: Any) -> Metrics:
         """One step; see :func:`make_eval_step`."""
-        TrainStep._require_state(state)
+        TrainStep.require_state(state)
         try:
             metrics: Metrics = self.jitted(state, batch)
         except (RuntimeError, ValueError) as error:

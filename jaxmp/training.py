@@ -361,7 +361,8 @@ class TrainStep:
     """What :func:`make_train_step` returns.
 
     ``jitted`` is the step as a jitted function of trees, for ``jax.make_jaxpr`` and AOT compilation; after a call with
-    a state on a mesh it is the one that returns the state in its shardings.
+    a state on a mesh it is the one that returns the state in its shardings. What has no underscore beside it and
+    ``lower`` is for :mod:`jaxmp.inspect`, where a subclass looks at ``gradients`` on their way.
     """
 
     def __init__(
@@ -375,11 +376,13 @@ class TrainStep:
         gathered: Gathered | None = None,
         reduces_once: bool = False,
     ) -> None:
+        own = loss_fn, accumulate_steps, ema_decay, clip_norm, donate, max_consecutive_skips, gathered, reduces_once
+        self.made_of = own  # for another one like it
         self._loss_fn = loss_fn
         self._gathered, self._reduces_once = gathered, reduces_once and gathered is not None and gathered.is_split
         self._plan = None if gathered is None else gathered.plan
         self._accumulate_steps, self._ema_decay, self._donated = accumulate_steps, ema_decay, 0 if donate else ()
-        self._clip = {} if clip_norm is None else {"clip_norm": clip_norm}
+        self.clip = {} if clip_norm is None else {"clip_norm": clip_norm}
         self._max_skips, self._warned = max_consecutive_skips, False
         # The number of a call; whether it was skipped, or how long the state had been stuck by then; its batch.
         self._reports: deque[tuple[int, Any, Any]] = deque()
@@ -428,7 +431,7 @@ class TrainStep:
 
         What calls have compiled is not compiled again. It takes the leaves of a state: to call one, lower ``jitted``.
         """
-        self._require_state(state)
+        self.require_state(state)
         return self.programs_for(state)[1].lower(flattened(state), batch)
 
     def programs_for(self, state: Any) -> tuple[Any, Any]:
@@ -439,7 +442,7 @@ class TrainStep:
         return self._placed_programs((structure, shardings) if is_placed else None)
 
     @staticmethod
-    def _require_state(state: Any) -> None:
+    def require_state(state: Any) -> None:
         """Raises if what came is no :class:`TrainState`: Flax's, whose fields are others, or the params alone."""
         if not isinstance(state, TrainState):
             kind, is_known = type(state), is_number(state) or type(state).__module__ == "builtins"
@@ -453,7 +456,7 @@ class TrainStep:
     def _placed(self, state: S, batch: Any) -> tuple[S, _Run, bool]:
         """``state`` where it or the batch is committed to, the program for it, and whether that goes for any batch."""
         placement: Any = None
-        self._require_state(state)
+        self.require_state(state)
         if self._plan is not None and not is_traced(state):
             placement = self._plan.shardings(state)
             state = jax.tree.map_with_path(at, state, placement)
@@ -482,7 +485,7 @@ class TrainStep:
         return flattened(new, like=state), metrics
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        self._require_state(state)
+        self.require_state(state)
         with self._on_mesh():  # also for who calls ``jitted``
             return self._stepped(state, batch)
 
@@ -497,7 +500,7 @@ class TrainStep:
             )
         warn_if_behind(state.tx, state.params, stacklevel=2, again=False)
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        loss, grads, model_state, metrics = self._placed_gradients(state, batch, step_rng)
+        loss, grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
         scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
 
@@ -505,7 +508,7 @@ class TrainStep:
             apply = functools.partial(
                 state.apply_gradients, grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng
             )
-            return with_loss(lambda **value: apply(extra_args={**value, **self._clip}), loss)
+            return with_loss(lambda **value: apply(extra_args={**value, **self.clip}), loss)
 
         if self._plan is not None:
             updated = self._plan.typed(updated, self._plan.specs_of(state))
@@ -514,16 +517,16 @@ class TrainStep:
         own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
         return new_state, {**own, **metrics}
 
-    def _placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        """As ``_gradients``, on the mesh of the step."""
+    def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        """As ``gradients``, on the mesh of the step."""
         if self._plan is None:
-            return self._gradients(state, batch, rng)
+            return self.gradients(state, batch, rng)
         whole = PartitionSpec()
         with self._on_mesh():
             specs = self._plan.specs_of(state).params
-            return self._plan.typed(self._gradients, (whole, specs, whole, whole))(state, batch, rng)
+            return self._plan.typed(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
-    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
         held: Held | None = None
         loss_of: Callable[..., Any] = self._loss_fn
@@ -536,7 +539,7 @@ class TrainStep:
                 return loss_of(params, model_state, batch, rng)
 
             learned = state if held is None else state.replace(params=(held.params, held.taps))
-            (loss, (new_model_state, metrics)), grads, seen = self._differentiated(loss_fn, learned)
+            (loss, (new_model_state, metrics)), grads, seen = self.differentiated(loss_fn, learned)
             return loss, grads, require_same_structure(new_model_state, model_state), metrics, seen
 
         n = self._accumulate_steps
@@ -565,7 +568,7 @@ class TrainStep:
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
         return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, {**mean[1], **seen}
 
-    def _differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
         """What ``loss_fn`` returns for the params, their gradients, and what was seen meanwhile: here nothing."""
         return *scaled_value_and_grad(loss_fn, state.opt_state, has_aux=True)(state.params), {}
 
@@ -596,7 +599,7 @@ class TrainStep:
                 with jax.transfer_guard_device_to_host("allow"):
                     count = int(np.asarray(report))
             if count and report.dtype == bool:  # it was skipped: how long has the state been stuck by now?
-                self._require_state(state)
+                self.require_state(state)
                 if not is_traced(state.stuck):
                     stuck = jax.device_put(state.stuck, state.stuck.sharding, may_alias=False)  # a step deletes its own
                     if self._is_due(self._calls, state.stuck):  # then only the copy is waited for
@@ -620,7 +623,7 @@ class TrainStep:
         from jaxmp.inspect.blame import first_nonfinite  # not needed before
 
         batch = self._batch_on_mesh(batch)
-        loss, grads, _, _ = jax.jit(self._placed_gradients)(state, batch, state.rng)
+        loss, grads, _, _ = jax.jit(self.placed_gradients)(state, batch, state.rng)
         scale = get_loss_scale(state.opt_state)
         error = NonFiniteTrainingError(explanation(loss, grads, scale, state.params, batch, self._max_skips))
         try:

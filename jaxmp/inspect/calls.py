@@ -22,9 +22,11 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 class Step(Protocol):
     """A :class:`jaxmp.training.TrainStep`. Its module comes here when a run fails, and so is not imported here."""
 
-    def _require_state(self, state: Any) -> None: ...
+    def require_state(self, state: Any) -> None:
+        """See there."""
 
-    def _placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]: ...
+    def placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
+        """See there."""
 
 
 def named(args: Any) -> Any:

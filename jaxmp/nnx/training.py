@@ -81,25 +81,25 @@ def make_train_step(
 
 
 class TrainStep:
-    """What :func:`make_train_step` returns."""
+    """What :func:`make_train_step` returns; ``of_trees`` is the step that it runs, of a state of :func:`state_of`."""
 
     def __init__(self, step: training.TrainStep) -> None:
-        self._step = step
+        self.of_trees = step
         self._settled: Callable[[], Any] = lambda: None
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> training.Metrics:
         """One step; see :func:`make_train_step`."""
-        state: training.TrainState = _state_of(model, optimizer)
+        state: training.TrainState = state_of(model, optimizer)
         if self._settled() is not optimizer:
             state, self._settled = _placement.settled(state), weakref.ref(optimizer)
-        state, metrics = self._step(state, batch)
+        state, metrics = self.of_trees(state, batch)
         nnx.update(model, state.params, *state.model_state[1:])
         optimizer._take(state)
         return metrics
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """The program of a step, as ``jax.jit(…).lower`` gives it."""
-        return self._step.lower(_state_of(model, optimizer), batch)
+        return self.of_trees.lower(state_of(model, optimizer), batch)
 
 
 @jax.tree_util.register_static
@@ -120,7 +120,8 @@ class _State(training.TrainState):
         return new.replace(model_state=(form, model_state[1], others))
 
 
-def _state_of(model: Any, optimizer: Optimizer) -> _State:
+def state_of(model: Any, optimizer: Optimizer) -> _State:
+    """What the step of trees takes of a model and its optimizer."""
     require_model(model, "step", "(model, optimizer, batch)")
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)

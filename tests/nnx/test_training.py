@@ -231,7 +231,7 @@ def test_what_remat_and_scan_of_nnx_return_is_what_they_took_unless_it_is_writte
         model, optimizer = setup(Blocks(remat))
         step = make_train_step(lambda model, batch: jnp.mean(model(batch["x"]) ** 2), accumulate_steps=2)
         found[remat] = [step(model, optimizer, ROWS)["loss"] for _ in range(3)], values(model)
-    assert bits(found[True]) == bits(found[False]) and compiled_once(step._step)
+    assert bits(found[True]) == bits(found[False]) and compiled_once(step.of_trees)
 
     def writes(model: Any, batch: Any) -> jax.Array:
         def nudged(first: Any, x: jax.Array) -> jax.Array:
@@ -267,7 +267,7 @@ def test_steps_compile_once_never_wait_and_reuse_the_memory_of_the_model():
     with jax.transfer_guard("disallow"):
         for batch in (BAD, BATCH, BATCH):
             step(model, optimizer, batch)
-    assert compiled_once(step._step) and kernel.is_deleted() and moment.is_deleted()
+    assert compiled_once(step.of_trees) and kernel.is_deleted() and moment.is_deleted()
 
 
 def test_without_donation_a_clone_made_before_lives_on():
@@ -298,7 +298,7 @@ def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
     (twin, twin_optimizer), step = setup(NNXNet(), "mixed_bfloat16"), make_train_step(loss_fn)
     for n in (1, np.inf, 2):
         metrics = step(model, optimizer, jax.device_put({**ROWS, "x": n * ROWS["x"]}, rows))
-    assert compiled_once(step._step) and metrics["loss_scale"] == 512 and int(optimizer.skipped) == 1
+    assert compiled_once(step.of_trees) and metrics["loss_scale"] == 512 and int(optimizer.skipped) == 1
     for n in (1, np.inf, 2):
         make_train_step(loss_fn)(twin, twin_optimizer, {**ROWS, "x": n * ROWS["x"]})
     close(values(model), values(twin), rtol=2e-2, atol=2e-3)
