@@ -223,9 +223,16 @@ def _structure(x: Any) -> Structure:
 def changed_fields(new: Any, old: Any) -> list[str]:
     """The names of what is no leaf of a loss scale and differs in another of its class."""
     leaves = {getattr(path[0], "name", None) for path, _ in jax.tree.leaves_with_path(old)}
-    before, after = _fields(old), _fields(new)
-    static = [name for name, value in before.items() if name not in leaves and not isinstance(value, jax.Array)]
-    return [name for name in static if name not in after or before[name] != after[name]]
+    after = _fields(new)
+
+    def is_changed(name: str, before: Any) -> bool:
+        if isinstance(before, jax.Array):  # a leaf without a name
+            return False
+        now = after.get(name, leaves)
+        structure: Any = jax.tree.structure(now)
+        return isinstance(now, jax.Array) or structure != jax.tree.structure(before) or bool(now != before)
+
+    return [name for name, value in _fields(old).items() if name not in leaves and is_changed(name, value)]
 
 
 def _is_number(leaf: Any) -> bool:

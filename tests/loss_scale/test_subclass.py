@@ -242,6 +242,15 @@ class CountingStruct(Struct):
         return self.replace(steps=self.steps + 1, kind=self.kind)
 
 
+class Remembering(Wrong):
+    kept: Any = None
+
+    def adjust(self, grads_finite, grad_max=None):
+        new = Remembering(self.loss_scale)
+        new.kept, new.name = grads_finite, grads_finite
+        return new
+
+
 class Becoming(Wrong):
     def adjust(self, grads_finite, grad_max=None):
         return Plain(self.loss_scale)
@@ -302,6 +311,7 @@ def test_a_class_that_is_no_whole_loss_scale_is_told_what_it_lacks(make, error, 
         (Number, TypeError, r"but that of Number returned float32 of shape \(\); return a new object"),
         (Renaming, ValueError, r"as it is, .*, but that of Renaming changed its name; keep what changes in an attribu"),
         (CountingStruct, ValueError, "but that of CountingStruct changed its steps; keep what changes"),
+        (Remembering, ValueError, "but that of Remembering changed its name; keep what changes"),
         (Becoming, ValueError, "but that of Becoming changed its class; keep what changes"),
         (Widening, ValueError, r"a scalar, but Plain has a loss_scale of shape \(2,\)"),
     ],
