@@ -33,6 +33,7 @@ from jaxmp._jaxpr.invariant import same_in_turns, same_results
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.program import Program, arrays_in
 from jaxmp._jaxpr.rebuild import bound, is_body_alone, rebuilt
+from jaxmp._jaxpr.repeated import BROADCAST
 from jaxmp._jaxpr.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp._mesh_plan import COPIES, HalfSumError, Plan, while_tracing, wide
 from jaxmp._mesh_products import computed_wide, goes_by_rows, in_float8, may_be_wide, product_by_rows
@@ -41,7 +42,6 @@ from jaxmp._specs import require_specs, specs_in
 from jaxmp.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.marks import DECIDED, region_of
-from jaxmp.engine.rules import BROADCAST
 
 _FLOAT32 = np.dtype(np.float32)
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})

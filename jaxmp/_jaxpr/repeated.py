@@ -26,16 +26,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxpr.joint import sum_and_largest
-from jaxmp._jaxpr.reading import has_explicit_axes
+from jaxmp._jaxpr.reading import has_explicit_axes, is_batched
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 256
 """Of a sum in half: in bfloat16 one more 1 changes nothing."""
 REPEATS = frozenset({"broadcast_in_dim", "gather"})
 """Equations that repeat an operand, or look it up."""
+BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2"})
+"""Equations whose operands JAX broadcasts by itself, along axes of size 1 and from scalars."""
 
 
-def terms_of(eqn: Any, value: Any) -> float:
+def must_widen(eqn: Any, operands: Sequence[Any], value: Any) -> bool:
+    """Whether half cannot hold the sums of the cotangents of ``value``, one of ``operands``, that an equation adds up.
+
+    They are long where it is repeated or looked up often, and where all examples of a ``jax.vmap`` read it.
+    """
+    is_long = eqn.primitive.name in BROADCAST | REPEATS and _terms_of(eqn, value) > MAX_TERMS
+    return is_long or (any(map(is_batched, operands)) and not is_batched(value))
+
+
+def _terms_of(eqn: Any, value: Any) -> float:
     """At most how many cotangents are added up for an element of ``value``, which an equation repeats or looks up."""
     if eqn.primitive.name != "gather":
         return eqn.outvars[0].aval.size / max(value.size, 1)

@@ -14,19 +14,20 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, summed_in_float32, terms_of
+from jaxmp._jaxpr.repeated import BROADCAST, MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, KEPT, is_castable
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, marks_in
-from jaxmp.engine.rules import BROADCAST, Rules
+from jaxmp.engine.rules import COMBINES, Rules
 from jaxmp.engine.trace import tracing
 
 # Without jit, loops are compiled as one, and found compiled by the next call.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_MEET = BROADCAST | COMBINES | {"scan", "while"}  # of operands some may be everybody's, others one for each example
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 _MAX_PROGRAMS = 256
 Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
@@ -104,7 +105,7 @@ class _Evaluation:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
         if type(atom) is Literal:
             return self.places.number(value, dtype)
-        is_summed = repeat is not None and dtype.itemsize == 2 and terms_of(repeat[0].eqn, value) > MAX_TERMS
+        is_summed = repeat is not None and dtype.itemsize == 2 and must_widen(repeat[0].eqn, repeat[1], value)
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
@@ -119,7 +120,7 @@ class _Evaluation:
             return self.shared[atom, dtype]
         is_summed |= repeat is not None and dtype.itemsize < value.dtype.itemsize
         if is_summed and node.late in (None, dtype):
-            return self.repeated(value, dtype, repeat[0], None if node.is_cast_once else _met(*repeat))
+            return self.repeated(value, dtype, repeat[0], _met(repeat[0], repeat[1], node))
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
@@ -136,7 +137,7 @@ class _Evaluation:
 
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
         """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of ``like``."""
-        shape = step.eqn.outvars[0].aval.shape
+        shape = step.eqn.outvars[0].aval.shape if step.eqn.primitive.name in BROADCAST else value.shape
         if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
         if self.is_noted and value.dtype != dtype:
@@ -148,7 +149,7 @@ class _Evaluation:
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""
         eqn, node, places = step.eqn, step.node, self.places
-        repeat = (step, given) if eqn.primitive.name in BROADCAST else None
+        repeat = (step, given) if eqn.primitive.name in _MEET else None
         wanted = zip(given, eqn.invars, step.operands, _wants(step), strict=True)
         operands = [
             value if dtype is None or operand is None else self.read_as(value, atom, operand, dtype, repeat)
@@ -173,7 +174,7 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        if node is not None and eqn.primitive.name in REPEATS and terms_of(eqn, operands[0]) > MAX_TERMS:
+        if node is not None and eqn.primitive.name in REPEATS and must_widen(eqn, operands, operands[0]):
             return summed_in_float32(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
@@ -204,12 +205,13 @@ def _summed_over_turns(step: Step, bodies: reading.Bodies) -> list[tuple[int, np
     return [(place, each.dtype) for place, each in found if each.dtype.itemsize < each.written.itemsize]
 
 
-def _met(step: Step, operands: Sequence[Any]) -> Any:
-    """What a weight among ``operands`` meets of which there is, or may come to be, one for each example."""
-    if (batched := next(filter(reading.is_batched, operands), None)) is not None:
+def _met(step: Step, operands: Sequence[Any], node: Node) -> Any:
+    """What ``node`` among ``operands`` meets of which there is one for each example, or may come to be for a weight."""
+    batched = next(filter(reading.is_batched, operands), None)
+    if batched is not None or node.is_cast_once:
         return batched
-    nodes = zip(operands, step.operands, strict=True)
-    return next((value for value, node in nodes if node and node.is_cast_once and reading.is_staged(value)), None)
+    pairs = zip(operands, step.operands, strict=True)
+    return next((value for value, each in pairs if each and each.is_cast_once and reading.is_staged(value)), None)
 
 
 def _run(rules: Rules, normalised: Normalised, step: Step, position: int, *args: Any) -> list[Any]:

@@ -28,8 +28,6 @@ PICKS = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "dynamic_slice", "gather"}
     | {"split", "unstack", "optimization_barrier", "sharding_constraint"}
 )
-# JAX broadcasts their operands by itself, along axes of size 1 and from scalars.
-BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2"})
 COMBINES = frozenset(
     {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}
     | {"scatter", "scatter-min", "scatter-max"}
@@ -155,9 +153,8 @@ class Rules:
         """The overrides of a primitive in these scopes: of the paths the first, then those of operations."""
         if not self.overrides:
             return []
-        of_paths = self._path_rules(path_of(names))
-        of_operation = f"primitive:{name}", f"class:{classify(name)}", EVERY
-        keys = [*of_paths[:1], *(key for key in of_operation if key in self.overrides)]
+        of_paths, of_name = self._path_rules(path_of(names)), (f"primitive:{name}", f"class:{classify(name)}", EVERY)
+        keys = [*of_paths[:1], *(key for key in of_name if key in self.overrides)]
         self.matched.update(of_paths, keys)
         return keys
 

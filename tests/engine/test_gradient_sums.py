@@ -274,6 +274,47 @@ def test_nor_does_one_where_what_is_computed_is_repeated_looked_up_or_read_in_ma
         assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
 
 
+def loop_from(start, rows, w):
+    return lax.scan(lambda state, row: (jnp.tanh(state @ w + row), None), start, rows)[0]
+
+
+# Of one example, x of shape (6, 8); what all share is a param, or is computed of params.
+SHARED = {
+    "a class token": lambda p, x: jnp.concatenate([p["v"][None], x @ p["w"]]) @ p["w"],
+    "a mask token": lambda p, x: jnp.where((x > 0.5).any(1, keepdims=True), p["v"], x @ p["w"]) @ p["w"],
+    "a row of a stack": lambda p, x: jnp.stack([p["v"], x[0] @ p["w"]]) @ p["w"],
+    "a row written": lambda p, x: (x @ p["w"]).at[0].set(p["v"]) @ p["w"],
+    "a row at a place": lambda p, x: lax.dynamic_update_slice_in_dim(x @ p["w"], p["v"][None], 2, 0) @ p["w"],
+    "a bound": lambda p, x: jnp.minimum(x @ p["w"], p["v"]) @ p["w"],
+    "a first state": lambda p, x: loop_from(p["v"], x @ p["w"], p["w"]) @ p["w"],
+}
+COMPUTED_FOR_ALL = {
+    "a computed bias": lambda p, x: jnp.tanh(x @ p["w"] + p["v"] @ p["w"]) @ p["w"],
+    "a computed token": lambda p, x: jnp.concatenate([jnp.tanh(p["v"] @ p["w"])[None], x @ p["w"]]) @ p["w"],
+    "a computed table": lambda p, x: (p["w"] @ p["w"])[(8 * x[:, 0]).astype(int)] * x @ p["w"],
+    "a computed first state": lambda p, x: loop_from(p["v"] @ p["w"], x @ p["w"], p["w"]) @ p["w"],
+}
+
+
+@pytest.mark.parametrize("half", HALVES.values())
+@pytest.mark.parametrize("name", [*SHARED, *COMPUTED_FOR_ALL])
+def test_nor_does_one_where_examples_are_mapped_from_outside(name, half):
+    rng = np.random.default_rng(0)
+    x, w = rng.uniform(size=(4096, 6, 8)), rng.uniform(size=(8, 8)) / 4
+    args = {"w": jnp.asarray(w, jnp.float32), "v": jnp.full(8, 0.5)}, jnp.asarray(x, jnp.float32)
+    fun, policy = {**SHARED, **COMPUTED_FOR_ALL}[name], f"mixed_{half}"
+
+    def gradient(fun):
+        return jax.grad(lambda p, x: jax.vmap(fun, (None, 0))(p, x).sum() / 16)
+
+    true = compiled(gradient(fun))(*args)
+    # What is computed and then traced belongs to all until ``jax.vmap`` says otherwise; a param is always one of many.
+    for each in [jaxmp.autocast(fun, policy), jax.jit(jaxmp.autocast(fun, policy))][: 1 + (name in SHARED)]:
+        assert not half_sums(jax.make_jaxpr(gradient(each))(*args))
+        wrong = {param: np.linalg.norm(got - true[param]) for param, got in compiled(gradient(each))(*args).items()}
+        assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
+
+
 @pytest.mark.parametrize(("rows", "count"), [(256, 0), (257, 1)])
 def test_what_is_repeated_less_often_is_repeated_as_it_is(rows, count):
     fun = jaxmp.autocast(lambda w, v, x: (x @ w + v @ w) @ w, "mixed_bfloat16")

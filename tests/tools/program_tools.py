@@ -24,7 +24,7 @@ MOVES, SUMS, COMPUTES = (
     frozenset(names.split())
     for names in (
         "convert_element_type reduce_precision broadcast_in_dim reshape squeeze transpose rev copy neg real pad slice "
-        "dynamic_slice dynamic_update_slice gather scatter concatenate split tile optimization_barrier pvary",
+        "dynamic_slice dynamic_update_slice gather scatter concatenate split unstack tile optimization_barrier pvary",
         "reduce_sum cumsum scatter-add scatter_add reduce_window_sum add_any add psum psum_invariant",
         "dot_general conv_general_dilated ragged_dot_general mul div sub rem max min clamp select_n sign abs exp exp2 "
         "log log1p logistic tanh sqrt rsqrt cbrt pow integer_pow square one_minus_square sin cos erf erf_inv erfc iota "
