@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxmp.engine.plan import cast_plan as cast_plan
     from jaxmp.engine.rules import UnmatchedOverrideError as UnmatchedOverrideError
     from jaxmp.engine.trace import autocast_dtype as autocast_dtype
+    from jaxmp.evaluation import make_eval_step as make_eval_step
     from jaxmp.float8 import Float8 as Float8
     from jaxmp.loss_scale import DynamicLossScale as DynamicLossScale
     from jaxmp.loss_scale import HeadroomLossScale as HeadroomLossScale
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from jaxmp.rounding import low_precision as low_precision
     from jaxmp.training import NonFiniteTrainingError as NonFiniteTrainingError
     from jaxmp.training import TrainState as TrainState
-    from jaxmp.training import make_eval_step as make_eval_step
     from jaxmp.training import make_train_step as make_train_step
 
 __version__ = "0.1.0"
@@ -73,7 +73,8 @@ _EXPORTS = {
     **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),
     **dict.fromkeys(("scaled_value_and_grad", "unscale", "wrap_opt_state"), "optimizer"),
     **dict.fromkeys(("Policy", "PolicyMap", "get_policy"), "policy"),
-    **dict.fromkeys(("NonFiniteTrainingError", "TrainState", "make_eval_step", "make_train_step"), "training"),
+    **dict.fromkeys(("NonFiniteTrainingError", "TrainState", "make_train_step"), "training"),
+    "make_eval_step": "evaluation",
 }
 
 

@@ -61,6 +61,11 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
     return policies, levels_of(operations, half, policies.root.matmul)
 
 
+def described_model(value: Any) -> str:
+    """What came in the place of a model, for an error: its class, for what it prints may be all of its arrays."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def adapter_of(library: str) -> Any:
     """``jaxmp.linen`` or ``jaxmp.nnx``, loaded when a module of theirs is met in one of the other library.
 

@@ -116,10 +116,10 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 
 
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
-    """``loss_fn`` checked, as :func:`checked` does it, under autocast where ``policy`` computes in a half dtype."""
+    """``loss_fn`` checked, as :func:`checked` does it, under autocast where something of it is to compute otherwise."""
     loss_fn = checked(loss_fn)
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
-    if one_policy is None or one_policy.compute_dtype == np.float32:
+    if one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions):
         if overrides:
             raise ValueError(
                 f"overrides are exceptions from autocast, but policy={policy!r} asks for none, got {dict(overrides)}; "

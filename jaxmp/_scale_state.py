@@ -220,6 +220,21 @@ def _structure(x: Any) -> Structure:
     return Structure((names, tuple(sorted(item for item in fields.items() if item[0] not in names))))
 
 
+def changed_fields(new: Any, old: Any) -> list[str]:
+    """The names of what is no leaf of a loss scale and differs in another of its class."""
+    leaves = {getattr(path[0], "name", None) for path, _ in jax.tree.leaves_with_path(old)}
+    after = _fields(new)
+
+    def is_changed(name: str, before: Any) -> bool:
+        if isinstance(before, jax.Array):  # a leaf without a name
+            return False
+        now = after.get(name, leaves)
+        structure: Any = jax.tree.structure(now)
+        return isinstance(now, jax.Array) or structure != jax.tree.structure(before) or bool(now != before)
+
+    return [name for name, value in _fields(old).items() if name not in leaves and is_changed(name, value)]
+
+
 def _is_number(leaf: Any) -> bool:
     numbers = (int, float, complex, np.generic, np.ndarray, jax.Array, jax.ShapeDtypeStruct)
     return isinstance(leaf, numbers) and not isinstance(leaf, bool)

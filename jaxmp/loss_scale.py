@@ -38,8 +38,8 @@ class LossScale:
     A subclass has an attribute ``loss_scale`` and, if it changes, an ``adjust`` that returns a new object. It may be a
     dataclass or an ordinary class, with slots or not. Its instances are pytrees that pickle and Flax save: attributes
     that are numbers, arrays or trees of them are leaves, which a train step carries as arrays; bools, strings and all
-    others are static, must be hashable, and of these Flax saves bools and strings. A class that is registered with JAX
-    or Flax by its author stays so.
+    others are static, must be hashable and stay as they are, and of these Flax saves bools and strings. A class that is
+    registered with JAX or Flax by its author stays so.
 
     Attributes:
       loss_scale: the factor S, a scalar.

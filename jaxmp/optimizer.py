@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ import optax
 from jaxmp import hardware
 from jaxmp._jaxpr import reading
 from jaxmp._placement import require_not_deleted
+from jaxmp._scale_state import changed_fields
 from jaxmp.loss_scale import LossScale, as_loss_scale, require_scalar
 from jaxmp.rounding import BEHIND_LOW_PRECISION, LowPrecision, LowPrecisionState, as_optimizer, decoded, rounds_params
 from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
@@ -73,7 +75,7 @@ def loss_scaling(
         tx = optax.chain(optax.clip_by_global_norm(1.0), loss_scaling(adam, loss_scale))    # wrong
         tx = loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), adam), loss_scale)    # right
 
-    ``TrainState.create`` and ``jaxmp.nnx.Optimizer`` can see the last but one, and warn.
+    ``TrainState.create``, ``jaxmp.nnx.Optimizer`` and a train step can see the last but one, and warn.
 
     Around and inside other transforms: put it outside ``clip_by_global_norm`` (clipping must see true gradients),
     outside ``multi_transform`` (one loss has one scale) and outside ``apply_if_finite`` (which would hide bad gradients
@@ -99,9 +101,10 @@ def loss_scaling(
     Raises (here, or from ``init`` and ``update``):
       TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale, or its ``adjust`` takes or returns another
         thing; the state is none that ``init`` makes; gradients are not floating.
-      ValueError: the scale is no positive scalar; ``inner`` has a loss scale already; another transform stands around
-        ``low_precision``; the gradients are empty; the state was made by another optimizer, or for other params;
-        ``inner`` failed on gradients and params that differ, of which the differing leaves are named.
+      ValueError: the scale is no positive scalar, or ``adjust`` changes what is static in it; ``inner`` has a loss
+        scale already; another transform stands around ``low_precision``; the gradients are empty; the state was made
+        by another optimizer, or for other params; ``inner`` failed on gradients and params that differ, of which the
+        differing leaves are named.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
@@ -406,11 +409,16 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
     return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
 
 
-def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: int) -> None:
+_warned_of: deque[Any] = deque(maxlen=16)  # optimizers
+
+
+def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: int, again: bool = True) -> None:
     """Warns if ``tx`` is a chain, or has one in it, with another transform before ``loss_scaling``.
 
-    ``stacklevel`` is that of the caller's own ``warnings.warn``.
+    ``stacklevel`` is that of the caller's own ``warnings.warn``; ``again``: whether to warn of the same ``tx`` twice.
     """
+    if isinstance(tx, _LossScaling) or (not again and tx in _warned_of):
+        return
     found: list[bool] = []
     # Looked at while it is traced: the names of a named chain are sorted afterwards.
     jax.eval_shape(lambda params: found.append(_stands_behind(tx.init(params))), params)
@@ -421,6 +429,7 @@ def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: in
             "inside, jaxmp.loss_scaling(optax.chain(…, tx), loss_scale)",
             stacklevel=stacklevel + 1,
         )
+        _warned_of.append(tx)
 
 
 def _stands_behind(state: Any) -> bool:
@@ -637,6 +646,14 @@ def _adjusted(loss_scale: LossScale, finite: jax.Array, grad_max: jax.Array | No
             f"{described(new)}; return a new object, for a loss scale is not changed in place"
         )
     require_scalar(new)
+    structure: Any = jax.tree.structure(new)
+    if structure != jax.tree.structure(loss_scale):
+        names = changed_fields(new, loss_scale) if type(new) is type(loss_scale) else ["class"]
+        raise ValueError(
+            "adjust must leave what is static in a loss scale as it is, for that is part of the compiled program, but "
+            f"that of {type(loss_scale).__name__} changed its {', '.join(names) or 'structure'}; keep what changes in "
+            "an attribute that is data: a number or an array, in no static_fields, no pytree_node=False"
+        )
     return new
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmp.dtypes import CASTABLE, is_half, nearest
 from jaxmp.engine.classes import Class, classify, primitives_of
-from jaxmp.patterns import OPERATIONS, is_class_pattern, pattern_text
+from jaxmp.patterns import EVERY, OPERATIONS, is_class_pattern, pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 LEVELS = ("float32", "tensorfloat32", "half")
@@ -29,7 +29,8 @@ class UnknownOperationError(ValueError):
 def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
     """The policy of a function and the exceptions from it: ``overrides``, then those of a PolicyMap.
 
-    Half at some paths of a float32 function is a half policy, from which the rest is an exception.
+    Half at some paths of a float32 function is a half policy, from which the rest is an exception. Of a float32 policy
+    there are exceptions only if one asks for something else than the policy does.
 
     Raises:
       ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
@@ -53,10 +54,13 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
         exceptions.setdefault(pattern, exception)
     root, on_paths = policies.root, (value for key, value in exceptions.items() if not str(key).startswith(OPERATIONS))
     of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
-    if of_half is not None and root.compute_dtype == np.float32:  # the rest of the function is an exception then
-        exceptions.setdefault("**", level_of(root))
+    if root.compute_dtype != np.float32:
+        return root, levels_of(exceptions, root.compute_dtype, root.matmul)
+    rest = "float32" if root.matmul_precision in ("highest", "float32") else "tensorfloat32"
+    if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
-    return root, levels_of(exceptions, root.compute_dtype, root.matmul)
+    levels = levels_of(exceptions, root.compute_dtype, root.matmul)
+    return root, {**levels, EVERY: levels.get(EVERY, rest)} if set(levels.values()) - {rest} else {}
 
 
 def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any = None) -> dict[str, str]:
@@ -87,7 +91,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any =
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
                 f"{value!r}; make a half policy the default, and the rest float32 by overrides"
             )
-        named = primitives_named_by(key) if key.startswith(OPERATIONS) else ()
+        named = primitives_named_by(key) if key.startswith(OPERATIONS) and key != EVERY else ()
         if fixed := sorted(name for name in named if classify(name) in _FIXED):
             raise ValueError(
                 f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "

@@ -13,6 +13,8 @@ Pattern = str | type
 
 OPERATIONS = ("primitive:", "class:")
 """How the keys of overrides begin that mean operations and not modules."""
+EVERY = "class:*"
+"""The key of each operation that no other key names."""
 
 
 def check_pattern(pattern: Any) -> Pattern:

@@ -26,7 +26,7 @@ from jaxmp._gathering import Gathered, Held
 from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, as_key, require_same_structure, under_policy, with_remat
-from jaxmp._mesh_plan import explicit_mesh_of, plan_of, typed
+from jaxmp._mesh_plan import plan_of
 from jaxmp._nonfinite import explanation
 from jaxmp._placement import (
     at,
@@ -268,7 +268,9 @@ def make_train_step(
     Gradients are those of the scaled loss; a step in which their norm is not finite changes nothing but the loss scale,
     the counters and the rng (see :func:`jaxmp.loss_scaling`, which can test the updates too). The step is compiled once
     for equal shapes and never waits for the device. The state comes back in the shardings that it came with; what of
-    it was put on no device goes where the rest or the batch is, to all devices of a mesh.
+    it was put on no device goes where the rest or the batch is, to all devices of a mesh. A state that a step returned
+    is taken to lie where it was put: move a param by ``state.replace(params=…)``; one that is moved in place
+    (``state.params["w"] = …``) comes back where it was.
 
     ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the
     one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
@@ -278,7 +280,7 @@ def make_train_step(
         ``(loss, new_model_state, metrics)``, the loss a float32 scalar, ``metrics`` a dict.
       policy: puts the loss function, whose model has no policy then, under :func:`jaxmp.autocast`: ``"O1"`` or whatever
         names one policy. Its compute dtype is what counts: params, loss, model state and metrics keep their own. With
-        one that computes in float32 there is no autocast.
+        one that computes in float32 there is no autocast, unless ``overrides`` ask for something else than it does.
       overrides: those of the autocast.
       accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over
         axis 0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad
@@ -316,7 +318,7 @@ def make_train_step(
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: a counter is read
         once the device has computed it, and only where it may have reached the limit.
 
-    Warns once when the loss has float16 products and the optimizer no loss scale.
+    Warns once when the loss has float16 products and the optimizer no loss scale, or has it behind another transform.
 
     >>> def loss_fn(params, model_state, batch, rng):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
@@ -359,7 +361,8 @@ class TrainStep:
     """What :func:`make_train_step` returns.
 
     ``jitted`` is the step as a jitted function of trees, for ``jax.make_jaxpr`` and AOT compilation; after a call with
-    a state on a mesh it is the one that returns the state in its shardings.
+    a state on a mesh it is the one that returns the state in its shardings. What has no underscore beside it and
+    ``lower`` is for :mod:`jaxmp.inspect`, where a subclass looks at ``gradients`` on their way.
     """
 
     def __init__(
@@ -373,11 +376,13 @@ class TrainStep:
         gathered: Gathered | None = None,
         reduces_once: bool = False,
     ) -> None:
+        own = loss_fn, accumulate_steps, ema_decay, clip_norm, donate, max_consecutive_skips, gathered, reduces_once
+        self.made_of = own  # for another one like it
         self._loss_fn = loss_fn
         self._gathered, self._reduces_once = gathered, reduces_once and gathered is not None and gathered.is_split
         self._plan = None if gathered is None else gathered.plan
         self._accumulate_steps, self._ema_decay, self._donated = accumulate_steps, ema_decay, 0 if donate else ()
-        self._clip = {} if clip_norm is None else {"clip_norm": clip_norm}
+        self.clip = {} if clip_norm is None else {"clip_norm": clip_norm}
         self._max_skips, self._warned = max_consecutive_skips, False
         # The number of a call; whether it was skipped, or how long the state had been stuck by then; its batch.
         self._reports: deque[tuple[int, Any, Any]] = deque()
@@ -426,7 +431,7 @@ class TrainStep:
 
         What calls have compiled is not compiled again. It takes the leaves of a state: to call one, lower ``jitted``.
         """
-        self._require_state(state)
+        self.require_state(state)
         return self.programs_for(state)[1].lower(flattened(state), batch)
 
     def programs_for(self, state: Any) -> tuple[Any, Any]:
@@ -437,7 +442,7 @@ class TrainStep:
         return self._placed_programs((structure, shardings) if is_placed else None)
 
     @staticmethod
-    def _require_state(state: Any) -> None:
+    def require_state(state: Any) -> None:
         """Raises if what came is no :class:`TrainState`: Flax's, whose fields are others, or the params alone."""
         if not isinstance(state, TrainState):
             kind, is_known = type(state), is_number(state) or type(state).__module__ == "builtins"
@@ -451,7 +456,7 @@ class TrainStep:
     def _placed(self, state: S, batch: Any) -> tuple[S, _Run, bool]:
         """``state`` where it or the batch is committed to, the program for it, and whether that goes for any batch."""
         placement: Any = None
-        self._require_state(state)
+        self.require_state(state)
         if self._plan is not None and not is_traced(state):
             placement = self._plan.shardings(state)
             state = jax.tree.map_with_path(at, state, placement)
@@ -480,7 +485,7 @@ class TrainStep:
         return flattened(new, like=state), metrics
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        self._require_state(state)
+        self.require_state(state)
         with self._on_mesh():  # also for who calls ``jitted``
             return self._stepped(state, batch)
 
@@ -493,8 +498,9 @@ class TrainStep:
                 "the state keeps a moving average that this step would never update; pass "
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
+        warn_if_behind(state.tx, state.params, stacklevel=2, again=False)
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        loss, grads, model_state, metrics = self._placed_gradients(state, batch, step_rng)
+        loss, grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
         scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
 
@@ -502,7 +508,7 @@ class TrainStep:
             apply = functools.partial(
                 state.apply_gradients, grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng
             )
-            return with_loss(lambda **value: apply(extra_args={**value, **self._clip}), loss)
+            return with_loss(lambda **value: apply(extra_args={**value, **self.clip}), loss)
 
         if self._plan is not None:
             updated = self._plan.typed(updated, self._plan.specs_of(state))
@@ -511,16 +517,16 @@ class TrainStep:
         own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
         return new_state, {**own, **metrics}
 
-    def _placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        """As ``_gradients``, on the mesh of the step."""
+    def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        """As ``gradients``, on the mesh of the step."""
         if self._plan is None:
-            return self._gradients(state, batch, rng)
+            return self.gradients(state, batch, rng)
         whole = PartitionSpec()
         with self._on_mesh():
             specs = self._plan.specs_of(state).params
-            return self._plan.typed(self._gradients, (whole, specs, whole, whole))(state, batch, rng)
+            return self._plan.typed(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
-    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
         held: Held | None = None
         loss_of: Callable[..., Any] = self._loss_fn
@@ -533,7 +539,7 @@ class TrainStep:
                 return loss_of(params, model_state, batch, rng)
 
             learned = state if held is None else state.replace(params=(held.params, held.taps))
-            (loss, (new_model_state, metrics)), grads, seen = self._differentiated(loss_fn, learned)
+            (loss, (new_model_state, metrics)), grads, seen = self.differentiated(loss_fn, learned)
             return loss, grads, require_same_structure(new_model_state, model_state), metrics, seen
 
         n = self._accumulate_steps
@@ -562,7 +568,7 @@ class TrainStep:
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
         return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, {**mean[1], **seen}
 
-    def _differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
         """What ``loss_fn`` returns for the params, their gradients, and what was seen meanwhile: here nothing."""
         return *scaled_value_and_grad(loss_fn, state.opt_state, has_aux=True)(state.params), {}
 
@@ -593,7 +599,7 @@ class TrainStep:
                 with jax.transfer_guard_device_to_host("allow"):
                     count = int(np.asarray(report))
             if count and report.dtype == bool:  # it was skipped: how long has the state been stuck by now?
-                self._require_state(state)
+                self.require_state(state)
                 if not is_traced(state.stuck):
                     stuck = jax.device_put(state.stuck, state.stuck.sharding, may_alias=False)  # a step deletes its own
                     if self._is_due(self._calls, state.stuck):  # then only the copy is waited for
@@ -617,7 +623,7 @@ class TrainStep:
         from jaxmp.inspect.blame import first_nonfinite  # not needed before
 
         batch = self._batch_on_mesh(batch)
-        loss, grads, _, _ = jax.jit(self._placed_gradients)(state, batch, state.rng)
+        loss, grads, _, _ = jax.jit(self.placed_gradients)(state, batch, state.rng)
         scale = get_loss_scale(state.opt_state)
         error = NonFiniteTrainingError(explanation(loss, grads, scale, state.params, batch, self._max_skips))
         try:
@@ -637,62 +643,3 @@ class NonFiniteTrainingError(FloatingPointError):
     """
 
     blame: Any = None
-
-
-def make_eval_step(
-    loss_fn: LossFn, *, policy: Any = None, overrides: Mapping[str, str] | None = None, use_ema: bool = False
-) -> Callable[[TrainState, Any], Metrics]:
-    """A jitted ``step(state, batch) -> metrics``: the loss function without gradients; the state is left as it is.
-
-    ``metrics`` holds ``loss``, float32, and what the loss function returned, by its names. ``step.jitted`` is the
-    compiled function, for ``lower`` and ``compile``.
-
-    Args:
-      loss_fn: as for :func:`make_train_step`; the model state that it returns is dropped.
-      policy, overrides: as for :func:`make_train_step`.
-      use_ema: whether to evaluate ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
-
-    Raises (here, or from the step):
-      ValueError: ``use_ema`` and the state has no moving average.
-      TypeError: the loss function takes or returns something else; the state is no :class:`TrainState`.
-      RuntimeError: the state was given to a donating step before.
-
-    >>> def loss_fn(params, model_state, batch, rng):
-    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
-    >>> state = TrainState.create(params={"w": jnp.zeros((2, 1))}, tx=optax.sgd(0.1))
-    >>> make_eval_step(loss_fn)(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
-    {'loss': Array(1., dtype=float32)}
-    """
-    loss_fn = under_policy(loss_fn, policy, overrides)
-
-    @jax.jit
-    def jitted(state: TrainState, batch: Any) -> Metrics:
-        TrainStep._require_state(state)
-        params = state.params
-        if use_ema:
-            if state.ema_params is None:
-                raise ValueError("use_ema needs a state with a moving average: TrainState.create(..., ema=True)")
-            params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
-
-        def metrics(*args: Any) -> Metrics:
-            loss, (_, metrics) = loss_fn(*args)
-            return {"loss": _tree.widen(loss), **metrics}
-
-        args, mesh = (params, state.model_state, batch, state.rng), explicit_mesh_of(params)
-        if mesh is None:
-            return metrics(*args)
-        with jax.sharding.use_abstract_mesh(mesh):
-            return typed(metrics, PartitionSpec())(*args)
-
-    def step(state: TrainState, batch: Any) -> Metrics:
-        TrainStep._require_state(state)
-        try:
-            return jitted(state, batch)
-        except (RuntimeError, ValueError) as error:
-            require_apart(state, batch, error)
-            require_not_deleted(state, error)
-            tell_of_devices(state, batch, error)
-            raise
-
-    step.jitted = jitted  # type: ignore[attr-defined]
-    return step

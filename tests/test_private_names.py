@@ -51,6 +51,20 @@ def test_private_names_of_jax_and_flax_stand_in_the_rooms_for_them():
     assert {"linen/internals.py", "nnx/internals.py"} <= rooms and len(rooms) > 2
 
 
+def test_inspect_uses_and_overrides_no_private_name_of_a_train_step():
+    private = set[str]()
+    for path in ("training.py", "nnx/training.py"):
+        classes = {getattr(node, "name", ""): node for node in ast.parse((ROOT / "jaxmp" / path).read_text()).body}
+        private.update(name for name in own_names(classes["TrainStep"]) if is_private(name))
+    private -= {"_"}
+    assert len(private) > 10
+    for path in (ROOT / "jaxmp" / "inspect").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        overridden = {name for cls in ast.walk(tree) if isinstance(cls, ast.ClassDef) for name in own_names(cls)}
+        assert (path.name, (used | overridden) & private) == (path.name, set())
+
+
 def test_a_private_name_is_found_as_an_attribute_and_in_an_import(tmp_path):
     (tmp_path / "one.py").write_text("from jax._src import core\n\ndef _own(x):\n    return x._state, x._own\n")
     (tmp_path / "two.py").write_text("import flax.linen._hidden\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
 from typing import Any
 
@@ -28,6 +30,14 @@ def width(text: str) -> int:
     return int(text)
 
 
+def loss_scale(text: str) -> float:
+    """A positive finite number."""
+    with contextlib.suppress(ValueError):
+        if 0 < (scale := float(text)) < math.inf:
+            return scale
+    raise argparse.ArgumentTypeError(f"a loss scale is a positive finite number, got {text!r}; write 1024, say")
+
+
 WIDTHS = _named("--width", type=width, metavar="N", help="default: 768, 1024, 2048, 4096; repeat for more", **_REPEATED)
 """Widths of transformers."""
 SHAPES = (
@@ -50,7 +60,7 @@ AUTOCAST = (
     | _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
 )  # fmt: skip
 REFERENCE = _named("--reference", default="float32", help="float32, as written, or float64; default: float32")
-LOSS_SCALE = _named("--loss-scale", type=float, default=1.0, help="default: 1")
+LOSS_SCALE = _named("--loss-scale", type=loss_scale, default=1.0, metavar="NUMBER", help="default: 1")
 NO_GRAD = _named("--no-grad", action="store_true", help="look at the results, not at gradients")
 PLOT = _named("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg; needs matplotlib")
 JSON = _named("--json", action="store_true", help="print JSON, for programs")

@@ -52,7 +52,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
       overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"primitive:exp"`` or
         ``"class:accumulation"`` to ``"float32"``, ``"tensorfloat32"`` (float32 whose products are JAX's default),
         ``"half"`` or a policy that computes in one of them. A path goes before an operation, a region marked with
-        :func:`jaxmp.precision` before both. Under a float32 policy paths may name a half one; all else is float32 then.
+        :func:`jaxmp.precision` before both. Under a float32 policy paths may name a half one; all else is as it says.
 
     Returns:
       A function of the same arguments; under ``jit`` it costs its casts, without it is traced in every call.
@@ -77,7 +77,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if one_policy.compute_dtype == np.float32:
+        if one_policy.compute_dtype == np.float32 and not exceptions:
             with precision(level_of(one_policy)), one_policy.precision():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)

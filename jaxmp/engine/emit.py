@@ -30,7 +30,6 @@ _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _MEET = BROADCAST | COMBINES | {"scan", "while"}  # of operands some may be everybody's, others one for each example
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
-_MAX_PROGRAMS = 256
 Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
 
 
@@ -240,7 +239,7 @@ def _shared(rules: Rules, step: Step, make: Callable[[], Callable[..., Any]]) ->
         return make()
     key = _signature(step, rules)
     made = rules.programs.get(key) or make()
-    if len(rules.programs) >= _MAX_PROGRAMS:  # each holds the constants of its program
+    if len(rules.programs) >= 256:  # each holds the constants of its program
         rules.programs.clear()
     rules.programs[key] = made
     return made

@@ -15,7 +15,7 @@ from jaxmp._jaxpr import reading
 from jaxmp.dtypes import CASTABLE, is_castable, nearest, range_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
-from jaxmp.patterns import OPERATIONS, matches
+from jaxmp.patterns import EVERY, OPERATIONS, matches
 
 # To cast before or after is the same: each element has one origin and one destination, or the largest is picked, and
 # rounding keeps the order. (Not so where the gradient is a sum: after a gather, a broadcast.)
@@ -153,8 +153,8 @@ class Rules:
         """The overrides of a primitive in these scopes: of the paths the first, then those of operations."""
         if not self.overrides:
             return []
-        of_paths, of_operation = self._path_rules(path_of(names)), (f"primitive:{name}", f"class:{classify(name)}")
-        keys = [*of_paths[:1], *(key for key in of_operation if key in self.overrides)]
+        of_paths, of_name = self._path_rules(path_of(names)), (f"primitive:{name}", f"class:{classify(name)}", EVERY)
+        keys = [*of_paths[:1], *(key for key in of_name if key in self.overrides)]
         self.matched.update(of_paths, keys)
         return keys
 

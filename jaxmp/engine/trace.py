@@ -63,13 +63,13 @@ def autocast_dtype() -> np.dtype | None:
 
 
 def result_dtypes(program: Program, policy: Policy | None = None) -> list[Any]:
-    """The dtypes that the results have: their own, or in a policy without float32 results its output dtype.
+    """The dtypes of the results: their own, or the output dtype of a policy that is pure, or computes in float32.
 
     What the function writes to its arguments keeps its dtype.
     """
     avals = [atom.aval for atom in program.jaxpr[0].outvars]
     dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
-    if policy is not None and policy.output_dtype.itemsize == 2:
+    if policy is not None and (policy.output_dtype.itemsize == 2 or policy.compute_dtype == np.float32):
         returned = program.returned
         dtypes[:returned] = [dtype and policy.output_dtype for dtype in dtypes[:returned]]
     return dtypes

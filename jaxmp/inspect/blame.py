@@ -125,6 +125,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     Raises:
       ValueError: ``loss_scale`` is no positive finite number.
       TypeError: with ``grad``, ``fun`` returns no floating scalar first.
+      RuntimeError: a donating step has had what the function is called with.
 
     >>> def loss_fn(params, x):
     ...     return jnp.sum(jnp.exp(params["w"] * x))
@@ -154,13 +155,13 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
 
 
 def _of_step(step: Step, state: Any, batch: Any) -> Blame | None:
-    step._require_state(state)
+    step.require_state(state)
     require_not_deleted(state)
 
     def program_for(state: Any) -> Callable[..., Any]:
         def program(params: Any, model_state: Any, batch: Any) -> Any:
             given = state.replace(params=params, model_state=model_state)
-            loss, grads, *aux = step._placed_gradients(given, batch, state.rng)
+            loss, grads, *aux = step.placed_gradients(given, batch, state.rng)
             return loss, aux, grads
 
         return program

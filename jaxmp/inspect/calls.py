@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from jaxmp._placement import require_not_deleted
 from jaxmp.inspect import nnx_models
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name
@@ -21,9 +22,11 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 class Step(Protocol):
     """A :class:`jaxmp.training.TrainStep`. Its module comes here when a run fails, and so is not imported here."""
 
-    def _require_state(self, state: Any) -> None: ...
+    def require_state(self, state: Any) -> None:
+        """See there."""
 
-    def _placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]: ...
+    def placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
+        """See there."""
 
 
 def named(args: Any) -> Any:
@@ -42,9 +45,14 @@ def names_of_arguments(fun: Any) -> list[str]:
 
 
 def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:
-    """Of each array among the arguments its path, which begins with what ``fun`` calls the argument."""
+    """Of each array among the arguments its path, which begins with what ``fun`` calls the argument.
+
+    Raises:
+      RuntimeError: a donating step has had one.
+    """
     named = names_of_arguments(fun)
     names = [*named, *map(str, range(len(named), len(args)))]
+    require_not_deleted(dict(zip(names, args, strict=False)))
     paths = [path for path, _ in jax.tree.leaves_with_path(tuple(args))]
     return ["/".join(filter(None, (names[path[0].idx], path_name(path[1:])))) for path in paths]
 

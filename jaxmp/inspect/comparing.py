@@ -106,6 +106,7 @@ def compare(
     Raises:
       ValueError: another reference; nothing floating to compare; or what :func:`jaxmp.autocast` raises.
       TypeError: with ``grad``, ``fun`` returns no floating scalar first.
+      RuntimeError: a donating step has had what the function is called with.
 
     >>> def loss_fn(params, x):
     ...     with jax.named_scope("layer"):

@@ -15,6 +15,7 @@ import optax
 
 from jaxmp import dtypes, formats, tables
 from jaxmp import tree as _tree
+from jaxmp._placement import require_not_deleted
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect import statistics
 from jaxmp.inspect.evaluate import evaluate
@@ -133,6 +134,7 @@ def numerics(
     Raises (here, or from the function):
       ValueError: ``loss_scale`` is no power of two.
       TypeError: the loss is no floating scalar.
+      RuntimeError: a donating step has had the params, or what else it is called with.
 
     A loop of ``jax.lax.while_loop`` has one record for all its turns, and functions with derivative rules of their own
     are one operation.
@@ -152,6 +154,7 @@ def numerics(
 
     def run(params: Any, *args: Any, opt_state: Any = None, loss_scale: float = loss_scale) -> Numerics:
         exponent = statistics.exponent_of(loss_scale)
+        require_not_deleted({"params": params, "args": args, "opt_state": opt_state})
         return measured(params, args, opt_state, np.float32(loss_scale)).read(exponent)
 
     return run

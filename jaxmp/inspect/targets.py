@@ -29,7 +29,7 @@ from jaxmp._jaxpr.program import is_array
 from jaxmp._jaxpr.stand_ins import with_cudnn as with_cudnn
 from jaxmp.inspect.calls import named
 from jaxmp.nnx.training import TrainStep as NNXStep
-from jaxmp.nnx.training import _state_of
+from jaxmp.nnx.training import state_of
 from jaxmp.training import TrainStep
 
 INSTALL = "pip install -e '.[experiments,compile-only]'"
@@ -293,7 +293,7 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
     a static argument of one that is. Modules of NNX that such a function is given name their calls.
     """
     if isinstance(fun, NNXStep):
-        return fun._step.jitted, (_state_of(*args[:2]), *args[2:])
+        fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
     if isinstance(fun, TrainStep):  # whose program goes by where the state lies
         return fun, tuple(args)
     if hasattr(fun, "trace"):

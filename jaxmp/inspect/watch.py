@@ -64,7 +64,7 @@ class Watch:
         self.counting: _CountingStep | None = None
         own, nnx = loss_fn, sys.modules.get("jaxmp.nnx.training")
         if nnx and isinstance(loss_fn, nnx.TrainStep):
-            self.counting = _CountingStep(loss_fn._step)
+            self.counting = _CountingStep(loss_fn.of_trees)
             own = nnx.TrainStep(self.counting)
         elif isinstance(loss_fn, TrainStep):
             own = self.counting = _CountingStep(loss_fn)
@@ -129,9 +129,7 @@ class _CountingStep(TrainStep):
     """A train step that counts what its values are. Microbatches are counted together."""
 
     def __init__(self, step: TrainStep) -> None:
-        clip, donates = step._clip.get("clip_norm"), step._donated == 0
-        own = step._loss_fn, step._accumulate_steps, step._ema_decay, clip, donates, step._max_skips
-        super().__init__(*own, step._gathered, step._reduces_once)
+        super().__init__(*step.made_of)
         self.found: Any = None
 
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
@@ -139,15 +137,15 @@ class _CountingStep(TrainStep):
         self.found = metrics.pop(_SEEN), metrics["loss_scale"]
         return state, metrics
 
-    def _differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
         fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
         result, grads, seen = differentiated(fun, state.params)
         return result, grads, {_SEEN: seen}
 
-    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        loss, grads, model_state, metrics = super()._gradients(state, batch, rng)
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        loss, grads, model_state, metrics = super().gradients(state, batch, rng)
         # The compiler finds that the step computes the same updates.
-        updates = updates_of(state.tx, grads, state.opt_state, state.params, loss, **self._clip)
+        updates = updates_of(state.tx, grads, state.opt_state, state.params, loss, **self.clip)
         metrics[_SEEN] = found_in(loss, state.params, grads, updates, metrics[_SEEN])
         return loss, grads, model_state, metrics
 

@@ -22,7 +22,7 @@ import jax
 from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._adapters import Treatment, autocast_map, is_o1, noting_half, remembered
+from jaxmp._adapters import Treatment, autocast_map, described_model, is_o1, noting_half, remembered
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
 from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
@@ -114,8 +114,8 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
 def _under(module: M, root: Root, name: str) -> M:
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"jaxmp.linen.{name} takes an instance of flax.linen.Module, got {module!r}; make the instance first "
-            f"(Model(...)), or use jaxmp.nnx.{name} for NNX modules"
+            f"jaxmp.linen.{name} takes an instance of flax.linen.Module, got {described_model(module)}; make the "
+            f"instance first (Model(...)), or use jaxmp.nnx.{name} for NNX modules"
         )
     scope = module.scope.rewound() if module.scope else None
     return _with_root(module, root, scope)

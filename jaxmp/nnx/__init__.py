@@ -20,6 +20,7 @@ from jaxmp._adapters import (
     Mode,
     adapter_of,
     autocast_map,
+    described_model,
     is_default,
     is_floating,
     is_o1,
@@ -51,7 +52,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
     unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it. Modes are followed:
     ``eval``, ``train``, ``set_attributes`` of True, False or None on the model that was given reach the copy too, but
-    not the other way round, and not a clone, a pickle, a view or a merged copy that was made of it before. What is
+    not the other way round, and not a clone, a pickle, a view or a merged copy that was made of it before. They reach
+    it when it is called, split, cloned or pickled; an attribute of it that is read before shows the old mode. What is
     followed is a change of the given model: after ``copy.eval()``, ``model.train()`` on a ``model`` that is training
     already changes nothing, and the copy goes on evaluating; call ``copy.train()``.
 
@@ -129,8 +131,8 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
     name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"jaxmp.nnx.{name} takes an instance of flax.nnx.Module, got {model!r}; make the instance first "
-            f"(Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
+            f"jaxmp.nnx.{name} takes an instance of flax.nnx.Module, got {described_model(model)}; make the "
+            f"instance first (Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
         )
     copy = nnx.clone(model, variables=False, graph=True)
     graph = _read_graph(copy, ())

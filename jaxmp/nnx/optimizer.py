@@ -15,8 +15,10 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
+from jaxmp._adapters import described_model
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.nnx.objects import value_of
+from jaxmp.nnx.variables import is_module, is_node, is_object
 from jaxmp.optimizer import (
     get_loss_scale,
     has_loss_scale,
@@ -182,11 +184,16 @@ def require_optimizer(optimizer: Any, who: str) -> None:
 
 
 def require_model(model: Any, call: str, arguments: str) -> None:
-    """Raises unless ``model``, the first of the ``arguments`` of a ``call``, is an NNX model, or a tree of some."""
-    others = nnx.Optimizer, nnx.State, optax.GradientTransformation, type(None)
-    if isinstance(model, others) or not nnx.graphlib.is_node(model):
+    """Raises unless ``model``, the first of the ``arguments`` of a ``call``, is an NNX model or a tree of such.
+
+    A tree of Variables is a model too.
+    """
+    if is_module(model):
+        return
+    others = nnx.Optimizer, nnx.State, nnx.Rngs, nnx.Variable
+    if isinstance(model, others) or not any(map(is_node, jax.tree.leaves(model, is_leaf=is_object))):
         raise TypeError(
-            f"{call} takes {arguments}, but {type(model).__name__} came in the place of an NNX model; write "
+            f"{call} takes {arguments}, but {described_model(model)} came in the place of an NNX model; write "
             f"{call}{arguments} with the model itself, or train a Linen module by jaxmp.TrainState and "
             "jaxmp.make_train_step"
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
 
 import jax
 from flax import nnx
@@ -17,7 +17,22 @@ from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name
 
 
-def make_train_step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> TrainStep:
+def make_train_step(
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    policy: Any = None,
+    overrides: Mapping[str, str] | None = None,
+    accumulate_steps: int = 1,
+    ema_decay: float | None = None,
+    clip_norm: float | None = None,
+    remat: str | Callable[..., Any] | None = None,
+    donate: bool = True,
+    max_consecutive_skips: int = 25,
+    mesh: Any = None,
+    specs: Any = None,
+    reduce_dtype: Any = "float32",
+    reduce: Literal["each", "once"] = "each",
+) -> TrainStep:
     """A jitted ``step(model, optimizer, batch) -> metrics`` that changes model and optimizer in place.
 
     It is :func:`jaxmp.make_train_step`, with its metrics, its counters and its numbers. A step whose gradients' norm is
@@ -28,11 +43,12 @@ def make_train_step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> Train
     Args:
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
         dict. It may write to the model's Variables, but not to those that are trained.
-      **options: ``policy``, ``overrides``, ``accumulate_steps``, ``ema_decay``, ``clip_norm``, ``remat``, ``donate``,
-        ``max_consecutive_skips``, ``mesh``, ``specs``, ``reduce_dtype`` and ``reduce`` as for
-        :func:`jaxmp.make_train_step`; ``ema_decay`` is for an ``Optimizer(model, tx, ema=True)``, and ``specs`` are
-        ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``. Donated are the arrays of model and optimizer, which an
-        ``nnx.clone`` or an ``nnx.state`` of the model made before holds too: copy those, or pass ``donate=False``.
+      policy, overrides, accumulate_steps, clip_norm, remat, max_consecutive_skips, mesh, reduce_dtype, reduce: as for
+        :func:`jaxmp.make_train_step`.
+      ema_decay: likewise, for an ``Optimizer(model, tx, ema=True)``.
+      donate: likewise, of the arrays of model and optimizer, which an ``nnx.clone`` or an ``nnx.state`` of the model
+        made before holds too: copy those, or pass False.
+      specs: likewise, ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.
 
     Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
       TypeError: the model is no NNX model; the optimizer is not this module's; the loss function writes to what is
@@ -46,31 +62,44 @@ def make_train_step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> Train
     >>> losses[2] < losses[0], int(optimizer.step[...]), int(optimizer.skipped)
     (True, 3, 0)
     """
-    if options.get("specs") is not None:
-        options["specs"] = nnx.as_pure(options["specs"])
-    return TrainStep(training.make_train_step(_of_arrays(loss_fn), **options))
+    step = training.make_train_step(
+        _of_arrays(loss_fn),
+        policy=policy,
+        overrides=overrides,
+        accumulate_steps=accumulate_steps,
+        ema_decay=ema_decay,
+        clip_norm=clip_norm,
+        remat=remat,
+        donate=donate,
+        max_consecutive_skips=max_consecutive_skips,
+        mesh=mesh,
+        specs=None if specs is None else nnx.as_pure(specs),
+        reduce_dtype=reduce_dtype,
+        reduce=reduce,
+    )
+    return TrainStep(step)
 
 
 class TrainStep:
-    """What :func:`make_train_step` returns."""
+    """What :func:`make_train_step` returns; ``of_trees`` is the step that it runs, of a state of :func:`state_of`."""
 
     def __init__(self, step: training.TrainStep) -> None:
-        self._step = step
+        self.of_trees = step
         self._settled: Callable[[], Any] = lambda: None
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> training.Metrics:
         """One step; see :func:`make_train_step`."""
-        state: training.TrainState = _state_of(model, optimizer)
+        state: training.TrainState = state_of(model, optimizer)
         if self._settled() is not optimizer:
             state, self._settled = _placement.settled(state), weakref.ref(optimizer)
-        state, metrics = self._step(state, batch)
+        state, metrics = self.of_trees(state, batch)
         nnx.update(model, state.params, *state.model_state[1:])
         optimizer._take(state)
         return metrics
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """The program of a step, as ``jax.jit(…).lower`` gives it."""
-        return self._step.lower(_state_of(model, optimizer), batch)
+        return self.of_trees.lower(state_of(model, optimizer), batch)
 
 
 @jax.tree_util.register_static
@@ -91,7 +120,8 @@ class _State(training.TrainState):
         return new.replace(model_state=(form, model_state[1], others))
 
 
-def _state_of(model: Any, optimizer: Optimizer) -> _State:
+def state_of(model: Any, optimizer: Optimizer) -> _State:
+    """What the step of trees takes of a model and its optimizer."""
     require_model(model, "step", "(model, optimizer, batch)")
     require_optimizer(optimizer, "a train step")
     graphdef, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)

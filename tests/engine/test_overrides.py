@@ -7,6 +7,7 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from autocast_tools import dtypes_of, half, normal, products
 from flax import nnx
@@ -213,6 +214,57 @@ def test_an_override_may_be_a_policy_and_tensorfloat32_is_the_cheaper_float32():
     assert precisions("tensorfloat32") is None
     for level in ("half", "bfloat16", jaxmp.get_policy("mixed_bfloat16")):
         assert products(half(model, overrides={"encoder": "float32", "**/head": level}), X, W)[-1] == "bfloat16"
+
+
+def precisions(fun):
+    eqns = jax.make_jaxpr(fun)(X, W).eqns
+    return [eqn.params["precision"] for eqn in eqns if eqn.primitive.name == "dot_general"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "overrides", "expected"),
+    [
+        ("float32", {"encoder": "tensorfloat32"}, [None, None, HIGHEST]),
+        ("float32", {"primitive:dot_general": "tensorfloat32", "head": "float32"}, [None, None, HIGHEST]),
+        ("float32", {"class:half": "tensorfloat32"}, [None] * 3),
+        (jaxmp.PolicyMap("float32", {"**/layer_0": "tensorfloat32"}), None, [None, HIGHEST, HIGHEST]),
+        ("tensorfloat32", {"head": "float32"}, [None, None, HIGHEST]),
+        ("params=float32,compute=float32,output=float32", {"head": "float32"}, [None, None, HIGHEST]),
+        ("float32", {"head": "bfloat16", "class:half": "tensorfloat32"}, [None] * 3),
+    ],
+)
+def test_a_float32_function_may_have_products_of_another_precision(policy, overrides, expected):
+    assert precisions(jaxmp.autocast(model, policy, overrides)) == expected
+    step = jaxmp.make_train_step(loss_of_model, policy=policy, overrides=overrides)
+    state = jaxmp.TrainState.create(params=W, tx=optax.sgd(0.1))
+    dots = [eqn for eqn in step.jitted.trace(state, X).jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert [eqn.params["precision"] for eqn in dots[:3]] == expected
+
+
+def loss_of_model(params, model_state, x, rng):
+    return jnp.sum(model(x, params)), model_state
+
+
+def test_overrides_of_a_float32_function_that_change_nothing_leave_it_as_it_is_and_others_keep_its_results():
+    assert str(jax.make_jaxpr(half(model, "float32", {"head": "float32"}))(X, W)) == str(
+        jax.make_jaxpr(half(model, "float32"))(X, W)
+    )
+    narrow = half(
+        model, "params=float32,compute=float32,output=bfloat16,matmul_precision=highest", {"head": "tensorfloat32"}
+    )
+    assert narrow(X, W).dtype == jnp.bfloat16
+    assert half(lambda x: (x * 2, "text"), "float32", {"**": "tensorfloat32"})(jnp.float16(1)) == (
+        jnp.float32(2),
+        "text",
+    )
+    with pytest.raises(jaxmp.UnmatchedOverrideError, match="'haed' matched none; nearest paths: 'head'"):
+        half(model, "float32", {"haed": "tensorfloat32"})(X, W)
+
+
+def test_every_operation_that_no_key_names_is_a_class():
+    overrides = {"head": "half", "class:*": "float32"}
+    assert products(half(model, overrides=overrides), X, W) == ["float32", "float32", "bfloat16"]
+    assert products(half(model, overrides={**overrides, "class:half": "half"}), X, W) == ["bfloat16"] * 3
 
 
 def test_float16_raises_on_a_tpu(monkeypatch):

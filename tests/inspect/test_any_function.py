@@ -35,6 +35,19 @@ class Model(nnx.Module):
         return self.head(self.block(x))
 
 
+@pytest.mark.parametrize("look", [numerics, first_nonfinite, lambda fun: compare(fun, "mixed_bfloat16")])
+def test_what_a_donating_step_has_had_is_told(look):
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
+    params, x = {"w": jnp.ones((2, 1))}, jnp.ones((4, 2))
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    jaxmp.make_train_step(lambda params, model_state, x, rng: (jnp.sum(x @ params["w"]), model_state))(state, x)
+    with pytest.raises(RuntimeError, match=r"to a donating step once only, but 'params/w' in this one is gone"):
+        look(lambda params, x: jnp.sum(x @ params["w"]))(params, x)
+    if look is numerics:
+        with pytest.raises(RuntimeError, match="but 'opt_state/loss_scale/loss_scale' in this one is gone"):
+            look(lambda params, x: jnp.sum(x @ params), tx=tx)(jnp.ones((2, 1)), x, opt_state=state.opt_state)
+
+
 def loss_fn(model: Any, x: Any) -> Any:
     return jnp.mean(model(x) ** 2)
 

@@ -230,6 +230,32 @@ class InPlace(Wrong):
         self.loss_scale = self.loss_scale / 2
 
 
+class Renaming(Wrong):
+    def adjust(self, grads_finite, grad_max=None):
+        return type(self)(self.loss_scale, self.name + "!")
+
+
+class CountingStruct(Struct):
+    steps: int = flax.struct.field(pytree_node=False, default=0)
+
+    def adjust(self, grads_finite, grad_max=None):
+        return self.replace(steps=self.steps + 1, kind=self.kind)
+
+
+class Remembering(Wrong):
+    kept: Any = None
+
+    def adjust(self, grads_finite, grad_max=None):
+        new = Remembering(self.loss_scale)
+        new.kept, new.name = grads_finite, grads_finite
+        return new
+
+
+class Becoming(Wrong):
+    def adjust(self, grads_finite, grad_max=None):
+        return Plain(self.loss_scale)
+
+
 class Number(Wrong):
     def adjust(self, grads_finite, grad_max=None):
         return jnp.float32(1)
@@ -283,11 +309,15 @@ def test_a_class_that_is_no_whole_loss_scale_is_told_what_it_lacks(make, error, 
             "must return the loss scale of the next step, but that of InPlace returned NoneType; return a",
         ),
         (Number, TypeError, r"but that of Number returned float32 of shape \(\); return a new object"),
+        (Renaming, ValueError, r"as it is, .*, but that of Renaming changed its name; keep what changes in an attribu"),
+        (CountingStruct, ValueError, "but that of CountingStruct changed its steps; keep what changes"),
+        (Remembering, ValueError, "but that of Remembering changed its name; keep what changes"),
+        (Becoming, ValueError, "but that of Becoming changed its class; keep what changes"),
         (Widening, ValueError, r"a scalar, but Plain has a loss_scale of shape \(2,\)"),
     ],
 )
 @pytest.mark.parametrize("by_step", [False, True])
-def test_an_adjust_that_returns_no_loss_scale_is_named(cls, error, said, by_step):
+def test_an_adjust_that_returns_no_loss_scale_for_the_next_step_is_named(cls, error, said, by_step):
     params, batch = problem()
     tx = loss_scaling(optax.sgd(0.1), cls())
     with pytest.raises(error, match=said):

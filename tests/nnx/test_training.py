@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
@@ -230,7 +231,7 @@ def test_what_remat_and_scan_of_nnx_return_is_what_they_took_unless_it_is_writte
         model, optimizer = setup(Blocks(remat))
         step = make_train_step(lambda model, batch: jnp.mean(model(batch["x"]) ** 2), accumulate_steps=2)
         found[remat] = [step(model, optimizer, ROWS)["loss"] for _ in range(3)], values(model)
-    assert bits(found[True]) == bits(found[False]) and compiled_once(step._step)
+    assert bits(found[True]) == bits(found[False]) and compiled_once(step.of_trees)
 
     def writes(model: Any, batch: Any) -> jax.Array:
         def nudged(first: Any, x: jax.Array) -> jax.Array:
@@ -266,7 +267,7 @@ def test_steps_compile_once_never_wait_and_reuse_the_memory_of_the_model():
     with jax.transfer_guard("disallow"):
         for batch in (BAD, BATCH, BATCH):
             step(model, optimizer, batch)
-    assert compiled_once(step._step) and kernel.is_deleted() and moment.is_deleted()
+    assert compiled_once(step.of_trees) and kernel.is_deleted() and moment.is_deleted()
 
 
 def test_without_donation_a_clone_made_before_lives_on():
@@ -297,7 +298,7 @@ def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
     (twin, twin_optimizer), step = setup(NNXNet(), "mixed_bfloat16"), make_train_step(loss_fn)
     for n in (1, np.inf, 2):
         metrics = step(model, optimizer, jax.device_put({**ROWS, "x": n * ROWS["x"]}, rows))
-    assert compiled_once(step._step) and metrics["loss_scale"] == 512 and int(optimizer.skipped) == 1
+    assert compiled_once(step.of_trees) and metrics["loss_scale"] == 512 and int(optimizer.skipped) == 1
     for n in (1, np.inf, 2):
         make_train_step(loss_fn)(twin, twin_optimizer, {**ROWS, "x": n * ROWS["x"]})
     close(values(model), values(twin), rtol=2e-2, atol=2e-3)
@@ -407,12 +408,36 @@ def test_arguments_that_do_not_fit_are_told():
     ):
         make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
     model, optimizer = setup(mlp())
-    for wrong in (optimizer, nn.Dense(2), None, nnx.state(model)):
-        with pytest.raises(
-            TypeError,
-            match=rf"{type(wrong).__name__} came in the place of an NNX model; write step\(model, optimizer, ",
-        ):
+    state, variable = nnx.state(model), nnx.Param(jnp.ones(2))
+    plain = nnx.to_pure_dict(state), nnx.split(model), jnp.ones(2), {"a": state}, [], nnx.Rngs(0), variable
+    for wrong in (optimizer, nn.Dense(2), None, state, *plain):
+        rule = rf"{type(wrong).__name__} came in the place of an NNX model; write "
+        with pytest.raises(TypeError, match=rule + r"step\(model, optimizer, "):
             make_train_step(loss_fn)(wrong, optimizer, ROWS)
+        with pytest.raises(TypeError, match=rule + r"jaxmp.nnx.Optimizer\(model, tx"):
+            jaxmp.nnx.Optimizer(wrong, optax.sgd(0.1))
+        for put in (jaxmp.nnx.apply_policy, jaxmp.nnx.autocast):
+            with pytest.raises(TypeError, match=rf"takes an instance of flax.nnx.Module, got {type(wrong).__name__}; "):
+                put(wrong, "mixed_bfloat16")
+    with pytest.raises(TypeError, match="but the class Linear came in the place of an NNX model"):
+        jaxmp.nnx.Optimizer(nnx.Linear, optax.sgd(0.1))
+
+
+@pytest.mark.once
+def test_the_step_has_the_options_of_the_step_for_trees():
+    own, others = (inspect.signature(make).parameters for make in (make_train_step, jaxmp.make_train_step))
+    assert list(own) == list(others) and len(own) > 10
+    assert all(own[name] == others[name] for name in others if name != "loss_fn")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'accumulate'"):
+        make_train_step(loss_fn, accumulate=2)
+
+
+@pytest.mark.once
+def test_a_tree_of_models_or_of_variables_is_a_model():
+    for model in ([nnx.Linear(2, 1, rngs=nnx.Rngs(0))], {"kernel": nnx.Param(jnp.ones((2, 1)))}):
+        optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+        step = make_train_step(lambda model, x: jnp.sum(x @ jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))[-1]))
+        assert jnp.isfinite(step(model, optimizer, jnp.ones((3, 2)))["loss"]) and int(optimizer.skipped) == 0
 
 
 @pytest.mark.once

@@ -470,6 +470,28 @@ def test_a_loss_scale_behind_another_transform_of_a_chain_is_warned_of_once(name
         )
 
 
+def test_a_train_step_warns_once_of_a_loss_scale_behind_another_transform_that_came_by_replace():
+    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
+    behind, params = clipped_first(tx), {"x": jnp.ones(2)}
+    state = TrainState.create(params=params, tx=tx).replace(tx=behind, opt_state=behind.init(params))
+    step = make_train_step(lambda p, s, b, r: (jnp.sum(p["x"]), s), donate=False)
+    with pytest.warns(UserWarning, match="must be the first transform of a chain") as caught:
+        step(state, 1.0)
+    assert len(caught) == 1
+    step(state, jnp.ones(2))  # compiled again, and nothing more to hear
+
+
+def test_a_train_step_warns_once_of_a_loss_scale_behind_another_transform_that_an_nnx_optimizer_was_given():
+    model, behind = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), clipped_first(loss_scaling(optax.sgd(0.1), DynamicLossScale()))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+    optimizer.tx, optimizer.opt_state = behind, nnx.Optimizer(model, behind, wrt=nnx.Param).opt_state
+    step = jaxmp.nnx.make_train_step(lambda model, x: jnp.sum(model(x)))
+    with pytest.warns(UserWarning, match="must be the first transform of a chain") as caught:
+        step(model, optimizer, jnp.ones((1, 2)))
+    step(model, optimizer, jnp.ones((2, 2)))
+    assert len(caught) == 1
+
+
 @pytest.mark.parametrize("name", BEFORE)
 def test_a_loss_scale_before_the_others_is_not_warned_of(name):
     tx = BEFORE[name](loss_scaling(clipped_first(optax.sgd(0.1)), DynamicLossScale()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 import warnings
 
 import flax.linen as nn
@@ -192,6 +193,16 @@ def test_a_moving_average_that_the_step_would_never_update_is_refused():
     params, batch = problem()
     with pytest.raises(ValueError, match="keeps a moving average that this step would never update; pass"):
         make_train_step(train_loss)(fresh(params, ema=True), batch)
+
+
+def test_an_evaluation_step_has_a_jitted_function_that_type_checkers_know():
+    evaluate = make_eval_step(train_loss)
+    kind = typing.get_type_hints(make_eval_step)["return"]
+    assert typing.get_type_hints(kind)["jitted"] is jax.stages.Wrapped and isinstance(evaluate, kind)
+    params, batch = problem()
+    state = fresh(params)
+    compiled = evaluate.jitted.lower(state, batch).compile()
+    assert jnp.array_equal(compiled(state, batch)["loss"], evaluate(state, batch)["loss"])
 
 
 REMAT = ["full", "dots", "dots_no_batch", "dots_saveable", "checkpoint_dots"]
