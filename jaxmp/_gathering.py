@@ -31,9 +31,9 @@ from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.invariant import same_in_turns, same_results
 from jaxmp._jaxpr.places import Places
+from jaxmp._jaxpr.primitives import BROADCAST
 from jaxmp._jaxpr.program import Program, arrays_in
 from jaxmp._jaxpr.rebuild import bound, is_body_alone, rebuilt
-from jaxmp._jaxpr.repeated import BROADCAST
 from jaxmp._jaxpr.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp._mesh_plan import COPIES, HalfSumError, Plan, while_tracing, wide
 from jaxmp._mesh_products import computed_wide, goes_by_rows, in_float8, may_be_wide, product_by_rows

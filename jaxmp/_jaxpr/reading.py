@@ -291,7 +291,7 @@ def _in_program(value: Any) -> Any:
 
 def is_batched(value: Any) -> bool:
     """Whether ``jax.vmap``, as the innermost transformation here, has a value for each example."""
-    return isinstance(value, BatchTracer)
+    return isinstance(value, BatchTracer) and value._trace is core.trace_ctx.trace  # and not that of one around it
 
 
 def is_staged(value: Any) -> bool:

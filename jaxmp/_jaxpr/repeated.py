@@ -26,6 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxpr.joint import sum_and_largest
+from jaxmp._jaxpr.primitives import BROADCAST
 from jaxmp._jaxpr.reading import has_explicit_axes, is_batched
 
 _cast = Primitive("cast_repeated")
@@ -33,25 +34,23 @@ MAX_TERMS = 256
 """Of a sum in half: in bfloat16 one more 1 changes nothing."""
 REPEATS = frozenset({"broadcast_in_dim", "gather"})
 """Equations that repeat an operand, or look it up."""
-BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2"})
-"""Equations whose operands JAX broadcasts by itself, along axes of size 1 and from scalars."""
+_ADDS_UP = BROADCAST | REPEATS
 
 
-def must_widen(eqn: Any, operands: Sequence[Any], value: Any) -> bool:
-    """Whether half cannot hold the sums of the cotangents of ``value``, one of ``operands``, that an equation adds up.
+def must_widen(eqn: Any, value: Any, is_mapped: bool) -> bool:
+    """Whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation.
 
-    They are long where it is repeated or looked up often, and where all examples of a ``jax.vmap`` read it.
+    They are long where it is repeated or looked up often; and where all examples of a ``jax.vmap`` read it, if another
+    operand ``is_mapped``: there is one of it for each example.
     """
-    is_long = eqn.primitive.name in BROADCAST | REPEATS and _terms_of(eqn, value) > MAX_TERMS
-    return is_long or (any(map(is_batched, operands)) and not is_batched(value))
-
-
-def _terms_of(eqn: Any, value: Any) -> float:
-    """At most how many cotangents are added up for an element of ``value``, which an equation repeats or looks up."""
-    if eqn.primitive.name != "gather":
-        return eqn.outvars[0].aval.size / max(value.size, 1)
-    batch = eqn.params["dimension_numbers"].start_indices_batching_dims
-    return math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
+    if is_mapped and not is_batched(value):
+        return True
+    if eqn.primitive.name == "gather":
+        batch = eqn.params["dimension_numbers"].start_indices_batching_dims
+        terms = math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
+    else:
+        terms = eqn.outvars[0].aval.size / max(value.size, 1) if eqn.primitive.name in _ADDS_UP else 0
+    return terms > MAX_TERMS
 
 
 def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:

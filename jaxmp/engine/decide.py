@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._jaxpr.repeated import BROADCAST
+from jaxmp._jaxpr.primitives import BROADCAST, COMBINES, MONOTONE, PICKS
 from jaxmp._jaxpr.walk import PRODUCTS, cycles, walk
 from jaxmp.engine import groups
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind
 from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
-from jaxmp.engine.rules import COMBINES, MONOTONE, PICKS
 
-_FLOAT32 = np.dtype(np.float32)
+_FLOAT32, _MEETS, _JOINED = np.dtype(np.float32), BROADCAST | COMBINES, frozenset({"concatenate", "stack"})
 
 
 def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
@@ -188,9 +187,6 @@ def _dtypes(node: Node, rounded: Collection[Node]) -> tuple[np.dtype | None, np.
     return None, node.written
 
 
-_JOINED = frozenset({"concatenate", "stack"})
-
-
 def _put_casts_off(nodes: Sequence[Node]) -> list[Node]:
     """Leaves to each reader the author's casts of weights to half, through all that only moves them.
 
@@ -234,8 +230,8 @@ def _move_casts(nodes: Sequence[Node]) -> None:
             continue
         wanted = {read_in(user, node) for user in node.users}
         dtype = wanted.pop() if len(wanted) == 1 else None
-        # Arithmetic repeats it too, if only by a vmap from outside.
-        repeats = (user.loop != node.loop or user.name in BROADCAST | COMBINES for user in node.users)
+        # What meets it repeats it too, if only by a vmap from outside.
+        repeats = (user.loop != node.loop or user.name in _MEETS for user in node.users)
         repeated = not node.is_cast_once and (len(node.users) > 1 or any(repeats))
         if dtype is not None and dtype.itemsize == 2 and node.late in (None, dtype) and not repeated:
             node.compute, node.dtype, node.late = dtype, dtype, None

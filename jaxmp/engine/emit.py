@@ -12,16 +12,17 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
+from jaxmp._jaxpr.primitives import BROADCAST, COMBINES
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import BROADCAST, MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32
+from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.dtypes import is_castable
 from jaxmp.engine.classes import CLEAR, KEPT
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.marks import OF_POLICY, WITH_RULE, marks_in
-from jaxmp.engine.rules import COMBINES, Rules
+from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
 
 # Without jit, loops are compiled as one, and found compiled by the next call.
@@ -70,6 +71,7 @@ class _Evaluation:
     def __init__(self, rules: Rules, normalised: Normalised, body: Body, args: Sequence[Any]) -> None:
         self.rules, self.normalised, self.body = rules, normalised, body
         self.is_noted = rules.programs is None  # for a plan
+        self.is_mapped, self.mapped = any(map(reading.is_batched, (*args, *body.consts))), None  # here; in this step
         self.env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
         self.env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
         self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
@@ -105,7 +107,9 @@ class _Evaluation:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
         if type(atom) is Literal:
             return self.places.number(value, dtype)
-        is_summed = repeat is not None and dtype.itemsize == 2 and must_widen(repeat[0].eqn, repeat[1], value)
+        is_summed = (
+            repeat is not None and dtype.itemsize == 2 and must_widen(repeat[0].eqn, value, self.mapped is not None)
+        )
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
@@ -120,7 +124,7 @@ class _Evaluation:
             return self.shared[atom, dtype]
         is_summed |= repeat is not None and dtype.itemsize < value.dtype.itemsize
         if is_summed and node.late in (None, dtype):
-            return self.repeated(value, dtype, repeat[0], _met(repeat[0], repeat[1], node))
+            return self.repeated(value, dtype, repeat[0], _met(repeat[0], repeat[1], self.mapped, node))
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
@@ -149,6 +153,7 @@ class _Evaluation:
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""
         eqn, node, places = step.eqn, step.node, self.places
+        self.mapped = next(filter(reading.is_batched, given), None) if self.is_mapped else None
         repeat = (step, given) if eqn.primitive.name in _MEET else None
         wanted = zip(given, eqn.invars, step.operands, _wants(step), strict=True)
         operands = [
@@ -174,7 +179,7 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        if node is not None and eqn.primitive.name in REPEATS and must_widen(eqn, operands, operands[0]):
+        if node is not None and eqn.primitive.name in REPEATS and must_widen(eqn, operands[0], self.mapped is not None):
             return summed_in_float32(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
@@ -205,11 +210,10 @@ def _summed_over_turns(step: Step, bodies: reading.Bodies) -> list[tuple[int, np
     return [(place, each.dtype) for place, each in found if each.dtype.itemsize < each.written.itemsize]
 
 
-def _met(step: Step, operands: Sequence[Any], node: Node) -> Any:
+def _met(step: Step, operands: Sequence[Any], mapped: Any, node: Node) -> Any:
     """What ``node`` among ``operands`` meets of which there is one for each example, or may come to be for a weight."""
-    batched = next(filter(reading.is_batched, operands), None)
-    if batched is not None or node.is_cast_once:
-        return batched
+    if mapped is not None or node.is_cast_once:
+        return mapped
     pairs = zip(operands, step.operands, strict=True)
     return next((value for value, each in pairs if each and each.is_cast_once and reading.is_staged(value)), None)
 

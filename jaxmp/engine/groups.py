@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.primitives import COMBINES
 from jaxmp._jaxpr.walk import PRODUCTS, follow_products, walk
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, SOURCE, STRICT, Class, primitives_of
 from jaxmp.engine.graph import Graph, Node, Step, users_of
-from jaxmp.engine.rules import COMBINES
 
 _LINALG = primitives_of(Class.LINALG)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
@@ -31,14 +31,15 @@ _SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on
 _READ_PLACES = _COMPARISONS | _ROUNDINGS | {"sin", "cos", "tan", "rem", _SEARCH}
 _SQUARES = frozenset({"square", "integer_pow", "abs", "mul", "pow"})
 _FORMS = PRODUCTS | {"mul"}
-_MAY_HAND_PLACES = _READ_PLACES | _SQUARES | PRODUCTS | {_CAST, "complex", "neg", "exp"}
+_MAY_SQUARE = _SQUARES | PRODUCTS
+_MAY_HAND_PLACES = _READ_PLACES | _MAY_SQUARE | {_CAST, "complex", "neg", "exp"}
 _SUMS = frozenset({"add", "sub", "add_any"})
 _SCALES = frozenset({"mul", "div", "neg"})
 _MEANS = _SCALES | {"reduce_sum"}
 _MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
 _OFFSETS = _SUMS | _LIMITS
-_NEAR_ONE = frozenset({"acos", "acosh", "asin", "atanh", "erf_inv", "log1p"})  # what is left of 1 counts
+_OF_ONE = frozenset({"acos", "acosh", "asin", "atanh", "erf_inv", "log1p"})  # what is left of 1 counts
 _AFFINE = _OFFSETS | _SCALES | {"select_n"}
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
 _FULL = frozenset({FULL, STRICT})
@@ -133,9 +134,14 @@ def _logarithms(node: Node, _: Step) -> Iterator[Group]:
 
 def _mixture(log: Node) -> list[Node]:
     """The products of probabilities that a likelihood is made of: ``q`` and ``1 - q`` by outcome, or their ratio."""
-    passed = _AFFINE | {"abs", "pow", "integer_pow"}
-    terms = walk(log.inputs, lambda node: node.inputs if node.kind in (CLEAR, JOIN) or node.name in passed else ())
-    return [term for term in terms if term.name in PRODUCTS and any(map(_probability, term.inputs))]
+    terms = [*log.inputs]
+    for term in itertools.islice(terms, 64):  # it grows; see _origin
+        unknown = [each for each in term.inputs if each.const is None]
+        # A sum by outcome has weights: one without is a residual stream, and attention no likelihood.
+        is_stream = term.name in _SUMS and len(unknown) > 1 and any(each.origin.name != "mul" for each in unknown)
+        is_passed = term.kind in (CLEAR, JOIN) or term.name in _AFFINE | {"abs", "pow", "integer_pow"}
+        terms += unknown if is_passed and not is_stream else ()
+    return [*dict.fromkeys(each for each in terms if each.name in PRODUCTS and any(map(_probability, each.inputs)))]
 
 
 def _read_by_products(name: str, terms: Sequence[Node], reason: str) -> Iterator[Group]:
@@ -192,18 +198,27 @@ def _is_root(node: Node) -> bool:
 
 
 def _cosines(node: Node, _: Step) -> Iterator[Group]:
-    """Products over the norms of both factors, however they are written, and what reads them where they are near 1."""
-    first, last, way = node.inputs[0].origin, node.inputs[-1].origin, list[Node]()
-    if node.name == "div" and (below := _origin(last, _OFFSETS)).name == "mul" and all(map(_is_norm, below.inputs)):
-        yield Group("cosine similarity", (node, below, first), "divided by the norms of both")
+    """Products over the norms of both factors, however they are written."""
+    first = node.inputs[0].origin
+    if node.name == "div" and (below := _origin(node.inputs[-1], _OFFSETS)).name == "mul":
+        if all(map(_is_norm, below.inputs)):
+            yield Group("cosine similarity", (node, below, first), "divided by the norms of both")
     elif node.name == "reduce_sum" and first.name == "mul" and (units := _units(first)):
         yield Group("cosine similarity", (node, first, *units))
-    elif node.name in _NEAR_ONE or (node.name in _SUMS and (first.const or last.const)):
-        below = _origin(last if first.const else first, _MASKED | _SQUARES | _LIMITS, way)
-        low, high = next((each.const for each in (first, last) if each.const), (1.0, 1.0))
-        units = _units(below, way) if below.name in PRODUCTS and low == high else []
-        if units and math.isclose(_scale(way), high, rel_tol=0.1):
-            yield Group("cosine similarity", (below, node, *way, *units), "a product of unit vectors, near 1")
+
+
+def _near_one(node: Node, _: Step) -> Iterator[Group]:
+    """What a cosine is subtracted from if that is 1, or a multiple of both; angles."""
+    first, last, way = node.inputs[0].origin, node.inputs[-1].origin, list[Node]()
+    if node.name in _SUMS and not (first.const or last.const):
+        return
+    product = _origin(last if first.const else first, _MASKED | _SQUARES | _OFFSETS, way)
+    if node.name == "add" and "neg" not in [each.name for each in way]:  # 1 + c is 2
+        return
+    low, high = first.const or last.const or (1.0, 1.0)
+    units = _units(product, way) if product.name in PRODUCTS and low == high else []
+    if units and math.isclose(_scale(way), high, rel_tol=0.1):
+        yield Group("cosine similarity", (product, node, *way, *units), "a product of unit vectors, near 1")
 
 
 def _units(product: Node, way: list[Node] | None = None) -> list[Node]:
@@ -216,8 +231,8 @@ def _units(product: Node, way: list[Node] | None = None) -> list[Node]:
 def _scale(way: Sequence[Node]) -> float:
     """What a value was multiplied with on its way; NaN if that is not one number."""
     consts = [(node.name, *each.origin.const) for node in way for each in node.inputs if each.origin.const]
-    factors = [high if name == "mul" else 1 / high for name, low, high in consts if name in ("mul", "div")]
-    return math.prod(factors) if all(low == high for _, low, high in consts) else math.nan
+    factors = [(name, high if low == high else math.nan) for name, low, high in consts if name in ("mul", "div")]
+    return math.prod(factor if name == "mul" else 1 / factor for name, factor in factors)
 
 
 def _is_norm(node: Node) -> bool:
@@ -273,7 +288,8 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
             inner = [each for each in products.get(norm, ()) if each is not vector]  # of x A xᵀ, the product x A
             nodes = dict.fromkeys(sorted((*cancelled, norm, *inner), key=lambda each: -len(each.shape)))
             yield Group("distances", tuple(nodes), "a product that sums of squares cancel")
-    for first in products if any(any(map(_square, each.inputs)) for term in summed for each in term.inputs) else ():
+    has_squares = any(any(map(_square, each.inputs)) for term in summed for each in term.inputs)
+    for first in products if has_squares else ():
         vectors = {_origin(each[0].inputs[0], _SCALES) for each in map(_square, first.inputs) if each}
         if pair := [each for each in products if not vectors.isdisjoint(products[each])]:  # x² @ a - 2 x @ (a y)
             yield Group("distances", (first, *pair), "a product that sums of squares cancel")
@@ -333,7 +349,8 @@ GROUPS = (
     (_softmaxes, {"div"}),
     (_logarithms, _LOGARITHMS | {"atanh", "erf_inv"}),
     (_squares, {"reduce_sum", "sqrt", *PRODUCTS}),
-    (_cosines, {"reduce_sum", "div", "sub", "add", *_NEAR_ONE}),
+    (_cosines, {"reduce_sum", "div"}),
+    (_near_one, {"sub", "add", *_OF_ONE}),
     (_differences, _SUMS),
     (_searches, {"while"}),
 )
@@ -376,7 +393,7 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
             reals = [*dict.fromkeys((*reals, *(real for atom in atoms for real in complexes.get(atom, ()))))]
             complexes[out] = reals
         ends = list[Node]()
-        squared = _squared_difference(node) if node is not None else None
+        squared = _squared_difference(node) if node is not None and name in _MAY_SQUARE else None
         if squared or name in _COMPARISONS:  # |x - position|: an interpolation
             pair, known = (squared.inputs, of_iota) if squared else (reals, of_positions)
             others = [each for each in zip(pair, pair[::-1], strict=True) if each[1] not in of_products]
@@ -405,7 +422,7 @@ def _hands_places(step: Step) -> bool:
     name, node = step.eqn.primitive.name, step.node
     kind = step.eqn.outvars[0].aval.dtype.kind if name in (_CAST, "complex", "mul", "neg", "exp") else ""
     is_read = (name in _READ_PLACES or (name == _CAST and kind in "iu")) and any(step.operands)
-    return is_read or kind == "c" or (node is not None and _squared_difference(node) is not None)
+    return is_read or kind == "c" or bool(node and name in _MAY_SQUARE and _squared_difference(node))
 
 
 def _squared_difference(node: Node) -> Node | None:

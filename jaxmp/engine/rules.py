@@ -12,28 +12,11 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.primitives import PICKS
 from jaxmp.dtypes import CASTABLE, is_castable, nearest, range_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.patterns import EVERY, OPERATIONS, matches
-
-# To cast before or after is the same: each element has one origin and one destination, or the largest is picked, and
-# rounding keeps the order. (Not so where the gradient is a sum: after a gather, a broadcast.)
-MONOTONE = frozenset(
-    {"reshape", "transpose", "squeeze", "rev", "copy", "name", "convert_element_type"}
-    | {"reduce_window_max", "reduce_window_min"}
-)
-# Each element of the result is an element of the operand: to cast before or after gives the same bits.
-PICKS = frozenset(
-    {"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "dynamic_slice", "gather"}
-    | {"split", "unstack", "optimization_barrier", "sharding_constraint"}
-)
-COMBINES = frozenset(
-    {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}
-    | {"scatter", "scatter-min", "scatter-max"}
-)
-"""Operations of several operands that round nothing, and so add up no error round a loop."""
-
 
 _NO_SCOPES = (
     "none: no scopes are seen (NNX has none, jaxmp.nnx.apply_policy puts them there; an autocast inside keeps its own)"

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.primitives import COMBINES, PICKS
 from jaxmp._jaxpr.walk import interpreted
-from jaxmp.engine.rules import COMBINES, PICKS
 from jaxmp.inspect.evaluate import is_whole
 from jaxmp.inspect.program import Key, Place, paths_left, places
 

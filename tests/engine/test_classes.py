@@ -20,11 +20,12 @@ from jax.sharding import PartitionSpec as P
 from primitive_tools import SKIPPED, installed_primitives
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.primitives import COMBINES, MONOTONE
 from jaxmp._jaxpr.walk import equations, jaxprs_in
 from jaxmp.engine import classes
 from jaxmp.engine.classes import Class, classify, primitives_of
 from jaxmp.engine.marks import SPECIAL
-from jaxmp.engine.rules import COMBINES, MONOTONE, Rules
+from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
 from jaxmp.overrides import UnknownOperationError, primitives_named_by
 

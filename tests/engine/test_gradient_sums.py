@@ -297,15 +297,18 @@ COMPUTED_FOR_ALL = {
 
 
 @pytest.mark.parametrize("half", HALVES.values())
+@pytest.mark.parametrize("is_ensemble", [False, True])
 @pytest.mark.parametrize("name", [*SHARED, *COMPUTED_FOR_ALL])
-def test_nor_does_one_where_examples_are_mapped_from_outside(name, half):
-    rng = np.random.default_rng(0)
-    x, w = rng.uniform(size=(4096, 6, 8)), rng.uniform(size=(8, 8)) / 4
-    args = {"w": jnp.asarray(w, jnp.float32), "v": jnp.full(8, 0.5)}, jnp.asarray(x, jnp.float32)
+def test_nor_does_one_where_examples_are_mapped_from_outside(name, is_ensemble, half):
+    rng, members = np.random.default_rng(0), (1,) * is_ensemble  # one is as many as any
+    x, w = rng.uniform(size=(4096, 6, 8)), rng.uniform(size=(*members, 8, 8)) / 4
+    args = {"w": jnp.asarray(w, jnp.float32), "v": jnp.full((*members, 8), 0.5)}, jnp.asarray(x, jnp.float32)
     fun, policy = {**SHARED, **COMPUTED_FOR_ALL}[name], f"mixed_{half}"
 
     def gradient(fun):
-        return jax.grad(lambda p, x: jax.vmap(fun, (None, 0))(p, x).sum() / 16)
+        examples = jax.vmap(fun, (None, 0))
+        mapped = jax.vmap(examples, (0, None)) if is_ensemble else examples
+        return jax.grad(lambda p, x: mapped(p, x).sum() / 16)
 
     true = compiled(gradient(fun))(*args)
     # What is computed and then traced belongs to all until ``jax.vmap`` says otherwise; a param is always one of many.

@@ -32,6 +32,11 @@ def half(fun: Any, policy: str = "mixed_bfloat16", overrides: Any = None) -> Any
     return jaxmp.autocast(fun, policy, overrides)
 
 
+def both(fun: Any, policy: str, *args: Any) -> Any:
+    """What ``fun`` gives under a policy and without one: one program, as each operation by itself is one too."""
+    return compiled(lambda *args: (half(fun, policy)(*args), fun(*args)))(*args)
+
+
 def operations(fun: Any, *args: Any) -> list[tuple[str, str]]:
     """Name and result dtype of each equation of the traced ``fun`` that has a floating result, bodies included."""
     found = []
