@@ -120,17 +120,15 @@ def _modes(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _follow(module: Any) -> None:
-    if (link := _links.get(id(module))) is not None:
-        _take_over(vars(module), link)
-
-
-def _take_over(attributes: dict[str, Any], link: _Link) -> None:
-    given, seen = link.given.attributes, link.seen
-    if link.further is not None:
-        _take_over(given, link.further)
-    now = _modes(given)
-    attributes.update({name: now[name] for name in seen.keys() & now.keys() if seen[name] is not now[name]})
-    seen.update(now)
+    chain, link = list[tuple[dict[str, Any], _Link]](), _links.get(id(module))
+    attributes = vars(module)
+    while link is not None:
+        chain.append((attributes, link))
+        attributes, link = link.given.attributes, link.further
+    for attributes, link in reversed(chain):
+        now, seen = _modes(link.given.attributes), link.seen
+        attributes.update({name: now[name] for name in seen.keys() & now.keys() if seen[name] is not now[name]})
+        seen.update(now)
 
 
 def _following(flatten: Any) -> Callable[..., Any]:
