@@ -99,6 +99,7 @@ def loss_scaling(
         which is what an elementwise optimizer spends its time on.
 
     Raises (here, or from ``init`` and ``update``):
+      RuntimeError: a donating step has had the state or the params.
       TypeError: ``inner`` is no optimizer; ``loss_scale`` is no loss scale, or its ``adjust`` takes or returns another
         thing; the state is none that ``init`` makes; gradients are not floating.
       ValueError: the scale is no positive scalar, or ``adjust`` changes what is static in it; ``inner`` has a loss
@@ -131,7 +132,11 @@ def loss_scaling(
     def update(
         updates: optax.Updates, state: LossScalingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LossScalingState]:
-        return stepped(updates, state, params, None, **extra_args)
+        try:
+            return stepped(updates, state, params, None, **extra_args)
+        except (RuntimeError, ValueError) as error:
+            require_not_deleted({"opt_state": state, "params": params}, error)
+            raise
 
     def stepped(
         updates: optax.Updates,

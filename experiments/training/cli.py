@@ -26,7 +26,22 @@ T = TypeVar("T")
 GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX may take in a script; it would leave a quarter unused by itself."""
 BatchSize = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="INT|auto", aliases=("--batch",))]
-Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
+
+
+def _path(words: list[str]) -> Path:
+    if not words[0]:  # Path would take it for the current folder
+        raise ValueError("a folder must have a name, got '' (an unset variable of the shell?); write . for this one")
+    return Path(words[0])
+
+
+_PATH = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="DIR",
+    instance_from_str=_path,
+    is_instance=lambda value: value is None or isinstance(value, Path),
+    str_from_instance=lambda value: [str(value)],
+)
+Folder = Annotated[Path | None, _PATH, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
     Params are stored in the param dtype, every submodule computes in the compute dtype of its own policy, and what the
     root returns is cast to the output dtype. Batch statistics and other collections keep the dtypes that they have
-    without a policy; Linen's ``cache``, ``intermediates`` and ``perturbations`` have those of what was computed.
+    without a policy; Linen's ``cache``, ``intermediates`` and ``perturbations`` have those of what was computed. An
+    initializer for which JAX has no half program, an orthogonal one, is computed in float32 and rounded.
 
     A ``dtype`` or ``param_dtype`` field that has its class's default is filled; one that differs is the author's word
     and stays, unless an override covers the module. A module with a ``dtype`` field computes as it is written. The
@@ -190,8 +191,11 @@ class _Policied(Hooks):
         make = functools.partial(super().init, *args, **kwargs)
         try:
             return make()
-        except NotImplementedError:  # LAPACK's operations take no half operands; nor do variables often need them
-            return jax.jit(make)()
+        except NotImplementedError as error:  # LAPACK's operations take no half operands
+            try:
+                return jax.jit(make)()  # variables do not often need them
+            except NotImplementedError:
+                raise error from None  # which says where
 
     def clone(self, **kwargs: Any) -> Any:
         with _views.turned(False):

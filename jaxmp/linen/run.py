@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from flax.core import Scope
 
+from jaxmp import tree as _tree
 from jaxmp._adapters import (
     Mode,
     Treatment,
@@ -41,7 +42,9 @@ from jaxmp._adapters import (
     widen,
 )
 from jaxmp._jaxpr.reading import traces_around
+from jaxmp._jaxpr.walk import equations
 from jaxmp.dtypes import is_half
+from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.marks import computing
 from jaxmp.engine.rules import Rules
 from jaxmp.linen.internals import children_of
@@ -470,8 +473,9 @@ def _read_params(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
 
     def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
         own: Any = reference()
-        asked = functools.partial(_made_by, shapes, init_fn) if own.has_variable(PARAMS, name) else init_fn
-        value = make(own, name, asked, *args, **kwargs)
+        is_there = own.has_variable(PARAMS, name)
+        made = functools.partial(_made_by, shapes, init_fn) if is_there else functools.partial(_made, init_fn)
+        value = make(own, name, made, *args, **kwargs)
         return jax.tree.map(widen, value) if is_wide else value
 
     object.__setattr__(module, "param", param)
@@ -483,9 +487,42 @@ def _made_by(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *arg
     try:
         made = shapes.get(known)
     except TypeError:  # an argument has no hash
-        return init_fn(key, *args, **kwargs)
+        return _made(init_fn, key, *args, **kwargs)
     if made is None:
-        made = init_fn(key, *args, **kwargs)
+        made = _made(init_fn, key, *args, **kwargs)
         shapes[known] = jax.tree.map(jax.typeof, made)
         return made
     return jax.tree.map(lambda aval: jax.lax.empty(aval.shape, aval.dtype), made)
+
+
+def _made(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    """What an initializer makes; in float32, and then cast, where it needs an operation that takes no half operands."""
+    half = next((np.dtype(arg) for arg in jax.tree.leaves((args, kwargs)) if _is_half_dtype(arg)), None)
+    if half is None or not _is_refused(lambda key: init_fn(key, *args, **kwargs), key, half):
+        return init_fn(key, *args, **kwargs)
+    wide, named = jax.tree.map(lambda arg: np.float32 if _is_half_dtype(arg) else arg, (args, kwargs))
+    return _tree.cast(init_fn(key, *wide, **named), half)
+
+
+def _is_half_dtype(arg: Any) -> bool:
+    return isinstance(arg, (type, np.dtype)) and is_half(arg)
+
+
+def _is_refused(make: Callable[[Any], Any], key: Any, half: np.dtype) -> bool:
+    """Whether JAX has no program of ``make`` in ``half``, as of a factorisation, which makes an orthogonal matrix.
+
+    It says so while it traces from 0.12 on, and before that when it lowers the program.
+    """
+    try:
+        program = jax.make_jaxpr(make)(key)
+    except (TypeError, ValueError) as error:
+        return half.name in str(error) and not isinstance(error, jax.errors.JAXTypeError)
+    except Exception:  # the user's own, which comes again
+        return False
+    operands = [
+        atom.aval.dtype
+        for eqn in equations(program)
+        if classify(eqn.primitive.name) is Class.LINALG
+        for atom in eqn.invars
+    ]
+    return half in operands

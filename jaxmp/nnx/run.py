@@ -84,27 +84,51 @@ def policied_class(bare: Any, decision: Decision) -> Any:
     return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)
 
 
-_followed: dict[int, tuple[Any, dict[str, Any]]] = {}  # by the ids of modules, a reference and its modes as last seen
+class _Given:
+    """The attributes of a module that was given, as long as it lives, and its modes from then on."""
+
+    def __init__(self, module: Any) -> None:
+        self.attributes = vars(module)
+
+    def end(self, _: Any) -> None:
+        self.attributes = _modes(self.attributes)  # lets go of its Variables and submodules
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Link:
+    """What a module follows, which is read when the module is used and may be gone by then."""
+
+    given: _Given
+    end: weakref.ref[Any]  # of the given module: its arrays live no longer than it, but in a cycle that has itself
+    seen: dict[str, Any]  # its modes when they were last read
+    further: _Link | None  # what it follows itself
+
+
+_links: dict[int, _Link] = {}  # by the ids of modules
 
 
 def follow(module: Any, given: Any) -> None:
     """Has ``module`` take over each mode of ``given``, such as ``deterministic``, that changes there from now on."""
-    _followed[id(module)] = weakref.ref(given), _modes(given)
-    weakref.finalize(module, _followed.pop, id(module), None)
+    known = _Given(given)
+    end = weakref.ref(given, known.end)
+    _links[id(module)] = _Link(known, end, _modes(vars(given)), _links.get(id(given)))
+    weakref.finalize(module, _links.pop, id(module), None)
 
 
-def _modes(module: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, bool)}
+def _modes(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if value is None or isinstance(value, bool)}
 
 
 def _follow(module: Any) -> None:
-    reference, seen = _followed.get(id(module), (lambda: None, {}))
-    if (given := reference()) is None:
-        return
-    _follow(given)
-    now = _modes(given)
-    vars(module).update({name: now[name] for name in seen.keys() & now.keys() if seen[name] is not now[name]})
-    seen.update(now)
+    chain, link = list[tuple[dict[str, Any], _Link]](), _links.get(id(module))
+    attributes = vars(module)
+    while link is not None:
+        chain.append((attributes, link))
+        attributes, link = link.given.attributes, link.further
+    for attributes, link in reversed(chain):
+        now, seen = _modes(link.given.attributes), link.seen
+        attributes.update({name: now[name] for name in seen.keys() & now.keys() if seen[name] is not now[name]})
+        seen.update(now)
 
 
 def _following(flatten: Any) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from run_tools import start, train
 from experiments import image_classification
 from experiments.benchmarks import loss_scaling
 from experiments.comparison import report as comparison_report
-from experiments.training import runs
+from experiments.training import cli, runs
 
 
 def read_run(folder: Path) -> tuple[dict, dict, list[dict[str, str]]]:
@@ -81,6 +81,16 @@ def test_a_run_dir_that_no_file_can_be_written_to_is_named_with_the_reason(run_d
         ValueError, match=f"^--run-dir must name a folder to write to, but {reason}; take another --run-dir$"
     ):
         runs.run_folder("name", Path(run_dir))
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--data-dir"])
+def test_a_folder_without_a_name_is_refused_and_not_taken_for_the_current_one(flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.parse(cli.Training, "", [flag, ""])
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    said = f"{flag}: a folder must have a name, got '' (an unset variable of the shell?); write . for this one"
+    assert end.value.code == 2 and said in shown
+    assert cli.parse(cli.Training, "", ["--run-dir", "."]).run_dir == Path()
 
 
 def test_a_run_without_a_place_for_its_folder_is_told_to_name_one(tmp_path, monkeypatch):

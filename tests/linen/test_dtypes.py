@@ -250,6 +250,19 @@ def test_a_pure_half_preset_is_dtype_and_param_dtype_written_by_hand(policy):
     same_computation(model.apply, by_hand.apply, variables, x)
 
 
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_an_initializer_that_takes_no_half_is_rounded_from_float32(policy):
+    x, orthogonal = data(*SEQUENCE), nn.initializers.orthogonal()
+    for init in (orthogonal, nn.with_partitioning(orthogonal, ("rows", None))):
+        module = nn.Dense(3, use_bias=False, kernel_init=init)
+        expected = module.init(rngs(), x)["params"]["kernel"]
+        for make in (apply_policy(module, policy).init, jax.jit(apply_policy(module, policy).init)):
+            same_bits(nn.unbox(make(rngs(), x)["params"]["kernel"]), nn.unbox(expected).astype(policy))
+    model = apply_policy(nn.RNN(nn.LSTMCell(3)), policy)
+    variables = model.init(rngs(), x)
+    assert dtypes_of(variables) == {policy} and model.apply(variables, x).dtype == policy
+
+
 def test_float32_is_the_bare_model_with_every_product_at_the_highest_precision():
     x = data(*VECTOR)
     model = apply_policy(MLP(), "float32")

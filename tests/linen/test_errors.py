@@ -348,6 +348,18 @@ def test_an_operation_that_is_refused_only_when_it_runs_has_the_note_too():
     jaxmp.linen.autocast(Roots(), "mixed_float16").apply(variables, x)
 
 
+def test_an_initializer_that_is_half_by_itself_has_the_note_too():
+    class Half(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("kernel", lambda key: nn.initializers.orthogonal()(key, (4, 4), jnp.bfloat16))
+
+    with pytest.raises((NotImplementedError, TypeError), match="bfloat16") as raised:
+        apply_policy(nn.Sequential([nn.Dense(4), Half()]), "bfloat16").init(rngs(), X)
+    (note,) = notes(raised.value)
+    assert note.startswith("jaxmp: the module 'layers_1' (Half) runs under the policy")
+
+
 def test_making_variables_notes_it_too_and_a_root_is_told_without_an_override():
     with pytest.raises(ValueError, match="must be float32 or float64, got bfloat16") as raised:
         apply_policy(Spectrum(), "mixed_bfloat16").init(rngs(), X)

@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -279,6 +280,24 @@ def test_modes_of_the_model_that_was_given_are_followed(adapter):
     net.train()
     nnx.state(model)
     assert flags(model, clone, quiet) == [[False, False], [True, False], [True, True]]
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_modes_of_a_given_model_that_is_gone_are_followed_and_its_own_arrays_are_freed(policy):
+    net = Net(rngs())
+    scale = weakref.ref(net.norm.scale.get_raw_value())
+    middle = apply_policy(net, "mixed_float16")
+    model, other = apply_policy(middle, policy), apply_policy(net, policy)
+    del middle
+    net.eval()
+    del net
+    gc.collect()
+    quiet = nnx.view(model, deterministic=True, use_running_average=True)
+    for followed in (model, other):
+        same_bits(followed(IMAGE), quiet(IMAGE))
+    assert (scale() is None) == (policy == "bfloat16")
+    model.train()
+    assert np.any(model(IMAGE) != quiet(IMAGE))
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, lambda model: pickle.loads(pickle.dumps(model))])

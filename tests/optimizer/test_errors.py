@@ -250,3 +250,12 @@ def test_a_loss_scale_that_a_step_has_deleted_is_named():
         with pytest.raises(RuntimeError, match="to a donating step once only, but 'loss_scale' in this one is gone"):
             use(state.opt_state)
         use(tx.init(jnp.ones(2)))
+
+
+def test_an_update_of_what_a_step_has_deleted_says_so():
+    tx = tx_of(optax.add_decayed_weights(0.1))
+    old = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx)
+    state, _ = jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(old, jnp.ones(2))
+    for opt_state, params in ((old.opt_state, state.params), (state.opt_state, old.params)):
+        with pytest.raises(RuntimeError, match=r"to a donating step once only, but '(opt_state/.*|params)' in"):
+            tx.update(jnp.ones(2), opt_state, params)
