@@ -32,7 +32,7 @@ from jaxmp._jaxpr.reading import has_explicit_axes, is_batched
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 256
 """Of a sum in half: in bfloat16 one more 1 changes nothing."""
-REPEATS = frozenset({"broadcast_in_dim", "gather"})
+REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice"})
 """Equations that repeat an operand, or look it up."""
 _ADDS_UP = BROADCAST | REPEATS
 

@@ -29,7 +29,7 @@ from jaxmp.engine.trace import tracing
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_MEET = BROADCAST | COMBINES | {"scan", "while"}  # of operands some may be everybody's, others one for each example
+_MEET = BROADCAST | COMBINES  # of operands some may be everybody's, others one for each example
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
 
@@ -212,8 +212,9 @@ def _summed_over_turns(step: Step, bodies: reading.Bodies) -> list[tuple[int, np
 
 def _met(step: Step, operands: Sequence[Any], mapped: Any, node: Node) -> Any:
     """What ``node`` among ``operands`` meets of which there is one for each example, or may come to be for a weight."""
-    if mapped is not None or node.is_cast_once:
-        return mapped
+    # What a rule meets may be a tangent, and nothing that is none may depend on one.
+    if mapped is not None or node.is_cast_once or WITH_RULE in step.names:
+        return None if WITH_RULE in step.names else mapped
     pairs = zip(operands, step.operands, strict=True)
     return next((value for value, each in pairs if each and each.is_cast_once and reading.is_staged(value)), None)
 

@@ -134,12 +134,13 @@ def _logarithms(node: Node, _: Step) -> Iterator[Group]:
 
 def _mixture(log: Node) -> list[Node]:
     """The products of probabilities that a likelihood is made of: ``q`` and ``1 - q`` by outcome, or their ratio."""
-    terms = [*log.inputs]
+    terms, passed = [*log.inputs], _AFFINE | ({"pow"} if log.name == "log1p" else {"pow", "abs"})
     for term in itertools.islice(terms, 64):  # it grows; see _origin
         unknown = [each for each in term.inputs if each.const is None]
         # A sum by outcome has weights: one without is a residual stream, and attention no likelihood.
         is_stream = term.name in _SUMS and len(unknown) > 1 and any(each.origin.name != "mul" for each in unknown)
-        is_passed = term.kind in (CLEAR, JOIN) or term.name in _AFFINE | {"abs", "pow", "integer_pow"}
+        is_relu = term.name == "max" and (0.0, 0.0) in [each.const for each in term.inputs]
+        is_passed = term.kind in (CLEAR, JOIN) or (term.name in passed and not is_relu)
         terms += unknown if is_passed and not is_stream else ()
     return [*dict.fromkeys(each for each in terms if each.name in PRODUCTS and any(map(_probability, each.inputs)))]
 
@@ -199,10 +200,9 @@ def _is_root(node: Node) -> bool:
 
 def _cosines(node: Node, _: Step) -> Iterator[Group]:
     """Products over the norms of both factors, however they are written."""
-    first = node.inputs[0].origin
-    if node.name == "div" and (below := _origin(node.inputs[-1], _OFFSETS)).name == "mul":
-        if all(map(_is_norm, below.inputs)):
-            yield Group("cosine similarity", (node, below, first), "divided by the norms of both")
+    first, last = node.inputs[0].origin, node.inputs[-1].origin
+    if node.name == "div" and (below := _origin(last, _OFFSETS)).name == "mul" and all(map(_is_norm, below.inputs)):
+        yield Group("cosine similarity", (node, below, first), "divided by the norms of both")
     elif node.name == "reduce_sum" and first.name == "mul" and (units := _units(first)):
         yield Group("cosine similarity", (node, first, *units))
 
@@ -231,7 +231,7 @@ def _units(product: Node, way: list[Node] | None = None) -> list[Node]:
 def _scale(way: Sequence[Node]) -> float:
     """What a value was multiplied with on its way; NaN if that is not one number."""
     consts = [(node.name, *each.origin.const) for node in way for each in node.inputs if each.origin.const]
-    factors = [(name, high if low == high else math.nan) for name, low, high in consts if name in ("mul", "div")]
+    factors = [(name, high if low == high != 0 else math.nan) for name, low, high in consts if name in ("mul", "div")]
     return math.prod(factor if name == "mul" else 1 / factor for name, factor in factors)
 
 

@@ -60,6 +60,11 @@ def test_distances_of_unit_vectors_that_are_near_are_float32(paired, policy):
     assert jaxmp.cast_plan(distance, policy)(x).summary.groups["cosine similarity"] == 1
 
 
+@pytest.mark.parametrize("scale", [0.0, np.nan, np.inf])
+def test_a_scale_that_is_no_number_is_no_error(scale):
+    assert half(lambda x: 1 - (unit(x) @ unit(x).T) / scale)(X).shape == (16, 16)
+
+
 STAY_HALF = {
     "logits": lambda x: 20 * unit(x) @ unit(W).T,
     "logits with a bias": lambda x: 10 * (unit(x) @ unit(W).T) - 3,

@@ -46,6 +46,8 @@ def outer_stream(x):
 
 
 STAY_HALF = {
+    "the logarithm of a power": lambda x: jnp.log1p((jax.nn.softmax(x @ W) @ x[:, :4].repeat(2, 0)) ** 2),
+    "the logarithm of an activation": lambda x: jnp.log1p(jax.nn.relu(jax.nn.softmax(x @ W) @ W)),
     "the logarithm of a stream": lambda x: jnp.log1p(jnp.abs(outer_stream(x))),
     "the logarithm of other mixtures": lambda x: jnp.log(jax.nn.sigmoid(x @ W) @ W + jax.nn.sigmoid(x) @ W),
 }
