@@ -228,7 +228,9 @@ def changed_fields(new: Any, old: Any) -> list[str]:
     def is_changed(name: str, before: Any) -> bool:
         if isinstance(before, jax.Array):  # a leaf without a name
             return False
-        now = after.get(name, leaves)
+        if name not in after:
+            return True
+        now = after[name]
         structure: Any = jax.tree.structure(now)
         return isinstance(now, jax.Array) or structure != jax.tree.structure(before) or bool(now != before)
 

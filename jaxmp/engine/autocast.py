@@ -52,7 +52,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
       overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"primitive:exp"`` or
         ``"class:accumulation"`` to ``"float32"``, ``"tensorfloat32"`` (float32 whose products are JAX's default),
         ``"half"`` or a policy that computes in one of them. A path goes before an operation, a region marked with
-        :func:`jaxmp.precision` before both. Under a float32 policy paths may name a half one; all else is as it says.
+        :func:`jaxmp.precision` before both. Paths under a float32 policy may be half; all else follows the policy.
 
     Returns:
       A function of the same arguments; under ``jit`` it costs its casts, without it is traced in every call.

@@ -195,7 +195,7 @@ def cast_plan(
 
     Args:
       fun: any function that JAX can trace.
-      policy: as for :func:`jaxmp.autocast`, but for ``"float32"``, which decides nothing.
+      policy: as for :func:`jaxmp.autocast`, but ``"float32"`` needs overrides: alone it decides nothing.
       overrides: as for :func:`jaxmp.autocast`.
 
     Raises:
@@ -216,10 +216,9 @@ def cast_plan(
     """
     require_function(fun, "cast_plan")
     one_policy, exceptions = policy_and_exceptions(policy, overrides)
-    if one_policy.compute_dtype == np.float32:
+    if one_policy.compute_dtype == np.float32 and not exceptions:
         raise ValueError(
-            "cast_plan needs a policy with a half compute dtype, got float32, which leaves every operation as it is "
-            "written; use 'mixed_bfloat16' or 'mixed_float16'"
+            "cast_plan needs a policy with a half compute dtype, got float32 without overrides; use 'mixed_bfloat16'"
         )
 
     @functools.wraps(fun)

@@ -242,7 +242,6 @@ def test_doctor_on_a_gpu_loses_no_word_at_any_width(columns, healthy, monkeypatc
         assert text.replace(" ", "") in out
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("command", ["numerics", "blame"])
 def test_a_loss_scale_that_is_none_is_told_with_what_is_one(command, capsys):
     for text in ("abc", "dynamic", "0", "-1", "inf", "nan"):
@@ -252,6 +251,7 @@ def test_a_loss_scale_that_is_none_is_told_with_what_is_one(command, capsys):
         assert capsys.readouterr().err.endswith(expected)
 
 
+@pytest.mark.once
 def test_doctor_says_what_float8_would_gain_and_at_which_width_it_is_nothing(healthy, monkeypatch, capsys):
     monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
     assert main(["doctor", "--json"]) == 0

@@ -261,6 +261,11 @@ def test_overrides_of_a_float32_function_that_change_nothing_leave_it_as_it_is_a
         half(model, "float32", {"haed": "tensorfloat32"})(X, W)
 
 
+def test_a_plan_shows_the_products_of_a_float32_function_with_overrides():
+    plan = jaxmp.cast_plan(model, "float32", {"head": "tensorfloat32"})(X, W)
+    assert [row.operands for row in plan.rows if row.primitive == "dot_general"] == [("float32", "float32")] * 3
+
+
 def test_every_operation_that_no_key_names_is_a_class():
     overrides = {"head": "half", "class:*": "float32"}
     assert products(half(model, overrides=overrides), X, W) == ["float32", "float32", "bfloat16"]
