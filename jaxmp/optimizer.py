@@ -414,19 +414,20 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
     return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
 
 
-_warned_of: deque[Any] = deque(maxlen=16)  # optimizers
+_looked_at: deque[Any] = deque(maxlen=16)  # optimizers
 
 
 def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: int, again: bool = True) -> None:
     """Warns if ``tx`` is a chain, or has one in it, with another transform before ``loss_scaling``.
 
-    ``stacklevel`` is that of the caller's own ``warnings.warn``; ``again``: whether to warn of the same ``tx`` twice.
+    ``stacklevel`` is that of the caller's own ``warnings.warn``; ``again``: whether to look at the same ``tx`` twice.
     """
-    if isinstance(tx, _LossScaling) or (not again and tx in _warned_of):
+    if isinstance(tx, _LossScaling) or (not again and tx in _looked_at):
         return
     found: list[bool] = []
     # Looked at while it is traced: the names of a named chain are sorted afterwards.
     jax.eval_shape(lambda params: found.append(_stands_behind(tx.init(params))), params)
+    _looked_at.append(tx)
     if any(found):
         warnings.warn(
             "loss_scaling must be the first transform of a chain, but another stands before it here, which sees the "
@@ -434,7 +435,6 @@ def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: in
             "inside, jaxmp.loss_scaling(optax.chain(…, tx), loss_scale)",
             stacklevel=stacklevel + 1,
         )
-        _warned_of.append(tx)
 
 
 def _stands_behind(state: Any) -> bool:
