@@ -37,7 +37,6 @@ class LossScalingState(NamedTuple):
       loss_scale: the loss-scale object that the next loss is to be scaled with.
       skipped: int32 scalar, the steps skipped so far.
       consecutive_skipped: int32 scalar, the steps skipped since the last one that was not.
-      last_finite: bool scalar, whether the last step was applied (True before the first).
       grad_norm: float32 scalar, the global norm of the last unscaled gradients; None unless asked for.
     """
 
@@ -45,8 +44,12 @@ class LossScalingState(NamedTuple):
     loss_scale: LossScale
     skipped: jax.Array
     consecutive_skipped: jax.Array
-    last_finite: jax.Array
     grad_norm: jax.Array | None
+
+    @property
+    def last_finite(self) -> jax.Array:
+        """Whether the last step was applied, a bool scalar; True before the first."""
+        return self.consecutive_skipped == 0  # each array of a state costs more than a microsecond a step
 
 
 def loss_scaling(
@@ -193,7 +196,6 @@ def loss_scaling(
             loss_scale=_adjusted(state.loss_scale, finite, grad_max),
             skipped=state.skipped + bad,
             consecutive_skipped=(state.consecutive_skipped + bad) * bad,
-            last_finite=finite,
             grad_norm=jnp.sqrt(squares).astype(jnp.float32) if grad_norm else None,
         )
         return result, new_state
@@ -273,7 +275,6 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
         loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), as_loss_scale(loss_scale)),
         skipped=jnp.zeros((), jnp.int32),
         consecutive_skipped=jnp.zeros((), jnp.int32),
-        last_finite=jnp.array(True),
         grad_norm=jnp.zeros((), jnp.float32) if grad_norm else None,
     )
 
