@@ -13,9 +13,11 @@ import numpy as np
 
 from jaxmp import float8
 from jaxmp.dtypes import nearest
-from jaxmp.engine.autocast import autocast
+from jaxmp.engine.autocast import computed
+from jaxmp.engine.rules import Rules
 from jaxmp.optimizer import described, is_number, require_loss
 from jaxmp.overrides import policy_and_exceptions
+from jaxmp.policy import check_backend
 from jaxmp.tree import path_name
 
 LossFn = Callable[[Any, Any, Any, Any], Any]
@@ -126,8 +128,15 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
                 'pass a half policy too ("mixed_bfloat16", say), or leave them out'
             )
         return loss_fn if one_policy is None else _within(one_policy.precision, loss_fn)
-    # A pure policy would round the loss and the batch statistics on their way out.
-    return _within(one_policy.precision, autocast(loss_fn, one_policy.with_output_dtype(np.float32), exceptions))
+    # A pure policy would round the loss and the batch statistics on their way out. Nor is anything widened there, as by
+    # jaxmp.autocast under float32: a half loss is refused and half metrics are handed on, with overrides as without.
+    widest = one_policy.with_output_dtype(np.float32)
+
+    def decided(*args: Any) -> Any:
+        check_backend(widest)
+        return computed(loss_fn, Rules(widest.compute_dtype, exceptions, matmul=widest.matmul), args, {}, widest)
+
+    return _within(widest.precision, decided)
 
 
 def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn) -> LossFn:

@@ -83,7 +83,8 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
         check_backend(one_policy)
         made = {} if reading.is_tracing() else programs
         rules = Rules(one_policy.compute_dtype, exceptions, made, one_policy.matmul)
-        return computed(fun, rules, args, kwargs, one_policy)
+        results = computed(fun, rules, args, kwargs, one_policy)
+        return one_policy.cast_to_output(results) if one_policy.compute_dtype == np.float32 else results
 
     return cast(F, wrapped)
 

@@ -63,13 +63,10 @@ def autocast_dtype() -> np.dtype | None:
 
 
 def result_dtypes(program: Program, policy: Policy | None = None) -> list[Any]:
-    """The dtypes of the results: their own, or the output dtype of a policy that is pure, or computes in float32.
-
-    What the function writes to its arguments keeps its dtype.
-    """
+    """The dtypes of the results: their own, or a pure policy's output dtype; what goes to arguments keeps its own."""
     avals = [atom.aval for atom in program.jaxpr[0].outvars]
     dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
-    if policy is not None and (policy.output_dtype.itemsize == 2 or policy.compute_dtype == np.float32):
+    if policy is not None and policy.output_dtype.itemsize == 2:
         returned = program.returned
         dtypes[:returned] = [dtype and policy.output_dtype for dtype in dtypes[:returned]]
     return dtypes

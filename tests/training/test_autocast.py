@@ -134,6 +134,22 @@ def test_overrides_reach_the_autocast():
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("overrides", [None, {"**/head": "tensorfloat32"}], ids=str)
+def test_a_float32_step_hands_on_half_metrics_and_refuses_a_half_loss_with_overrides_as_without(overrides):
+    def halved(loss_dtype: Any, params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        loss, model_state, metrics = loss_fn(params, model_state, batch, rng)
+        return loss.astype(loss_dtype), model_state, {"half": metrics["accuracy"].astype(jnp.bfloat16)}
+
+    def step(loss_dtype: Any) -> Any:
+        fun = functools.partial(halved, loss_dtype)
+        return jaxmp.make_train_step(fun, policy="float32", overrides=overrides, ema_decay=0.9, donate=False)
+
+    assert step(jnp.float32)(new_state(), BATCH)[1]["half"].dtype == jnp.bfloat16
+    with pytest.raises(TypeError, match="a loss to be scaled must be float32, got float16"):
+        step(jnp.float16)(new_state(), BATCH)
+
+
+@pytest.mark.once
 def test_float16_products_of_autocast_without_a_loss_scale_are_warned_of_once():
     step, state = make("O1"), new_state(jaxmp.NoOpLossScale())
     with pytest.warns(UserWarning, match=r"float16 products but the optimizer no loss scale"):
