@@ -23,10 +23,10 @@ class Step(Protocol):
     """A :class:`jaxmp.training.TrainStep`. Its module comes here when a run fails, and so is not imported here."""
 
     def require_state(self, state: Any) -> None:
-        """See there."""
+        """Raises if ``state`` is no :class:`jaxmp.TrainState`."""
 
     def placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
-        """See there."""
+        """Loss, gradients of the scaled loss, new model state and metrics of a batch, on the mesh of the step."""
 
 
 def named(args: Any) -> Any:
