@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from jaxmp import tables
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp._placement import require_not_deleted
-from jaxmp.inspect.calls import AS_WRITTEN, Step, argument_paths, differentiated, is_inexact, loss_and_rest, named
+from jaxmp.inspect.calls import (
+    AS_WRITTEN,
+    Step,
+    argument_paths,
+    differentiated,
+    is_inexact,
+    loss_and_rest,
+    named,
+    require_arguments_not_deleted,
+)
 from jaxmp.inspect.evaluate import Records, evaluate, is_whole
 from jaxmp.inspect.program import Key, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
@@ -140,6 +149,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     def find(*args: Any) -> Blame | None:
         if isinstance(fun, Step):
             return _of_step(fun, *args)
+        require_arguments_not_deleted(fun, args)
         paths = argument_paths(fun, args)
         if not grad:
             return _find(lambda *args: ((), fun(*named(args)), ()), args, paths)
@@ -170,7 +180,11 @@ def _of_step(step: Step, state: Any, batch: Any) -> Blame | None:
         return node._replace(loss_scale=StaticLossScale(1.0)) if isinstance(node, LossScalingState) else node
 
     args = state.params, state.model_state, batch
-    paths = argument_paths(lambda params, model_state, batch: None, args)
+
+    def names_them(params: Any, model_state: Any, batch: Any) -> None: ...
+
+    require_arguments_not_deleted(names_them, args)
+    paths = argument_paths(names_them, args)
     found = _find(program_for(state), args, paths)
     if found is None:
         return None

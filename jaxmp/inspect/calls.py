@@ -45,16 +45,20 @@ def names_of_arguments(fun: Any) -> list[str]:
 
 
 def argument_paths(fun: Any, args: Sequence[Any]) -> list[str]:
-    """Of each array among the arguments its path, which begins with what ``fun`` calls the argument.
-
-    Raises:
-      RuntimeError: a donating step has had one.
-    """
-    named = names_of_arguments(fun)
-    names = [*named, *map(str, range(len(named), len(args)))]
-    require_not_deleted(dict(zip(names, args, strict=False)))
+    """Of each array among the arguments its path, which begins with what ``fun`` calls the argument."""
+    names = _name_or_number(fun, args)
     paths = [path for path, _ in jax.tree.leaves_with_path(tuple(args))]
     return ["/".join(filter(None, (names[path[0].idx], path_name(path[1:])))) for path in paths]
+
+
+def require_arguments_not_deleted(fun: Any, args: Sequence[Any]) -> None:
+    """Raises if a donating step has had an array among the arguments; the error names its path."""
+    require_not_deleted(dict(zip(_name_or_number(fun, args), args, strict=False)))
+
+
+def _name_or_number(fun: Any, args: Sequence[Any]) -> list[str]:
+    named = names_of_arguments(fun)
+    return [*named, *map(str, range(len(named), len(args)))]
 
 
 def differentiated(args: Sequence[Any]) -> list[int]:

@@ -14,7 +14,14 @@ import numpy as np
 
 from jaxmp import tables
 from jaxmp.engine.autocast import autocast
-from jaxmp.inspect.calls import AS_WRITTEN, argument_paths, differentiated, loss_and_rest, named
+from jaxmp.inspect.calls import (
+    AS_WRITTEN,
+    argument_paths,
+    differentiated,
+    loss_and_rest,
+    named,
+    require_arguments_not_deleted,
+)
 from jaxmp.inspect.evaluate import evaluate, is_whole
 from jaxmp.inspect.program import Key, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, returned, values_of
@@ -125,6 +132,7 @@ def compare(
     cast = autocast(fun, policy, overrides)
 
     def run(*args: Any) -> Comparison:
+        require_arguments_not_deleted(fun, args)
         paths = argument_paths(fun, args)
         half = _measured(cast, args, paths, grad)
         with contextlib.ExitStack() as stack:

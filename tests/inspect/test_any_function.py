@@ -13,6 +13,7 @@ from flax import nnx
 
 import jaxmp
 from jaxmp.inspect import audit, compare, first_nonfinite, memory, numerics
+from jaxmp.inspect.calls import argument_paths, require_arguments_not_deleted
 
 
 def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -179,3 +180,14 @@ def test_an_argument_that_is_no_array_is_kept_out_of_the_compiled_program_too() 
     report = audit(fun)(*args, "a")
     assert len(report.products) == 1 and report.memory.peak == memory(lambda w, x: fun(w, x, "a"))(*args).peak
     assert len(audit(fun)(*args, "b").products) == 0
+
+
+def test_a_deleted_argument_has_a_path_and_only_the_check_refuses_it():
+    def fun(params: Any, x: Any) -> Any: ...
+
+    args = {"w": jnp.ones(2)}, jnp.ones(2)
+    require_arguments_not_deleted(fun, args)
+    args[0]["w"].delete()
+    assert argument_paths(fun, args) == ["params/w", "x"]
+    with pytest.raises(RuntimeError, match="'params/w' in this one is gone"):
+        require_arguments_not_deleted(fun, args)
