@@ -28,6 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxmp._jaxpr.joint import sum_and_largest
 from jaxmp._jaxpr.primitives import BROADCAST
 from jaxmp._jaxpr.reading import has_explicit_axes, is_batched
+from jaxmp.dtypes import is_castable
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 256
@@ -51,6 +52,11 @@ def must_widen(eqn: Any, value: Any, is_mapped: bool) -> bool:
     else:
         terms = eqn.outvars[0].aval.size / max(value.size, 1) if eqn.primitive.name in _ADDS_UP else 0
     return terms > MAX_TERMS
+
+
+def is_half_for_all(value: Any) -> bool:
+    """Whether all examples of the ``jax.vmap`` here read one value that is half."""
+    return is_castable(jax.typeof(value)) and value.dtype.itemsize == 2 and not is_batched(value)
 
 
 def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:

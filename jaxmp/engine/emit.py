@@ -15,7 +15,7 @@ from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.primitives import BROADCAST, COMBINES
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32
+from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, is_half_for_all, must_widen, summed_in_float32
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.dtypes import is_castable
 from jaxmp.engine.classes import CLEAR, KEPT
@@ -172,6 +172,8 @@ class _Evaluation:
         if step.bodies is not None:
             make = functools.partial(_program, self.rules, self.normalised, step)
             if eqn.primitive.name == "jit":  # layers that share a jitted body share its program
+                if self.mapped is not None and any(map(is_half_for_all, operands)):  # which is not known inside
+                    return places.within(_run, self.rules, self.normalised, step, 0, *operands)
                 return places.called(_shared(self.rules, step, make), operands)
             if eqn.primitive.name in _LOOPS and not reading.is_tracing():
                 return places.within(_shared(self.rules, step, lambda: jax.jit(make())), *operands)

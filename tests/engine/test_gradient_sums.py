@@ -274,6 +274,8 @@ def test_nor_does_one_where_what_is_computed_is_repeated_looked_up_or_read_in_ma
         assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
 
 
+jitted_twice = jax.jit(lambda bias, x, w: x + jax.jit(lambda bias, x, w: jnp.tanh(x @ w + bias))(2 * bias, x, w))
+
 # Of one example, x of shape (6, 8); what all share is a param, or is computed of params.
 SHARED = {
     "a class token": lambda p, x: jnp.concatenate([p["v"][None], x @ p["w"]]) @ p["w"],
@@ -291,6 +293,10 @@ COMPUTED_FOR_ALL = {
     "a slice of a computed table": lambda p, x: (
         lax.dynamic_slice_in_dim(p["w"] @ p["w"], (2 * x[0, 0]).astype(int), 6) * x @ p["w"]
     ),
+    "a computed table, taken": lambda p, x: jnp.take(p["w"] @ p["w"], (8 * x[:, 0]).astype(int), axis=0) * x @ p["w"],
+    "computed, or each its own": lambda p, x: jnp.where(x > 0.5, p["v"] @ p["w"], x @ p["w"]) @ p["w"],
+    "computed bounds": lambda p, x: jnp.clip(x @ p["w"], p["v"] @ p["w"], p["v"] @ p["w"] + 0.3) @ p["w"],
+    "a jitted layer in a jitted one": lambda p, x: jitted_twice(p["v"] @ p["w"], x, p["w"]) @ p["w"],
 }
 
 
