@@ -61,8 +61,8 @@ def find(graph: Graph) -> list[Group]:
         if node.kind is CLEAR or node.name in {"branches", "convert_element_type"}:
             node.origin = (_passed(node, ()) or node).origin
     found = list(_coordinates(graph))
-    for step in graph.steps:
-        for recognised in _BY_END[step.eqn.primitive.name] if step.eqn.primitive.name in _BY_END else ():
+    for step in [each for each in graph.steps if each.eqn.primitive.name in _BY_END]:
+        for recognised in _BY_END[step.eqn.primitive.name]:
             found += recognised(step.node, step) if step.node is not None and step.node.inputs else ()
     with_products = [group for group in found if any(node.name in PRODUCTS for node in group.nodes)]
     reasons = _reasons(with_products)
