@@ -34,6 +34,17 @@ def is_castable(aval: Any) -> bool:
     return getattr(aval, "dtype", None) in CASTABLE and not hasattr(aval, "inner_aval")
 
 
+def name_of(typed: Any) -> str:
+    """The name of the dtype of an array or an abstract value, or of its type if it has none."""
+    return str(getattr(getattr(typed, "dtype", None), "name", None) or type(typed).__name__)
+
+
+@functools.cache
+def is_other_float(dtype: Any) -> bool:
+    """Whether the engine leaves a dtype alone that is no integer's: float64, complex and fp8."""
+    return dtype is not None and dtype not in CASTABLE and bool(jnp.issubdtype(dtype, np.inexact))
+
+
 def half_dtype() -> np.dtype:
     """The half-precision dtype that ``"half"`` stands for: bfloat16 on TPU, else float16 (jmp's rule)."""
     return np.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)

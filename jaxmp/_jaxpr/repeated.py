@@ -28,23 +28,28 @@ from jax.interpreters import ad, batching, mlir
 from jaxmp._jaxpr.joint import sum_and_largest
 from jaxmp._jaxpr.primitives import BROADCAST
 from jaxmp._jaxpr.reading import has_explicit_axes, is_batched
+from jaxmp._jaxpr.rebuild import params_in_dtype
 from jaxmp.dtypes import is_castable
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 256
 """Of a sum in half: in bfloat16 one more 1 changes nothing."""
-REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice"})
-"""Equations that repeat an operand, or look it up."""
+_EXTREMES = frozenset({"scatter-max", "scatter-min"})
+REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", *_EXTREMES})
+"""Equations that repeat an operand or look it up, or take extremes of updates, of which several may be equal."""
 _ADDS_UP = BROADCAST | REPEATS
 
 
-def must_widen(eqn: Any, value: Any, is_mapped: bool) -> bool:
+def must_widen(eqn: Any, value: Any, mapped: Any) -> bool:
     """Whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation.
 
-    They are long where it is repeated or looked up often; and where all examples of a ``jax.vmap`` read it, if another
-    operand ``is_mapped``: there is one of it for each example.
+    They are long where it is repeated or looked up often; and where all examples of a ``jax.vmap`` read it, while there
+    is one of ``mapped``, another operand or None, for each. The derivative of an extreme of updates is shared by those
+    that are equal, and counts them in the dtype that they have.
     """
-    if is_mapped and not is_batched(value):
+    if eqn.primitive.name in _EXTREMES:
+        return math.prod(eqn.invars[1].aval.shape[:-1]) > MAX_TERMS
+    if mapped is not None and not is_batched(value):
         return True
     if eqn.primitive.name == "gather":
         batch = eqn.params["dimension_numbers"].start_indices_batching_dims
@@ -67,7 +72,9 @@ def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[An
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
         return [places.bind(_cast, (value,), {**params, "is_normalised": False, "is_measured": False})]
-    results = places.bound([places.cast(value, float32), *operands[1:]], eqn.params)
+    wide = [places.cast(each, float32) if each.dtype == value.dtype else each for each in operands]
+    is_written = eqn.outvars[0].aval.dtype == float32 or eqn.primitive.name not in _EXTREMES
+    results = places.bound(wide, eqn.params if is_written else params_in_dtype(eqn, float32, False))
     return [places.cast(results[0], value.dtype)]
 
 

@@ -107,9 +107,7 @@ class _Evaluation:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
         if type(atom) is Literal:
             return self.places.number(value, dtype)
-        is_summed = (
-            repeat is not None and dtype.itemsize == 2 and must_widen(repeat[0].eqn, value, self.mapped is not None)
-        )
+        is_summed = repeat is not None and dtype.itemsize == 2 and must_widen(repeat[0].eqn, value, self.mapped)
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
@@ -181,7 +179,7 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        if node is not None and eqn.primitive.name in REPEATS and must_widen(eqn, operands[0], self.mapped is not None):
+        if node is not None and eqn.primitive.name in REPEATS and must_widen(eqn, operands[0], self.mapped):
             return summed_in_float32(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:

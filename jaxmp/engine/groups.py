@@ -61,8 +61,8 @@ def find(graph: Graph) -> list[Group]:
         if node.kind is CLEAR or node.name in {"branches", "convert_element_type"}:
             node.origin = (_passed(node, ()) or node).origin
     found = list(_coordinates(graph))
-    for step in graph.steps:
-        for recognised in _BY_END.get(step.eqn.primitive.name, ()):
+    for step in [each for each in graph.steps if each.eqn.primitive.name in _BY_END]:
+        for recognised in _BY_END[step.eqn.primitive.name]:
             found += recognised(step.node, step) if step.node is not None and step.node.inputs else ()
     with_products = [group for group in found if any(node.name in PRODUCTS for node in group.nodes)]
     reasons = _reasons(with_products)
@@ -322,6 +322,17 @@ def _terms(node: Node) -> Sequence[Node]:
     return root.inputs[:1] if root.name == "sqrt" else ()  # the square of a norm
 
 
+def _straight_through(node: Node, _: Step) -> Iterator[Group]:
+    """Sums ``z + (q - z)``, in half as coarse as z; of a q made of z, such as z rounded, half holds the difference."""
+
+    def made_of(each: Node) -> Sequence[Node]:
+        return () if each is whole or each.name in PRODUCTS else each.inputs
+
+    for whole, rest in itertools.permutations([each.origin for each in node.inputs], 2):
+        if rest.name == "sub" and rest.inputs[1].origin is whole and whole not in walk(rest.inputs[:1], made_of):
+            yield Group("straight-through estimator", (node, rest), "adds again what was subtracted")
+
+
 def _searches(_: Node, step: Step) -> Iterator[Group]:
     """While loops that run until something computed from their products converges.
 
@@ -352,6 +363,7 @@ GROUPS = (
     (_cosines, {"reduce_sum", "div"}),
     (_near_one, {"sub", "add", *_OF_ONE}),
     (_differences, _SUMS),
+    (_straight_through, {"add"}),
     (_searches, {"while"}),
 )
 """The functions that recognise groups, and the operations that their groups end in."""

@@ -16,6 +16,7 @@ from jaxmp import tables
 from jaxmp._functions import require_function
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import jaxprs_in, walk
+from jaxmp.dtypes import name_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import Node, Step, build
@@ -253,8 +254,8 @@ def _rows(
             path="/".join(path_of(step.names)),
             primitive=name,
             cls=str(classify(name) or "unknown"),
-            operands=tuple(map(_name, step.bound or (atom.aval for atom in eqn.invars))),
-            result=", ".join(_name(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
+            operands=tuple(map(name_of, step.bound or (atom.aval for atom in eqn.invars))),
+            result=", ".join(name_of(n or var.aval) for n, var in itertools.zip_longest(step.nodes, eqn.outvars)),
             why=reasons.of(step) + (step.float8.why if step.float8 is not None else ""),
             source=reading.source_of(eqn),
             flops=flops or 0,
@@ -308,8 +309,3 @@ def _summary(rows: Sequence[Row], uncounted: set[str], reasons: Reasons, of_resu
         unknown_trips=sum(row.primitive == "while" for row in rows),
         half_share=half_flops / flops if flops else 0.0,
     )
-
-
-def _name(typed: Any) -> str:
-    """The name of the dtype of an operand or a result, or of its type if it has none."""
-    return str(getattr(getattr(typed, "dtype", None), "name", None) or type(typed).__name__)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.primitives import PICKS
-from jaxmp.dtypes import CASTABLE, is_castable, nearest, range_of
+from jaxmp.dtypes import CASTABLE, is_castable, is_other_float, nearest, range_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.patterns import EVERY, OPERATIONS, matches
@@ -89,7 +89,7 @@ class Rules:
         if self.overrides:
             self.visited.add((path_of(names), name))
         region = region_of(names)
-        if any([_is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)]):
+        if any([is_other_float(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars)]):
             return Decision(Kind.KEPT, "float64, complex and fp8 are left alone")
         if not any([is_castable(var.aval) for var in eqn.outvars]):
             return Decision(Kind.KEPT, "no floating result")
@@ -176,8 +176,3 @@ class Rules:
         if any(0 < smallest < tiny for smallest, _ in constants):
             return Decision(Kind.FULL, f"a constant below {half.name}'s smallest normal number", has_epsilon=True)
         return Decision(Kind.INFER, "")
-
-
-@functools.cache
-def _is_other_float(dtype: Any) -> bool:
-    return dtype is not None and dtype not in CASTABLE and bool(jax.numpy.issubdtype(dtype, np.inexact))

@@ -67,8 +67,7 @@ def result_dtypes(program: Program, policy: Policy | None = None) -> list[Any]:
     avals = [atom.aval for atom in program.jaxpr[0].outvars]
     dtypes = [aval.dtype if is_castable(aval) else None for aval in avals]
     if policy is not None and policy.output_dtype.itemsize == 2:
-        returned = program.returned
-        dtypes[:returned] = [dtype and policy.output_dtype for dtype in dtypes[:returned]]
+        dtypes[: program.returned] = [dtype and policy.output_dtype for dtype in dtypes[: program.returned]]
     return dtypes
 
 

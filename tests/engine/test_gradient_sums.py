@@ -329,6 +329,48 @@ def test_what_is_repeated_less_often_is_repeated_as_it_is(rows, count):
     assert [eqn.primitive.name for eqn in equations(program)].count("cast_repeated") == count
 
 
+def largest_of_messages(messages):
+    return jax.ops.segment_max(messages, np.zeros(len(messages), int), 2)[0]
+
+
+def smallest_of_messages(messages):
+    return jax.ops.segment_min(messages, np.zeros(len(messages), int), 2)[0]
+
+
+EXTREMES = {
+    "largest": largest_of_messages,
+    "smallest": smallest_of_messages,
+    "of each graph": lambda messages: jax.vmap(largest_of_messages)(messages[None])[0],
+    "of half messages": lambda messages: largest_of_messages(messages.astype(jnp.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_equal_messages_of_which_a_graph_takes_an_extreme_are_counted_in_float32(name, policy):
+    def loss(w, x, extreme=EXTREMES[name]):
+        return jnp.sum((extreme(x @ w) @ w) ** 2)
+
+    def in_float32(w, x):
+        return loss(w, x, smallest_of_messages if name == "smallest" else largest_of_messages)
+
+    rng = np.random.default_rng(0)  # the nodes of a graph without features are equal
+    x = jnp.asarray(np.repeat(rng.standard_normal((1, 8), np.float32), 4096, 0))
+    w = jnp.asarray(rng.standard_normal((8, 8), np.float32))
+    true = compiled(jax.grad(in_float32))(w, x)
+    gradient = jax.grad(jaxmp.autocast(loss, policy))
+    assert np.linalg.norm(compiled(gradient)(w, x) - true) < 0.02 * np.linalg.norm(true)
+    counts = [eqn for eqn in equations(jax.make_jaxpr(gradient)(w, x)) if eqn.primitive.name == "scatter-add"]
+    assert {eqn.outvars[0].aval.dtype.name for eqn in counts} == {"float32"}
+
+
+@pytest.mark.parametrize(("edges", "dtype"), [(256, "bfloat16"), (257, "float32")])
+def test_extremes_of_few_messages_are_half(edges, dtype):
+    fun = jaxmp.autocast(lambda w, x: largest_of_messages(x @ w) @ w, "mixed_bfloat16")
+    program = jax.make_jaxpr(fun)(jnp.eye(8), jnp.ones((edges, 8)))
+    assert [e.outvars[0].aval.dtype.name for e in equations(program) if e.primitive.name == "scatter-max"] == [dtype]
+
+
 NETS = ["Linen: MLP", "Linen: NextToken", "Linen: norm by hand", "NNX: CNN", "NNX: lookup"]
 
 

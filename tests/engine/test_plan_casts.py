@@ -254,6 +254,7 @@ GROUPS = {
     "root of squares": lambda x, w: jnp.sqrt((x @ w) ** 2 + 1.0),
     "cosine similarity": lambda x, w: jnp.sum(unit(x @ w) * unit(x), -1),
     "distances": lambda x, w: (lambda gram: jnp.diag(gram) - 2 * gram)(x @ x.T),
+    "straight-through estimator": lambda x, w: x @ w + lax.stop_gradient(x - x @ w),
     "coordinates": lambda x, w: jnp.floor(x @ w),
     "search": lambda x, w: lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x @ w, x),
 }
