@@ -14,7 +14,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.primitives import BROADCAST, COMBINES
 from jaxmp._jaxpr.reading import Literal
-from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
+from jaxmp._jaxpr.rebuild import Rule, is_body_alone, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, is_half_for_all, must_widen, summed_in_float32
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.dtypes import is_castable
@@ -170,7 +170,7 @@ class _Evaluation:
         if step.bodies is not None:
             make = functools.partial(_program, self.rules, self.normalised, step)
             if eqn.primitive.name == "jit":  # layers that share a jitted body share its program
-                if self.mapped is not None and any(map(is_half_for_all, operands)):  # which is not known inside
+                if self.mapped is not None and is_body_alone(eqn) and any(map(is_half_for_all, operands)):
                     return places.within(_run, self.rules, self.normalised, step, 0, *operands)
                 return places.called(_shared(self.rules, step, make), operands)
             if eqn.primitive.name in _LOOPS and not reading.is_tracing():

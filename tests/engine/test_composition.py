@@ -313,6 +313,13 @@ def test_parameters_that_speak_of_dtypes_and_places_are_right_after_it(fun):
     assert np.allclose(compiled(half(fun))(X, W), fun(X, W), atol=0.05)
 
 
+def test_a_jit_with_shardings_keeps_them_where_examples_are_mapped_from_outside():
+    columns = NamedSharding(mesh(), PartitionSpec(None, "batch"))
+    layer = jax.jit(lambda table, x: x @ table, out_shardings=columns)
+    mapped = jax.vmap(half(lambda w, x: layer(w @ w, x @ w)), (None, 0))  # the table is computed, and for all
+    assert mapped(W, jnp.ones((3, 4, 8))).sharding == NamedSharding(mesh(), PartitionSpec(None, None, "batch"))
+
+
 def test_code_of_another_half_dtype_does_not_go_through_the_policys():
     def fun(x, w):
         large = jnp.exp(x @ w + 15)
