@@ -43,9 +43,9 @@ _ADDS_UP = BROADCAST | REPEATS
 def must_widen(eqn: Any, value: Any, mapped: Any) -> bool:
     """Whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation.
 
-    They are long where it is repeated or looked up often; and where all examples of a ``jax.vmap`` read it, while there
-    is one of ``mapped``, another operand or None, for each. The derivative of an extreme of updates is shared by those
-    that are equal, and counts them in the dtype that they have.
+    They are long where it is repeated or looked up often; and where all examples of a ``jax.vmap`` read it, if there is
+    an operand that is ``mapped``, one for each example (None: there is no such operand). The derivative of an extreme
+    of updates is shared by those that are equal, and counts them in the dtype that they have.
     """
     if eqn.primitive.name in _EXTREMES:
         return math.prod(eqn.invars[1].aval.shape[:-1]) > MAX_TERMS
@@ -73,8 +73,9 @@ def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[An
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
         return [places.bind(_cast, (value,), {**params, "is_normalised": False, "is_measured": False})]
     wide = [places.cast(each, float32) if each.dtype == value.dtype else each for each in operands]
-    is_written = eqn.outvars[0].aval.dtype == float32 or eqn.primitive.name not in _EXTREMES
-    results = places.bound(wide, eqn.params if is_written else params_in_dtype(eqn, float32, False))
+    # The parameters of an extreme hold a program that compares two updates, in the dtype that its author wrote.
+    is_own_half = eqn.primitive.name in _EXTREMES and eqn.outvars[0].aval.dtype != float32
+    results = places.bound(wide, params_in_dtype(eqn, float32, False) if is_own_half else eqn.params)
     return [places.cast(results[0], value.dtype)]
 
 
