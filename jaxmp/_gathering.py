@@ -335,6 +335,7 @@ def _entered(
 ) -> Sequence[Any]:
     """The results of a call, a scan or a branch: what only it reads is gathered in it, and so are slices of a turn."""
     is_scan, is_cond = bodies.kind == "scan", bodies.kind == "cond"
+    are_fixed = [is_cond or are_fixed[0], *are_fixed[1:]]  # the index picks one
     of_weights, are_same = same_results(eqn, _are_weights(given, are_fixed)), same_results(eqn, are_fixed)
     index, given, are_fixed = given[:is_cond], given[is_cond:], are_fixed[is_cond:]
     operands, inside, sliced = list(given), dict[int, Use](), set[int]()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -44,32 +45,62 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
         return [False] * len(eqn.outvars)
     if bodies is None or bodies.kind == "while":
         return [all(are_same)] * len(eqn.outvars)
-    skipped = int(bodies.kind == "cond")  # the index, which picks one
-    are_same = same_in_turns(bodies, are_same) if bodies.kind == "scan" else are_same[skipped:]
-    return [all(each) for each in zip(*(_same_ends(jaxpr, are_same) for jaxpr in bodies.jaxprs), strict=True)]
+    if bodies.kind == "cond" and not are_same[0]:  # the index
+        return [False] * len(eqn.outvars)
+    return [all(each) for each in zip(*map(_same_ends, bodies.jaxprs, same_inside(bodies, are_same)), strict=True)]
+
+
+def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
+    """For each body of an equation which of its operands depend on no example, in any turn."""
+    if bodies.kind == "while":
+        turned = [False] * bodies.carry
+        return [[*are_same[: bodies.consts], *turned], [*are_same[bodies.consts : bodies.start], *turned]]
+    if bodies.kind == "scan":
+        return [same_in_turns(bodies, are_same)]
+    if bodies.kind == "cond":  # where each example has an index of its own, each goes through all branches
+        are_same = [are_same[0] and each for each in are_same[1:]]
+    return [are_same] * len(bodies.jaxprs)
+
+
+def spread(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
+    """Which operands of an equation with bodies are the same for all examples, and yet repeated by JAX for each.
+
+    What is carried is so if it comes to depend on an example, and all that a branch reads if each example takes its own.
+    """
+    if bodies.kind == "while":  # it has no cotangents
+        return [False] * len(are_same)
+    inside = same_inside(bodies, are_same)[0]
+    inside = [*are_same[: len(are_same) - len(inside)], *inside]
+    return [before and not after for before, after in zip(are_same, inside, strict=True)]
+
+
+def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
+    """The variables of an open jaxpr that depend on no example.
+
+    ``are_same`` says it of its arguments, and of its constants after them if some do.
+    """
+    found = _SAME.setdefault(jaxpr, {})
+    if (same := found.get(tuple(are_same))) is None:  # asked in each turn of each loop around it
+        same = found[tuple(are_same)] = _same_values(jaxpr, are_same)
+    return same
+
+
+_SAME: Any = weakref.WeakKeyDictionary()
+
+
+def _same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
+    given = itertools.zip_longest((*jaxpr.invars, *jaxpr.constvars), are_same, fillvalue=True)
+    known = {var for var, is_same in given if is_same}
+    for eqn in jaxpr.eqns:
+        ends = same_results(eqn, [is_literal(atom) or atom in known for atom in eqn.invars])
+        known.update(var for var, is_same in zip(eqn.outvars, ends, strict=True) if is_same)
+    return known
 
 
 def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
     jaxpr, _ = opened(body)
-    found = _ENDS.setdefault(jaxpr, {})
-    if (ends := found.get(tuple(are_same))) is None:  # asked in each turn of each loop around it
-        ends = found[tuple(are_same)] = _same_ends_of(jaxpr, are_same)
-    return ends
-
-
-_ENDS: Any = weakref.WeakKeyDictionary()
-
-
-def _same_ends_of(jaxpr: Any, are_same: Sequence[bool]) -> list[bool]:
-    known = {*jaxpr.constvars, *(var for var, is_same in zip(jaxpr.invars, are_same, strict=True) if is_same)}
-
-    def is_known(atom: Any) -> bool:
-        return is_literal(atom) or atom in known
-
-    for eqn in jaxpr.eqns:
-        ends = same_results(eqn, [is_known(atom) for atom in eqn.invars])
-        known.update(var for var, is_same in zip(eqn.outvars, ends, strict=True) if is_same)
-    return [is_known(atom) for atom in jaxpr.outvars]
+    same = same_values(jaxpr, are_same)
+    return [is_literal(atom) or atom in same for atom in jaxpr.outvars]
 
 
 def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:

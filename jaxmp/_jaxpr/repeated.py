@@ -27,9 +27,8 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxpr.joint import sum_and_largest
 from jaxmp._jaxpr.primitives import BROADCAST
-from jaxmp._jaxpr.reading import has_explicit_axes, is_batched
+from jaxmp._jaxpr.reading import has_explicit_axes
 from jaxmp._jaxpr.rebuild import params_in_dtype
-from jaxmp.dtypes import is_castable
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 256
@@ -40,16 +39,16 @@ REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", *_EXTREMES})
 _ADDS_UP = BROADCAST | REPEATS
 
 
-def must_widen(eqn: Any, value: Any, mapped: Any) -> bool:
+def must_widen(eqn: Any, value: Any, is_for_all: bool) -> bool:
     """Whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation.
 
-    They are long where it is repeated or looked up often; and where all examples of a ``jax.vmap`` read it, if there is
-    an operand that is ``mapped``, one for each example (None: there is no such operand). The derivative of an extreme
-    of updates is shared by those that are equal, and counts them in the dtype that they have.
+    They are long where it is repeated or looked up often; and where it ``is_for_all``: all examples of a ``jax.vmap``
+    read it beside what is another for each. The derivative of an extreme of updates is shared by those that are equal,
+    and counts them in the dtype that they have.
     """
     if eqn.primitive.name in _EXTREMES:
         return math.prod(eqn.invars[1].aval.shape[:-1]) > MAX_TERMS
-    if mapped is not None and not is_batched(value):
+    if is_for_all:
         return True
     if eqn.primitive.name == "gather":
         batch = eqn.params["dimension_numbers"].start_indices_batching_dims
@@ -57,11 +56,6 @@ def must_widen(eqn: Any, value: Any, mapped: Any) -> bool:
     else:
         terms = eqn.outvars[0].aval.size / max(value.size, 1) if eqn.primitive.name in _ADDS_UP else 0
     return terms > MAX_TERMS
-
-
-def is_half_for_all(value: Any) -> bool:
-    """Whether all examples of the ``jax.vmap`` here read one value that is half."""
-    return is_castable(jax.typeof(value)) and value.dtype.itemsize == 2 and not is_batched(value)
 
 
 def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.invariant import same_inside, same_values, spread
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.primitives import BROADCAST, COMBINES
 from jaxmp._jaxpr.reading import Literal
-from jaxmp._jaxpr.rebuild import Rule, is_body_alone, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, is_half_for_all, must_widen, summed_in_float32
+from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
+from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.dtypes import is_castable
 from jaxmp.engine.classes import CLEAR, KEPT
@@ -32,6 +34,7 @@ _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _MEET = BROADCAST | COMBINES  # of operands some may be everybody's, others one for each example
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
+Same = Sequence[bool] | None  # of operands, whether all examples of a jax.vmap share them; None if there is none
 
 
 def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
@@ -68,10 +71,13 @@ def _derived(rules: Rules, step: Step, jaxpr: reading.Opened, args: Sequence[Any
 class _Evaluation:
     """An evaluation of a body: its values, and the casts of them that there are. JAX may trace a body again."""
 
-    def __init__(self, rules: Rules, normalised: Normalised, body: Body, args: Sequence[Any]) -> None:
+    def __init__(self, rules: Rules, normalised: Normalised, body: Body, args: Sequence[Any], same: Same = None) -> None:
         self.rules, self.normalised, self.body = rules, normalised, body
         self.is_noted = rules.programs is None  # for a plan
-        self.is_mapped, self.mapped = any(map(reading.is_batched, (*args, *body.consts))), None  # here; in this step
+        given = args if same is None else ()
+        same = [*(same or ()), *(not reading.is_batched(value) for value in (*given, *body.consts))]
+        # Under jax.vmap, what of the program all examples share, and an operand of this step that is another for each.
+        self.same, self.mapped = None if all(same) else same_values(body.jaxpr, same), None
         self.env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
         self.env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
         self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
@@ -107,7 +113,7 @@ class _Evaluation:
         """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
         if type(atom) is Literal:
             return self.places.number(value, dtype)
-        is_summed = repeat is not None and dtype.itemsize == 2 and must_widen(repeat[0].eqn, value, self.mapped)
+        is_summed = repeat is not None and dtype.itemsize == 2 and must_widen(repeat[0].eqn, value, self.is_for_all(atom))
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
@@ -124,6 +130,10 @@ class _Evaluation:
         if is_summed and node.late in (None, dtype):
             return self.repeated(value, dtype, repeat[0], _met(repeat[0], repeat[1], self.mapped, node))
         return self.cast(value, dtype, node)
+
+    def is_for_all(self, atom: Any) -> bool:
+        """Whether all examples of a ``jax.vmap`` read an operand of this step, beside what is another for each."""
+        return self.mapped is not None and type(atom) is not Literal and atom in self.same
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
         """The ``value`` of ``node`` in ``dtype``, after the cast of its author if that was put off."""
@@ -151,12 +161,18 @@ class _Evaluation:
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""
         eqn, node, places = step.eqn, step.node, self.places
-        self.mapped = next(filter(reading.is_batched, given), None) if self.is_mapped else None
-        repeat = (step, given) if eqn.primitive.name in _MEET else None
-        wanted = zip(given, eqn.invars, step.operands, _wants(step), strict=True)
+        wants, repeat = _wants(step), (step, given)
+        repeats = itertools.repeat(repeat if eqn.primitive.name in _MEET else None)
+        same, self.mapped = None, None
+        if self.same is not None:
+            same = tuple([type(atom) is Literal or atom in self.same for atom in eqn.invars])
+            self.mapped = next((value for value, is_same in zip(given, same, strict=True) if not is_same), None)
+            if step.bodies is not None:
+                repeats = [repeat if is_spread else None for is_spread in spread(step.bodies, same)]
+                wants = [want or _own_half(each) for want, each in zip(wants, step.operands, strict=True)]
         operands = [
-            value if dtype is None or operand is None else self.read_as(value, atom, operand, dtype, repeat)
-            for value, atom, operand, dtype in wanted
+            value if each is None or dtype is None else self.read_as(value, atom, each, dtype, repeat)
+            for value, atom, each, dtype, repeat in zip(given, eqn.invars, step.operands, wants, repeats, strict=False)
         ]
         if self.is_noted:
             step.bound = [jax.typeof(value) for value in operands]
@@ -168,18 +184,16 @@ class _Evaluation:
                 del self.casts[-1:]  # which is the author's
             return results
         if step.bodies is not None:
-            make = functools.partial(_program, self.rules, self.normalised, step)
+            make = functools.partial(_program, self.rules, self.normalised, step, same)
             if eqn.primitive.name == "jit":  # layers that share a jitted body share its program
-                if self.mapped is not None and is_body_alone(eqn) and any(map(is_half_for_all, operands)):
-                    return places.within(_run, self.rules, self.normalised, step, 0, *operands)
-                return places.called(_shared(self.rules, step, make), operands)
+                return places.called(_shared(self.rules, step, same, make), operands)
             if eqn.primitive.name in _LOOPS and not reading.is_tracing():
-                return places.within(_shared(self.rules, step, lambda: jax.jit(make())), *operands)
+                return places.within(_shared(self.rules, step, same, lambda: jax.jit(make())), *operands)
             return places.within(make(), *operands)
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        if node is not None and eqn.primitive.name in REPEATS and must_widen(eqn, operands[0], self.mapped):
+        if node is not None and eqn.primitive.name in REPEATS and must_widen(eqn, operands[0], self.is_for_all(eqn.invars[0])):
             return summed_in_float32(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
@@ -195,10 +209,11 @@ class _Evaluation:
         return results if node is None or dtype in (None, node.dtype) else [self.cast(results[0], node.dtype)]
 
 
-def _program(rules: Rules, normalised: Normalised, step: Step) -> Callable[..., list[Any]]:
+def _program(rules: Rules, normalised: Normalised, step: Step, same: Same) -> Callable[..., list[Any]]:
     """An equation that has bodies, written anew, as a function of its operands."""
     assert step.bodies is not None
-    functions = [functools.partial(_run, rules, normalised, step, position) for position in range(len(step.inner))]
+    inside = itertools.repeat(None, len(step.inner)) if same is None else same_inside(step.bodies, same)
+    functions = [functools.partial(_run, rules, normalised, step, *own) for own in enumerate(inside)]
     rule = Rule(functools.partial(_derived, rules, step), functools.partial(tracing, rules, step.region.products))
     return rebuilt(step.eqn, step.bodies, functions, rule)
 
@@ -219,11 +234,11 @@ def _met(step: Step, operands: Sequence[Any], mapped: Any, node: Node) -> Any:
     return next((value for value, each in pairs if each and each.is_cast_once and reading.is_staged(value)), None)
 
 
-def _run(rules: Rules, normalised: Normalised, step: Step, position: int, *args: Any) -> list[Any]:
+def _run(rules: Rules, normalised: Normalised, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
     """The results of a body of ``step``; those that go into joins in the dtypes of these."""
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
-    evaluation = _Evaluation(rules, normalised, body, args)
+    evaluation = _Evaluation(rules, normalised, body, args, same)
     for place, dtype in _summed_over_turns(step, step.bodies):  # half again; their cotangents are summed outside of it
         evaluation.env[body.jaxpr.invars[place]] = evaluation.places.cast(args[place], dtype)
     results = evaluation.results()
@@ -238,11 +253,11 @@ def _run(rules: Rules, normalised: Normalised, step: Step, position: int, *args:
     return results
 
 
-def _shared(rules: Rules, step: Step, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def _shared(rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """What was made of an equal step before, else what ``make`` makes."""
     if rules.programs is None:
         return make()
-    key = _signature(step, rules)
+    key = _signature(step, rules), same
     made = rules.programs.get(key) or make()
     if len(rules.programs) >= 256:  # each holds the constants of its program
         rules.programs.clear()
@@ -319,6 +334,10 @@ def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None
             if operand is not None and step.eqn.primitive.name in _WITH_RULES:  # traced on what the author wrote
                 wants[position] = wants[position] or operand.late
     return wants
+
+
+def _own_half(node: Node | None) -> np.dtype | None:
+    return node.dtype if node is not None and node.late is None and node.dtype.itemsize == 2 else None
 
 
 def _half_wanted(body: Body, position: int) -> np.dtype | None:
