@@ -62,18 +62,6 @@ def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]
     return [are_same] * len(bodies.jaxprs)
 
 
-def spread(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
-    """Which operands of an equation with bodies are the same for all examples, and yet repeated by JAX for each.
-
-    What is carried is so if it comes to depend on an example, and all that a branch reads if each example takes its own.
-    """
-    if bodies.kind == "while":  # it has no cotangents
-        return [False] * len(are_same)
-    inside = same_inside(bodies, are_same)[0]
-    inside = [*are_same[: len(are_same) - len(inside)], *inside]
-    return [before and not after for before, after in zip(are_same, inside, strict=True)]
-
-
 def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
     """The variables of an open jaxpr that depend on no example.
 

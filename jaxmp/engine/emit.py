@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.invariant import same_inside, same_values, spread
+from jaxmp._jaxpr.examples import Examples, Same, same_in_bodies
 from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.primitives import BROADCAST, COMBINES
 from jaxmp._jaxpr.reading import Literal
@@ -34,7 +33,6 @@ _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _MEET = BROADCAST | COMBINES  # of operands some may be everybody's, others one for each example
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
-Same = Sequence[bool] | None  # of operands, whether all examples of a jax.vmap share them; None if there is none
 
 
 def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
@@ -71,15 +69,12 @@ def _derived(rules: Rules, step: Step, jaxpr: reading.Opened, args: Sequence[Any
 class _Evaluation:
     """An evaluation of a body: its values, and the casts of them that there are. JAX may trace a body again."""
 
-    def __init__(self, rules: Rules, normalised: Normalised, body: Body, args: Sequence[Any], same: Same = None) -> None:
+    def __init__(self, rules: Rules, normalised: Normalised, body: Body, args: Any, same: Same = None) -> None:
         self.rules, self.normalised, self.body = rules, normalised, body
         self.is_noted = rules.programs is None  # for a plan
-        given = args if same is None else ()
-        same = [*(same or ()), *(not reading.is_batched(value) for value in (*given, *body.consts))]
-        # Under jax.vmap, what of the program all examples share, and an operand of this step that is another for each.
-        self.same, self.mapped = None if all(same) else same_values(body.jaxpr, same), None
-        self.env: dict[Any, Any] = dict(zip(body.jaxpr.invars, args, strict=True))
-        self.env.update(zip(body.jaxpr.constvars, body.consts, strict=True))
+        self.examples = Examples(body.jaxpr, args, body.consts, same)
+        variables = (*body.jaxpr.invars, *body.jaxpr.constvars)
+        self.env: dict[Any, Any] = dict(zip(variables, (*args, *body.consts), strict=True))
         self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
         self.shared: dict[Any, Any] = {}
         self.places = Places()
@@ -109,16 +104,16 @@ class _Evaluation:
         """The values as they are."""
         return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
 
-    def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, repeat: Any = None) -> Any:
-        """The value in ``dtype``, for an operation; ``repeat`` has its step and its operands if it may repeat it."""
+    def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
+        """The value in ``dtype``, for an operation; ``met`` has its step and its operands if it may repeat it."""
         if type(atom) is Literal:
             return self.places.number(value, dtype)
-        is_summed = repeat is not None and dtype.itemsize == 2 and must_widen(repeat[0].eqn, value, self.is_for_all(atom))
+        is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, value, self.examples.share(atom))
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
             narrow, node = self.narrow[atom]
-            return self.read_as(self.read([narrow])[0], narrow, node, dtype, repeat)
+            return self.read_as(self.read([narrow])[0], narrow, node, dtype, met)
         # A weight is cast at each use, so that its cotangents are summed in float32; an activation or a constant once.
         # What is widened is so at each use: XLA stores what several kernels share, and that shall be the half value.
         is_shared = node.is_cast_once and dtype.itemsize <= node.value_dtype.itemsize
@@ -126,14 +121,9 @@ class _Evaluation:
             if (atom, dtype) not in self.shared:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
-        is_summed |= repeat is not None and dtype.itemsize < value.dtype.itemsize
-        if is_summed and node.late in (None, dtype):
-            return self.repeated(value, dtype, repeat[0], _met(repeat[0], repeat[1], self.mapped, node))
+        if node.late in (None, dtype) and (is_summed or (met and dtype.itemsize < value.dtype.itemsize)):
+            return self.repeated(value, dtype, met[0], _met(met[0], met[1], self.examples.other, node))
         return self.cast(value, dtype, node)
-
-    def is_for_all(self, atom: Any) -> bool:
-        """Whether all examples of a ``jax.vmap`` read an operand of this step, beside what is another for each."""
-        return self.mapped is not None and type(atom) is not Literal and atom in self.same
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
         """The ``value`` of ``node`` in ``dtype``, after the cast of its author if that was put off."""
@@ -160,19 +150,13 @@ class _Evaluation:
 
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""
-        eqn, node, places = step.eqn, step.node, self.places
-        wants, repeat = _wants(step), (step, given)
-        repeats = itertools.repeat(repeat if eqn.primitive.name in _MEET else None)
-        same, self.mapped = None, None
-        if self.same is not None:
-            same = tuple([type(atom) is Literal or atom in self.same for atom in eqn.invars])
-            self.mapped = next((value for value, is_same in zip(given, same, strict=True) if not is_same), None)
-            if step.bodies is not None:
-                repeats = [repeat if is_spread else None for is_spread in spread(step.bodies, same)]
-                wants = [want or _own_half(each) for want, each in zip(wants, step.operands, strict=True)]
+        eqn, node, places, met = step.eqn, step.node, self.places, (step, given)
+        self.examples.at(eqn, given)
+        meets = range(len(given)) if eqn.primitive.name in _MEET else self.examples.repeated(step.bodies)
+        wanted = enumerate(zip(given, eqn.invars, step.operands, _wants(step), strict=True))
         operands = [
-            value if each is None or dtype is None else self.read_as(value, atom, each, dtype, repeat)
-            for value, atom, each, dtype, repeat in zip(given, eqn.invars, step.operands, wants, repeats, strict=False)
+            value if each is None or dtype is None else self.read_as(value, atom, each, dtype, n in meets and met)
+            for n, (value, atom, each, dtype) in wanted
         ]
         if self.is_noted:
             step.bound = [jax.typeof(value) for value in operands]
@@ -184,7 +168,7 @@ class _Evaluation:
                 del self.casts[-1:]  # which is the author's
             return results
         if step.bodies is not None:
-            make = functools.partial(_program, self.rules, self.normalised, step, same)
+            make = functools.partial(_program, self.rules, self.normalised, step, same := self.examples.same)
             if eqn.primitive.name == "jit":  # layers that share a jitted body share its program
                 return places.called(_shared(self.rules, step, same, make), operands)
             if eqn.primitive.name in _LOOPS and not reading.is_tracing():
@@ -193,7 +177,7 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        if node is not None and eqn.primitive.name in REPEATS and must_widen(eqn, operands[0], self.is_for_all(eqn.invars[0])):
+        if node and eqn.primitive.name in REPEATS and must_widen(eqn, operands[0], self.examples.share(eqn.invars[0])):
             return summed_in_float32(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
@@ -212,8 +196,8 @@ class _Evaluation:
 def _program(rules: Rules, normalised: Normalised, step: Step, same: Same) -> Callable[..., list[Any]]:
     """An equation that has bodies, written anew, as a function of its operands."""
     assert step.bodies is not None
-    inside = itertools.repeat(None, len(step.inner)) if same is None else same_inside(step.bodies, same)
-    functions = [functools.partial(_run, rules, normalised, step, *own) for own in enumerate(inside)]
+    inside = enumerate(same_in_bodies(step.bodies, same))
+    functions = [functools.partial(_run, rules, normalised, step, position, own) for position, own in inside]
     rule = Rule(functools.partial(_derived, rules, step), functools.partial(tracing, rules, step.region.products))
     return rebuilt(step.eqn, step.bodies, functions, rule)
 
@@ -322,7 +306,8 @@ def _wants(step: Step) -> list[np.dtype | None]:
 
 
 def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None]:
-    wants: list[np.dtype | None] = [None] * len(step.operands)
+    # Half as they are, for JAX may repeat them for examples.
+    wants = [each.dtype if each and each.dtype.itemsize == 2 and not each.late else None for each in step.operands]
     if bodies.kind in ("scan", "while"):
         wants[bodies.start : bodies.start + bodies.carry] = [join.dtype if join else None for join in step.joins]
         for place, _ in _summed_over_turns(step, bodies):
@@ -334,10 +319,6 @@ def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None
             if operand is not None and step.eqn.primitive.name in _WITH_RULES:  # traced on what the author wrote
                 wants[position] = wants[position] or operand.late
     return wants
-
-
-def _own_half(node: Node | None) -> np.dtype | None:
-    return node.dtype if node is not None and node.late is None and node.dtype.itemsize == 2 else None
 
 
 def _half_wanted(body: Body, position: int) -> np.dtype | None:

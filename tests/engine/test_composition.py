@@ -14,6 +14,8 @@ from autocast_tools import HALVES, compiled, cosine, half, normal, operations, p
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
+from jaxmp._jaxpr.reading import opened
+from jaxmp._jaxpr.walk import equations
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 
@@ -318,6 +320,35 @@ def test_a_jit_with_shardings_keeps_them_where_examples_are_mapped_from_outside(
     layer = jax.jit(lambda table, x: x @ table, out_shardings=columns)
     mapped = jax.vmap(half(lambda w, x: layer(w @ w, x @ w)), (None, 0))  # the table is computed, and for all
     assert mapped(W, jnp.ones((3, 4, 8))).sharding == NamedSharding(mesh(), PartitionSpec(None, None, "batch"))
+
+
+def test_layers_that_share_a_jit_share_it_where_examples_are_mapped_from_outside():
+    layer = jax.jit(lambda bias, x, w: jnp.tanh(x @ w + bias))
+
+    def fun(w, x):
+        bias = w[0] @ w  # computed, and for all
+        return layer(bias, layer(bias, layer(bias, x @ w, w), w), w) @ w
+
+    program = jax.make_jaxpr(jax.vmap(half(fun), (None, 0)))(W, jnp.ones((3, 4, 8)))
+    calls = [eqn for eqn in equations(program) if eqn.primitive.name == "jit" and "lambda" in eqn.params["name"]]
+    assert len(calls) == 3 and len({id(opened(eqn.params["jaxpr"])[0]) for eqn in calls}) == 1
+
+
+def test_a_state_that_all_examples_share_in_each_turn_is_no_copy_for_each():
+    def filtered(w, x):
+        def turn(state, measured):
+            mean, covariance = state
+            covariance = w @ covariance @ w.T + w
+            return (jnp.tanh(covariance @ (w @ mean + measured)), covariance), None
+
+        return jax.lax.scan(turn, (w[0] @ w, w @ w), x)[0][0]
+
+    mapped = jax.vmap(half(filtered), (None, 0))
+    program = jax.make_jaxpr(jax.grad(lambda w, x: mapped(w, x).sum()))(W, jnp.ones((3, 4, 8)))
+    turns = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+    carried = [opened(eqn.params["jaxpr"])[0].invars for eqn in turns]
+    assert (3, 8, 8) not in [var.aval.shape for inputs in carried for var in inputs]
+    assert any(var.aval.shape == (3, 8) for inputs in carried for var in inputs)
 
 
 def test_code_of_another_half_dtype_does_not_go_through_the_policys():
