@@ -20,6 +20,7 @@ class Examples:
     """The examples of the innermost ``jax.vmap`` around a program, which is read equation by equation.
 
     Attributes:
+      are_many: whether anything is another for each.
       same: whether they share each operand of the equation at hand; None if there is one example.
       other: an operand of it that is another for each, None if it has none.
     """
@@ -28,19 +29,19 @@ class Examples:
         """``same`` says of the arguments of an open jaxpr what they do not show if it is a body of another."""
         same = [not is_batched(value) for value in args] if same is None else same
         same = [*same, *(not is_batched(value) for value in consts)]
-        self._same = None if all(same) else same_values(jaxpr, same)
+        self.are_many = not all(same)
+        self._same = same_values(jaxpr, same) if self.are_many else ()
         self.same: Same = None
         self.other: Any = None
 
     def at(self, eqn: Any, operands: Sequence[Any]) -> None:
         """Goes to an equation."""
-        if self._same is not None:
-            self.same = tuple([is_literal(atom) or atom in self._same for atom in eqn.invars])
-            self.other = next((value for value, same in zip(operands, self.same, strict=True) if not same), None)
+        self.same = tuple([is_literal(atom) or atom in self._same for atom in eqn.invars])
+        self.other = next((value for value, same in zip(operands, self.same, strict=True) if not same), None)
 
     def share(self, atom: Any) -> bool:
         """Whether all read an operand of the equation at hand beside what is another for each."""
-        return self.other is not None and not is_literal(atom) and atom in (self._same or ())
+        return self.other is not None and not is_literal(atom) and atom in self._same
 
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
         """The operands of the equation at hand, if it has bodies, that all share and JAX repeats for each.

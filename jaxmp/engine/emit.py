@@ -73,8 +73,7 @@ class _Evaluation:
         self.rules, self.normalised, self.body = rules, normalised, body
         self.is_noted = rules.programs is None  # for a plan
         self.examples = Examples(body.jaxpr, args, body.consts, same)
-        variables = (*body.jaxpr.invars, *body.jaxpr.constvars)
-        self.env: dict[Any, Any] = dict(zip(variables, (*args, *body.consts), strict=True))
+        self.env = dict(zip((*body.jaxpr.invars, *body.jaxpr.constvars), (*args, *body.consts), strict=True))
         self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
         self.shared: dict[Any, Any] = {}
         self.places = Places()
@@ -84,16 +83,15 @@ class _Evaluation:
 
     def results(self) -> list[Any]:
         """The results of the body, each in the dtype of its node."""
-        env = self.env
         for step in self.body.steps:
             eqn = step.eqn
             if self.is_noted:
                 self.casts = step.casts = []
             self.places.at(eqn)
-            given = [atom.val if type(atom) is Literal else env[atom] for atom in eqn.invars]
+            given = [atom.val if type(atom) is Literal else self.env[atom] for atom in eqn.invars]
             results = self.places.repeated(given) if step.stands else self.results_of(step, given)
             for var, value in zip(eqn.outvars, results, strict=True):
-                env[var] = value
+                self.env[var] = value
             if eqn.primitive.name == _CAST and _is_widening(step):
                 self.narrow[eqn.outvars[0]] = eqn.invars[0], step.operands[0]
         self.places.at(None)
@@ -151,8 +149,10 @@ class _Evaluation:
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""
         eqn, node, places, met = step.eqn, step.node, self.places, (step, given)
-        self.examples.at(eqn, given)
-        meets = range(len(given)) if eqn.primitive.name in _MEET else self.examples.repeated(step.bodies)
+        meets: Collection[int] = range(len(given)) if eqn.primitive.name in _MEET else ()
+        if self.examples.are_many:
+            self.examples.at(eqn, given)
+            meets = meets or self.examples.repeated(step.bodies)
         wanted = enumerate(zip(given, eqn.invars, step.operands, _wants(step), strict=True))
         operands = [
             value if each is None or dtype is None else self.read_as(value, atom, each, dtype, n in meets and met)
