@@ -34,6 +34,7 @@ import jaxmp
 from experiments.benchmarks.shared import records, scaled_steps
 from experiments.measure import timing
 from experiments.measure.environment import environment
+from experiments.report.goals import Goal
 from experiments.report.progress import Progress
 from experiments.report.tables import Table, times
 from experiments.training import cli
@@ -41,7 +42,7 @@ from experiments.training import cli
 REFERENCE = "plain JAX and optax"
 COLUMNS = ("a call of", "arrays in", "arrays out", "µs", "quartiles", "ratio", "quartiles of the ratio")
 GOAL = "jaxmp, dynamic scale"
-GOAL_US, PLAIN_US = 80.0, 46.0  # the second is what plain JAX took when the goal was set
+GOAL_US, PLAIN_US = 80.0, 46.0  # as measured when the goal was set; on another machine both are others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,10 +138,10 @@ def table(rows: dict[str, Any]) -> Table:
     for label, row in rows.items():
         in_us = {"ms": [1000 * ms for ms in row["ms"]], "ratio": row["ratio"]}
         cells.append((label, *map(str, row["arrays"]), *times(in_us, ".1f", ".2f")))
-    us, ratio = 1000 * rows[GOAL]["ms"][1], rows[GOAL]["ratio"][1]
+    us, plain_us, ratio = 1000 * rows[GOAL]["ms"][1], 1000 * rows[REFERENCE]["ms"][1], rows[GOAL]["ratio"][1]
     verdict = (
-        f"{'met' if us <= GOAL_US else 'NOT MET'}: {GOAL} takes {us:.1f} µs a call, the goal is {GOAL_US:g}; that is "
-        f"{ratio:.2f} times plain JAX's, where the goal was {GOAL_US / PLAIN_US:.2f} times"
+        f"{Goal('', f'{GOAL} / {REFERENCE}', ratio, round(GOAL_US / PLAIN_US, 2), form='.2f').sentence()}: the goal is "
+        f"{GOAL_US:g} µs where {REFERENCE} take {PLAIN_US:g}; here it takes {us:.1f} where they take {plain_us:.1f}"
     )
     return Table("A step of two layers: µs a call", COLUMNS, cells, notes=(verdict,))
 
