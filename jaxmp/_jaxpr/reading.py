@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 from jax._src import config, core, source_info_util
-from jax._src.interpreters.batching import BatchTracer
+from jax._src.interpreters.batching import BatchTrace, BatchTracer
 from jax.extend.core import Literal as Literal
 
 Names = tuple[str, ...]
@@ -289,9 +290,18 @@ def _in_program(value: Any) -> Any:
     return value
 
 
-def is_batched(value: Any) -> bool:
-    """Whether ``jax.vmap``, as the innermost transformation here, has a value for each example."""
-    return isinstance(value, BatchTracer) and value._trace is core.trace_ctx.trace  # and not that of one around it
+def batches_around() -> list[Any]:
+    """The traces of each ``jax.vmap`` here, the innermost first, but of none around another transformation."""
+    return [*itertools.takewhile(lambda trace: isinstance(trace, BatchTrace), traces_around())]
+
+
+def is_batched(value: Any, batch: Any) -> bool:
+    """Whether a ``jax.vmap``, of which this is the trace, has a value for each of its examples."""
+    while isinstance(value, BatchTracer):
+        if value._trace is batch:
+            return True
+        value = value.val
+    return False
 
 
 def is_staged(value: Any) -> bool:

@@ -78,7 +78,7 @@ def cast_repeated(
     value: Any,
     dtype: np.dtype,
     shape: tuple[int, ...],
-    like: Any,
+    like: Sequence[Any],
     is_normalised: bool,
     is_measured: bool,
 ) -> Any:
@@ -89,14 +89,14 @@ def cast_repeated(
       value: a floating array.
       dtype: a floating dtype.
       shape: that of the result.
-      like: what it meets; where ``jax.vmap`` has one of it for each example, the result is repeated for each.
+      like: what it meets; where a ``jax.vmap`` has one of these for each example, the result is repeated for each.
       is_normalised: whether its cotangents come from a normalisation, the kernel of which sums those of a scale and a
         bias: XLA finds no room there for a third sum in float32, which gets a kernel of its own.
       is_measured: whether the largest magnitude of its cotangents is wanted too, for a product in float8.
     """
     axes = tuple(range(len(shape) - value.ndim, len(shape)))
     params = {"dtype": dtype, "shape": shape, "axes": axes, "is_normalised": is_normalised, "is_measured": is_measured}
-    return bind(_cast, (value,) if like is None else (value, like), params)
+    return bind(_cast, (value, *like), params)
 
 
 def _forward(value: Any, *_: Any, dtype: np.dtype, shape: tuple[int, ...], axes: tuple[int, ...], **__: Any) -> Any:

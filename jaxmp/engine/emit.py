@@ -69,7 +69,7 @@ def _derived(rules: Rules, step: Step, jaxpr: reading.Opened, args: Sequence[Any
 class _Evaluation:
     """An evaluation of a body: its values, and the casts of them that there are. JAX may trace a body again."""
 
-    def __init__(self, rules: Rules, normalised: Normalised, body: Body, args: Any, same: Same = None) -> None:
+    def __init__(self, rules: Rules, normalised: Normalised, body: Body, args: Any, same: Same | None = None) -> None:
         self.rules, self.normalised, self.body = rules, normalised, body
         self.is_noted = rules.programs is None  # for a plan
         self.examples = Examples(body.jaxpr, args, body.consts, same)
@@ -120,7 +120,7 @@ class _Evaluation:
                 self.shared[atom, dtype] = self.cast(value, dtype, node)
             return self.shared[atom, dtype]
         if node.late in (None, dtype) and (is_summed or (met and dtype.itemsize < value.dtype.itemsize)):
-            return self.repeated(value, dtype, met[0], _met(met[0], met[1], self.examples.other, node))
+            return self.repeated(value, dtype, met[0], _met(met[0], met[1], self.examples.others, node))
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
@@ -135,10 +135,10 @@ class _Evaluation:
             self.casts.append(value.size * dtype.itemsize)
         return self.places.cast(value, dtype)
 
-    def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Any) -> Any:
+    def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
         """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of ``like``."""
         shape = step.eqn.outvars[0].aval.shape if step.eqn.primitive.name in BROADCAST else value.shape
-        if (value.shape == shape and like is None) or reading.has_explicit_axes(value):
+        if (value.shape == shape and not like) or reading.has_explicit_axes(value):
             return self.cast(value, dtype)
         if self.is_noted and value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
@@ -209,13 +209,13 @@ def _summed_over_turns(step: Step, bodies: reading.Bodies) -> list[tuple[int, np
     return [(place, each.dtype) for place, each in found if each.dtype.itemsize < each.written.itemsize]
 
 
-def _met(step: Step, operands: Sequence[Any], mapped: Any, node: Node) -> Any:
+def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
     """What ``node`` among ``operands`` meets of which there is one for each example, or may come to be for a weight."""
     # What a rule meets may be a tangent, and nothing that is none may depend on one.
-    if mapped is not None or node.is_cast_once or WITH_RULE in step.names:
-        return None if WITH_RULE in step.names else mapped
+    if others or node.is_cast_once or WITH_RULE in step.names:
+        return () if WITH_RULE in step.names else others
     pairs = zip(operands, step.operands, strict=True)
-    return next((value for value, each in pairs if each and each.is_cast_once and reading.is_staged(value)), None)
+    return [value for value, each in pairs if each and each.is_cast_once and reading.is_staged(value)][:1]
 
 
 def _run(rules: Rules, normalised: Normalised, step: Step, position: int, same: Same, *args: Any) -> list[Any]:

@@ -328,6 +328,13 @@ COMPUTED_FOR_ALL = {
 }
 
 
+def long_half_sums(program):
+    """The half sums of many terms in all of a program, those with a product between them and the params too."""
+    sums = [eqn for eqn in equations(program) if eqn.primitive.name in ("reduce_sum", "scatter-add")]
+    terms = [(eqn, eqn.invars[-1].aval.size / eqn.outvars[0].aval.size) for eqn in sums]  # the operand, or the updates
+    return [eqn for eqn, count in terms if count > 256 and eqn.outvars[0].aval.dtype.itemsize == 2]
+
+
 @pytest.mark.parametrize("half", HALVES.values())
 @pytest.mark.parametrize("is_ensemble", [False, True])
 @pytest.mark.parametrize("name", [*SHARED, *COMPUTED_FOR_ALL])
@@ -346,13 +353,29 @@ def test_nor_does_one_where_examples_are_mapped_from_outside(name, is_ensemble, 
     # What is computed and then traced belongs to all until ``jax.vmap`` says otherwise; a param is always one of many.
     for each in [jaxmp.autocast(fun, policy), jax.jit(jaxmp.autocast(fun, policy))][: 1 + (name in SHARED)]:
         program = jax.make_jaxpr(gradient(each))(*args)
-        # No such sum is anywhere in the program, though a product may stand between it and a param.
-        sums = [eqn for eqn in equations(program) if eqn.primitive.name == "reduce_sum"]
-        sums = [eqn for eqn in sums if eqn.outvars[0].aval.dtype.itemsize == 2]
         assert not half_sums(program)
-        assert not [eqn for eqn in sums if eqn.invars[0].aval.size > 256 * eqn.outvars[0].aval.size]
+        assert not long_half_sums(program)
         wrong = {param: np.linalg.norm(got - true[param]) for param, got in compiled(gradient(each))(*args).items()}
         assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
+
+
+@pytest.mark.parametrize("half", HALVES.values())
+def test_nor_does_one_where_what_all_examples_share_meets_what_those_of_a_group_do(half):
+    def fun(p, group, x):
+        own = jnp.tanh(group @ p["w"]) * (p["v"] @ p["w"]) + (p["w"] @ p["w"])[(8 * group[0]).astype(int)]
+        return jax.checkpoint(lambda own, x, w: x @ w * (own + w[0] @ w))(own, x, p["w"]) @ p["w"]
+
+    def gradient(fun):
+        groups = jax.vmap(jax.vmap(fun, (None, None, 0)), (None, 0, 0))
+        return jax.grad(lambda p, group, x: groups(p, group, x).sum() / 16)
+
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.uniform(size=(8, 8)) / 4, jnp.float32), "v": jnp.full(8, 0.5)}
+    args = params, *(jnp.asarray(rng.uniform(size=(4096, *shape)), jnp.float32) for shape in [(8,), (3, 8)])
+    true, program = compiled(gradient(fun))(*args), gradient(jaxmp.autocast(fun, f"mixed_{half}"))
+    assert not long_half_sums(jax.make_jaxpr(program)(*args))
+    wrong = {param: np.linalg.norm(got - true[param]) for param, got in compiled(program)(*args).items()}
+    assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
 
 
 @pytest.mark.parametrize(("rows", "count"), [(256, 0), (257, 1)])
