@@ -22,28 +22,36 @@ class Examples:
     Attributes:
       are_many: whether anything is another for each.
       same: which operands of the equation at hand they share.
-      others: of the operands one that is another for each example, for each ``jax.vmap`` that has one.
+      others: those of which some ``jax.vmap`` has another for each of its examples.
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
         """``same`` says of the arguments of an open jaxpr what they do not show if it is a body of another."""
-        if same is None:
-            same = [[not is_batched(value, batch) for value in (*args, *consts)] for batch in batches_around()]
-        self.are_many = not all(map(all, same))
-        self._same = [same_values(jaxpr, each) for each in same] if self.are_many else []
+        self._batches = batches_around() if same is None else []
+        self.are_many = any([is_batched(value, batch) for batch in self._batches for value in (*args, *consts)])
+        if same is not None and not all(map(all, same)):
+            self.are_many = True
+        self._same = [same_values(jaxpr, each) for each in same or ()] if self.are_many else []
         self.same: Same = ()
-        self.others: tuple[Any, ...] = ()
+        self.others: Sequence[Any] = ()
 
     def at(self, eqn: Any, operands: Sequence[Any]) -> None:
         """Goes to an equation."""
-        self.same = tuple([tuple([is_literal(atom) or atom in same for atom in eqn.invars]) for same in self._same])
-        self.others = tuple([operands[same.index(False)] for same in self.same if False in same])
+        columns = [self._who_share(atom, value) for atom, value in zip(eqn.invars, operands, strict=True)]
+        self.same = tuple(zip(*columns, strict=True))
+        self.others = [value for value, same in zip(operands, columns, strict=True) if not all(same)]
 
-    def share(self, atom: Any) -> bool:
-        """Whether all of one ``jax.vmap`` read an operand of the equation at hand beside what is another for each."""
-        if not self.others or is_literal(atom):
+    def _who_share(self, atom: Any, value: Any) -> list[bool]:
+        if self._batches:
+            return [not is_batched(value, batch) for batch in self._batches]
+        return [is_literal(atom) or atom in same for same in self._same]
+
+    def share(self, atom: Any, value: Any) -> bool:
+        """Whether all of one ``jax.vmap`` read this beside an operand of the equation that is another for each."""
+        if not self.others:
             return False
-        return any(False in here and atom in same for here, same in zip(self.same, self._same, strict=True))
+        pairs = zip(self.same, self._who_share(atom, value), strict=True)
+        return any([own and False in same for same, own in pairs])
 
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
         """The operands of the equation at hand, if it has bodies, that all share and JAX repeats for each.

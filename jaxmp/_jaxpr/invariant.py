@@ -38,13 +38,20 @@ def hoisted(
     return lambda *args: jax.tree.unflatten(tree, evaluate(turn, consts, [*kept, *jax.tree.leaves(args)]))
 
 
+_ONE_BY_ONE = frozenset({"optimization_barrier", "device_put"})  # each result is the operand in its place
+
+
 def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
     """Which results of an equation depend on no example; ``are_same`` says it of its operands."""
     bodies = bodies_of(eqn)
     if eqn.primitive.name in ("axis_index", "shard_map"):  # another on each device
         return [False] * len(eqn.outvars)
-    if bodies is None or bodies.kind == "while":
+    if eqn.primitive.name in _ONE_BY_ONE:
+        return list(are_same)
+    if bodies is None:
         return [all(are_same)] * len(eqn.outvars)
+    if bodies.kind == "while":
+        return list(same_inside(bodies, are_same)[1][-bodies.carry :])
     if bodies.kind == "cond" and not are_same[0]:  # the index
         return [False] * len(eqn.outvars)
     return [all(each) for each in zip(*map(_same_ends, bodies.jaxprs, same_inside(bodies, are_same)), strict=True)]
@@ -53,8 +60,12 @@ def same_results(eqn: Any, are_same: Sequence[bool]) -> list[bool]:
 def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]]:
     """For each body of an equation which of its operands depend on no example, in any turn."""
     if bodies.kind == "while":
-        turned = [False] * bodies.carry
-        return [[*are_same[: bodies.consts], *turned], [*are_same[bodies.consts : bodies.start], *turned]]
+        first, rest = are_same[: bodies.consts], are_same[bodies.consts :]
+        turned = same_in_turns(bodies, rest)
+        carry = turned[len(rest) - bodies.carry :]
+        if not all(_same_ends(bodies.jaxprs[0], [*first, *carry])):  # each has a number of turns of its own
+            carry = [False] * bodies.carry
+        return [[*first, *carry], [*rest[: -bodies.carry], *carry]]
     if bodies.kind == "scan":
         return [same_in_turns(bodies, are_same)]
     if bodies.kind == "cond":  # where each example has an index of its own, each goes through all branches
@@ -92,13 +103,13 @@ def _same_ends(body: Any, are_same: Sequence[bool]) -> list[bool]:
 
 
 def same_in_turns(bodies: Bodies, are_same: Sequence[bool]) -> list[bool]:
-    """Which operands of a scan's body depend on no example in any turn; what is carried may in later ones."""
-    before, now = list[bool](), list(are_same)
+    """Which operands of a loop's body depend on no example in any turn; what is carried may in later ones."""
+    before, now, start = list[bool](), list(are_same), bodies.start - bodies.consts * (bodies.kind == "while")
     while now != before:
-        before, ends = now, _same_ends(bodies.jaxprs[0], now)
-        stop = bodies.start + bodies.carry
-        carry = [a and b for a, b in zip(now[bodies.start : stop], ends, strict=False)]
-        now = [*now[: bodies.start], *carry, *now[stop:]]
+        before, ends = now, _same_ends(bodies.jaxprs[-1], now)
+        stop = start + bodies.carry
+        carry = [a and b for a, b in zip(now[start:stop], ends, strict=False)]
+        now = [*now[:start], *carry, *now[stop:]]
     return now
 
 

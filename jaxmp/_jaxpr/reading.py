@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import linecache
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 from jax._src import config, core, source_info_util
-from jax._src.interpreters.batching import BatchTrace, BatchTracer
+from jax._src.interpreters.batching import BatchTrace
 from jax.extend.core import Literal as Literal
 
 Names = tuple[str, ...]
@@ -291,16 +290,16 @@ def _in_program(value: Any) -> Any:
 
 
 def batches_around() -> list[Any]:
-    """The traces of each ``jax.vmap`` here, the innermost first, but of none around another transformation."""
-    return [*itertools.takewhile(lambda trace: isinstance(trace, BatchTrace), traces_around())]
+    """The traces of each ``jax.vmap`` here, the innermost first, those around a derivative too."""
+    return [trace for trace in traces_around() if isinstance(trace, BatchTrace)]
 
 
 def is_batched(value: Any, batch: Any) -> bool:
     """Whether a ``jax.vmap``, of which this is the trace, has a value for each of its examples."""
-    while isinstance(value, BatchTracer):
+    while isinstance(value, core.Tracer):
         if value._trace is batch:
             return True
-        value = value.val
+        value = getattr(value, "primal", getattr(value, "val", None))
     return False
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxmp._jaxpr.examples import Examples
 from jaxmp._jaxpr.joint import sum_and_largest
 from jaxmp._jaxpr.primitives import BROADCAST
 from jaxmp._jaxpr.reading import has_explicit_axes
@@ -39,16 +40,16 @@ REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", *_EXTREMES})
 _ADDS_UP = BROADCAST | REPEATS
 
 
-def must_widen(eqn: Any, value: Any, is_for_all: bool) -> bool:
-    """Whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation.
+def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
+    """Whether half cannot hold the sums of the cotangents of ``value``, an operand of an equation, there the ``atom``.
 
-    They are long where it is repeated or looked up often; and where it ``is_for_all``: all examples of a ``jax.vmap``
-    read it beside what is another for each. The derivative of an extreme of updates is shared by those that are equal,
-    and counts them in the dtype that they have.
+    They are long where it is repeated or looked up often, and where all examples of a ``jax.vmap`` read it beside what
+    is another for each. The derivative of an extreme of updates is shared by those that are equal, and counts them in
+    the dtype that they have.
     """
     if eqn.primitive.name in _EXTREMES:
         return math.prod(eqn.invars[1].aval.shape[:-1]) > MAX_TERMS
-    if is_for_all:
+    if examples.share(atom, value):
         return True
     if eqn.primitive.name == "gather":
         batch = eqn.params["dimension_numbers"].start_indices_batching_dims

@@ -106,7 +106,7 @@ class _Evaluation:
         """The value in ``dtype``, for an operation; ``met`` has its step and its operands if it may repeat it."""
         if type(atom) is Literal:
             return self.places.number(value, dtype)
-        is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, value, self.examples.share(atom))
+        is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, atom, value, self.examples)
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
         if atom in self.narrow and self.narrow[atom][1].value_dtype == dtype:
@@ -177,7 +177,7 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        if node and eqn.primitive.name in REPEATS and must_widen(eqn, operands[0], self.examples.share(eqn.invars[0])):
+        if node and eqn.primitive.name in REPEATS and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
             return summed_in_float32(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:

@@ -289,6 +289,16 @@ def in_turns_of_turns(bias, x, w):
     return lax.scan(lambda state, row: (in_turns(bias, row + x, w, state), row), jnp.zeros(8), x)[0]
 
 
+def add_behind(move, v, x, w):
+    v, x = move((v, x))
+    return x @ w + v
+
+
+def turns_of(x):
+    """A number that all examples share, beside one that is each one's own."""
+    return lax.while_loop(lambda pair: pair[0] < 3, lambda pair: (pair[0] + 1, 2 * pair[1]), (0.0, x[0, 0]))
+
+
 # Of one example, x of shape (6, 8); what all share is a param, or is computed of params.
 SHARED = {
     "a class token": lambda p, x: jnp.concatenate([p["v"][None], x @ p["w"]]) @ p["w"],
@@ -324,6 +334,16 @@ COMPUTED_FOR_ALL = {
         lax.switch((3 * x[0, 0]).astype(int), [jnp.add, jnp.subtract, jnp.multiply], x @ p["w"], p["v"] @ p["w"])
         @ p["w"]
     ),
+    "behind a barrier": lambda p, x: add_behind(lax.optimization_barrier, p["v"] @ p["w"], x, p["w"]) @ p["w"],
+    "moved": lambda p, x: add_behind(jax.device_put, p["v"] @ p["w"], x, p["w"]) @ p["w"],
+    "behind a barrier, again": lambda p, x: (
+        jax.checkpoint(lambda v, x, w: add_behind(lax.optimization_barrier, v, x, w))(p["v"] @ p["w"], x, p["w"])
+        @ p["w"]
+    ),
+    "beside a while loop": lambda p, x: (x @ p["w"] + turns_of(x)[0] * (p["v"] @ p["w"])) @ p["w"],
+    "beside a while loop, again": lambda p, x: (
+        jax.checkpoint(lambda v, x, w: x @ w + turns_of(x)[0] * v)(p["v"] @ p["w"], x, p["w"]) @ p["w"]
+    ),
     "computed again": lambda p, x: jax.checkpoint(jitted_twice)(p["v"] @ p["w"], x, p["w"]) @ p["w"],
 }
 
@@ -357,6 +377,53 @@ def test_nor_does_one_where_examples_are_mapped_from_outside(name, is_ensemble, 
         assert not long_half_sums(program)
         wrong = {param: np.linalg.norm(got - true[param]) for param, got in compiled(gradient(each))(*args).items()}
         assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
+
+
+DERIVATIVES = {
+    "value and gradient": lambda fun: lambda p, x: jax.value_and_grad(fun, 1)(p, x),
+    "forwards": lambda fun: lambda p, x: jax.jvp(lambda x: fun(p, x), (x,), (jnp.ones_like(x),)),
+    "of the second order": lambda fun: lambda p, x: (fun(p, x), jax.hessian(fun, 1)(p, x)),
+}
+
+
+@pytest.mark.parametrize("half", HALVES.values())
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_nor_does_one_where_a_derivative_by_each_example_stands_between(name, half):
+    def fun(p, x):  # an equation's residual, of a network's value and its derivatives at each point
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ p["w"] + p["v"]) @ p["w"] + p["v"] @ p["w"]) @ p["w"])
+
+    def gradient(fun):
+        points = jax.vmap(jax.vmap(DERIVATIVES[name](fun), (None, 0)), (None, 0))
+
+        def loss(p, x):
+            value, derivative = points(p, x)
+            return jnp.mean((value + 2) ** 2) + jnp.mean(derivative**2)
+
+        return jax.grad(loss)
+
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.uniform(size=(8, 8)) / 4, jnp.float32), "v": jnp.full(8, 0.5)}
+    args = params, jnp.asarray(rng.uniform(size=(64, 64, 8)), jnp.float32)
+    true, program = compiled(gradient(fun))(*args), gradient(jaxmp.autocast(fun, f"mixed_{half}"))
+    assert not half_sums(jax.make_jaxpr(program)(*args))
+    for got in (compiled(program)(*args), program(*args)):
+        wrong = {param: np.linalg.norm(value - true[param]) for param, value in got.items()}
+        assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
+
+
+def test_nor_does_one_where_each_has_what_a_collective_made_for_all():
+    def fun(p, x):
+        h = x @ p["w"]
+        return (h + lax.pmean(h[0], "examples") @ p["w"]) @ p["w"]
+
+    def gradient(fun):
+        return jax.grad(lambda p, x: jax.vmap(fun, (None, 0), axis_name="examples")(p, x).sum() / 64)
+
+    args = {"w": jnp.eye(8) / 2 + 0.01}, jnp.asarray(np.random.default_rng(0).uniform(size=(512, 8, 8)), jnp.float32)
+    program = gradient(jaxmp.autocast(fun, "mixed_bfloat16"))
+    assert not long_half_sums(jax.make_jaxpr(program)(*args))
+    true = gradient(fun)(*args)["w"]
+    assert np.linalg.norm(program(*args)["w"] - true) < 0.02 * np.linalg.norm(true)
 
 
 @pytest.mark.parametrize("half", HALVES.values())
