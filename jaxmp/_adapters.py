@@ -27,7 +27,7 @@ from jaxmp.engine.autocast import computed
 from jaxmp.engine.marks import computing, widened
 from jaxmp.engine.rules import Rules
 from jaxmp.overrides import levels_of
-from jaxmp.patterns import OPERATIONS, Path, Pattern, pattern_text
+from jaxmp.patterns import OPERATIONS, Path, Pattern, pairs_of, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
 Mode = Literal["written", "float32", "autocast"] | None
@@ -42,7 +42,7 @@ def is_o1(policy: Any) -> bool:
 
 def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:
     """The policies of a model under autocast and its exceptions of operations, of what ``autocast`` is given."""
-    given = dict(overrides or {})
+    given = dict(pairs_of(overrides))
     operations = {key: given.pop(key) for key in [*given] if isinstance(key, str) and key.startswith(OPERATIONS)}
     policies = PolicyMap(PolicyMap("mixed_float16" if is_o1(policy) else policy), given)
     half = policies.compute_dtype

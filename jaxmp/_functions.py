@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+_RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 def require_function(fun: Any, name: str) -> None:
@@ -18,5 +21,10 @@ def require_function(fun: Any, name: str) -> None:
         model = f"{instance}{'.apply' if linen and name != 'autocast' else ''}"
         remedy = f"use jaxmp.{f'{adapter}.' if name == 'autocast' else ''}{name}({model}, policy)"
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {what}; {remedy}")
+    if any(is_later(fun) for is_later in _RUN_LATER):
+        raise TypeError(
+            f"jaxmp.{name} takes a function that returns arrays, got {fun!r}, whose code runs when its coroutine or "
+            "generator does; give it what computes in it, a loss say"
+        )
     if not callable(fun):
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {fun!r}; give it what computes, a loss say")

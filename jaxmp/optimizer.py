@@ -272,11 +272,18 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
     return LossScalingState(
         inner_state=opt_state,
         # Copies, so that a step that donates its state does not delete the arrays of the object the user holds.
-        loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), as_loss_scale(loss_scale)),
+        loss_scale=jax.tree.map_with_path(_own_array, as_loss_scale(loss_scale)),
         skipped=jnp.zeros((), jnp.int32),
         consecutive_skipped=jnp.zeros((), jnp.int32),
         grad_norm=jnp.zeros((), jnp.float32) if grad_norm else None,
     )
+
+
+def _own_array(path: Any, leaf: Any) -> jax.Array:
+    """A leaf of a loss scale as a new array; of ``LossScale(1024)`` the scale is 1024.0, for it may be halved."""
+    dtype = jnp.result_type(leaf)
+    is_scale = jax.tree_util.keystr(path).strip(".[]'\"") == "loss_scale"
+    return jnp.array(leaf, jnp.float32 if is_scale and jnp.issubdtype(dtype, jnp.integer) else dtype)
 
 
 def has_loss_scale(opt_state: optax.OptState) -> bool:

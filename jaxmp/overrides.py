@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmp.dtypes import CASTABLE, is_half, nearest
 from jaxmp.engine.classes import Class, classify, primitives_of
-from jaxmp.patterns import EVERY, OPERATIONS, is_class_pattern, pattern_text
+from jaxmp.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, pattern_text
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 LEVELS = ("float32", "tensorfloat32", "half")
@@ -41,7 +41,7 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
             f"autocast computes in float16, bfloat16 or float32, got the compute dtype {policies.compute_dtype.name}; "
             "use 'mixed_bfloat16' or 'mixed_float16'"
         )
-    exceptions: dict[Any, Any] = dict(overrides or {})
+    exceptions: dict[Any, Any] = dict(pairs_of(overrides))
     for pattern, exception in policies.rules:
         if is_class_pattern(pattern):
             half = policies.compute_dtype.name
@@ -103,8 +103,8 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any =
 def _level(value: Any, half: np.dtype | None, matmul: Any) -> str:
     if str(value).startswith("policy;"):  # as levels_of returns it
         return str(value)
-    if value in LEVELS:
-        return str(value)
+    if isinstance(value, str) and (level := value.strip().lower()) in LEVELS:
+        return level
     policy = _policy_of(value)
     if policy is not None and policy.compute_dtype in (np.float32, half):
         return level_of(policy, matmul)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 Path = tuple[str, ...]
@@ -29,6 +30,18 @@ def check_pattern(pattern: Any) -> Pattern:
     raise TypeError(
         f"a pattern is a glob on the module path such as '**/BatchNorm_*', or a module class, got {pattern!r}; "
         "for a partial or an instance write its class"
+    )
+
+
+def pairs_of(overrides: Any) -> list[tuple[Any, Any]]:
+    """The patterns and policies of overrides, a mapping, None or pairs as a PolicyMap keeps them."""
+    if overrides is None or isinstance(overrides, Mapping):
+        return list((overrides or {}).items())
+    if isinstance(overrides, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in overrides):
+        return list(overrides)
+    raise TypeError(
+        f"overrides map patterns to policies, got {overrides!r}; write {{'**/head': 'float32'}}, say, with the pattern "
+        "of what is meant"
     )
 
 

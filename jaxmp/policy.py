@@ -15,7 +15,7 @@ import numpy as np
 from jaxmp import tree as _tree
 from jaxmp.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest
 from jaxmp.float8 import Float8, get_recipe
-from jaxmp.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pattern_text
+from jaxmp.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pairs_of, pattern_text
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -150,7 +150,7 @@ class PolicyMap:
     Frozen and hashable like the policies in it.
 
     Raises:
-      TypeError: a pattern is neither a string nor a class.
+      TypeError: a pattern is neither a string nor a class; the overrides are no mapping.
 
     >>> policies = PolicyMap("mixed_float16", {"**/head": "float32"})
     >>> policies.resolve(("decoder", "head", "Dense_0"))[0] == get_policy("float32")
@@ -162,8 +162,8 @@ class PolicyMap:
     strict: bool = dataclasses.field(default=True, kw_only=True)
 
     def __init__(self, default: Any, overrides: Mapping[Any, Any] | None = None, *, strict: bool = True) -> None:
-        pairs = overrides.items() if isinstance(overrides, Mapping) else (overrides or ())
         default = get_policy(default)
+        pairs = pairs_of(overrides)
         rules = {check_pattern(pattern): _of_override(policy, default, pattern) for pattern, policy in pairs}
         if isinstance(default, PolicyMap) and (default.strict == strict or not rules):  # one map for equal meanings
             rules = rules | {pattern: policy for pattern, policy in default.overrides if pattern not in rules}

@@ -322,3 +322,39 @@ def test_what_cannot_be_called_is_refused_and_modules_that_can_are_taken():
     bound = nn.Dense(2).bind({"params": {"kernel": model.kernel[...], "bias": model.bias[...]}})
     for fun in (model, bound):
         assert "bfloat16" in str(jax.make_jaxpr(jaxmp.autocast(fun, "mixed_bfloat16"))(x))
+
+
+async def later(x, w):
+    return x @ w
+
+
+def one_by_one(x, w):
+    yield x @ w
+
+
+@pytest.mark.parametrize("fun", [later, one_by_one])
+@pytest.mark.parametrize("transform", [jaxmp.autocast, jaxmp.cast_plan])
+def test_code_that_runs_later_is_no_function(transform, fun):
+    with pytest.raises(TypeError, match=r"takes a function that returns arrays, got <function .* its coroutine or gen"):
+        transform(fun, "mixed_bfloat16")
+
+
+@pytest.mark.parametrize("overrides", [["**/encoder"], "**/encoder", {"**/encoder"}, 3, [("**/encoder", "float32")]])
+def test_overrides_are_a_mapping(overrides):
+    module = nn.Dense(2)
+    for make in (
+        lambda: jaxmp.autocast(model, "mixed_bfloat16", overrides),
+        lambda: jaxmp.PolicyMap("mixed_bfloat16", overrides),
+        lambda: jaxmp.linen.apply_policy(module, "mixed_bfloat16", overrides),
+        lambda: jaxmp.linen.autocast(module, "mixed_bfloat16", overrides),
+    ):
+        with pytest.raises(
+            TypeError, match=r"overrides map patterns to policies, got .*; write {'\*\*/head': 'float32'}"
+        ):
+            make()
+
+
+@pytest.mark.parametrize("level", ["HALF", " half "])
+def test_levels_are_read_as_policies_are(level):
+    fun = jaxmp.autocast(lambda x, w: jnp.exp(x @ w) @ w, "mixed_bfloat16", {"primitive:exp": level})
+    assert dtypes_of("exp", fun, X, W) == ["bfloat16"]

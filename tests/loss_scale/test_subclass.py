@@ -325,3 +325,24 @@ def test_an_adjust_that_returns_no_loss_scale_for_the_next_step_is_named(cls, er
             make_train_step(train_loss)(TrainState.create(params=params, tx=tx), batch)
         else:
             tx.update(params, tx.init(params), params)
+
+
+class FromInt(LossScale):
+    """Whose scale is what it is given."""
+
+    def __init__(self, loss_scale):
+        self.loss_scale = loss_scale
+
+    def adjust(self, grads_finite, grad_max=None):
+        return FromInt(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+
+
+def test_a_scale_that_starts_from_an_int_is_a_float():
+    params, batch = problem()
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), FromInt(1024)))
+    assert state.opt_state.loss_scale.loss_scale.dtype == jnp.float32
+    step = make_train_step(train_loss)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    assert compiled_once(step)
+    jax.lax.scan(make_train_step(train_loss), state, jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), batch))
