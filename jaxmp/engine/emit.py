@@ -137,14 +137,14 @@ class _Evaluation:
 
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
         """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of ``like``."""
-        shape = step.eqn.outvars[0].aval.shape if step.eqn.primitive.name in BROADCAST else value.shape
-        if (value.shape == shape and not like) or reading.has_explicit_axes(value):
+        aval = step.eqn.outvars[0].aval if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
+        if value.shape == aval.shape and (not like or reading.has_explicit_axes(value)):
             return self.cast(value, dtype)
         if self.is_noted and value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
         is_normalised = step.node is not None and step.node in self.normalised(math.prod(step.node.shape))
         is_measured = any([node and node.float8 and node.float8.bias_added is step.node for node in step.operands])
-        return cast_repeated(self.places.bind, value, dtype, shape, like, is_normalised, is_measured)
+        return cast_repeated(self.places.bind, value, dtype, aval, like, is_normalised, is_measured)
 
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""

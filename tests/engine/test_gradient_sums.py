@@ -411,6 +411,40 @@ def test_nor_does_one_where_a_derivative_by_each_example_stands_between(name, ha
         assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
 
 
+@pytest.mark.parametrize("columns", [None, "columns"])
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("half", HALVES.values())
+def test_nor_does_one_on_axes_of_type_explicit(half, is_mapped, columns):
+    mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    def on_mesh(value, *spec):
+        return jax.device_put(value, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+    def fun(p, x):
+        return jnp.tanh(x @ p["w"] + p["b"]) * p["b"][None, None]
+
+    def gradient(fun):
+        fun = jax.vmap(fun, (None, 0)) if is_mapped else fun
+        return jax.grad(lambda p, x: fun(p, x).astype(jnp.float32).sum() / 64)
+
+    rng = np.random.default_rng(0)
+    w, x = rng.uniform(size=(8, 8)) / 4, rng.uniform(size=(2,) * is_mapped + (64, 64, 8))
+    args = {"w": jnp.asarray(w, jnp.float32), "b": jnp.full(8, 0.5)}, jnp.asarray(x, jnp.float32)
+    true = gradient(fun)(*args)
+    with jax.set_mesh(mesh):
+        rows = (None,) * is_mapped + ("rows",)
+        placed = (
+            {"w": on_mesh(args[0]["w"], None, columns), "b": on_mesh(args[0]["b"], columns)},
+            on_mesh(args[1], *rows),
+        )
+        program = gradient(jaxmp.autocast(fun, f"mixed_{half}"))
+        assert not long_half_sums(jax.make_jaxpr(program)(*placed))
+        for got in (compiled(program)(*placed), program(*placed)):
+            assert got["b"].sharding.spec == jax.sharding.PartitionSpec(columns)
+            wrong = {param: np.linalg.norm(jax.device_get(value) - true[param]) for param, value in got.items()}
+            assert not {param for param, error in wrong.items() if error > LIMITS[half] * np.linalg.norm(true[param])}
+
+
 def test_nor_does_one_where_each_has_what_a_collective_made_for_all():
     def fun(p, x):
         h = x @ p["w"]
