@@ -28,10 +28,10 @@ class Examples:
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
         """``same`` says of the arguments of an open jaxpr what they do not show if it is a body of another."""
         self._batches = batches_around() if same is None else []
-        self.are_many = any([is_batched(value, batch) for batch in self._batches for value in (*args, *consts)])
-        if same is not None and not all(map(all, same)):
-            self.are_many = True
-        self._same = [same_values(jaxpr, each) for each in same or ()] if self.are_many else []
+        if same is None:
+            same = [[not is_batched(value, batch) for value in (*args, *consts)] for batch in self._batches]
+        self.are_many = not all(map(all, same))
+        self._same = [same_values(jaxpr, each) for each in same] if self.are_many and not self._batches else []
         self.same: Same = ()
         self.others: Sequence[Any] = ()
 
@@ -42,6 +42,7 @@ class Examples:
         self.others = [value for value, same in zip(operands, columns, strict=True) if not all(same)]
 
     def _who_share(self, atom: Any, value: Any) -> list[bool]:
+        """For each ``jax.vmap`` whether its examples share a value, there the ``atom``: as it shows, or is known."""
         if self._batches:
             return [not is_batched(value, batch) for batch in self._batches]
         return [is_literal(atom) or atom in same for same in self._same]

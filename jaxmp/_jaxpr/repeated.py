@@ -66,7 +66,9 @@ def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[An
         return [*places.bound(operands, eqn.params)]
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
-        return [places.bind(_cast, (value,), {**params, "on": None, "is_normalised": False, "is_measured": False})]
+        return [
+            places.bind(_cast, (value,), {**params, "sharding": None, "is_normalised": False, "is_measured": False})
+        ]
     wide = [places.cast(each, float32) if each.dtype == value.dtype else each for each in operands]
     # The parameters of an extreme hold a program that compares two updates, in the dtype that its author wrote.
     is_own_half = eqn.primitive.name in _EXTREMES and eqn.outvars[0].aval.dtype != float32
@@ -95,14 +97,15 @@ def cast_repeated(
         bias: XLA finds no room there for a third sum in float32, which gets a kernel of its own.
       is_measured: whether the largest magnitude of its cotangents is wanted too, for a product in float8.
     """
-    axes, on = tuple(range(aval.ndim - value.ndim, aval.ndim)), aval.sharding if has_explicit_axes(value) else None
-    params = {"dtype": dtype, "shape": aval.shape, "axes": axes, "on": on}
+    axes = tuple(range(aval.ndim - value.ndim, aval.ndim))
+    sharding = aval.sharding if has_explicit_axes(value) else None
+    params = {"dtype": dtype, "shape": aval.shape, "axes": axes, "sharding": sharding}
     params |= {"is_normalised": is_normalised, "is_measured": is_measured}
     return bind(_cast, (value, *like), params)
 
 
-def _forward(value: Any, *_: Any, dtype: np.dtype, shape: tuple[int, ...], axes: Any, on: Any, **__: Any) -> Any:
-    return jax.lax.broadcast_in_dim(value.astype(dtype), shape, axes, out_sharding=on)
+def _forward(value: Any, *_: Any, dtype: np.dtype, shape: Any, axes: Any, sharding: Any, **__: Any) -> Any:
+    return jax.lax.broadcast_in_dim(value.astype(dtype), shape, axes, out_sharding=sharding)
 
 
 def _derivative(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -120,7 +123,7 @@ def _backward(
     dtype: np.dtype,
     shape: tuple[int, ...],
     axes: tuple[int, ...],
-    on: Any,
+    sharding: Any,
     is_normalised: bool,
     is_measured: bool,
 ) -> list[Any]:
@@ -136,25 +139,27 @@ def _backward(
     else:
         info = jnp.finfo(dtype)
         cotangent = jax.lax.reduce_precision(cotangent, info.nexp, info.nmant)
-    total = jnp.sum(cotangent.astype(value.aval.dtype), summed, keepdims=True)
-    return [jnp.squeeze(total, [axis for axis in summed if axis not in old]), *rest]
+    total = jnp.sum(cotangent.astype(value.aval.dtype), summed)
+    ones = [n for n, axis in enumerate(axes) if axis in summed]
+    return [jnp.expand_dims(total, ones) if ones else total, *rest]
 
 
-def _batch(operands: Any, batched: Any, *, shape: tuple[int, ...], axes: Any, on: Any, **params: Any) -> Any:
+def _batch(operands: Any, batched: Any, *, shape: Any, axes: Any, sharding: Any, **params: Any) -> Any:
     size = next(x.shape[axis] for x, axis in zip(operands, batched, strict=True) if axis is not None)
     value, *like = (x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, batched, strict=True))
     first = () if batched[0] is None else (0,)
     axes = (*first, *(axis + 1 for axis in axes))
-    on = on and on.update(spec=jax.sharding.PartitionSpec(None, *on.spec))
-    return _cast.bind(value, *like, shape=(size, *shape), axes=axes, on=on, **params), 0
+    sharding = sharding and sharding.update(spec=jax.sharding.PartitionSpec(None, *sharding.spec))
+    return _cast.bind(value, *like, shape=(size, *shape), axes=axes, sharding=sharding, **params), 0
 
 
-def _type(aval: Any, *_: Any, dtype: np.dtype, shape: tuple[int, ...], on: Any, **__: Any) -> Any:
-    return aval.update(dtype=dtype, shape=shape, weak_type=False, **({} if on is None else {"sharding": on}))
+def _result_type(aval: Any, *_: Any, dtype: np.dtype, shape: Any, sharding: Any, **__: Any) -> Any:
+    there = {} if sharding is None else {"sharding": sharding}
+    return aval.update(dtype=dtype, shape=shape, weak_type=False, **there)
 
 
 _cast.def_impl(_forward)
-_cast.def_abstract_eval(_type)
+_cast.def_abstract_eval(_result_type)
 ad.primitive_jvps[_cast] = _derivative
 ad.primitive_transposes[_cast] = _backward
 mlir.register_lowering(_cast, mlir.lower_fun(_forward, multiple_results=False))
