@@ -71,7 +71,8 @@ def require_metrics(metrics: Mapping[Any, Any]) -> None:
     if others := [name for name in metrics if not isinstance(name, str)]:
         raise TypeError(f"{rule}, got the name {others[0]!r}; write {str(others[0])!r}, say")
     for path, leaf in jax.tree.leaves_with_path(dict(metrics)):
-        if not is_number(leaf) or getattr(leaf, "dtype", np.dtype(bool)).kind in "OSU":
+        dtype = getattr(leaf, "dtype", np.dtype(bool))
+        if not is_number(leaf) or getattr(dtype, "kind", "O") in "OSU":  # a key's has none
             raise TypeError(
                 f"{rule}, got {type(leaf).__name__} for {path_name(path)!r}; leave it out, or return a number for it"
             )

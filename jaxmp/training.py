@@ -562,7 +562,8 @@ class TrainStep:
             fixed = state.params if held is None else held
             loss_of = hoisted(self._loss_fn, fixed, (state.model_state, *first), REMAT["float8"])
         zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params if held is None else (held.params, held.taps)))
-        (total, model_state), (loss, metrics, seen) = jax.lax.scan(accumulate, (zeros, state.model_state), turns)
+        start = zeros, state.model_state
+        (total, model_state), (loss, metrics, seen) = jax.lax.scan(accumulate, start, turns, length=n)  # of no arrays
         if self._gathered is not None and held is not None:
             total = self._gathered.released(*total)
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
