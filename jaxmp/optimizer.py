@@ -625,15 +625,14 @@ def _check_state(state: Any) -> None:
 
 def _check_same_state(own: Any, given: Any) -> None:
     rule = "the state must come from the optimizer that loss_scaling wraps, whose state for these params has"
+    remedy = "call tx.init again, or make the jaxmp.nnx.Optimizer of this model"
     expected: Any = jax.tree.structure(own)
     got: Any = jax.tree.structure(given)
     if expected != got:
-        raise ValueError(f"{rule} the structure {expected}, got {got}; call tx.init again")
+        raise ValueError(f"{rule} the structure {expected}, got {got}; {remedy}")
     for (path, leaf), found in zip(jax.tree.leaves_with_path(own), jax.tree.leaves(given), strict=True):
         if jnp.shape(leaf) != jnp.shape(found):
-            raise ValueError(
-                f"{rule} {path_name(path)!r} of shape {jnp.shape(leaf)}, got {jnp.shape(found)}; call tx.init again"
-            )
+            raise ValueError(f"{rule} {path_name(path)!r} of shape {jnp.shape(leaf)}, got {jnp.shape(found)}; {remedy}")
 
 
 def _check_same_shapes(updates: Any, params: Any) -> None:

@@ -32,6 +32,9 @@ _COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line ``argv`` (``sys.argv`` by default) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if not sys.stdout:  # None where the shell has closed it
+        print("jaxmp: error: the output cannot be written: it is closed; write it to a file", file=sys.stderr)
+        return 1
     parser = _parser()
     word = next((word for word in words if not word.startswith("-")), None)
     if word is not None and word not in _COMMANDS:

@@ -244,10 +244,15 @@ def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any], hin
 
 def levels(overrides: Sequence[str]) -> dict[str, str]:
     """Overrides that are written ``"KEY=LEVEL"``."""
+    found: dict[str, str] = {}
     for text in overrides:
+        key, _, level = text.rpartition("=")
         if "=" not in text:
             raise UsageError(f"an --override is KEY=LEVEL, such as '**/head=float32', got {text!r}")
-    return {key: level for key, _, level in (text.rpartition("=") for text in overrides)}
+        if key in found:
+            raise UsageError(f"each --override has a key of its own, got {key!r} twice; leave one of them out")
+        found[key] = level
+    return found
 
 
 def traced(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str = "") -> Any:

@@ -164,6 +164,16 @@ def test_a_full_disk_is_one_line_and_exit_code_1(arguments, unbuffered):
     assert (done.returncode, done.stderr) == (1, expected)
 
 
+@pytest.mark.once
+def test_a_closed_output_is_one_line_and_exit_code_1():
+    command = f'"{sys.executable}" -m jaxmp.cli formats >&-'
+    done = subprocess.run(
+        ["sh", "-c", command], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+    )
+    expected = "jaxmp: error: the output cannot be written: it is closed; write it to a file\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
 # --- doctor
 
 

@@ -314,6 +314,8 @@ def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
     assert "matched none" in error(capsys, *MATMUL, "--override", "**/head=float32")
     assert "names a primitive that does not exist" in error(capsys, *MATMUL, "--override", "primitive:expo=half")
     assert "'tensorfloat32', in 'half'" in error(capsys, *MATMUL, "--override", "primitive:exp=fully")
+    twice = [f"--override=primitive:exp={level}" for level in ("half", "float32")]
+    assert "has a key of its own, got 'primitive:exp' twice; leave one" in error(capsys, *MATMUL, *twice)
     assert error(capsys, *MATMUL, "--override", "head") == (
         "an --override is KEY=LEVEL, such as '**/head=float32', got 'head'"
     )
