@@ -282,8 +282,8 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
 def _own_array(path: Any, leaf: Any) -> jax.Array:
     """A leaf of a loss scale as a new array; of ``LossScale(1024)`` the scale is 1024.0, for it may be halved."""
     dtype = jnp.result_type(leaf)
-    is_scale = jax.tree_util.keystr(path).strip(".[]'\"") == "loss_scale"
-    return jnp.array(leaf, jnp.float32 if is_scale and jnp.issubdtype(dtype, jnp.integer) else dtype)
+    is_whole = path_name(path) == "loss_scale" and jnp.issubdtype(dtype, jnp.integer)
+    return jnp.array(leaf, jnp.float32 if is_whole else dtype)
 
 
 def has_loss_scale(opt_state: optax.OptState) -> bool:

@@ -103,8 +103,8 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any =
 def _level(value: Any, half: np.dtype | None, matmul: Any) -> str:
     if str(value).startswith("policy;"):  # as levels_of returns it
         return str(value)
-    if isinstance(value, str) and (level := value.strip().lower()) in LEVELS:
-        return level
+    if _is_level(value):
+        return str(value).strip().lower()
     policy = _policy_of(value)
     if policy is not None and policy.compute_dtype in (np.float32, half):
         return level_of(policy, matmul)
@@ -115,9 +115,13 @@ def _level(value: Any, half: np.dtype | None, matmul: Any) -> str:
     )
 
 
+def _is_level(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().lower() in LEVELS
+
+
 def _policy_of(value: Any) -> Policy | None:
     """The policy that the value of an override names, if it names one."""
-    if value not in LEVELS:
+    if not _is_level(value):
         with contextlib.suppress(ValueError, TypeError):
             policy = get_policy(value)
             return policy if isinstance(policy, Policy) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -74,10 +73,7 @@ def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]
 
 
 def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
-    """The variables of an open jaxpr that depend on no example.
-
-    ``are_same`` says it of its arguments, and of its constants after them if some do.
-    """
+    """The variables of an open jaxpr that depend on no example; ``are_same`` says it of its arguments."""
     found = _SAME.setdefault(jaxpr, {})
     if (same := found.get(tuple(are_same))) is None:  # asked in each turn of each loop around it
         same = found[tuple(are_same)] = _same_values(jaxpr, are_same)
@@ -88,8 +84,7 @@ _SAME: Any = weakref.WeakKeyDictionary()
 
 
 def _same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
-    given = itertools.zip_longest((*jaxpr.invars, *jaxpr.constvars), are_same, fillvalue=True)
-    known = {var for var, is_same in given if is_same}
+    known = {*jaxpr.constvars, *(var for var, is_same in zip(jaxpr.invars, are_same, strict=True) if is_same)}
     for eqn in jaxpr.eqns:
         ends = same_results(eqn, [is_literal(atom) or atom in known for atom in eqn.invars])
         known.update(var for var, is_same in zip(eqn.outvars, ends, strict=True) if is_same)

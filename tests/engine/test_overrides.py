@@ -358,3 +358,5 @@ def test_overrides_are_a_mapping(overrides):
 def test_levels_are_read_as_policies_are(level):
     fun = jaxmp.autocast(lambda x, w: jnp.exp(x @ w) @ w, "mixed_bfloat16", {"primitive:exp": level})
     assert dtypes_of("exp", fun, X, W) == ["bfloat16"]
+    with pytest.raises(ValueError, match="'half' in overrides is the compute dtype of the policy, but that is float32"):
+        jaxmp.autocast(model, "float32", {"**/encoder": level})  # and no policy of that name
