@@ -54,7 +54,7 @@ notebook: .venv/installed ## run notebooks/quickstart.ipynb and keep what it sho
 	@cd notebooks && PYTHONPATH=$(CURDIR) ../.venv/bin/jupyter execute --inplace quickstart.ipynb $(ARGS)
 
 doctor: .venv/installed ## what this machine computes fast, and what to fix
-	@$(PY) -m jaxmp.cli doctor $(ARGS)
+	@$(PY) -m jaxmp doctor $(ARGS)
 
 lint: .venv/installed ## ruff: rules and format
 	$(PY) -m ruff check $(SOURCES)

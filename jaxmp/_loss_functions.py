@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -63,6 +64,21 @@ def checked(loss_fn: LossFn) -> LossFn:
         return loss, (new_model_state, metrics)
 
     return of_checked_result
+
+
+@contextlib.contextmanager
+def noting_none(**arguments: Any) -> Iterator[None]:
+    """Notes on an error that tells of None, or of a key that is none, which ``arguments`` a state has none of."""
+    try:
+        yield
+    except Exception as error:
+        nones = [f"{name}=…" for name, value in arguments.items() if value is None]
+        if nones and any(word in str(error) for word in ("NoneType", "PRNG")):
+            error.add_note(
+                "jaxmp: what TrainState.create is not given is None in the loss function; does this one need "
+                f"TrainState.create({', '.join(nones)})?"
+            )
+        raise
 
 
 def require_metrics(metrics: Mapping[Any, Any]) -> None:
@@ -125,7 +141,7 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
     if one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions):
         if overrides:
             raise ValueError(
-                f"overrides are exceptions from autocast, but policy={policy!r} asks for none, got {dict(overrides)}; "
+                f"overrides are exceptions from autocast, but policy=None asks for none, got {dict(overrides)}; "
                 'pass a half policy too ("mixed_bfloat16", say), or leave them out'
             )
         return loss_fn if one_policy is None else _within(one_policy.precision, loss_fn)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
@@ -118,6 +119,25 @@ def require_apart(state: Any, batch: Any, error: Exception) -> None:
             f"but {entry} {came}; copy it before the step, jax.tree.map(jnp.copy, state.params), say, or make the step "
             "with make_train_step(..., donate=False)"
         ) from error
+
+
+def require_arrays(batch: Any, error: Exception) -> None:
+    """Raises, in place of ``error``, if a leaf of ``batch`` is nothing that JAX takes."""
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if not _is_of_jax(leaf):
+            kind = type(leaf).__name__ + (f" of {leaf.dtype.name}" if isinstance(leaf, np.ndarray) else "")
+            raise TypeError(
+                f"a batch holds arrays and numbers, got {kind} for {_tree.path_name(path) or 'the batch'!r}; leave it "
+                "out of what the step is given, or make numbers of it"
+            ) from error
+
+
+def _is_of_jax(leaf: Any) -> bool:
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
 
 
 def _marks(leaf: Any) -> set[Any]:

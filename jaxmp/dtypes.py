@@ -57,7 +57,7 @@ def canonical_dtype(dtype: Any) -> np.dtype:
     ``"half"`` (see :func:`half_dtype`), ``"full"`` (float32).
 
     Raises:
-      UnknownDtypeError: the name is unknown; the nearest known names are listed.
+      UnknownDtypeError: the name is unknown, and the nearest known names are listed, or ``"float8"``, which is two.
       ValueError: the dtype is not a floating one.
 
     >>> canonical_dtype("bf16")
@@ -67,6 +67,11 @@ def canonical_dtype(dtype: Any) -> np.dtype:
         text = dtype.strip().lower()
         if text == "half":
             return half_dtype()
+        if text in ("float8", "fp8", "f8"):
+            raise UnknownDtypeError(
+                f"float8 is two dtypes, 'float8_e4m3fn' and 'float8_e5m2', got {dtype!r}; write the one that is meant, "
+                "or for float8 products in a policy 'mixed_float8' or matmul=float8"
+            )
         name = _ALIASES.get(text, text)
         if name in NAMES:
             return np.dtype(getattr(jnp, name))

@@ -29,8 +29,7 @@ class UnknownOperationError(ValueError):
 def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = None) -> tuple[Policy, dict[str, str]]:
     """The policy of a function and the exceptions from it: ``overrides``, then those of a PolicyMap.
 
-    Half at some paths of a float32 function is a half policy, from which the rest is an exception. Of a float32 policy
-    there are exceptions only if one asks for something else than the policy does.
+    Half at some paths of a float32 function is a half policy, from which the rest is an exception.
 
     Raises:
       ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
@@ -60,7 +59,7 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
     levels = levels_of(exceptions, root.compute_dtype, root.matmul)
-    return root, {**levels, EVERY: levels.get(EVERY, rest)} if set(levels.values()) - {rest} else {}
+    return root, {**levels, EVERY: levels.get(EVERY, rest)} if levels else {}  # those that agree may match nothing
 
 
 def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any = None) -> dict[str, str]:

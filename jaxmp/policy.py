@@ -233,14 +233,14 @@ class PolicyMap:
 
         Args:
           modules: the classes of the modules visited, by path.
-          variables: the paths of the model's variables.
+          variables: the paths of the model's variables, of which all but the last names are modules.
           complete: whether every module that has variables was visited; if not, a pattern on classes may well match one
             that was not, and is let pass.
 
         Raises:
           ValueError: naming the pattern and the nearest paths or classes of the model.
         """
-        paths = {path[:depth] for path in variables for depth in range(len(path) + 1)}
+        paths = {path[:depth] for path in variables for depth in range(len(path))}
         for strict, pattern, _ in self._rules():
             on_class = is_class_pattern(pattern)
             matched = any(matches(pattern, path, cls) for path, cls in modules.items())
@@ -250,6 +250,13 @@ class PolicyMap:
                 continue
             names = {cls.__name__ for cls in modules.values()}
             known = names if on_class else {"/".join(path) for path in paths.union(modules)}
+            variable = next((path for path in variables if not on_class and matches(pattern, path, None)), None)
+            if variable is not None:
+                owner = "/".join(variable[:-1]) or "**"
+                raise ValueError(
+                    f"every pattern of a policy must match a module, but {pattern!r} matched the variable "
+                    f"{'/'.join(variable)!r}, which has the policy of its module; write {owner!r}"
+                )
             near = nearest(pattern_text(pattern), sorted(known - {""})) or "none, the model has no submodules"
             raise ValueError(
                 f"every pattern of a policy must match a module, but {pattern_text(pattern)!r} matched none; "

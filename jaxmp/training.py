@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import flax.struct
 import jax
@@ -25,7 +25,16 @@ from jaxmp._flattened import Flattened, Lazy, flattened
 from jaxmp._gathering import Gathered, Held
 from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
-from jaxmp._loss_functions import OWN_METRICS, REMAT, LossFn, as_key, require_same_structure, under_policy, with_remat
+from jaxmp._loss_functions import (
+    OWN_METRICS,
+    REMAT,
+    LossFn,
+    as_key,
+    noting_none,
+    require_same_structure,
+    under_policy,
+    with_remat,
+)
 from jaxmp._mesh_plan import plan_of
 from jaxmp._nonfinite import explanation
 from jaxmp._placement import (
@@ -37,6 +46,7 @@ from jaxmp._placement import (
     microbatches,
     moved_to,
     require_apart,
+    require_arrays,
     require_not_deleted,
     settled,
     tell_of_devices,
@@ -87,6 +97,10 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
     """
 
     _first = ("step", "skipped", "stuck")
+    _given: ClassVar[tuple[str, ...]] = (
+        "model_state",
+        "rng",
+    )  # what the loss function takes of it, if its maker gave it
     step: jax.Array
     skipped: jax.Array
     stuck: jax.Array
@@ -280,7 +294,7 @@ def make_train_step(
         ``(loss, new_model_state, metrics)``, the loss a float32 scalar, ``metrics`` a dict.
       policy: puts the loss function, whose model has no policy then, under :func:`jaxmp.autocast`: ``"O1"`` or whatever
         names one policy. Its compute dtype is what counts: params, loss, model state and metrics keep their own. With
-        one that computes in float32 there is no autocast, unless ``overrides`` ask for something else than it does.
+        one that computes in float32 there is no autocast, unless there are ``overrides``.
       overrides: those of the autocast.
       accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over
         axis 0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad
@@ -313,7 +327,7 @@ def make_train_step(
         or that do not fit each other, the params, or the batch; a param goes in half into what cannot leave its
         gradient in ``reduce_dtype``.
       TypeError: the loss function takes or returns something else (a metric that is no number, say); the loss is
-        float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say).
+        float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say); the batch has a string, say.
       RuntimeError: the state was given to a donating step before, or the batch has arrays of it.
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: a counter is read
         once the device has computed it, and only where it may have reached the limit.
@@ -408,7 +422,8 @@ class TrainStep:
             else:
                 with self._on_mesh():
                     new, metrics = run(given, self._batch_on_mesh(batch))
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
+            require_arrays(batch, error)
             require_apart(state, batch, error)
             require_not_deleted(state, error)
             if self._plan is None:
@@ -500,7 +515,8 @@ class TrainStep:
             )
         warn_if_behind(state.tx, state.params, stacklevel=2, again=False)
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        loss, grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
+        with noting_none(**{name: getattr(state, name) for name in state._given}):
+            loss, grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
         scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
 

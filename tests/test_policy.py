@@ -211,7 +211,9 @@ def test_the_output_dtype_can_be_changed():
         ("O4", r"unknown policy 'O4'; known policies, nearest first: 'O\d'"),
         ("f4", r"unknown policy 'f4'; known policies"),
         ("7-true", r"unknown policy '7-true'; known policies"),
-        ("p=f32,c=f8", r"unknown dtype 'f8'; known names, nearest first: 'f8_e4m3', 'f8_e5m2'|'f\d+'"),
+        ("p=f32,c=f8", r"float8 is two dtypes, 'float8_e4m3fn' and 'float8_e5m2', got 'f8'; .* 'mixed_float8' or mat"),
+        ("p=fp8", r"float8 is two dtypes, .*, got 'fp8'; write the one that is meant"),
+        ("fp8", r"unknown policy 'fp8'; known policies, nearest first: 'mixed_float8'"),
         ("p=f32,z=f16", r"unknown key 'z' in policy 'p=f32,z=f16'; known keys, nearest first: .*'params'"),
         ("mixed_float8(min_dim=16)", r"only matmul takes parentheses, got 'mixed_float8.*matmul=float8\("),
         ("p=f32,comptue=f16", r"unknown key 'comptue'.*nearest first: 'compute', "),
@@ -328,7 +330,7 @@ def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_or_classes
     def check(pattern: Any, complete: bool = True) -> None:
         PolicyMap("mixed_float16", {pattern: "float32"}).check(modules, variables, complete)
 
-    for pattern in ("encoder", "**/Dense_*", "decoder", "decoder/bias", "**", "type:Norm", BatchNorm):
+    for pattern in ("encoder", "**/Dense_*", "decoder", "**", "type:Norm", BatchNorm):
         check(pattern)
     with pytest.raises(ValueError, match=r"'encodr' matched none; nearest paths: 'encoder', 'decoder', "):
         check("encodr")
@@ -337,6 +339,10 @@ def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_or_classes
     ):
         check("type:LayerNorm")
     check("type:LayerNorm", complete=False)
+    with pytest.raises(ValueError, match=r"'\*/bias' matched the variable 'decoder/bias', .* write 'decoder'"):
+        check("*/bias")
+    with pytest.raises(ValueError, match=r"'bias' matched the variable 'bias', .* write '\*\*'"):
+        PolicyMap("mixed_float16", {"bias": "float32"}).check({(): object}, [("bias",)])
     with pytest.raises(ValueError, match="matched none"):
         check("encodr", complete=False)
     with pytest.raises(ValueError, match="nearest paths: none, the model has no submodules"):

@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxmp import dtypes
 
         parser.error(f"there is no command {word!r}; commands, nearest first: {dtypes.nearest(word, _COMMANDS)}")
-    options = parser.parse_args(words)
+    options, rest = parser.parse_known_args(words)
+    if rest:
+        taken = f"jaxmp {options.command or 'COMMAND'} --help"
+        parser.error(f"unrecognized arguments: {' '.join(rest)}; {taken} lists those that there are")
     if options.command is None:
         parser.print_help()
         return 0

@@ -112,6 +112,15 @@ def _is_array(value: Any) -> bool:
     return True
 
 
+_KEEP_ARRAY = "leave an array an array, and let numbers that a shape depends on be no arguments"
+_REMEDIES: dict[type[Exception], str] = {
+    jax.errors.TracerBoolConversionError: "write jnp.where or jax.lax.cond",
+    jax.errors.TracerArrayConversionError: "write jnp in place of np",
+    jax.errors.TracerIntegerConversionError: _KEEP_ARRAY,
+    jax.errors.ConcretizationTypeError: _KEEP_ARRAY,
+}
+
+
 @contextlib.contextmanager
 def told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None]:
     """Makes a UsageError of an error: its first line, after what it is an error ``of``, its type and its place."""
@@ -123,8 +132,9 @@ def told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
         if of:
             line = f"{line.rstrip('.')}{_place(error)}"
-        if isinstance(error, jax.errors.TracerBoolConversionError):
-            hint += "; nothing is computed for a plan, as under jax.jit: write jnp.where or jax.lax.cond"
+        remedy = next((remedy for kind, remedy in _REMEDIES.items() if isinstance(error, kind)), None)
+        if remedy is not None:
+            hint += f"; nothing is computed for a plan, as under jax.jit: {remedy}"
         raise UsageError(f"{of}: {type(error).__name__}: {line}{hint}" if of else line) from error
 
 

@@ -70,6 +70,27 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return ArrayCall(pure, (plain, [value_of(leaf) for leaf in leaves]), write, (tree, graphdef))
 
 
+def with_remedy(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``fun`` for autocast, where what NNX says of an object that it does not take has a note of what helps."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fun(*args, **kwargs)
+        except TraceContextError as error:
+            if _REMEDY not in getattr(error, "__notes__", ()):  # one autocast may run in another
+                error.add_note(_REMEDY)
+            raise
+
+    return noted
+
+
+_REMEDY = (
+    "jaxmp: a function under autocast is traced, and what it writes to NNX objects (statistics, counts of random "
+    "numbers) is written only to its arguments; pass the model, jaxmp.autocast(lambda model, x: model(x), policy)"
+    "(model, x), or put the whole model under autocast, jaxmp.nnx.autocast(model, policy)(x)"
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Changes:
     """What a traced function did to its objects, apart from arrays."""

@@ -114,6 +114,8 @@ class _Form:
 class _State(training.TrainState):
     """``model_state`` is the form of the model, its random number generators, and its other Variables."""
 
+    _given = ()
+
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
         new = super().apply_gradients(model_state=model_state, **changes)
         form, _, others = new.model_state

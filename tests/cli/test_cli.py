@@ -92,7 +92,7 @@ def test_an_unknown_option_exits_with_2_and_says_which(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["formats", "--yaml"])
     assert stop.value.code == 2
-    assert "unrecognized arguments: --yaml" in capsys.readouterr().err
+    assert "unrecognized arguments: --yaml; jaxmp formats --help lists those" in capsys.readouterr().err
 
 
 @pytest.mark.once
@@ -143,7 +143,7 @@ def test_formats_as_json_are_the_rows_in_full_precision(capsys):
 
 @pytest.mark.once
 def test_output_survives_a_pipe_that_closes_and_an_ascii_terminal():
-    command = f'"{sys.executable}" -m jaxmp.cli formats | head -n 1'
+    command = f'"{sys.executable}" -m jaxmp formats | head -n 1'
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "float64" in done.stdout
@@ -158,7 +158,7 @@ def test_a_full_disk_is_one_line_and_exit_code_1(arguments, unbuffered):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "jaxmp.cli", *arguments], env=env, stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "jaxmp", *arguments], env=env, stdout=full, stderr=subprocess.PIPE, text=True
         )
     expected = f"jaxmp {arguments[0]}: error: the output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, expected)
@@ -166,7 +166,7 @@ def test_a_full_disk_is_one_line_and_exit_code_1(arguments, unbuffered):
 
 @pytest.mark.once
 def test_a_closed_output_is_one_line_and_exit_code_1():
-    command = f'"{sys.executable}" -m jaxmp.cli formats >&-'
+    command = f'"{sys.executable}" -m jaxmp formats >&-'
     done = subprocess.run(
         ["sh", "-c", command], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
     )

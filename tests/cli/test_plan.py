@@ -48,6 +48,12 @@ def branches(x):
         return x
     return -x
 
+def converts(x):
+    return x * float(x[0])
+
+def numpies(x):
+    return np.sort(x)
+
 def by_keyword(x, *, w, scale=1):
     return scale * (x @ w)
 
@@ -213,12 +219,20 @@ def test_what_gives_the_arguments_is_a_function_without_parameters_that_returns_
     )
 
 
-def test_an_if_on_an_array_is_shown_with_its_line_and_what_to_write(here, capsys):
+def test_what_needs_numbers_is_shown_with_its_line_and_what_to_write(here, capsys):
     text = error(capsys, "plan_cli_module:branches", "--arg", "float32[8]")
     assert "TracerBoolConversionError: " in text
     assert text.endswith(
         "(line 27 of plan_cli_module.py: if x[0] > 0:); nothing is computed for a plan, as under jax.jit: write "
         "jnp.where or jax.lax.cond"
+    )
+    text = error(capsys, "plan_cli_module:converts", "--arg", "float32[8]")
+    assert text.endswith(
+        "return x * float(x[0])); nothing is computed for a plan, as under jax.jit: leave an array an array, and let "
+        "numbers that a shape depends on be no arguments"
+    )
+    assert error(capsys, "plan_cli_module:numpies", "--arg", "float32[8]").endswith(
+        "nothing is computed for a plan, as under jax.jit: write jnp in place of np"
     )
 
 
@@ -322,7 +336,7 @@ def test_policies_and_overrides_are_refused_as_autocast_refuses_them(capsys):
 
 
 def test_the_command_in_a_process_of_its_own_gives_the_text_that_is_kept(tmp_path):
-    command = [sys.executable, "-m", "jaxmp.cli", "plan", "plan_block:loss", "--args", "plan_block:example"]
+    command = [sys.executable, "-m", "jaxmp", "plan", "plan_block:loss", "--args", "plan_block:example"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     done = subprocess.run(
         [*command, "--override", "**/head=float32"], cwd=TOOLS, env=env, capture_output=True, text=True

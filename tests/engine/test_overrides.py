@@ -157,6 +157,15 @@ def test_policies_that_mean_nothing_for_a_function_raise(policy, error, text):
     assert text in str(raised.value)
 
 
+def test_a_float32_policy_too_says_which_override_matched_nothing():
+    for policy in ("float32", "tensorfloat32", jaxmp.PolicyMap("float32", {"haed": "float32"})):
+        overrides = None if isinstance(policy, jaxmp.PolicyMap) else {"haed": policy}
+        with pytest.raises(jaxmp.UnmatchedOverrideError, match=r"'haed' matched none; nearest paths: .*'head'"):
+            half(model, policy, overrides)(X, W)
+    agreeing = half(model, "float32", {"head": "float32"})
+    assert jnp.array_equal(agreeing(X, W), half(model, "float32")(X, W)) and products(agreeing, X, W) == ["float32"] * 3
+
+
 def test_half_under_float32_raises():
     with pytest.raises(ValueError, match=r"'half' in overrides is the compute dtype .*, but that is float32"):
         half(model, "float32", {"head": "half"})

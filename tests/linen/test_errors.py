@@ -42,8 +42,7 @@ def message(model: nn.Module, *args: Any, error: type[Exception] = ValueError) -
 def test_a_path_that_matches_nothing_is_named_with_the_nearest_paths():
     text = message(apply_policy(MLP(), "mixed_float16", {"Dence_1": "float32"}))
     assert text == (
-        "every pattern of a policy must match a module, but 'Dence_1' matched none; nearest paths: "
-        "'Dense_1', 'Dense_0', 'Dense_1/bias', 'Dense_1/kernel', 'Dense_0/bias', 'Dense_0/kernel'"
+        "every pattern of a policy must match a module, but 'Dence_1' matched none; nearest paths: 'Dense_1', 'Dense_0'"
     )
 
 
@@ -73,8 +72,11 @@ def test_a_path_that_is_not_the_model_s_raises(pattern):
         assert f"{pattern!r} matched none" in message(model)
 
 
-def test_a_pattern_on_a_variable_counts_as_a_match():
-    assert model_products(apply_policy(MLP(), "mixed_float16", {"Dense_0/kernel": "float32"}), X) == ["float16"] * 2
+def test_a_pattern_on_a_variable_is_refused_for_it_has_the_policy_of_its_module():
+    for pattern in ("Dense_0/kernel", "**/kernel"):
+        text = message(apply_policy(MLP(), "mixed_float16", {pattern: "float32"}))
+        assert text.startswith(f"every pattern of a policy must match a module, but {pattern!r} matched the variable ")
+        assert text.endswith("'Dense_0/kernel', which has the policy of its module; write 'Dense_0'")
 
 
 @pytest.mark.parametrize("rules", [{nn.Dense: "float32"}, {"encoder": "float32"}, {"type:Emb*": "float32"}])

@@ -164,6 +164,8 @@ def test_policies_of_jmp_and_strings_are_read():
 def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_at_once():
     with pytest.raises(ValueError, match=r"'layers/7' matched none; nearest paths: .*layers/1"):
         apply_policy(Net(rngs()), "mixed_float16", {"layers/7": "float32"})
+    with pytest.raises(ValueError, match=r"'conv/kernel' matched the variable 'conv/kernel', .* write 'conv'"):
+        apply_policy(Net(rngs()), "mixed_float16", {"conv/kernel": "float32"})
     with pytest.raises(ValueError, match=r"'type:LayerNorm' matched none; nearest classes: .*BatchNorm"):
         apply_policy(Net(rngs()), "mixed_float16", {nnx.LayerNorm: "float32"})
 

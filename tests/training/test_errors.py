@@ -520,3 +520,44 @@ def test_a_policy_for_recomputation_that_is_none_is_refused():
 def test_a_loss_scale_in_place_of_the_optimizer_is_refused():
     with pytest.raises(TypeError, match=r"an optimizer must be one of optax's, got Dyn.*; write optax.adam\(1e-3"):
         TrainState.create(params=jnp.ones(2), tx=DynamicLossScale())
+
+
+@pytest.mark.parametrize(
+    ("leaf", "came"),
+    [
+        (["a", "b"], "got str for 'name/0'"),
+        (np.array(["a", "b"]), "got ndarray of str32 for 'name'"),
+        (np.array([None, {}], object), "got ndarray of object for 'name'"),
+        (object(), "got object for 'name'"),
+    ],
+    ids=["list", "texts", "objects", "object"],
+)
+def test_a_batch_with_what_is_no_array_is_refused_with_its_place(leaf, came):
+    step = make_train_step(lambda p, s, batch, r: (jnp.mean(p * batch["x"]), s), donate=False)
+    with pytest.raises(TypeError, match=f"a batch holds arrays and numbers, {re.escape(came)}; leave it out of what"):
+        step(state_of(), {"x": jnp.ones(2), "name": leaf})
+
+
+def test_a_loss_function_that_needs_what_the_state_was_not_given_is_told_what_to_give():
+    def notes(draw, **given):
+        def loss_fn(params, model_state, batch, rng):
+            return params * draw(model_state, rng), model_state
+
+        with pytest.raises((TypeError, ValueError, ZeroDivisionError)) as raised:
+            make_train_step(loss_fn, donate=False)(state_of(**given), jnp.ones(2))
+        return [note for note in getattr(raised.value, "__notes__", ()) if note.startswith("jaxmp: ")]
+
+    (note,) = notes(lambda state, rng: jax.random.normal(rng))
+    assert note.endswith("does this one need TrainState.create(model_state=…, rng=…)?")
+    (note,) = notes(lambda state, rng: state["batch_stats"]["mean"], rng=0)
+    assert note.endswith("does this one need TrainState.create(model_state=…)?")
+    assert not notes(lambda state, rng: 1 / 0)  # an error that tells of no None
+    assert not notes(lambda state, rng: None + 1.0, rng=0, model_state={"mean": jnp.ones(())})
+
+
+def test_an_nnx_step_says_nothing_of_a_train_state():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="NoneType") as raised:
+        jaxmp.nnx.make_train_step(lambda model, batch: model(batch) + None)(model, optimizer, jnp.ones((1, 2)))
+    assert not [note for note in getattr(raised.value, "__notes__", ()) if note.startswith("jaxmp: ")]

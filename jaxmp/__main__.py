@@ -1,4 +1,4 @@
-"""``python -m jaxmp.cli``."""
+"""``python -m jaxmp``, the command ``jaxmp``."""
 
 import sys
 
