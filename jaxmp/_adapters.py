@@ -28,16 +28,11 @@ from jaxmp.engine.marks import computing, widened
 from jaxmp.engine.rules import Rules
 from jaxmp.overrides import levels_of
 from jaxmp.patterns import OPERATIONS, Path, Pattern, pairs_of, pattern_text
-from jaxmp.policy import Policy, PolicyMap
+from jaxmp.policy import Policy, PolicyMap, is_o1
 
 Mode = Literal["written", "float32", "autocast"] | None
 
 # --- policies ---
-
-
-def is_o1(policy: Any) -> bool:
-    """Whether ``policy`` asks for autocast and not for dtypes of modules."""
-    return isinstance(policy, str) and policy.strip().upper() == "O1"
 
 
 def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[PolicyMap, dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp.dtypes import CASTABLE, is_half, nearest
 from jaxmp.engine.classes import Class, classify, primitives_of
 from jaxmp.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, pattern_text
-from jaxmp.policy import Policy, PolicyMap, get_policy
+from jaxmp.policy import Policy, PolicyMap, get_policy, is_o1
 
 LEVELS = ("float32", "tensorfloat32", "half")
 _FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
@@ -34,7 +34,7 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     Raises:
       ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
     """
-    policies = PolicyMap("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
+    policies = PolicyMap("mixed_float16" if is_o1(policy) else policy)
     if policies.compute_dtype not in CASTABLE:
         raise ValueError(
             f"autocast computes in float16, bfloat16 or float32, got the compute dtype {policies.compute_dtype.name}; "
@@ -55,7 +55,7 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
     if root.compute_dtype != np.float32:
         return root, levels_of(exceptions, root.compute_dtype, root.matmul)
-    rest = "float32" if root.matmul_precision in ("highest", "float32") else "tensorfloat32"
+    rest = level_of(root) if not exceptions else _checked_level_of(root)
     if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
     levels = levels_of(exceptions, root.compute_dtype, root.matmul)
@@ -90,7 +90,8 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any =
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
                 f"{value!r}; make a half policy the default, and the rest float32 by overrides"
             )
-        named = primitives_named_by(key) if key.startswith(OPERATIONS) and key != EVERY else ()
+        is_operation = ":" in key.split("/")[0] and key != EVERY
+        named = primitives_named_by(key) if is_operation else ()
         if fixed := sorted(name for name in named if classify(name) in _FIXED):
             raise ValueError(
                 f"an override names operations that compute in a dtype, got {key!r}: {', '.join(fixed[:3])} "
@@ -100,13 +101,13 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any =
 
 
 def _level(value: Any, half: np.dtype | None, matmul: Any) -> str:
-    if str(value).startswith("policy;"):  # as levels_of returns it
+    if str(value).startswith("policy;matmul="):  # as levels_of returns it
         return str(value)
     if _is_level(value):
         return str(value).strip().lower()
     policy = _policy_of(value)
     if policy is not None and policy.compute_dtype in (np.float32, half):
-        return level_of(policy, matmul)
+        return _checked_level_of(policy, matmul)
     dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
     raise ValueError(
         f"an override is computed in 'float32', in 'tensorfloat32', in 'half' (the policy's compute dtype) or by a "
@@ -144,7 +145,20 @@ def level_of(policy: Policy, matmul: Any = None) -> str:
     """
     if policy.compute_dtype != np.float32:
         return "half" if policy.matmul is None and matmul is None else f"policy;matmul={policy.matmul}"
-    return "tensorfloat32" if policy.matmul_precision == "tensorfloat32" else "float32"
+    return "float32" if policy.matmul_precision in _HIGHEST else "tensorfloat32"
+
+
+_HIGHEST = ("highest", "float32")
+
+
+def _checked_level_of(policy: Policy, matmul: Any = None) -> str:
+    """As :func:`level_of`, if a level says all of the policy's precision of products."""
+    if policy.compute_dtype == np.float32 and policy.matmul_precision not in (*_HIGHEST, "tensorfloat32", None):
+        raise ValueError(
+            "beside overrides float32 products are those of 'float32' or of 'tensorfloat32', got a policy with "
+            f"matmul_precision={policy.matmul_precision!r}; use 'float32', or 'tensorfloat32', which is JAX's default"
+        )
+    return level_of(policy, matmul)
 
 
 def primitives_named_by(key: str) -> frozenset[str]:
@@ -165,8 +179,8 @@ def primitives_named_by(key: str) -> frozenset[str]:
     known = {"primitive": sorted(name for cls in Class for name in primitives_of(cls)), "class": classes}.get(kind)
     if known is None:
         raise UnknownOperationError(
-            f"an override by operation is 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
-            f"'class:accumulation', got {key!r}"
+            f"an override is a path, or by operation 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
+            f"'class:accumulation', got {key!r}; write one of these"
         )
     raise UnknownOperationError(
         f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known)}; "

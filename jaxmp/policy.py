@@ -442,6 +442,11 @@ _KEYS = {
 }
 
 
+def is_o1(policy: Any) -> bool:
+    """Whether ``policy`` is autocast's own name of mixed_float16, and asks for no dtypes of modules."""
+    return isinstance(policy, str) and policy.strip().upper() == "O1"
+
+
 def check_backend(policy: Policy) -> None:
     """Raises where the default backend has no products in the policy's compute dtype."""
     if policy.compute_dtype == np.float16 and jax.default_backend() == "tpu":

@@ -51,6 +51,7 @@ from jaxmp._placement import (
     settled,
     tell_of_devices,
 )
+from jaxmp.dtypes import canonical_dtype
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
     Made,
@@ -357,7 +358,8 @@ def make_train_step(
             f"{reduce!r} with mesh={mesh!r} and accumulate_steps={accumulate_steps}; pass mesh=, specs= and "
             "accumulate_steps=2, say, or leave it out"
         )
-    if (mesh is None) != (specs is None) or (mesh is None and (reduce_dtype != "float32" or remat == "regather")):
+    is_plain = canonical_dtype(reduce_dtype) == np.float32 and remat != "regather"
+    if (mesh is None) != (specs is None) or (mesh is None and not is_plain):
         raise ValueError(
             "mesh=, and specs= of params on it, are given together, and reduce_dtype= and remat='regather' with them, "
             f"got mesh={mesh!r}, specs={'None' if specs is None else 'a tree'}, reduce_dtype={reduce_dtype!r}, "

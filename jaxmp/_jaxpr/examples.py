@@ -22,7 +22,7 @@ class Examples:
     Attributes:
       are_many: whether anything is another for each.
       same: which operands of the equation at hand they share.
-      others: those of which some ``jax.vmap`` has another for each of its examples.
+      others: the batched ones, of which some ``jax.vmap`` has another for each of its examples.
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any], same: Same | None = None) -> None:
@@ -47,17 +47,17 @@ class Examples:
             return [not is_batched(value, batch) for batch in self._batches]
         return [is_literal(atom) or atom in same for same in self._same]
 
-    def share(self, atom: Any, value: Any) -> bool:
-        """Whether all of one ``jax.vmap`` read this beside an operand of the equation that is another for each."""
+    def meets_batched(self, atom: Any, value: Any) -> bool:
+        """Whether all examples of one ``jax.vmap`` share this value, and the equation reads batched ones beside it."""
         if not self.others:
             return False
         pairs = zip(self.same, self._who_share(atom, value), strict=True)
         return any([own and False in same for same, own in pairs])
 
     def repeated(self, bodies: Bodies | None) -> Collection[int]:
-        """The operands of the equation at hand, if it has bodies, that all share and JAX repeats for each.
+        """The places of operands of the equation at hand, if it has bodies, that all share and JAX repeats for each.
 
-        What is carried is so if it comes to be another for each; all that branches read, if each example takes its own.
+        That is what is carried, if it is batched after a turn; and all that branches read, if their index is batched.
         """
         if bodies is None or bodies.kind == "while":  # which has no cotangents
             return ()

@@ -11,7 +11,7 @@ MONOTONE = frozenset(
 # Each element of the result is an element of the operand: to cast before or after gives the same bits.
 PICKS = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "dynamic_slice", "gather"}
-    | {"split", "unstack", "optimization_barrier", "sharding_constraint"}
+    | {"tile", "split", "unstack", "optimization_barrier", "sharding_constraint"}
 )
 COMBINES = frozenset(
     {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}
@@ -20,3 +20,6 @@ COMBINES = frozenset(
 """Operations of several operands that round nothing, and so add up no error round a loop."""
 BROADCAST = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "rem", "atan2"})
 """Operations whose operands JAX broadcasts by itself, along axes of size 1 and from scalars."""
+MEETS = BROADCAST | COMBINES
+"""Operations of several operands, of which JAX may repeat some to meet the others."""
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})

@@ -28,14 +28,15 @@ from jax.interpreters import ad, batching, mlir
 from jaxmp._jaxpr.examples import Examples
 from jaxmp._jaxpr.joint import sum_and_largest
 from jaxmp._jaxpr.primitives import BROADCAST
-from jaxmp._jaxpr.reading import has_explicit_axes
+from jaxmp._jaxpr.reading import has_explicit_axes, is_literal
 from jaxmp._jaxpr.rebuild import params_in_dtype
+from jaxmp.dtypes import is_castable
 
 _cast = Primitive("cast_repeated")
 MAX_TERMS = 256
 """Of a sum in half: in bfloat16 one more 1 changes nothing."""
-_EXTREMES = frozenset({"scatter-max", "scatter-min"})
-REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", *_EXTREMES})
+_SCATTERED = frozenset({"scatter-max", "scatter-min"})
+REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
 """Equations that repeat an operand or look it up, or take extremes of updates, of which several may be equal."""
 _ADDS_UP = BROADCAST | REPEATS
 
@@ -47,15 +48,26 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
     is another for each. The derivative of an extreme of updates is shared by those that are equal, and counts them in
     the dtype that they have.
     """
-    if eqn.primitive.name in _EXTREMES:
-        return math.prod(eqn.invars[1].aval.shape[:-1]) > MAX_TERMS
-    if examples.share(atom, value):
-        return True
-    if eqn.primitive.name == "gather":
+    return _is_long(eqn, value.size) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
+
+
+def sums_half(eqn: Any) -> bool:
+    """Whether half cannot hold the sums of the cotangents of an operand of an equation that is half as written."""
+    if eqn.primitive.name not in _ADDS_UP:
+        return False
+    avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
+    return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.size) for aval in avals])
+
+
+def _is_long(eqn: Any, size: int) -> bool:
+    """Whether more than ``MAX_TERMS`` cotangents meet in an element of an operand of so many elements."""
+    if eqn.primitive.name in _SCATTERED:
+        terms = math.prod(eqn.invars[1].aval.shape[:-1])
+    elif eqn.primitive.name == "gather":
         batch = eqn.params["dimension_numbers"].start_indices_batching_dims
         terms = math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
     else:
-        terms = eqn.outvars[0].aval.size / max(value.size, 1) if eqn.primitive.name in _ADDS_UP else 0
+        terms = eqn.outvars[0].aval.size / max(size, 1) if eqn.primitive.name in _ADDS_UP else 0
     return terms > MAX_TERMS
 
 
@@ -63,17 +75,20 @@ def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[An
     """The results of an equation of ``REPEATS`` on other ``operands``, whose cotangents are summed in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if value.dtype.itemsize != 2:
-        return [*places.bound(operands, eqn.params)]
+        return [*places.bound(operands, _params(eqn, value.dtype))]
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
         return [
             places.bind(_cast, (value,), {**params, "sharding": None, "is_normalised": False, "is_measured": False})
         ]
     wide = [places.cast(each, float32) if each.dtype == value.dtype else each for each in operands]
-    # The parameters of an extreme hold a program that compares two updates, in the dtype that its author wrote.
-    is_own_half = eqn.primitive.name in _EXTREMES and eqn.outvars[0].aval.dtype != float32
-    results = places.bound(wide, params_in_dtype(eqn, float32, False) if is_own_half else eqn.params)
-    return [places.cast(results[0], value.dtype)]
+    return [places.cast(places.bound(wide, _params(eqn, float32))[0], value.dtype)]
+
+
+def _params(eqn: Any, dtype: np.dtype) -> Any:
+    """Those of an equation on operands of ``dtype``: an extreme's hold a program that compares two updates."""
+    is_other = eqn.primitive.name in _SCATTERED and eqn.outvars[0].aval.dtype != dtype
+    return params_in_dtype(eqn, dtype, False) if is_other else eqn.params
 
 
 def cast_repeated(

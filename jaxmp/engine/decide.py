@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._jaxpr.primitives import BROADCAST, COMBINES, MONOTONE, PICKS
+from jaxmp._jaxpr.primitives import BROADCAST, COMBINES, MEETS, MONOTONE, PICKS
 from jaxmp._jaxpr.walk import PRODUCTS, cycles, walk
 from jaxmp.engine import groups
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind
 from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
 
-_FLOAT32, _MEETS, _JOINED = np.dtype(np.float32), BROADCAST | COMBINES, frozenset({"concatenate", "stack"})
+_FLOAT32, _JOINED = np.dtype(np.float32), frozenset({"concatenate", "stack"})
 
 
 def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
@@ -231,7 +231,7 @@ def _move_casts(nodes: Sequence[Node]) -> None:
         wanted = {read_in(user, node) for user in node.users}
         dtype = wanted.pop() if len(wanted) == 1 else None
         # What meets it repeats it too, if only by a vmap from outside.
-        repeats = (user.loop != node.loop or user.name in _MEETS for user in node.users)
+        repeats = (user.loop != node.loop or user.name in MEETS for user in node.users)
         repeated = not node.is_cast_once and (len(node.users) > 1 or any(repeats))
         if dtype is not None and dtype.itemsize == 2 and node.late in (None, dtype) and not repeated:
             node.compute, node.dtype, node.late = dtype, dtype, None

@@ -13,10 +13,10 @@ import numpy as np
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.examples import Examples, Same, same_in_bodies
 from jaxmp._jaxpr.places import Places
-from jaxmp._jaxpr.primitives import BROADCAST, COMBINES
+from jaxmp._jaxpr.primitives import BROADCAST, COMPARISONS, MEETS
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32
+from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32, sums_half
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.dtypes import is_castable
 from jaxmp.engine.classes import CLEAR, KEPT
@@ -29,8 +29,6 @@ from jaxmp.engine.trace import tracing
 # Without jit, loops are compiled as one, and found compiled by the next call.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_MEET = BROADCAST | COMBINES  # of operands some may be everybody's, others one for each example
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
 Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
 
@@ -89,7 +87,8 @@ class _Evaluation:
                 self.casts = step.casts = []
             self.places.at(eqn)
             given = [atom.val if type(atom) is Literal else self.env[atom] for atom in eqn.invars]
-            results = self.places.repeated(given) if step.stands else self.results_of(step, given)
+            stands = step.stands and not self.examples.are_many
+            results = self.places.repeated(given) if stands else self.results_of(step, given)
             for var, value in zip(eqn.outvars, results, strict=True):
                 self.env[var] = value
             if eqn.primitive.name == _CAST and _is_widening(step):
@@ -149,7 +148,7 @@ class _Evaluation:
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""
         eqn, node, places, met = step.eqn, step.node, self.places, (step, given)
-        meets: Collection[int] = range(len(given)) if eqn.primitive.name in _MEET else ()
+        meets: Collection[int] = range(len(given)) if eqn.primitive.name in MEETS else ()
         if self.examples.are_many:
             self.examples.at(eqn, given)
             meets = meets or self.examples.repeated(step.bodies)
@@ -202,11 +201,11 @@ def _program(rules: Rules, normalised: Normalised, step: Step, same: Same) -> Ca
     return rebuilt(step.eqn, step.bodies, functions, rule)
 
 
-def _summed_over_turns(step: Step, bodies: reading.Bodies) -> list[tuple[int, np.dtype]]:
-    """The places of activations that each of many turns of a loop reads in half, and their dtypes."""
-    is_long = bodies.kind == "scan" and step.eqn.params["length"] > MAX_TERMS
-    found = [(place, each) for place, each in enumerate(step.operands[: bodies.start * is_long]) if each is not None]
-    return [(place, each.dtype) for place, each in found if each.dtype.itemsize < each.written.itemsize]
+def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
+    """The places of activations that each of many turns of a loop, or of those in it, reads in half; their dtypes."""
+    bodies = step.bodies
+    operands = step.operands[: bodies.start] if bodies and bodies.kind == "scan" and step.turns > MAX_TERMS else ()
+    return [(place, each.dtype) for place, each in enumerate(operands) if each and each.dtype.itemsize == 2]
 
 
 def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
@@ -223,7 +222,7 @@ def _run(rules: Rules, normalised: Normalised, step: Step, position: int, same: 
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
     evaluation = _Evaluation(rules, normalised, body, args, same)
-    for place, dtype in _summed_over_turns(step, step.bodies):  # half again; their cotangents are summed outside of it
+    for place, dtype in _over_turns(step):  # half again; their cotangents are summed outside of it
         evaluation.env[body.jaxpr.invars[place]] = evaluation.places.cast(args[place], dtype)
     results = evaluation.results()
     if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
@@ -250,7 +249,7 @@ def _shared(rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..
 
 
 def _normalised(nodes: Sequence[Node]) -> Normalised:
-    """Tells values of so many elements to each row of which a weight is added before the next product."""
+    """Finds the values of so many elements to whose rows a weight is added before the next product."""
     sizes = {shape: math.prod(shape) for shape in {node.shape for node in nodes}}
     adds = [node for node in nodes if node.name == "add"]
     pairs = [(add, each) for add in adds for each in add.inputs if not each.is_cast_once and each.const is None]
@@ -268,16 +267,16 @@ def _normalised(nodes: Sequence[Node]) -> Normalised:
 
 def _stands(step: Step, changed: set[Node]) -> bool:
     """Whether an equation is bound as it stands, its bodies with it: nothing in it changes."""
-    params = step.eqn.params
+    node, params = step.node, step.eqn.params
     if not changed.isdisjoint(step.operands) or not changed.isdisjoint(step.nodes) or step.float8:
         return False
     if "precision" in params and reading.asks_for_what_is_missing(params):
         return False
     if step.bodies is None:
-        return step.node is None or step.node.compute is None
+        return node is None or (node.compute is None and (node.dtype.itemsize > 2 or not sums_half(step.eqn)))
     # Derivative rules are decided when they run.
     can_stand = step.eqn.primitive.name not in _WITH_RULES or step.region.level == "written"
-    return can_stand and all(inner.stands for body in step.inner for inner in body.steps)
+    return can_stand and not _over_turns(step) and all(one.stands for body in step.inner for one in body.steps)
 
 
 def _is_widening(step: Step) -> bool:
@@ -291,7 +290,7 @@ def _wants(step: Step) -> list[np.dtype | None]:
     if step.bodies is not None:
         return _wants_of_bodies(step, step.bodies)
     name, node, operands = step.eqn.primitive.name, step.node, step.operands
-    if node is None and name in _COMPARISONS:
+    if node is None and name in COMPARISONS:
         # The derivative of a maximum asks which operand it is: rounded as it is, the operand still equals it.
         largest = [one for one in operands if one and one.name in ("max", "min") and {*one.inputs} & {*operands}]
         largest = largest if name in ("eq", "ne") else []
@@ -310,7 +309,7 @@ def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None
     wants = [each.dtype if each and each.dtype.itemsize == 2 and not each.late else None for each in step.operands]
     if bodies.kind in ("scan", "while"):
         wants[bodies.start : bodies.start + bodies.carry] = [join.dtype if join else None for join in step.joins]
-        for place, _ in _summed_over_turns(step, bodies):
+        for place, _ in _over_turns(step):
             wants[place] = _FLOAT32
     elif bodies.kind == "call":
         for position, operand in enumerate(step.operands):

@@ -26,9 +26,9 @@ _EXTREMES = frozenset({"reduce_max", "reduce_min", "cummax", "cummin"})
 _ROUNDINGS = frozenset({"floor", "ceil", "round"})
 _CHANGES = _EXTREMES | _ROUNDINGS
 _LOGARITHMS = frozenset({"log", "log1p", "log2"})
-_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is the derivative of max
+_ORDERINGS = frozenset({"lt", "le", "gt", "ge", "lt_to", "le_to"})  # eq is the derivative of max
 _SEARCH = "call_hi_primitive"  # jnp.searchsorted from JAX 0.12 on
-_READ_PLACES = _COMPARISONS | _ROUNDINGS | {"sin", "cos", "tan", "rem", _SEARCH}
+_READ_PLACES = _ORDERINGS | _ROUNDINGS | {"sin", "cos", "tan", "rem", _SEARCH}
 _SQUARES = frozenset({"square", "integer_pow", "abs", "mul", "pow"})
 _FORMS = PRODUCTS | {"mul"}
 _MAY_SQUARE = _SQUARES | PRODUCTS
@@ -366,7 +366,7 @@ GROUPS = (
     (_straight_through, {"add"}),
     (_searches, {"while"}),
 )
-"""The functions that recognise groups, and the operations that their groups end in."""
+"""The functions that recognise groups, and the operations they end in; coordinates need the whole graph."""
 _BY_END = {end: [recognised for recognised, own in GROUPS if end in own] for _, ends in GROUPS for end in ends}
 
 
@@ -406,7 +406,7 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
             complexes[out] = reals
         ends = list[Node]()
         squared = _squared_difference(node) if node is not None and name in _MAY_SQUARE else None
-        if squared or name in _COMPARISONS:  # |x - position|: an interpolation
+        if squared or name in _ORDERINGS:  # |x - position|: an interpolation
             pair, known = (squared.inputs, of_iota) if squared else (reals, of_positions)
             others = [each for each in zip(pair, pair[::-1], strict=True) if each[1] not in of_products]
             tables = () if squared else [each for each in others if _is_table(*each, computed, out.aval.size)]

@@ -18,9 +18,7 @@ from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.patterns import EVERY, OPERATIONS, matches
 
-_NO_SCOPES = (
-    "none: no scopes are seen (NNX has none, jaxmp.nnx.apply_policy puts them there; an autocast inside keeps its own)"
-)
+_NO_SCOPES = "none: no scopes are seen, for NNX has none; jaxmp.nnx.autocast(model, policy, overrides) has its paths"
 
 
 class UnmatchedOverrideError(ValueError):

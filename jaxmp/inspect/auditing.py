@@ -28,7 +28,7 @@ from jaxmp.inspect.products import unaligned, weights_in, work
 from jaxmp.inspect.values import Read, Value, same_turn, values_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
-from jaxmp.policy import get_policy
+from jaxmp.policy import get_policy, is_o1
 from jaxmp.sharding import Collective
 from jaxmp.tree import path_name
 
@@ -205,7 +205,7 @@ def audit(
     ({'float16': 1.0}, ())
     """
     if policy is not None:  # O1 is autocast's name of mixed_float16
-        policy = get_policy("mixed_float16" if isinstance(policy, str) and policy.strip().upper() == "O1" else policy)
+        policy = get_policy("mixed_float16" if is_o1(policy) else policy)
     chip = hardware.detect(device)
 
     def audited(*args: Any) -> Audit:

@@ -22,13 +22,13 @@ import jax
 from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._adapters import Treatment, autocast_map, described_model, is_o1, noting_half, remembered
+from jaxmp._adapters import Treatment, autocast_map, described_model, noting_half, remembered
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
 from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
 from jaxmp.linen.variables import Variables
 from jaxmp.patterns import Path
-from jaxmp.policy import PolicyMap
+from jaxmp.policy import PolicyMap, is_o1
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -23,7 +23,6 @@ from jaxmp._adapters import (
     described_model,
     is_default,
     is_floating,
-    is_o1,
     kept_from_half,
     nothing_in_half,
     policies_below,
@@ -36,7 +35,7 @@ from jaxmp.nnx.training import make_train_step as make_train_step
 from jaxmp.nnx.variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.overrides import level_of
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
-from jaxmp.policy import Policy, PolicyMap
+from jaxmp.policy import Policy, PolicyMap, is_o1
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -139,6 +140,14 @@ def test_formats_as_json_are_the_rows_in_full_precision(capsys):
     assert rows["float16"]["smallest_subnormal"] == 2.0**-24
     assert rows["float32"]["largest"] == float(jax.numpy.finfo("float32").max)
     assert list(rows) == [row.name for row in formats()]
+
+
+@pytest.mark.once
+def test_python_m_jaxmp_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxmp", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("jaxmp.__main__", run_name="__main__")
+    assert (stop.value.code, capsys.readouterr().out) == (0, f"jaxmp {jaxmp.__version__}\n")
 
 
 @pytest.mark.once

@@ -365,7 +365,7 @@ def test_an_override_with_an_unknown_class_lists_the_nearest():
 
 @pytest.mark.parametrize("key", ["exp", "op:exp", "Primitive:exp", ""])
 def test_an_override_of_another_form_says_which_forms_there_are(key):
-    with pytest.raises(UnknownOperationError, match=r"is 'primitive:<name>' or 'class:<name>'.*got '" + key):
+    with pytest.raises(UnknownOperationError, match=r"by operation 'primitive:<name>' or 'class:<name>'.*got '" + key):
         primitives_named_by(key)
 
 

@@ -123,6 +123,18 @@ def test_a_region_changes_nothing_outside_of_autocast():
             "in 'half' (the policy's compute dtype) or by a policy that computes in float32 or bfloat16, got 'float16'",
         ),
         ({"**/head": "O2"}, ValueError, "or by a policy that computes in float32 or bfloat16, got 'O2'"),
+        (
+            {"Primitive:exp": "float32"},
+            UnknownOperationError,
+            "an override is a path, or by operation 'primitive:<name>'",
+        ),
+        ({"op:exp": "float32"}, UnknownOperationError, "such as 'primitive:exp' or 'class:accumulation', got 'op:exp'"),
+        ({"**/head": "policy;nonsense"}, ValueError, "got 'policy;nonsense'; write one of these"),
+        (
+            {"**/head": "params=float32,compute=float32,matmul_precision=high"},
+            ValueError,
+            "float32 products are those of 'float32' or of 'tensorfloat32', got a policy with matmul_precision='high'",
+        ),
         ({jnp.tanh: "half"}, TypeError, "an override of autocast is a path such as '**/head'"),
         ({"type:Dense": "half"}, TypeError, "a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast"),
     ],
@@ -220,7 +232,7 @@ def test_an_override_may_be_a_policy_and_tensorfloat32_is_the_cheaper_float32():
         return dots[-1].params["precision"]
 
     assert precisions("float32") == precisions(jaxmp.get_policy("float32")) == HIGHEST
-    assert precisions("tensorfloat32") is None
+    assert precisions("tensorfloat32") is precisions("params=float32,compute=float32") is None
     for level in ("half", "bfloat16", jaxmp.get_policy("mixed_bfloat16")):
         assert products(half(model, overrides={"encoder": "float32", "**/head": level}), X, W)[-1] == "bfloat16"
 
