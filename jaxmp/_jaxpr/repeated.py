@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxmp._jaxpr.examples import Examples
 from jaxmp._jaxpr.joint import sum_and_largest
 from jaxmp._jaxpr.primitives import BROADCAST
-from jaxmp._jaxpr.reading import has_explicit_axes, is_literal
+from jaxmp._jaxpr.reading import bodies_of, has_explicit_axes, is_literal, opened
 from jaxmp._jaxpr.rebuild import params_in_dtype
 from jaxmp.dtypes import is_castable
 
@@ -57,6 +57,23 @@ def sums_half(eqn: Any) -> bool:
         return False
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
     return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.size) for aval in avals])
+
+
+def turns(eqn: Any, place: int) -> int:
+    """How often an operand of an equation is read in one run of it: in each turn of a loop, and of loops in that."""
+    bodies = bodies_of(eqn)
+    # What is carried or run over is another in each turn; a while loop has no cotangents.
+    if bodies is None or bodies.kind == "while" or (bodies.kind == "scan" and place >= bodies.start):
+        return 1
+    inside, jaxprs = place - (bodies.kind == "cond"), [opened(body)[0] for body in bodies.jaxprs]
+    readers = [
+        turns(each, n)
+        for jaxpr in jaxprs
+        for each in jaxpr.eqns
+        for n, atom in enumerate(each.invars)
+        if atom is jaxpr.invars[inside]
+    ]
+    return max(readers, default=1) * (eqn.params["length"] if bodies.kind == "scan" else 1)
 
 
 def _is_long(eqn: Any, size: int) -> bool:

@@ -16,7 +16,7 @@ from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.primitives import BROADCAST, COMPARISONS, MEETS
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32, sums_half
+from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32, sums_half, turns
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.dtypes import is_castable
 from jaxmp.engine.classes import CLEAR, KEPT
@@ -203,9 +203,9 @@ def _program(rules: Rules, normalised: Normalised, step: Step, same: Same) -> Ca
 
 def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
     """The places of activations that each of many turns of a loop, or of those in it, reads in half; their dtypes."""
-    bodies = step.bodies
-    operands = step.operands[: bodies.start] if bodies and bodies.kind == "scan" and step.turns > MAX_TERMS else ()
-    return [(place, each.dtype) for place, each in enumerate(operands) if each and each.dtype.itemsize == 2]
+    operands = step.operands[: step.bodies.start] if step.bodies and step.bodies.kind == "scan" else ()
+    halves = [(place, each.dtype) for place, each in enumerate(operands) if each and each.dtype.itemsize == 2]
+    return [(place, dtype) for place, dtype in halves if turns(step.eqn, place) > MAX_TERMS]
 
 
 def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:

@@ -99,7 +99,6 @@ class Step:
     float8: _float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
     bodies: reading.Bodies | None = None
     inner: Sequence[Body] = ()
-    turns: int = 1  # how often the innermost loop in it is run
     is_fixed: bool = False  # it is made of constants only, as the positions of a sequence: the same for every example
     stands: bool = False  # whether it is bound as it is
     bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
@@ -249,8 +248,6 @@ class _Builder:
         else:
             enter = {"call": self.enter_call, "cond": self.enter_cond}.get(bodies.kind, self.enter_loop)
             results = enter(step, bodies, values)
-            inside = max([one.turns for body in step.inner for one in body.steps], default=1)
-            step.turns = inside * eqn.params.get("length", 1)
             if not any(body.has_floats for body in step.inner):
                 step.bodies, step.reason = None, "no floating value inside"  # masks and indices: bound as it is
             if is_fixed:

@@ -270,3 +270,20 @@ def test_a_loop_over_float_time_is_half():
         return jax.lax.while_loop(lambda c: c[0] < 1.0, lambda c: (c[0] + 0.3, jnp.tanh(c[1] @ w)), (0.0, x))[1] @ w
 
     assert set(products(half(fun), X, W)) == {"bfloat16"}
+
+
+@pytest.mark.parametrize(("reads", "dtype"), [(True, "float32"), (False, "bfloat16")])
+def test_an_activation_goes_into_a_loop_in_float32_if_its_turns_and_those_inside_read_it_often(reads, dtype):
+    def fun(x, w):
+        y = jnp.tanh(x @ w)
+
+        def turn(state, _):
+            inner = jax.lax.scan(lambda c, _: (jnp.tanh(c + y if reads else c) @ w, None), state + y, length=20)[0]
+            return inner, None
+
+        return jax.lax.scan(turn, y, length=20)[0] @ w
+
+    program = jax.make_jaxpr(half(fun))(HALVES_2X2, ONES)
+    (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
+    operands = [atom.aval.dtype.name for atom in loop.invars[: bodies_of(loop).start]]
+    assert sorted(operands) == sorted([dtype, "float32"])  # and w
