@@ -29,8 +29,15 @@ def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch
             "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
         )
     what = "; ".join(found) or "nothing in the gradients, so it is the optimizer's updates"
+    lowest, scale = getattr(loss_scale, "min_loss_scale", None), float(loss_scale.loss_scale)
+    cannot_fall = "which cannot fall"
+    if lowest is not None and scale > float(lowest):
+        cannot_fall = (
+            "which did not fall, as a transform around loss_scaling dropped the gradients before it (write "
+            "jaxmp.loss_scaling(optax.apply_if_finite(…), loss_scale), say)"
+        )
     return (
         f"training must be finite to go on, but {skips} steps in a row were skipped at loss scale "
-        f"{float(loss_scale.loss_scale):g}, which cannot fall; not finite now: {what}. Look for NaN in the data, lower "
+        f"{scale:g}, {cannot_fall}; not finite now: {what}. Look for NaN in the data, lower "
         "the learning rate, or compute the modules of these params in float32 (by overrides)"
     )

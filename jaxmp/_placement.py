@@ -33,6 +33,21 @@ def settled(state: Any) -> Any:
     return jax.tree.map(settle, state)
 
 
+def each_once(state: Any) -> Any:
+    """``state`` with copies of the arrays that are in it twice (a target network, say): each is deleted but once."""
+    leaves, structure = jax.tree.flatten(state)
+    if len({*map(id, leaves)}) == len(leaves):  # as a rule
+        return state
+    seen: set[int] = set()
+    return jax.tree.unflatten(structure, [_copied_if_seen(leaf, seen) for leaf in leaves])
+
+
+def _copied_if_seen(leaf: Any, seen: set[int]) -> Any:
+    again = id(leaf) in seen and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    seen.add(id(leaf))
+    return jnp.copy(leaf) if again else leaf
+
+
 def home_of(tree: Any) -> Any:
     """The sharding over all devices of the mesh that an array of ``tree`` is on; else a committed one's; or None."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(tree) if is_put(leaf)]
@@ -100,7 +115,8 @@ def require_not_deleted(state: Any, error: Exception | None = None) -> None:
         raise RuntimeError(
             f"a state can be given to a donating step once only, but {_tree.path_name(deleted)!r} in this one is gone: "
             "a step has had it, or another state of the same arrays; go on with the state that the step returned "
-            "(state, metrics = step(state, batch)), or make the step with make_train_step(..., donate=False)"
+            "(state, metrics = step(state, batch)), copy what another run is to start from (jax.tree.map(jnp.copy, "
+            "params)) before the first one, or make the step with make_train_step(..., donate=False)"
         ) from error
 
 

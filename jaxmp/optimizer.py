@@ -8,8 +8,6 @@ CPU. After Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, wi
 from __future__ import annotations
 
 import functools
-import warnings
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,7 +125,7 @@ def loss_scaling(
         return params if isinstance(inner, LowPrecision) else widen(params)
 
     def init(params: optax.Params) -> LossScalingState:
-        inner_state = inner.init(as_taken(params))
+        inner_state = jax.tree.map(_copied_key, inner.init(as_taken(params)))
         if not isinstance(inner, LowPrecision) and rounds_params(inner_state):
             raise ValueError(BEHIND_LOW_PRECISION)
         return wrap_opt_state(inner_state, loss_scale, grad_norm=grad_norm)
@@ -200,7 +198,7 @@ def loss_scaling(
         )
         return result, new_state
 
-    tx = _LossScaling(init, update)
+    tx = LossScaling(init, update)
     tx.inner, tx.stepped = inner, stepped
     return tx
 
@@ -223,7 +221,7 @@ def require_one_tree(opt_state: Any) -> None:
 
 
 def _is_outermost_low_precision(tx: Any) -> bool:
-    return isinstance(tx, _LossScaling) and isinstance(tx.inner, LowPrecision)
+    return isinstance(tx, LossScaling) and isinstance(tx.inner, LowPrecision)
 
 
 def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
@@ -233,7 +231,12 @@ def in_precision_of(tx: Any, inner_state: Any, params: Any) -> Any:
     return tx.inner.wrap(inner_state, params, before) if _is_outermost_low_precision(tx) else inner_state
 
 
-class _LossScaling(optax.GradientTransformationExtraArgs):
+def _copied_key(leaf: Any) -> Any:
+    """A copy of a key, which an optimizer hands out as it was given it: a donating step deletes what is in a state."""
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+class LossScaling(optax.GradientTransformationExtraArgs):
     """What :func:`loss_scaling` returns. A transform around it may drop the extra argument ``clip_norm``."""
 
     inner: optax.GradientTransformationExtraArgs
@@ -264,7 +267,7 @@ def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_nor
     Raises:
       ValueError: the state has a loss scale already.
     """
-    if _find(opt_state):
+    if scalings_in(opt_state):
         raise ValueError(
             "one loss has one scale, but this optimizer's state has a loss scale already: loss_scaling was put inside "
             "loss_scaling; remove the inner one"
@@ -288,7 +291,7 @@ def _own_array(path: Any, leaf: Any) -> jax.Array:
 
 def has_loss_scale(opt_state: optax.OptState) -> bool:
     """Whether an optimizer's state has a loss scale, wherever it is nested."""
-    return bool(_find(opt_state))
+    return bool(scalings_in(opt_state))
 
 
 def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
@@ -297,7 +300,7 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
     Raises:
       ValueError: there is none, or there are several.
     """
-    found = _find(opt_state)
+    found = scalings_in(opt_state)
     if not found:
         raise ValueError(
             f"the optimizer's state must contain a loss scale, got {type(opt_state).__name__} without one; wrap the "
@@ -422,43 +425,6 @@ def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -
     return scaled_fun if isinstance(fun, functools.partial) else functools.wraps(fun)(scaled_fun)
 
 
-_looked_at: deque[Any] = deque(maxlen=16)  # optimizers
-
-
-def warn_if_behind(tx: optax.GradientTransformation, params: Any, stacklevel: int, again: bool = True) -> None:
-    """Warns if ``tx`` is a chain, or has one in it, with another transform before ``loss_scaling``.
-
-    ``stacklevel`` is that of the caller's own ``warnings.warn``; ``again``: whether to look at the same ``tx`` twice.
-    """
-    if isinstance(tx, _LossScaling) or (not again and tx in _looked_at):
-        return
-    found: list[bool] = []
-    # Looked at while it is traced: the names of a named chain are sorted afterwards.
-    jax.eval_shape(lambda params: found.append(_stands_behind(tx.init(params))), params)
-    _looked_at.append(tx)
-    if any(found):
-        warnings.warn(
-            "loss_scaling must be the first transform of a chain, but another stands before it here, which sees the "
-            "gradients still multiplied by the loss scale (clipping would cut them all to nearly nothing): put it "
-            "inside, jaxmp.loss_scaling(optax.chain(…, tx), loss_scale)",
-            stacklevel=stacklevel + 1,
-        )
-
-
-def _stands_behind(state: Any) -> bool:
-    if isinstance(state, LossScalingState) or not isinstance(state, (tuple, dict)) or not state:
-        return False
-    if isinstance(state, tuple) and hasattr(state, "_fields"):  # of one transform; dicts in it stand side by side
-        parts = [part.values() if isinstance(part, dict) else [part] for part in state]
-        return any(_stands_behind(each) for part in parts for each in part)
-    first, *others = state.values() if isinstance(state, dict) else state  # a chain, or a named one
-    return _stands_behind(first) or any(
-        isinstance(scale := scaling.loss_scale.loss_scale, jax.Array) or scale != 1  # a static one is a number
-        for part in others
-        for scaling in _find(part)
-    )
-
-
 def take_step(
     tx: optax.GradientTransformationExtraArgs,
     grads: Any,
@@ -476,7 +442,7 @@ def take_step(
     Raises:
       ValueError: ``clip_norm`` among ``extra_args``, and another transform around ``loss_scaling``.
     """
-    is_outermost = isinstance(tx, _LossScaling)
+    is_outermost = isinstance(tx, LossScaling)
     if "clip_norm" in extra_args and not is_outermost:
         raise ValueError(
             "clip_norm needs loss_scaling as the outermost transform, but another stands around it, or beside it in a "
@@ -553,7 +519,8 @@ def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(keep, new, old, is_leaf=lambda node: isinstance(node, LossScalingState))
 
 
-def _find(opt_state: optax.OptState) -> list[LossScalingState]:
+def scalings_in(opt_state: optax.OptState) -> list[LossScalingState]:
+    """Those in an optimizer's state, wherever they are nested."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScalingState))
     return [node for node in nodes if isinstance(node, LossScalingState)]
 

@@ -26,6 +26,7 @@ from jaxmp import hlo, tables
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._mesh_plan import reduced_in, spread, to_reduce_in
+from jaxmp._order import warn_if_behind
 from jaxmp._specs import (
     Mesh,
     as_tuple,
@@ -44,7 +45,6 @@ from jaxmp._specs import (
     without,
 )
 from jaxmp.dtypes import canonical_dtype
-from jaxmp.optimizer import warn_if_behind
 from jaxmp.training import TrainState, created
 
 Rules = Mapping[str, PartitionSpec]

@@ -6,6 +6,7 @@ Where gradients are not finite, params, optimizer, batch statistics and moving a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -37,9 +38,11 @@ from jaxmp._loss_functions import (
 )
 from jaxmp._mesh_plan import plan_of
 from jaxmp._nonfinite import explanation
+from jaxmp._order import warn_if_behind
 from jaxmp._placement import (
     at,
     at_home,
+    each_once,
     home_of,
     is_deleted,
     is_traced,
@@ -68,7 +71,6 @@ from jaxmp.optimizer import (
     scaled_value_and_grad,
     take_step,
     unscaled_norm,
-    warn_if_behind,
     with_loss,
 )
 from jaxmp.rounding import as_optimizer, in_dtype_of, with_compensation
@@ -236,10 +238,25 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         )
 
 
+_CALLED = {  # what Flax's examples, Haiku and others call what `create` takes
+    "batch_stats": "write model_state={'batch_stats': …}",
+    "loss_scale": "write tx=jaxmp.loss_scaling(tx, loss_scale)",
+    **dict.fromkeys(("key", "rngs", "dropout_rng"), "write rng="),
+    **dict.fromkeys(("optimizer", "opt"), "write tx="),
+    "ema_decay": "write ema=True, and make_train_step(…, ema_decay=…)",
+}
+
+
 def created(
     cls: type[S], *, params: Any, tx: Any, model_state: Any = None, rng: Any = None, ema: bool = False, **fields: Any
 ) -> S:
     """As :meth:`TrainState.create`, without its warning."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    if unknown := [name for name in fields if name not in names]:
+        raise TypeError(
+            "TrainState.create takes params, tx, apply_fn, model_state, rng, ema and the fields of a subclass, got "
+            f"{unknown[0]}=; {_CALLED.get(unknown[0], 'make it a field of a subclass of TrainState')}"
+        )
     tx = as_optimizer(tx)
     require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
     if not has_loss_scale(jax.eval_shape(tx.init, params)):
@@ -474,6 +491,8 @@ class TrainStep:
         """``state`` where it or the batch is committed to, the program for it, and whether that goes for any batch."""
         placement: Any = None
         self.require_state(state)
+        if self._donated == 0:
+            state = each_once(state)
         if self._plan is not None and not is_traced(state):
             placement = self._plan.shardings(state)
             state = jax.tree.map_with_path(at, state, placement)

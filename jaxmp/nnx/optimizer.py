@@ -16,6 +16,7 @@ from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import described_model
+from jaxmp._order import warn_if_behind
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.nnx.objects import value_of
 from jaxmp.nnx.variables import is_module, is_node, is_object
@@ -27,7 +28,6 @@ from jaxmp.optimizer import (
     scaled_loss,
     take_step,
     unscaled_norm,
-    warn_if_behind,
 )
 from jaxmp.rounding import as_optimizer
 from jaxmp.training import TrainState

@@ -476,6 +476,33 @@ def test_a_loss_scale_behind_another_transform_of_a_chain_is_warned_of_once(name
         )
 
 
+AROUND = {
+    r"around optax.contrib.sam, .*write jaxmp.loss_scaling\(optax.contrib.sam": lambda tx: optax.contrib.sam(
+        tx, optax.sgd(0.05)
+    ),
+    r"around optax.MultiSteps with .*write jaxmp.loss_scaling\(optax.MultiSteps": lambda tx: optax.MultiSteps(
+        tx, 2, should_skip_update_fn=lambda *args: optax.skip_large_updates(*args, 100.0)
+    ).gradient_transformation(),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("text", AROUND)
+def test_a_transform_around_loss_scaling_that_measures_the_gradients_is_warned_of_and_right_inside_of_it(text):
+    def trained(tx):
+        state = TrainState.create(params={"x": jnp.ones(2)}, tx=tx)
+        step = make_train_step(lambda p, s, b, r: (jnp.mean((p["x"] - b) ** 2), s))
+        for _ in range(4):
+            state, _ = step(state, 3.0)
+        return state.params["x"]
+
+    with pytest.warns(UserWarning, match=text) as caught:
+        trained(AROUND[text](loss_scaling(optax.sgd(0.1), DynamicLossScale())))
+    assert len(caught) == 1 and caught[0].filename == __file__
+    plain = trained(AROUND[text](loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())))  # and nothing to warn of
+    assert jnp.allclose(trained(loss_scaling(AROUND[text](optax.sgd(0.1)), DynamicLossScale())), plain)
+
+
 def test_a_train_step_warns_once_of_a_loss_scale_behind_another_transform_that_came_by_replace():
     tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
     behind, params = clipped_first(tx), {"x": jnp.ones(2)}

@@ -374,3 +374,63 @@ def test_a_restored_state_goes_on_in_the_shardings_it_was_restored_to(tmp_path, 
     assert not compilations and restored.step == 3 and expected.step == 2
     for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+
+
+class WithTarget(TrainState):
+    target: Any = None
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        lambda state: state.replace(params=state.ema_params),
+        lambda state: state.replace(ema_params=state.params),
+        lambda state: state.replace(target=state.params),
+        lambda state: state.replace(target={"w": state.params["w"]}, ema_params=state.params),
+        lambda state: state.replace(params=state.target),
+    ],
+)
+def test_a_state_that_has_an_array_twice_goes_into_a_donating_step(shared):
+    params = {"w": jnp.arange(2.0)}
+    state = WithTarget.create(params=params, target=params, tx=optax.sgd(0.1), ema=True)
+    steps = [
+        make_train_step(lambda p, s, b, r: (jnp.sum(p["w"] ** 2) * b, s), ema_decay=0.5, donate=donate)
+        for donate in (False, True)
+    ]
+    state = shared(steps[0](state, 1.0)[0])
+    (expected, _), (got, _) = (step(state, 1.0) for step in steps)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        assert jnp.array_equal(a, b)
+    for _ in range(2):
+        got, _ = steps[1](shared(got), 1.0)
+    assert steps[1].lower(got, 1.0).compile() is not None
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_key_that_an_optimizer_holds_outlives_a_donating_step():
+    key = jax.random.key(0)
+    tx = loss_scaling(optax.chain(optax.add_noise(0.1, 0.5, key), optax.sgd(0.1)), jaxmp.DynamicLossScale())
+    step = make_train_step(lambda p, s, b, r: (jnp.sum(p**2), s))
+    runs = [step(TrainState.create(params=jnp.ones(2), tx=tx), 1.0)[0].params for _ in range(2)]
+    assert jnp.array_equal(*runs) and jax.random.key_data(key).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("field", "remedy"),
+    [
+        ("batch_stats", "write model_state={'batch_stats': …}"),
+        ("loss_scale", "write tx=jaxmp.loss_scaling(tx, loss_scale)"),
+        ("dropout_rng", "write rng="),
+        ("note", "make it a field of a subclass of TrainState"),
+    ],
+)
+def test_a_field_that_there_is_not_is_refused_with_what_it_is_called_here(field, remedy):
+    with pytest.raises(TypeError, match=re.escape(f"the fields of a subclass, got {field}=; {remedy}")):
+        TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{field: 1})
+
+
+def test_what_several_runs_start_from_is_to_be_copied():
+    params, step = jnp.ones(2), make_train_step(lambda p, s, b, r: (jnp.sum(p**2), s))
+    step(TrainState.create(params=params, tx=optax.sgd(0.1)), 1.0)
+    with pytest.raises(RuntimeError, match=r"copy what another run is to start from \(jax.tree.map\(jnp.copy, params"):
+        TrainState.create(params=params, tx=optax.sgd(0.1))
