@@ -15,6 +15,7 @@ An activation that is half already goes the same way where it is repeated so oft
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,12 +52,25 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
     return _is_long(eqn, value.size) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
 
 
+def must_sum(eqn: Any, value: Any, examples: Examples) -> bool:
+    """Whether the cotangents of ``value``, the first operand of an equation that repeats it, are to be summed apart."""
+    is_repeated = eqn.primitive.name in REPEATS and must_widen(eqn, eqn.invars[0], value, examples)
+    return is_repeated or _joins_often(eqn)
+
+
 def sums_half(eqn: Any) -> bool:
     """Whether half cannot hold the sums of the cotangents of an operand of an equation that is half as written."""
     if eqn.primitive.name not in _ADDS_UP:
-        return False
+        return _joins_often(eqn)
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
     return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.size) for aval in avals])
+
+
+def _joins_often(eqn: Any) -> bool:
+    """Whether an equation joins an array to itself more than ``MAX_TERMS`` times, as padding by wrapping does."""
+    if len(eqn.invars) <= MAX_TERMS or eqn.primitive.name not in ("concatenate", "stack"):
+        return False
+    return max(collections.Counter(map(id, eqn.invars)).values()) > MAX_TERMS
 
 
 def turns(eqn: Any, place: int) -> int:
@@ -98,7 +112,9 @@ def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[An
         return [
             places.bind(_cast, (value,), {**params, "sharding": None, "is_normalised": False, "is_measured": False})
         ]
-    wide = [places.cast(each, float32) if each.dtype == value.dtype else each for each in operands]
+    each_once = {id(each): each for each in operands}
+    wide_of = {n: places.cast(each, float32) if each.dtype == value.dtype else each for n, each in each_once.items()}
+    wide = [wide_of[id(each)] for each in operands]
     return [places.cast(places.bound(wide, _params(eqn, float32))[0], value.dtype)]
 
 

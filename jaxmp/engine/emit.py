@@ -16,7 +16,7 @@ from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.primitives import BROADCAST, COMPARISONS, MEETS
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAX_TERMS, REPEATS, cast_repeated, must_widen, summed_in_float32, sums_half, turns
+from jaxmp._jaxpr.repeated import MAX_TERMS, cast_repeated, must_sum, must_widen, summed_in_float32, sums_half, turns
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.dtypes import is_castable
 from jaxmp.engine.classes import CLEAR, KEPT
@@ -176,7 +176,7 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        if node and eqn.primitive.name in REPEATS and must_widen(eqn, eqn.invars[0], operands[0], self.examples):
+        if node and must_sum(eqn, operands[0], self.examples):
             return summed_in_float32(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:

@@ -1,0 +1,90 @@
+"""Gradients through what a layer returns in half, and code between layers repeats as it is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import compiled
+from flax import nnx
+from jax import lax
+from linen_zoo import HALVES
+from program_tools import half_sums
+
+import jaxmp
+
+LIMITS = {"bfloat16": 0.02, "float16": 0.003}
+
+
+def vmapped_twice(t, x):
+    return jax.vmap(jax.vmap(lambda pixel: pixel + t[0]))(x)
+
+
+# Of what a layer returns in half, t of shape (8, 1), repeated as it is written: no product is behind it.
+AS_WRITTEN = {
+    "table looked up": lambda t, x: t[jnp.arange(4096) % 8],
+    "sliced at a place": lambda t, x: jax.vmap(lambda n: lax.dynamic_slice_in_dim(t, n, 4))(jnp.arange(4096) % 4),
+    "in each turn": lambda t, x: lax.scan(lambda c, _: (c, c * t), x[0, 0], length=4096)[1],
+    "in turns of turns": lambda t, x: lax.scan(
+        lambda c, _: (c, lax.scan(lambda c, _: (c, c * t), c, length=64)[1]), x[0, 0], length=64
+    )[1],
+    "a time added to all pixels": lambda t, x: x + t[0],
+    "a gate": lambda t, x: x * jax.nn.sigmoid(t)[:, None],
+    "written out": lambda t, x: jnp.broadcast_to(t, (4096, 8, 1)),
+    "joined to itself": lambda t, x: jnp.stack([t] * 300),
+    "padded by wrapping": lambda t, x: jnp.pad(t, ((1200, 1200), (0, 0)), mode="wrap"),
+    "tiled": lambda t, x: jnp.tile(t, (4096, 1)),
+    "under two vmaps": vmapped_twice,
+    "in a checkpoint": lambda t, x: jax.checkpoint(lambda t: x + t[0])(t),
+    "the largest of equals": lambda t, x: jax.ops.segment_max(t[jnp.arange(4096) % 8], jnp.arange(4096) % 8, 8),
+    "the largest of exponentials": lambda t, x: jax.ops.segment_max(
+        jnp.exp(t)[jnp.arange(4096) % 8], jnp.arange(4096) % 8, 8
+    ),
+}
+
+
+def as_written(layer: Any, case: str) -> jax.Array:
+    t = layer(jnp.eye(8))
+    return jnp.sum(AS_WRITTEN[case](t, jnp.ones((8, 512, 1), t.dtype)).astype(jnp.float32))
+
+
+class InLinen(nn.Module):
+    case: str
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return as_written(nn.Dense(1, name="layer"), self.case)
+
+
+class InNNX(nnx.Module):
+    def __init__(self, case: str) -> None:
+        self.case, self.layer = case, nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self) -> jax.Array:
+        return as_written(self.layer, self.case)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("api", ["Linen", "NNX"])
+@pytest.mark.parametrize("case", AS_WRITTEN)
+def test_what_code_between_layers_repeats_has_its_gradient_summed_in_float32(case, api, policy):
+    params = {"kernel": jnp.full((8, 1), 0.125), "bias": jnp.zeros(1)}
+
+    def summed(params: Any, policy: str | None) -> jax.Array:
+        if api == "Linen":
+            linen = InLinen(case) if policy is None else jaxmp.linen.apply_policy(InLinen(case), policy)
+            return linen.apply({"params": {"layer": params}})
+        model = InNNX(case)
+        model.layer.kernel[...], model.layer.bias[...] = params["kernel"], params["bias"]
+        return (model if policy is None else jaxmp.nnx.apply_policy(model, policy))()
+
+    program = jax.make_jaxpr(jax.grad(lambda params: summed(params, policy)))(params)
+    assert not half_sums(program)
+    true = compiled(jax.grad(lambda params: summed(params, None)))(params)
+    got = compiled(jax.grad(lambda params: summed(params, policy)))(params)
+    for name, value in true.items():
+        assert np.linalg.norm(got[name] - value) <= LIMITS[HALVES[policy]] * np.linalg.norm(value), name
