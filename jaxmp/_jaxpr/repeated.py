@@ -40,6 +40,9 @@ _SCATTERED = frozenset({"scatter-max", "scatter-min"})
 REPEATS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice", "tile", *_SCATTERED})
 """Equations that repeat an operand or look it up, or take extremes of updates, of which several may be equal."""
 _ADDS_UP = BROADCAST | REPEATS
+_JOINS = frozenset({"concatenate", "stack"})
+MAY_SUM = REPEATS | _JOINS
+"""Equations of which :func:`must_sum` may hold."""
 
 
 def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
@@ -53,27 +56,29 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
 
 
 def must_sum(eqn: Any, value: Any, examples: Examples) -> bool:
-    """Whether the cotangents of ``value``, the first operand of an equation that repeats it, are to be summed apart."""
-    is_repeated = eqn.primitive.name in REPEATS and must_widen(eqn, eqn.invars[0], value, examples)
-    return is_repeated or _joins_often(eqn)
+    """Whether the cotangents of ``value``, the first operand of one of ``MAY_SUM``, are to be summed in float32."""
+    return _joins_often(eqn) if eqn.primitive.name in _JOINS else must_widen(eqn, eqn.invars[0], value, examples)
 
 
 def sums_half(eqn: Any) -> bool:
     """Whether half cannot hold the sums of the cotangents of an operand of an equation that is half as written."""
     if eqn.primitive.name not in _ADDS_UP:
-        return _joins_often(eqn)
+        return eqn.primitive.name in _JOINS and _joins_often(eqn)
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
     return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.size) for aval in avals])
 
 
 def _joins_often(eqn: Any) -> bool:
     """Whether an equation joins an array to itself more than ``MAX_TERMS`` times, as padding by wrapping does."""
-    if len(eqn.invars) <= MAX_TERMS or eqn.primitive.name not in ("concatenate", "stack"):
-        return False
-    return max(collections.Counter(map(id, eqn.invars)).values()) > MAX_TERMS
+    return len(eqn.invars) > MAX_TERMS and max(collections.Counter(map(id, eqn.invars)).values()) > MAX_TERMS
 
 
-def turns(eqn: Any, place: int) -> int:
+def read_often(eqn: Any, place: int) -> bool:
+    """Whether more than ``MAX_TERMS`` turns of a loop, and of loops in it, read an operand."""
+    return _turns(eqn, place) > MAX_TERMS
+
+
+def _turns(eqn: Any, place: int) -> int:
     """How often an operand of an equation is read in one run of it: in each turn of a loop, and of loops in that."""
     bodies = bodies_of(eqn)
     # What is carried or run over is another in each turn; a while loop has no cotangents.
@@ -81,7 +86,7 @@ def turns(eqn: Any, place: int) -> int:
         return 1
     inside, jaxprs = place - (bodies.kind == "cond"), [opened(body)[0] for body in bodies.jaxprs]
     readers = [
-        turns(each, n)
+        _turns(each, n)
         for jaxpr in jaxprs
         for each in jaxpr.eqns
         for n, atom in enumerate(each.invars)
@@ -103,7 +108,7 @@ def _is_long(eqn: Any, size: int) -> bool:
 
 
 def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation of ``REPEATS`` on other ``operands``, whose cotangents are summed in float32."""
+    """The results of an equation of ``MAY_SUM`` on other ``operands``, whose cotangents are summed in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if value.dtype.itemsize != 2:
         return [*places.bound(operands, _params(eqn, value.dtype))]

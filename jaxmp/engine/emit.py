@@ -16,7 +16,7 @@ from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.primitives import BROADCAST, COMPARISONS, MEETS
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
-from jaxmp._jaxpr.repeated import MAX_TERMS, cast_repeated, must_sum, must_widen, summed_in_float32, sums_half, turns
+from jaxmp._jaxpr.repeated import MAY_SUM, cast_repeated, must_sum, must_widen, read_often, summed_in_float32, sums_half
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.dtypes import is_castable
 from jaxmp.engine.classes import CLEAR, KEPT
@@ -176,7 +176,7 @@ class _Evaluation:
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
-        if node and must_sum(eqn, operands[0], self.examples):
+        if node and eqn.primitive.name in MAY_SUM and must_sum(eqn, operands[0], self.examples):
             return summed_in_float32(places, eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
@@ -205,7 +205,7 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
     """The places of activations that each of many turns of a loop, or of those in it, reads in half; their dtypes."""
     operands = step.operands[: step.bodies.start] if step.bodies and step.bodies.kind == "scan" else ()
     halves = [(place, each.dtype) for place, each in enumerate(operands) if each and each.dtype.itemsize == 2]
-    return [(place, dtype) for place, dtype in halves if turns(step.eqn, place) > MAX_TERMS]
+    return [(place, dtype) for place, dtype in halves if read_often(step.eqn, place)]
 
 
 def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
