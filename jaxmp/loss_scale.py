@@ -32,6 +32,13 @@ from jaxmp.dtypes import canonical_dtype, is_half
 T = TypeVar("T")
 
 
+_CALLED = {
+    **dict.fromkeys(("init_scale", "scale"), "loss_scale"),
+    **{"growth_interval": "period", "growth_factor": "factor", "backoff_factor": "backoff"},
+    **dict.fromkeys(("minimum_scale", "min_scale"), "min_loss_scale"),
+}
+
+
 class LossScale:
     """What every loss scale offers; a subclass of your own does for :func:`jaxmp.loss_scaling` too.
 
@@ -67,6 +74,12 @@ class LossScale:
         register(cls)  # type: ignore[arg-type]
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
+        for name in _CALLED.keys() & kwargs.keys():
+            if name not in inspect.signature(cls.__init__).parameters:
+                raise TypeError(
+                    f"{cls.__name__} takes arguments by the names that they have in jaxmp, got "
+                    f"{name}=, as others call it; write {_CALLED[name]}="
+                )
         return super().__new__(cls)
 
     def scale(self, tree: T) -> T:

@@ -116,3 +116,23 @@ def test_python_numbers_and_half_arrays_become_float32_without_a_warning() -> No
         assert made.loss_scale.dtype == jnp.float32
         assert not made.loss_scale.weak_type
         assert_same(made.adjust(True), dataclasses.replace(made, counter=1))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("init_scale", "loss_scale"),
+        ("growth_interval", "period"),
+        ("growth_factor", "factor"),
+        ("backoff_factor", "backoff"),
+    ],
+)
+def test_an_argument_as_others_call_it_is_refused_with_its_name_here(theirs, ours):
+    with pytest.raises(TypeError, match=f"got {theirs}=, as others call it; write {ours}="):
+        DynamicLossScale(**{theirs: 2.0})
+
+    class Own(LossScale):
+        def __init__(self, init_scale):
+            self.loss_scale = init_scale
+
+    assert Own(init_scale=2.0).loss_scale == 2.0
