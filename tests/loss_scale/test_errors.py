@@ -15,6 +15,7 @@ from loss_scale_tools import TRACES, assert_same
 from jaxmp.loss_scale import (
     DynamicLossScale,
     HeadroomLossScale,
+    LossScale,
     StaticLossScale,
 )
 
