@@ -100,7 +100,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
     """
 
     _first = ("step", "skipped", "stuck")
-    _given: ClassVar[tuple[str, ...]] = (
+    _may_be_none: ClassVar[tuple[str, ...]] = (
         "model_state",
         "rng",
     )  # what the loss function takes of it, if its maker gave it
@@ -536,7 +536,7 @@ class TrainStep:
             )
         warn_if_behind(state.tx, state.params, stacklevel=2, again=False)
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        with noting_none(**{name: getattr(state, name) for name in state._given}):
+        with noting_none(**{name: getattr(state, name) for name in state._may_be_none}):
             loss, grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
         scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)

@@ -114,7 +114,7 @@ class _Form:
 class _State(training.TrainState):
     """``model_state`` is the form of the model, its random number generators, and its other Variables."""
 
-    _given = ()
+    _may_be_none = ()
 
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
         new = super().apply_gradients(model_state=model_state, **changes)
