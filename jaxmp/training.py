@@ -246,7 +246,7 @@ def created(
         tx = loss_scaling(tx, NoOpLossScale())
     opt_state = tx.init(params)
     get_loss_scale(opt_state)  # raises if there are several
-    require_one_tree(opt_state)
+    require_one_tree(opt_state, "a TrainState")
     require_outermost(tx, opt_state)
     state = cls(
         **{name: jnp.zeros((), jnp.int32) for name in cls._first},
