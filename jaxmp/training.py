@@ -235,6 +235,10 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
             **changes,
         )
 
+    def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
+        """What ``gradients`` gives for this state, or for one that carries more of it from microbatch to microbatch."""
+        return gradients(self)
+
 
 def created(
     cls: type[S], *, params: Any, tx: Any, model_state: Any = None, rng: Any = None, ema: bool = False, **fields: Any
@@ -546,6 +550,9 @@ class TrainStep:
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
+        return state._given_to(lambda state: self._gradients(state, batch, rng))
+
+    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         held: Held | None = None
         loss_of: Callable[..., Any] = self._loss_fn
 
