@@ -40,6 +40,10 @@ def make_train_step(
     loss scale, the counters and the random number generators: their counts go on in any case, from microbatch to
     microbatch and from step to step, so that no two share a dropout mask.
 
+    Another model, a teacher, goes into the batch (``{"x": x, "teacher": teacher}``); one that the loss function closes
+    over stays as it was when the step was compiled. With ``accumulate_steps`` or ``mesh``, which split the batch, let
+    one module hold both, and an ``Optimizer(both, tx, wrt=nnx.All(nnx.Param, nnx.PathContains("student")))`` train one.
+
     Args:
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
         dict. It may write to the model's Variables. What it writes to those that are trained (``nnx.WeightNorm`` does)

@@ -493,6 +493,38 @@ def test_a_tree_of_models_or_of_variables_is_a_model():
 
 
 @pytest.mark.once
+def test_a_teacher_in_the_batch_or_beside_the_student_is_followed_and_one_closed_over_is_as_it_was_compiled():
+    class Both(nnx.Module):
+        def __init__(self) -> None:
+            self.student, self.teacher = mlp(), mlp(4)
+
+    def distance(student: Any, teacher: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((student(x) - teacher(x)) ** 2)
+
+    def losses(model: Any, wrt: Any, batch: Any, teacher: Any, loss_fn: Any, **options: Any) -> list[float]:
+        optimizer, step = Optimizer(model, optax.sgd(0.0), wrt=wrt), make_train_step(loss_fn, **options)
+        found = [step(model, optimizer, batch)["loss"]]
+        teacher.layers[2].kernel[...] *= 2
+        return [*map(float, [*found, step(model, optimizer, batch)["loss"]])]
+
+    teacher, x = mlp(4), ROWS["x"]
+    expected = losses(
+        mlp(), nnx.Param, {"x": x, "t": teacher}, teacher, lambda model, batch: distance(model, batch["t"], batch["x"])
+    )
+    both, wrt = Both(), nnx.All(nnx.Param, nnx.PathContains("student"))
+    close(losses(both, wrt, x, both.teacher, lambda both, x: distance(both.student, both.teacher, x)), expected)
+    both = Both()
+    got = losses(
+        both, wrt, x, both.teacher, lambda both, x: distance(both.student, both.teacher, x), accumulate_steps=2
+    )
+    close(got, expected)
+    teacher = mlp(4)
+    close(losses(mlp(), nnx.Param, x, teacher, lambda model, x: distance(model, teacher, x)), [expected[0]] * 2)
+    assert expected[1] > 1.1 * expected[0]
+    assert "a teacher, goes into the batch" in str(make_train_step.__doc__)
+
+
+@pytest.mark.once
 def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
     model, optimizer = setup(mlp())
     with pytest.raises(ValueError, match=r"ema_decay needs a moving average .*jaxmp.nnx.Optimizer\(..., ema=True\)"):
