@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
-def require_function(fun: Any, name: str) -> None:
-    """Raises a TypeError if ``fun``, given to ``jaxmp.<name>``, is no function, or a module called otherwise."""
+class ModuleGiven(NamedTuple):
+    """A module in the place of a function: what it is in words, and how an instance of it is written."""
+
+    what: str
+    instance: str
+    is_linen: bool
+
+
+def module_given(fun: Any) -> ModuleGiven | None:
+    """What is known of ``fun`` if it is a module, but for an instance of NNX, which is a function of arrays."""
     cls = fun if isinstance(fun, type) else type(fun)
     # By their names, so that Flax need not be imported.
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     linen = "flax.linen.module.Module" in bases
-    if (linen and getattr(fun, "scope", None) is None) or ("flax.nnx.module.Module" in bases and cls is fun):
-        adapter, make = ("linen", "(...)") if linen else ("nnx", "(..., rngs=nnx.Rngs(0))")
-        what = f"{'the class' if cls is fun else 'an instance'} {cls.__name__} of {'Linen' if linen else 'NNX'} modules"
-        instance = f"{cls.__name__}{make}" if cls is fun else "model"
-        model = f"{instance}{'.apply' if linen and name != 'autocast' else ''}"
-        remedy = f"use jaxmp.{f'{adapter}.' if name == 'autocast' else ''}{name}({model}, policy)"
-        raise TypeError(f"jaxmp.{name} takes a function of arrays, got {what}; {remedy}")
+    if not ((linen and getattr(fun, "scope", None) is None) or ("flax.nnx.module.Module" in bases and cls is fun)):
+        return None
+    what = f"{'the class' if cls is fun else 'an instance'} {cls.__name__} of {'Linen' if linen else 'NNX'} modules"
+    instance = f"{cls.__name__}{'(...)' if linen else '(..., rngs=nnx.Rngs(0))'}" if cls is fun else "model"
+    return ModuleGiven(what, instance, linen)
+
+
+def require_function(fun: Any, name: str) -> None:
+    """Raises a TypeError if ``fun``, given to ``jaxmp.<name>``, is no function, or a module called otherwise."""
+    if (given := module_given(fun)) is not None:
+        model = f"{given.instance}{'.apply' if given.is_linen and name != 'autocast' else ''}"
+        adapter = f"{'linen' if given.is_linen else 'nnx'}." if name == "autocast" else ""
+        remedy = f"use jaxmp.{adapter}{name}({model}, policy)"
+        raise TypeError(f"jaxmp.{name} takes a function of arrays, got {given.what}; {remedy}")
     if any(is_later(fun) for is_later in _RUN_LATER):
         raise TypeError(
             f"jaxmp.{name} takes a function that returns arrays, got {fun!r}, whose code runs when its coroutine or "
@@ -28,3 +47,30 @@ def require_function(fun: Any, name: str) -> None:
         )
     if not callable(fun):
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {fun!r}; give it what computes, a loss say")
+
+
+def takes_a_function(make: F) -> F:
+    """``make(fun, policy, …)`` of ``jaxmp``, which says what to write if it is called like a decorator."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            name = f"jaxmp.{make.__name__}"
+            if args and callable(args[0]):
+                require_function(args[0], make.__name__)
+            got = ", ".join([*map(_shown, args), *(f"{key}={_shown(value)}" for key, value in kwargs.items())])
+            raise TypeError(
+                f"{name} takes ({', '.join(signature.parameters)}) and returns a function, and is no context manager "
+                f'and no decorator, got {name}({got}); write half = {name}(fun, "mixed_bfloat16") and call half'
+            ) from None
+        return make(*args, **kwargs)
+
+    return cast(F, told)
+
+
+def _shown(value: Any) -> str:
+    is_plain = value is None or isinstance(value, (str, int, float))
+    return repr(value) if is_plain else getattr(value, "__name__", type(value).__name__)

@@ -209,12 +209,12 @@ def require_outermost(tx: Any, opt_state: Any) -> None:
         raise ValueError(BEHIND_LOW_PRECISION)
 
 
-def require_one_tree(opt_state: Any) -> None:
+def require_one_tree(opt_state: Any, who: str) -> None:
     """Raises if ``optax.lookahead`` stands anywhere in an optimizer, which updates two trees of params."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, optax.LookaheadState))
     if any(isinstance(node, optax.LookaheadState) for node in nodes):
         raise ValueError(
-            "a TrainState has one tree of params, which the loss function takes and the optimizer updates, got "
+            f"{who} has one tree of params, which the loss function takes and the optimizer updates, got "
             "optax.lookahead, which updates a pair of trees by gradients of one; call tx.init(pair) and tx.update "
             "by hand, tx in jaxmp.loss_scaling, with jaxmp.scaled_value_and_grad(loss_fn, opt_state)(pair.fast)"
         )

@@ -237,6 +237,10 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
             **changes,
         )
 
+    def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
+        """What ``gradients`` gives for this state, or for one that carries more of it from microbatch to microbatch."""
+        return gradients(self)
+
 
 _CALLED = {  # what Flax's examples, Haiku and others call what `create` takes
     "batch_stats": "write model_state={'batch_stats': …}",
@@ -263,7 +267,7 @@ def created(
         tx = loss_scaling(tx, NoOpLossScale())
     opt_state = tx.init(params)
     get_loss_scale(opt_state)  # raises if there are several
-    require_one_tree(opt_state)
+    require_one_tree(opt_state, "a TrainState")
     require_outermost(tx, opt_state)
     state = cls(
         **{name: jnp.zeros((), jnp.int32) for name in cls._first},
@@ -565,6 +569,9 @@ class TrainStep:
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
+        return state._given_to(lambda state: self._gradients(state, batch, rng))
+
+    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         held: Held | None = None
         loss_of: Callable[..., Any] = self._loss_fn
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +36,8 @@ class Program:
             self._leaves = [_ARRAY if is_array(leaf) else leaf for leaf in results]  # tracers die with the trace
             return arrays_in(results)
 
-        self.jaxpr = reading.opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
+        with _told():
+            self.jaxpr = reading.opened(jax.make_jaxpr(flat)(*itertools.compress(leaves, are_traced)))
         self._write = write
 
     @property
@@ -52,6 +54,35 @@ class Program:
 
 
 _ARRAY = object()
+_KEEP_ARRAY = "leave an array an array, and let numbers that a shape depends on be no arguments"
+_REMEDIES: dict[type[Exception], str] = {
+    jax.errors.TracerBoolConversionError: "write jnp.where or jax.lax.cond",
+    jax.errors.TracerArrayConversionError: "write jnp in place of np",
+    jax.errors.TracerIntegerConversionError: _KEEP_ARRAY,
+    jax.errors.ConcretizationTypeError: _KEEP_ARRAY,
+}
+
+
+def remedy_of(error: Exception, when: str) -> str | None:
+    """What helps where an error says that a traced array has no value yet; None of another error.
+
+    ``when`` names what the array is traced for.
+    """
+    remedy = next((remedy for kind, remedy in _REMEDIES.items() if isinstance(error, kind)), None)
+    return remedy and f"nothing is computed {when}, as under jax.jit: {remedy}"
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Notes what helps on an error of JAX that names the function above as what was traced, not one of the user's."""
+    is_outermost = not reading.is_tracing()
+    try:
+        yield
+    except Exception as error:
+        remedy = remedy_of(error, "while jaxmp traces a function")
+        if remedy and is_outermost and f" at {__file__}:" in str(error):
+            error.add_note(f"jaxmp: {remedy}")
+        raise
 
 
 def arrays_in(leaves: Sequence[Any]) -> list[Any]:

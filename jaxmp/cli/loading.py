@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
+from jaxmp._functions import module_given
+from jaxmp._jaxpr.program import remedy_of
 from jaxmp.cli.errors import UsageError
 from jaxmp.dtypes import canonical_dtype, nearest
 
@@ -112,15 +115,6 @@ def _is_array(value: Any) -> bool:
     return True
 
 
-_KEEP_ARRAY = "leave an array an array, and let numbers that a shape depends on be no arguments"
-_REMEDIES: dict[type[Exception], str] = {
-    jax.errors.TracerBoolConversionError: "write jnp.where or jax.lax.cond",
-    jax.errors.TracerArrayConversionError: "write jnp in place of np",
-    jax.errors.TracerIntegerConversionError: _KEEP_ARRAY,
-    jax.errors.ConcretizationTypeError: _KEEP_ARRAY,
-}
-
-
 @contextlib.contextmanager
 def told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None]:
     """Makes a UsageError of an error: its first line, after what it is an error ``of``, its type and its place."""
@@ -132,9 +126,8 @@ def told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
         if of:
             line = f"{line.rstrip('.')}{_place(error)}"
-        remedy = next((remedy for kind, remedy in _REMEDIES.items() if isinstance(error, kind)), None)
-        if remedy is not None:
-            hint += f"; nothing is computed for a plan, as under jax.jit: {remedy}"
+        if remedy := remedy_of(error, "for a plan"):
+            hint += f"; {remedy}"
         raise UsageError(f"{of}: {type(error).__name__}: {line}{hint}" if of else line) from error
 
 
@@ -170,7 +163,8 @@ def function(name: str, remedy: str = "name one, such as jax.numpy:matmul") -> C
     """The function of a module; ``remedy`` is for the error of what can't be called."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
+        rule = f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}"
+        raise UsageError(f"{rule}{'' if ':' in name or name.endswith('.py') else _with_colon(name)}")
     if len(PurePath(module).parts) > 1 or module.startswith("."):  # PurePath drops a leading ./
         raise UsageError(_file_for_module(module, attribute))
     with told(Exception, of=f"importing {module!r} failed"):
@@ -190,8 +184,25 @@ def function(name: str, remedy: str = "name one, such as jax.numpy:matmul") -> C
         found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"a function is needed, got {name}, which is of type {type(found).__name__!r}; {remedy}")
+    if (given := module_given(found)) is not None:
+        model = given.instance if isinstance(found, type) else attribute
+        takes, call = ("variables, x", f"{model}.apply") if given.is_linen else ("x", model)
+        raise UsageError(
+            f"a function of arrays is needed, got {name}, {given.what}; write one that calls it, def forward({takes}): "
+            f"return {call}({takes}), and name that: {module}:forward"
+        )
     named: Callable[..., Any] = found
     return named
+
+
+def _with_colon(name: str) -> str:
+    """The remedy for a dotted name of what is in a module; nothing for that of a module."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        with contextlib.suppress(Exception):  # of the module's code, or there is none
+            if importlib.util.find_spec(".".join(parts[:n])):
+                return f"; write {'.'.join(parts[:n])}:{'.'.join(parts[n:])}" if n < len(parts) else ""
+    return ""
 
 
 def _file_for_module(file: str, attribute: str) -> str:

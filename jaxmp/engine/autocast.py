@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxmp._functions import require_function
+from jaxmp._functions import require_function, takes_a_function
 from jaxmp._jaxpr import reading
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
@@ -34,6 +34,7 @@ from jaxmp.policy import Policy, check_backend
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@takes_a_function
 def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) -> F:
     """``fun`` with each of its operations in the precision that suits it, decided on its whole graph.
 

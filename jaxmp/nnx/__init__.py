@@ -56,6 +56,11 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     followed is a change of the given model: after ``copy.eval()``, ``model.train()`` on a ``model`` that is training
     already changes nothing, and the copy goes on evaluating; call ``copy.train()``.
 
+    What is shared is a Variable, with each value that is written to it (``model.head.kernel[...] = value``), not the
+    attribute that holds it: a module or a Variable that is put into ``model`` afterwards (a new head,
+    ``model.head = nnx.Linear(…)``, ``model.head.kernel = nnx.Param(…)``) does not reach the copy, nor the other way
+    round. Put it there first, or apply the policy again.
+
     A ``dtype`` or ``param_dtype`` attribute that has the default of its class's constructor is set; one that differs
     is the author's word and stays, unless an override covers the module. A constructor may have handed its own default
     down before the policy comes: what equals the default of a module around it counts as default too. A module with a
@@ -97,7 +102,7 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
 
 def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
-    """``model`` under :func:`jaxmp.autocast`; a copy of its modules that shares its Variables.
+    """``model`` under :func:`jaxmp.autocast`; a copy that shares its Variables, as that of :func:`apply_policy` does.
 
     No attribute and no Variable changes: what runs is decided operation by operation, on the program of a whole call of
     the root. Variables that it writes to are written, and the paths of the modules stand on JAX's name stack meanwhile.

@@ -24,6 +24,7 @@ from jaxmp.optimizer import (
     get_loss_scale,
     has_loss_scale,
     loss_scaling,
+    require_one_tree,
     require_outermost,
     scaled_loss,
     take_step,
@@ -54,8 +55,8 @@ class Optimizer(_Object):
 
     Raises:
       TypeError: ``model`` is no NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
-      ValueError: ``tx`` has a loss scale and ``loss_scale`` is given as well, or ``tx`` has several; something but
-        ``loss_scaling`` stands around ``low_precision``.
+      ValueError: ``tx`` has a loss scale and ``loss_scale`` is given as well, or ``tx`` has several; it is
+        ``optax.lookahead``, whose params are a pair; something but ``loss_scaling`` stands around ``low_precision``.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -82,7 +83,9 @@ class Optimizer(_Object):
         """See the class."""
         require_model(model, "jaxmp.nnx.Optimizer", "(model, tx)")
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
-        has_one = has_loss_scale(jax.eval_shape(tx.init, params))
+        shapes = jax.eval_shape(tx.init, params)
+        require_one_tree(shapes, "a jaxmp.nnx.Optimizer")
+        has_one = has_loss_scale(shapes)
         if has_one and loss_scale is not None:
             raise ValueError(
                 "one loss has one scale, but the optimizer given has a loss scale and loss_scale= names another; drop "

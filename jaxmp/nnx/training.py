@@ -14,7 +14,7 @@ from jaxmp import _loss_functions, _placement, training
 from jaxmp._jaxpr.invariant import passed_on
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.optimizer import require_loss
-from jaxmp.tree import path_name
+from jaxmp.tree import path_name, select_tree
 
 
 def make_train_step(
@@ -40,9 +40,14 @@ def make_train_step(
     loss scale, the counters and the random number generators: their counts go on in any case, from microbatch to
     microbatch and from step to step, so that no two share a dropout mask.
 
+    Another model, a teacher, goes into the batch (``{"x": x, "teacher": teacher}``); one that the loss function closes
+    over stays as it was when the step was compiled. With ``accumulate_steps`` or ``mesh``, which split the batch, let
+    one module hold both, and an ``Optimizer(both, tx, wrt=nnx.All(nnx.Param, nnx.PathContains("student")))`` train one.
+
     Args:
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
-        dict. It may write to the model's Variables, but not to those that are trained.
+        dict. It may write to the model's Variables. What it writes to those that are trained (``nnx.WeightNorm`` does)
+        is what the next microbatch and the optimizer's update start from, as with ``nnx.value_and_grad``.
       policy, overrides, accumulate_steps, clip_norm, remat, max_consecutive_skips, mesh, reduce_dtype, reduce: as for
         :func:`jaxmp.make_train_step`.
       ema_decay: likewise, for an ``Optimizer(model, tx, ema=True)``.
@@ -51,8 +56,7 @@ def make_train_step(
       specs: likewise, ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.
 
     Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
-      TypeError: the model is no NNX model; the optimizer is not this module's; the loss function writes to what is
-        trained.
+      TypeError: the model is no NNX model; the optimizer is not this module's.
       ValueError: the loss function adds or removes Variables, or changes an attribute that is no array.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
@@ -112,14 +116,58 @@ class _Form:
 
 
 class _State(training.TrainState):
-    """``model_state`` is the form of the model, its random number generators, and its other Variables."""
+    """``model_state`` is the form of the model, its random number generators, and its other Variables.
+
+    After a loss function that writes to what is trained there is a fourth: what it has written, by name.
+    """
 
     _may_be_none = ()
 
+    def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
+        try:
+            return gradients(self)
+        except _TrainedWritten as found:  # which only a trace can tell; most loss functions write to none
+            params = dict(zip(_names(self.params), jax.tree.leaves(self.params), strict=True))
+            written = {name: params[name] for name in found.names}
+        return gradients(self.replace(model_state=(*self.model_state, written)))
+
     def apply_gradients(self, *, model_state: Any = None, **changes: Any) -> Self:
-        new = super().apply_gradients(model_state=model_state, **changes)
+        *before, written = model_state if len(model_state) > 3 else (*model_state, {})
+        start = self.replace(params=_written_to(self.params, written, lambda _, value: value)) if written else self
+        new = super(_State, start).apply_gradients(model_state=tuple(before), **changes)
+        if written:
+            new = new.replace(params=select_tree(new.skipped == self.skipped, new.params, self.params))
         form, _, others = new.model_state
-        return new.replace(model_state=(form, model_state[1], others))
+        return new.replace(model_state=(form, before[1], others))
+
+
+class _TrainedWritten(Exception):
+    """A loss function writes to Variables that are trained; it is traced again with what it has written so far."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
+@jax.custom_jvp
+def _standing_for(param: Any, value: Any) -> Any:
+    """``value``, by whose derivative that by ``param`` is meant."""
+    return value
+
+
+@_standing_for.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
+
+
+def _written_to(params: Any, written: dict[str, Any], write: Callable[[Any, Any], Any]) -> Any:
+    """``params`` with ``write(param, value)`` in the place of those that have a value in ``written``."""
+
+    def after(path: Any, param: Any) -> Any:
+        name = path_name(path)
+        return write(param, written[name].astype(param.dtype)) if name in written else param
+
+    return jax.tree.map_with_path(after, params)
 
 
 def state_of(model: Any, optimizer: Optimizer) -> _State:
@@ -155,6 +203,8 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
 
     def of_arrays(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         form, *before = model_state
+        *before, written = before if len(before) > 2 else (*before, {})
+        params = _written_to(params, written, _standing_for)
         result, graphdef, (after, *others) = run(form, params, before, batch)
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         require_loss(loss, "return loss, or (loss, metrics), in this order")
@@ -165,16 +215,16 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
                 f"or changed {', '.join(map(repr, sorted(names))) or 'an attribute that is no array'}; remove what it "
                 "adds at its end, nnx.pop(model, nnx.Intermediate), say, and keep what changes in a Variable"
             )
-        if any(new is not old for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)):
+        trained, values = _names(params), jax.tree.leaves(after)
+        arrays = zip(trained, values, jax.tree.leaves(params), strict=True)
+        if any(new is not old for name, new, old in arrays if name not in written):
             # By nnx.remat and nnx.scan, which return all that they took; whether it is the same the program says,
             # for which the loss is traced once more: the graphdef that the first trace returned is in no program.
             ends = passed_on(jax.make_jaxpr(lambda params: run(form, params, before, batch)[2][0])(params))
-            if written := [name for n, name in enumerate(_names(params)) if ends[n] != n]:
-                raise TypeError(
-                    "a loss function may write to every Variable but those that are trained, got "
-                    f"{written[0]!r} written; leave it out of the optimizer's wrt, or make the step of "
-                    "jaxmp.nnx.scaled_value_and_grad and optimizer.update"
-                )
+            if found := [name for n, name in enumerate(trained) if ends[n] != n and name not in written]:
+                raise _TrainedWritten(found)
+        if written:
+            others.append({name: value for name, value in zip(trained, values, strict=True) if name in written})
         return loss, (form, *others), metrics
 
     return of_arrays

@@ -81,6 +81,11 @@ class Model:
     @staticmethod
     def apply(x):
         return x @ x
+
+import flax.linen as nn, flax.nnx as nnx
+
+dense = nn.Dense(3)
+Layer = nnx.Linear
 """
 
 
@@ -172,8 +177,11 @@ def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
         error(capsys, "jax.numpy:pi")
         == "a function is needed, got jax.numpy:pi, which is of type 'float'; name one, such as jax.numpy:matmul"
     )
-    for name in ("matmul", "jax.numpy", ":f", "jax.numpy:"):
-        assert error(capsys, name) == f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}"
+    rule = "a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got"
+    for name in ("matmul", "jax.numpy", ":f", "jax.numpy:", "plan_cli_module.py", "nowhere.f"):
+        assert error(capsys, name) == f"{rule} {name!r}"
+    for name in ("jax.numpy:matmul", "plan_cli_module:loss", "plan_cli_module:Model.apply"):
+        assert error(capsys, dotted := name.replace(":", ".")) == f"{rule} {dotted!r}; write {name}"
     expected = "importing 'plan_cli_broken' failed: ModuleNotFoundError: No module named 'plan_cli_absent'"
     assert error(capsys, "plan_cli_broken:f") == f"{expected} (line 1 of plan_cli_broken.py: import plan_cli_absent)"
     expected = (
@@ -184,6 +192,17 @@ def test_what_does_not_exist_is_told_with_the_nearest(here, capsys):
     expected = "importing 'plan_cli_syntax' failed: SyntaxError: invalid syntax (plan_cli_syntax.py, line 1)"
     assert error(capsys, "plan_cli_syntax:f") == expected
     assert "unknown dtype 'float23'" in error(capsys, "jax.numpy:negative", "--arg", "float23[8]")
+
+
+def test_a_module_is_answered_with_the_function_to_write_and_how_it_is_named(here, capsys):
+    assert error(capsys, "plan_cli_module:dense", "--arg", "float32[4,4]") == (
+        "a function of arrays is needed, got plan_cli_module:dense, an instance Dense of Linen modules; write one that "
+        "calls it, def forward(variables, x): return dense.apply(variables, x), and name that: plan_cli_module:forward"
+    )
+    assert error(capsys, "plan_cli_module:Layer", "--arg", "float32[4,4]").endswith(
+        "the class Linear of NNX modules; write one that calls it, def forward(x): return "
+        "Linear(..., rngs=nnx.Rngs(0))(x), and name that: plan_cli_module:forward"
+    )
 
 
 def test_wrong_arguments_are_told(here, capsys):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from autocast_tools import dtypes_of, half, normal, products
@@ -334,6 +337,54 @@ def test_a_module_in_place_of_a_function_is_told_which_function_is_meant(transfo
     text = f"jaxmp.{transform.__name__} takes a function of arrays, got {what} modules; use jaxmp.{remedy}"
     with pytest.raises(TypeError, match=re.escape(text)):
         transform(module, "mixed_bfloat16")
+
+
+def test_autocast_called_like_a_context_manager_or_a_decorator_says_what_to_write():
+    def loss(x):
+        return x @ x
+
+    autocast: Any = jaxmp.autocast
+    for call, came in (
+        (lambda: autocast("mixed_float16"), "'mixed_float16'"),
+        (lambda: autocast(policy="O1"), "policy='O1'"),
+        (lambda: autocast(loss), "loss"),
+        (lambda: autocast(dtype=jnp.bfloat16), "dtype=bfloat16"),
+        (lambda: autocast("cuda", enabled=True), "'cuda', enabled=True"),
+        (lambda: autocast(loss, "O1", override={}), "loss, 'O1', override=dict"),
+    ):
+        text = (
+            "jaxmp.autocast takes (fun, policy, overrides) and returns a function, and is no context manager and no "
+            f'decorator, got jaxmp.autocast({came}); write half = jaxmp.autocast(fun, "mixed_bfloat16") and call half'
+        )
+        with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+            call()
+    with pytest.raises(TypeError, match=r"got an instance Dense of .*; use jaxmp.linen.autocast\(model, policy\)"):
+        autocast(nn.Dense(3))
+    assert list(inspect.signature(autocast).parameters) == ["fun", "policy", "overrides"]
+
+
+def notes_of(fun, *args):
+    with pytest.raises((jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)) as raised:
+        fun(*args)
+    return [note for note in getattr(raised.value, "__notes__", ()) if note.startswith("jaxmp")]
+
+
+def test_what_needs_numbers_under_autocast_has_a_note_of_what_to_write_unless_the_users_jit_traces_it():
+    rule, x = "jaxmp: nothing is computed while jaxmp traces a function, as under jax.jit: ", jnp.ones((3, 3))
+    for fun, remedy in (
+        (
+            lambda x: x * float(jnp.sum(x @ x)),
+            "leave an array an array, and let numbers that a shape depends on be no ",
+        ),
+        (lambda x: x if x.sum() > 0 else -x, "write jnp.where or jax.lax.cond"),
+        (lambda x: jnp.asarray(np.sort(np.asarray(x))), "write jnp in place of np"),
+    ):
+        half = jaxmp.autocast(fun, "mixed_bfloat16")
+        for call in (half, jaxmp.autocast(half, "mixed_bfloat16"), jax.vmap(half)):
+            (note,) = notes_of(call, x)
+            assert note.startswith(rule + remedy)
+        for call in (jax.jit(half), jaxmp.autocast(jax.jit(fun), "mixed_bfloat16")):
+            assert notes_of(call, x) == []
 
 
 def test_what_cannot_be_called_is_refused_and_modules_that_can_are_taken():

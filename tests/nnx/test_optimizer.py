@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from linen_zoo import data, same_bits
 from nnx_zoo import Net, rngs, values
-from optimizer_tools import bits
+from optimizer_tools import bits, standard
 
 import jaxmp
 from jaxmp.nnx import Optimizer, apply_policy, scaled_value_and_grad
@@ -238,6 +238,15 @@ def test_flax_dynamic_scale_spoils_the_statistics_that_we_keep():
 
     _, finite, (_, stats), _ = DynamicScale().value_and_grad(pure, has_aux=True)(params)
     assert not finite and any(np.isnan(leaf).any() for leaf in jax.tree.leaves(nnx.as_pure(stats)))
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_scale": jaxmp.DynamicLossScale()}])
+def test_lookahead_is_refused_where_the_optimizer_is_made(options):
+    tx = standard(optax.lookahead(optax.sgd(0.1), 3, 0.5))
+    for each in [tx] if options else [tx, jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale())]:
+        said = r"a jaxmp.nnx.Optimizer has one tree of params, .*, got optax.lookahead, which updates a pair of trees"
+        with pytest.raises(ValueError, match=said):
+            Optimizer(nnx.Linear(3, 2, rngs=rngs()), each, **options)
 
 
 def test_bad_input_is_refused():

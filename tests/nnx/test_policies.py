@@ -59,6 +59,22 @@ def test_an_override_reaches_a_module_without_a_dtype_attribute():
     assert model_products(model, IMAGE) == ["float16"] * 3 + ["bfloat16", "float16"]
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("put", [apply_policy, jaxmp.nnx.autocast])
+def test_values_reach_the_copy_but_modules_and_variables_that_are_put_in_afterwards_do_not_until_it_is_made_anew(put):
+    model = nnx.Sequential(nnx.Linear(8, 3, rngs=rngs()))
+    policied = put(model, "mixed_bfloat16")
+    model.layers[0].bias[...] = jnp.ones(3)
+    same_bits(policied.layers[0].bias[...], jnp.ones(3))
+    before = policied(VECTORS)
+    model.layers[0].kernel = nnx.Param(jnp.zeros((8, 3)))
+    same_bits(policied(VECTORS), before)
+    model.layers[0] = nnx.Linear(8, 5, rngs=rngs())
+    same_bits(policied(VECTORS), before)
+    assert put(model, "mixed_bfloat16")(VECTORS).shape == (4, 5)
+    assert "does not reach the copy" in str(apply_policy.__doc__)
+
+
 def test_shared_variables_stay_shared_with_the_model_given_which_is_left_as_it_was():
     bare = Net(rngs())
     before, attributes = values(bare), dtypes_given(bare)
