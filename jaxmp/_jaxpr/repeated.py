@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxpr.examples import Examples
 from jaxmp._jaxpr.joint import sum_and_largest
-from jaxmp._jaxpr.primitives import BROADCAST
+from jaxmp._jaxpr.primitives import BROADCAST, PICKS
 from jaxmp._jaxpr.reading import bodies_of, has_explicit_axes, is_literal, opened
 from jaxmp._jaxpr.rebuild import params_in_dtype
 from jaxmp.dtypes import is_castable
@@ -74,37 +75,58 @@ def _joins_often(eqn: Any) -> bool:
 
 
 def read_often(eqn: Any, place: int) -> bool:
-    """Whether more than ``MAX_TERMS`` turns of a loop, and of loops in it, read an operand."""
-    return _turns(eqn, place) > MAX_TERMS
+    """Whether more than ``MAX_TERMS`` cotangents meet in an element of an operand that all turns of a loop share.
+
+    Its uses in each turn count, and how often each repeats it.
+    """
+    return _terms(eqn, place) > MAX_TERMS
 
 
-def _turns(eqn: Any, place: int) -> int:
-    """How often an operand of an equation is read in one run of it: in each turn of a loop, and of loops in that."""
+def _terms(eqn: Any, place: int) -> float:
+    """How many cotangents of an equation meet in an element of one of its operands."""
     bodies = bodies_of(eqn)
+    if bodies is None:
+        return _repeats(eqn, eqn.invars[place].aval.size) if eqn.primitive.name in _ADDS_UP else 1
     # What is carried or run over is another in each turn; a while loop has no cotangents.
-    if bodies is None or bodies.kind == "while" or (bodies.kind == "scan" and place >= bodies.start):
+    if bodies.kind == "while" or (bodies.kind == "scan" and place >= bodies.start):
         return 1
     inside, jaxprs = place - (bodies.kind == "cond"), [opened(body)[0] for body in bodies.jaxprs]
-    readers = [
-        _turns(each, n)
-        for jaxpr in jaxprs
-        for each in jaxpr.eqns
-        for n, atom in enumerate(each.invars)
-        if atom is jaxpr.invars[inside]
-    ]
-    return max(readers, default=1) * (eqn.params["length"] if bodies.kind == "scan" else 1)
+    each = max(_terms_in(jaxpr, jaxpr.invars[inside]) for jaxpr in jaxprs)
+    return max(each, 1) * (eqn.params["length"] if bodies.kind == "scan" else 1)
+
+
+def _terms_in(jaxpr: Any, var: Any) -> float:
+    """As :func:`_terms`, of all equations of a program that read a variable, or what is only moved of it."""
+    readers: Any = _READERS.get(jaxpr)
+    if readers is None:
+        readers = _READERS[jaxpr] = collections.defaultdict(list)
+        for eqn in jaxpr.eqns:
+            for place, atom in enumerate(eqn.invars):
+                if not is_literal(atom):
+                    readers[atom].append((eqn, place))
+    total = 0.0
+    for eqn, place in readers.get(var, ()):
+        is_moved = len(eqn.outvars) == 1 and eqn.primitive.name in PICKS
+        total += _terms(eqn, place) * (max(_terms_in(jaxpr, eqn.outvars[0]), 1) if is_moved else 1)
+    return total
+
+
+_READERS: Any = weakref.WeakKeyDictionary()
+
+
+def _repeats(eqn: Any, size: int) -> float:
+    """How often an equation of ``_ADDS_UP`` reads an element of its first operand, of so many elements, at most."""
+    if eqn.primitive.name in _SCATTERED:
+        return math.prod(eqn.invars[1].aval.shape[:-1])
+    if eqn.primitive.name == "gather":
+        batch = eqn.params["dimension_numbers"].start_indices_batching_dims
+        return math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
+    return float(eqn.outvars[0].aval.size / max(size, 1))
 
 
 def _is_long(eqn: Any, size: int) -> bool:
     """Whether more than ``MAX_TERMS`` cotangents meet in an element of an operand of so many elements."""
-    if eqn.primitive.name in _SCATTERED:
-        terms = math.prod(eqn.invars[1].aval.shape[:-1])
-    elif eqn.primitive.name == "gather":
-        batch = eqn.params["dimension_numbers"].start_indices_batching_dims
-        terms = math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
-    else:
-        terms = eqn.outvars[0].aval.size / max(size, 1) if eqn.primitive.name in _ADDS_UP else 0
-    return terms > MAX_TERMS
+    return eqn.primitive.name in _ADDS_UP and _repeats(eqn, size) > MAX_TERMS
 
 
 def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -32,6 +32,15 @@ AS_WRITTEN = {
     "in turns of turns": lambda t, x: lax.scan(
         lambda c, _: (c, lax.scan(lambda c, _: (c, c * t), c, length=64)[1]), x[0, 0], length=64
     )[1],
+    "often in each turn": lambda t, x: lax.scan(
+        lambda c, n: (c, jnp.stack([jnp.tanh(t * n + k) for k in range(16)])),
+        x[0, 0],
+        jnp.arange(100).astype(t.dtype) / 100,
+    )[1],
+    "looked up in each turn": lambda t, x: lax.scan(lambda c, _: (c, c * t[jnp.arange(200) % 2]), x[0, 0], length=200)[
+        1
+    ],
+    "one row of it in each turn": lambda t, x: lax.scan(lambda c, row: (c, row * t[0]), x[0, 0], x[:, :200])[1],
     "a time added to all pixels": lambda t, x: x + t[0],
     "a gate": lambda t, x: x * jax.nn.sigmoid(t)[:, None],
     "written out": lambda t, x: jnp.broadcast_to(t, (4096, 8, 1)),
