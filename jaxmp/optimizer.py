@@ -493,19 +493,23 @@ def with_loss(step: Callable[..., T], loss: Any) -> T:
       TypeError: the optimizer needs more, such as the function that a line search evaluates.
     """
     try:
-        return step(value=loss)
+        try:
+            return step(value=loss)
+        except TypeError as error:
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            return step()
     except (TypeError, ValueError) as error:
         if "required keyword-only argument" in str(error) or "must be provided" in str(error):
             raise TypeError(
-                f"a train step gives an optimizer the gradients, the params and value=loss, but this one says: {error};"
-                " a line search (optax.lbfgs, say) needs a step of your own: tx.update(grads, opt_state, params, "
-                "value=loss, grad=grads, value_fn=loss_of_params) with tx in jaxmp.loss_scaling and grads from "
-                "jaxmp.scaled_value_and_grad; an estimate of the Hessian (optax.contrib.sophia) too, with "
-                "obj_fn=loss_of_params"
+                "a train step gives an optimizer the gradients, the params and value=loss, but this one says: "
+                f"{str(error).rstrip('.')}; a line search (optax.lbfgs, say) needs a step of your own: "
+                "tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=loss_of_params) with tx in jaxmp.loss_scaling and grads from "
+                "jaxmp.scaled_value_and_grad; so do an estimate of the Hessian (optax.contrib.sophia), with "
+                "obj_fn=loss_of_params, and optax.contrib.sam(opaque_mode=True), with grad_fn= of the "
+                "loss itself"
             ) from error
-        if "unexpected keyword argument 'value'" not in str(error):
-            raise
-        return step()
+        raise
 
 
 def _keep_scale(finite: jax.Array, new: Any, old: Any) -> Any:

@@ -198,7 +198,7 @@ def test_an_estimate_of_the_hessian_is_refused_with_the_way_by_hand_which_works(
         return jnp.sum(params["w"] ** 2)
 
     params, tx = {"w": jnp.array([2.0])}, loss_scaling(standard(optax.contrib.sophia(0.1)), DynamicLossScale())
-    said = r"says: obj_fn must be provided .* needs a step of your own: .*sophia\) too, with obj_fn=loss_of_params"
+    said = r"says: obj_fn must be provided .* needs a step of your own: .*sophia\), with obj_fn=loss_of_params"
     with pytest.raises(TypeError, match=said):
         make_train_step(lambda params, s, b, r: (loss_of(params), s))(
             TrainState.create(params=params, tx=tx), jnp.ones(2)
@@ -206,6 +206,25 @@ def test_an_estimate_of_the_hessian_is_refused_with_the_way_by_hand_which_works(
     opt_state = tx.init(params)
     loss, grads = jaxmp.scaled_value_and_grad(loss_of, opt_state)(params)
     updates, _ = tx.update(grads, opt_state, params, obj_fn=loss_of)
+    assert loss_of(optax.apply_updates(params, updates)) < loss
+
+
+def test_an_optimizer_that_makes_gradients_itself_is_refused_with_the_way_by_hand_which_works():
+    def loss_of(params, *_):
+        return jnp.sum(params["w"] ** 2)
+
+    params = {"w": jnp.array([2.0])}
+    tx = loss_scaling(
+        standard(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)), DynamicLossScale()
+    )
+    said = r"says: grad_fn must be provided when opaque_mode=True; a line search .*, with grad_fn= of the loss itself"
+    with pytest.raises(TypeError, match=said):
+        make_train_step(lambda params, s, b, r: (loss_of(params), s))(
+            TrainState.create(params=params, tx=tx), jnp.ones(2)
+        )
+    opt_state = tx.init(params)
+    loss, grads = jaxmp.scaled_value_and_grad(loss_of, opt_state)(params)
+    updates, _ = tx.update(grads, opt_state, params, grad_fn=jax.grad(loss_of))
     assert loss_of(optax.apply_updates(params, updates)) < loss
 
 
