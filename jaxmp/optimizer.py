@@ -504,10 +504,10 @@ def with_loss(step: Callable[..., T], loss: Any) -> T:
             raise TypeError(
                 "a train step gives an optimizer the gradients, the params and value=loss, but this one says: "
                 f"{str(error).rstrip('.')}; a line search (optax.lbfgs, say) needs a step of your own: "
-                "tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=loss_of_params) with tx in jaxmp.loss_scaling and grads from "
-                "jaxmp.scaled_value_and_grad; so do an estimate of the Hessian (optax.contrib.sophia), with "
-                "obj_fn=loss_of_params, and optax.contrib.sam(opaque_mode=True), with grad_fn= of the "
-                "loss itself"
+                "tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=loss_of_params) with tx in "
+                "jaxmp.loss_scaling and grads from jaxmp.scaled_value_and_grad; so do an estimate of the Hessian "
+                "(optax.contrib.sophia), with obj_fn=loss_of_params, and optax.contrib.sam(opaque_mode=True), with "
+                "grad_fn= of the loss itself"
             ) from error
         raise
 
