@@ -203,9 +203,10 @@ def _program(rules: Rules, normalised: Normalised, step: Step, same: Same) -> Ca
 
 def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
     """The places of activations that each of many turns of a loop, or of those in it, reads in half; their dtypes."""
-    operands = step.operands[: step.bodies.start] if step.bodies and step.bodies.kind == "scan" else ()
-    halves = [(place, each.dtype) for place, each in enumerate(operands) if each and each.dtype.itemsize == 2]
-    return [(place, dtype) for place, dtype in halves if read_often(step.eqn, place)]
+    if step.bodies is None or step.bodies.kind != "scan" or step.node is None or step.node.in_rule:
+        return []
+    halves = [(n, one) for n, one in enumerate(step.operands[: step.bodies.start]) if one and one.dtype.itemsize == 2]
+    return [(place, one.dtype) for place, one in halves if read_often(step.eqn, place)]
 
 
 def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node) -> Sequence[Any]:
