@@ -140,7 +140,7 @@ def require_apart(state: Any, batch: Any, error: Exception) -> None:
 def require_arrays(batch: Any, error: Exception) -> None:
     """Raises, in place of ``error``, if a leaf of ``batch`` is nothing that JAX takes."""
     for path, leaf in jax.tree.leaves_with_path(batch):
-        if not _is_of_jax(leaf):
+        if not is_of_jax(leaf):
             kind = type(leaf).__name__ + (f" of {leaf.dtype.name}" if isinstance(leaf, np.ndarray) else "")
             raise TypeError(
                 f"a batch holds arrays and numbers, got {kind} for {_tree.path_name(path) or 'the batch'!r}; leave it "
@@ -148,7 +148,8 @@ def require_arrays(batch: Any, error: Exception) -> None:
             ) from error
 
 
-def _is_of_jax(leaf: Any) -> bool:
+def is_of_jax(leaf: Any) -> bool:
+    """Whether JAX takes a leaf for an array: a number, a key or a shape too."""
     try:
         jax.typeof(leaf)
     except TypeError:

@@ -115,7 +115,7 @@ _READERS: Any = weakref.WeakKeyDictionary()
 
 
 def _repeats(eqn: Any, size: int) -> float:
-    """How often an equation of ``_ADDS_UP`` reads an element of its first operand, of so many elements, at most."""
+    """How often an equation of ``_ADDS_UP`` reads an element of an operand of so many elements, at most."""
     if eqn.primitive.name in _SCATTERED:
         return math.prod(eqn.invars[1].aval.shape[:-1])
     if eqn.primitive.name == "gather":

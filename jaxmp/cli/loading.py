@@ -22,6 +22,7 @@ import numpy as np
 import jaxmp
 from jaxmp._functions import module_given
 from jaxmp._jaxpr.program import remedy_of
+from jaxmp._placement import is_of_jax
 from jaxmp.cli.errors import UsageError
 from jaxmp.dtypes import canonical_dtype, nearest
 
@@ -102,17 +103,9 @@ def check_arguments(example: str, given: Any, may_be_shapes: bool) -> None:
         got = f"one of type {type(leaf).__name__!r} in {example}(){jax.tree_util.keystr(path)}"
         if is_shape and may_be_shapes:
             _check_dtype(leaf.dtype, got)
-        elif is_shape or not _is_array(leaf):
+        elif is_shape or not is_of_jax(leaf):
             remedy = "return the array" if is_shape else "name a function that takes the others and passes this one on"
             raise UsageError(f"each argument is {rule}, got {got}; {remedy}")
-
-
-def _is_array(value: Any) -> bool:
-    try:
-        jax.typeof(value)
-    except TypeError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -202,7 +202,7 @@ def _program(rules: Rules, normalised: Normalised, step: Step, same: Same) -> Ca
 
 
 def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
-    """The places of activations that each of many turns of a loop, or of those in it, reads in half; their dtypes."""
+    """The places of activations that the turns of a loop read in half, and often; their dtypes."""
     if step.bodies is None or step.bodies.kind != "scan" or step.node is None or step.node.in_rule:
         return []
     halves = [(n, one) for n, one in enumerate(step.operands[: step.bodies.start]) if one and one.dtype.itemsize == 2]
