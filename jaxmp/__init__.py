@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from jaxmp import training as training
     from jaxmp import tree as tree
     from jaxmp.engine.autocast import autocast as autocast
-    from jaxmp.engine.marks import precision as precision
     from jaxmp.engine.plan import CastPlan as CastPlan
     from jaxmp.engine.plan import cast_plan as cast_plan
     from jaxmp.engine.rules import UnmatchedOverrideError as UnmatchedOverrideError
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from jaxmp.loss_scale import LossScale as LossScale
     from jaxmp.loss_scale import NoOpLossScale as NoOpLossScale
     from jaxmp.loss_scale import StaticLossScale as StaticLossScale
+    from jaxmp.marks import precision as precision
     from jaxmp.optimizer import LossScalingState as LossScalingState
     from jaxmp.optimizer import get_loss_scale as get_loss_scale
     from jaxmp.optimizer import loss_scaling as loss_scaling
@@ -63,7 +63,7 @@ _EXPORTS = {
     "autocast": "engine.autocast",
     "UnknownOperationError": "overrides",
     **dict.fromkeys(("CastPlan", "cast_plan"), "engine.plan"),
-    "precision": "engine.marks",
+    "precision": "marks",
     "UnmatchedOverrideError": "engine.rules",
     "Float8": "float8",
     "autocast_dtype": "engine.trace",

@@ -24,8 +24,8 @@ from jaxmp._jaxpr.program import Program, arrays_in, is_array
 from jaxmp._jaxpr.reading import loop_of
 from jaxmp.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.marks import computing, widened
 from jaxmp.engine.rules import Rules
+from jaxmp.marks import computing, widened
 from jaxmp.overrides import levels_of
 from jaxmp.patterns import OPERATIONS, Path, Pattern, pairs_of, pattern_text
 from jaxmp.policy import Policy, PolicyMap, is_o1

@@ -18,7 +18,7 @@ from jaxmp import float8
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.engine.classes import Class, Kind, primitives_of
-from jaxmp.engine.marks import DECIDED, WITH_RULE
+from jaxmp.marks import DECIDED, WITH_RULE
 
 _recipe = functools.cache(float8.get_recipe)
 _MARK = re.compile(r"jaxmp\.(precision|compute)\([\w:]*(?:;matmul=(.+))?\)")

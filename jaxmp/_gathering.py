@@ -41,7 +41,7 @@ from jaxmp._mesh_weights import Source, Use, weight_of
 from jaxmp._specs import require_specs, specs_in
 from jaxmp.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
-from jaxmp.engine.marks import DECIDED, region_of
+from jaxmp.marks import DECIDED, region_of
 
 _FLOAT32 = np.dtype(np.float32)
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "split"})

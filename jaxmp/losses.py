@@ -38,8 +38,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._mesh_plan import Plan, spread
-from jaxmp.engine.marks import precision
 from jaxmp.engine.trace import autocast_dtype
+from jaxmp.marks import precision
 
 _IGNORED = -1
 

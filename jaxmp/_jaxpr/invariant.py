@@ -123,6 +123,12 @@ def passed_on(program: Any) -> list[int | None]:
     return [number_of(atom) for atom in jaxpr.outvars]
 
 
+def unchanged(bodies: Bodies) -> Collection[int]:
+    """The numbers of what a scan carries that no turn changes, whatever calls it goes through."""
+    ends = enumerate(passed_on(bodies.jaxprs[0])[: bodies.carry]) if bodies.kind == "scan" else ()
+    return frozenset(n for n, operand in ends if operand == bodies.start + n)
+
+
 def _operands_passed_on(eqn: Any) -> list[int | None]:
     bodies = bodies_of(eqn)
     if bodies is None or eqn.primitive.name == "shard_map":  # whose body has parts of arrays

@@ -97,7 +97,7 @@ def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None
 
 
 def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> Iterable[list[T]]:
-    """The strongly connected components of a graph."""
+    """The cycles of a graph, each with all that share a node with it: its strongly connected components."""
     from scipy.sparse import coo_array, csgraph
 
     number = {node: n for n, node in enumerate(nodes)}
@@ -106,7 +106,7 @@ def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> Iterabl
     found: dict[int, list[T]] = {}
     for node, label in zip(nodes, csgraph.connected_components(matrix, connection="strong")[1], strict=True):
         found.setdefault(label, []).append(node)
-    return found.values()
+    return [cycle for cycle in found.values() if len(cycle) > 1]
 
 
 def nearest(

@@ -7,9 +7,10 @@ by any path. What leads to no product and what is made of arguments only stays a
 **Float32** are operations that need range or accumulate (:mod:`jaxmp.engine.classes`), products of the highest
 precision, groups (:mod:`jaxmp.engine.groups`) from their first operation on, with their products where rounding would
 leave little else; and what is computed from a float32 value, up to the next product, activation or residual stream.
-**Loops.** A carry is half if a product lies on its way round, float32 if it only adds up. A while loop that runs until
-its products converge is float32. **Derivatives.** ``grad(autocast(f))`` differentiates the half program, and keeps its
-``custom_jvp`` and ``custom_vjp``. Cotangents of weights, and of what is repeated often, are summed in float32.
+**Loops.** A carry is half if a product lies on its way round, float32 if it only adds up or takes small steps. A while
+loop that runs until its products converge is float32. **Derivatives.** ``grad(autocast(f))`` differentiates the half
+program, and keeps its ``custom_jvp`` and ``custom_vjp``. Cotangents of weights, and of what is repeated often, are
+summed in float32.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from jaxmp._functions import require_function, takes_a_function
 from jaxmp._jaxpr import reading
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import build
-from jaxmp.engine.marks import DECIDED, precision
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
+from jaxmp.marks import DECIDED, precision
 from jaxmp.overrides import level_of, policy_and_exceptions
 from jaxmp.policy import Policy, check_backend
 
@@ -94,7 +95,7 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
     """The results of one call of ``fun``, as the engine decides by ``rules``.
 
     Args:
-      fun: a function; the code of modules in it is marked (see :mod:`jaxmp.engine.marks`).
+      fun: a function; the code of modules in it is marked (see :mod:`jaxmp.marks`).
       rules: what is asked of its operations.
       args, kwargs: its arguments.
       policy: that of an autocast of the whole function; without one all is decided, whether it has products or not.

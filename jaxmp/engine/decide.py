@@ -54,7 +54,7 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     narrowed = _put_casts_off(nodes)
     groups.find_activations(nodes)
     groups.extend(nodes, graph.groups)
-    _hold_sums(graph.nodes, frozenset(written))
+    _hold_sums(graph, frozenset(written))
     products = [node for node in products if node.kind is HALF]
     _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
@@ -75,17 +75,31 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
     return operand.written
 
 
-def _hold_sums(nodes: Sequence[Node], written: frozenset[Node]) -> None:
-    """Makes float32 each carry that adds up: no product on its way round, or ``written`` ones and none before."""
-    carries = [node for node in nodes if node.kind is JOIN and node.name == "carry"]
-    for cycle in cycles(nodes, inputs_of) if carries else ():
+def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
+    """Makes float32 each carry that adds up, and all on its way round: half of the sum would be added to.
+
+    One adds up if no product lies on its way round, or ``written`` ones and none before, or if it takes small steps.
+    """
+    nodes, steps = graph.nodes, {group.nodes[0].same for group in graph.groups if group.name == groups.SMALL_STEP}
+    if not any(node.kind is JOIN and node.name == "carry" for node in nodes):
+        return
+    for cycle in cycles(nodes, inputs_of):
         kinds = {node.kind for node in cycle if node.kind is not INFER or node.name not in COMBINES}
         joins = [node for node in cycle if node.kind is JOIN]
         starts = {join.inputs[0] for join in joins}.difference(cycle) if not written.isdisjoint(cycle) else ()
         flows = any(start.is_cast_once for start in starts)  # no weight or argument: a stream of activations
         if HALF not in kinds and not flows and not kinds.isdisjoint((FULL, INFER)):
-            for join in joins:
-                join.kind, join.reason = FULL, "a carry that adds up, with no product on its way round"
+            _hold(cycle, "a carry that adds up, with no product on its way round")
+    for cycle in cycles(nodes, lambda node: () if node.name in PRODUCTS else node.inputs) if steps else ():
+        if not steps.isdisjoint([node.same for node in cycle]):
+            _hold(cycle, "a carry that takes small steps")
+
+
+def _hold(cycle: Sequence[Node], reason: str) -> None:
+    """Makes float32 what adds up, and multiplies, on a way round a loop."""
+    for node in cycle:
+        if node.kind in (JOIN, INFER):
+            node.kind, node.reason = FULL, reason
 
 
 def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:

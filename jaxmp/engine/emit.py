@@ -22,9 +22,9 @@ from jaxmp.dtypes import is_castable
 from jaxmp.engine.classes import CLEAR, KEPT
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
-from jaxmp.engine.marks import OF_POLICY, WITH_RULE, marks_in
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
+from jaxmp.marks import OF_POLICY, WITH_RULE, marks_in
 
 # Without jit, loops are compiled as one, and found compiled by the next call.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
@@ -170,9 +170,12 @@ class _Evaluation:
             make = functools.partial(_program, self.rules, self.normalised, step, same := self.examples.same)
             if eqn.primitive.name == "jit":  # layers that share a jitted body share its program
                 return places.called(_shared(self.rules, step, same, make), operands)
-            if eqn.primitive.name in _LOOPS and not reading.is_tracing():
-                return places.within(_shared(self.rules, step, same, lambda: jax.jit(make())), *operands)
-            return places.within(make(), *operands)
+            is_jitted = eqn.primitive.name in _LOOPS and not reading.is_tracing()
+            made = _shared(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
+            results = places.within(made, *operands)
+            for number in step.unchanged:
+                results[number] = given[step.bodies.start + number]
+            return results
         if step.float8:
             results, step.bound = places.within(step.float8.emit, operands)
             return results
@@ -205,7 +208,8 @@ def _over_turns(step: Step) -> list[tuple[int, np.dtype]]:
     """The places of activations that the turns of a loop read in half, and often; their dtypes."""
     if step.bodies is None or step.bodies.kind != "scan" or step.node is None or step.node.in_rule:
         return []
-    halves = [(n, one) for n, one in enumerate(step.operands[: step.bodies.start]) if one and one.dtype.itemsize == 2]
+    places = [*range(step.bodies.start), *(step.bodies.start + n for n in step.unchanged)]
+    halves = [(n, one) for n in places if (one := step.operands[n]) and one.dtype.itemsize == 2]
     return [(place, one.dtype) for place, one in halves if read_often(step.eqn, place)]
 
 
@@ -231,6 +235,8 @@ def _run(rules: Rules, normalised: Normalised, step: Step, position: int, same: 
         results = [evaluation.cast(value, node.late) if node and node.late else value for value, node in pairs]
     if kind == "while" and position == 0:  # the condition
         return results
+    for number in step.unchanged:  # of which JAX then has one for all turns
+        results[number] = args[step.bodies.start + number]
     for number, join in enumerate(step.joins):
         if join is not None:
             results[number] = evaluation.cast(results[number], join.dtype)
@@ -309,7 +315,8 @@ def _wants_of_bodies(step: Step, bodies: reading.Bodies) -> list[np.dtype | None
     # Half as they are, for JAX may repeat them for examples.
     wants = [each.dtype if each and each.dtype.itemsize == 2 and not each.late else None for each in step.operands]
     if bodies.kind in ("scan", "while"):
-        wants[bodies.start : bodies.start + bodies.carry] = [join.dtype if join else None for join in step.joins]
+        for n, join in enumerate(step.joins, bodies.start):
+            wants[n] = join.dtype if join else wants[n]
         for place, _ in _over_turns(step):
             wants[place] = _FLOAT32
     elif bodies.kind == "call":

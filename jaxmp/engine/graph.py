@@ -17,12 +17,13 @@ import numpy as np
 
 from jaxmp import _float8_products
 from jaxmp._jaxpr import reading
+from jaxmp._jaxpr.invariant import unchanged
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.dtypes import is_castable, range_of
 from jaxmp.engine.classes import CLEAR, JOIN, KEPT, SOURCE, STRICT, Kind
-from jaxmp.engine.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
 from jaxmp.engine.rules import Decision, Rules
+from jaxmp.marks import DECIDED, WITH_RULE, Region, is_widened, ours, region_of
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -48,6 +49,7 @@ class Node:
     has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
     float8: _float8_products.Asked | None = None  # of a product, as its step has it
+    is_scaled: bool = False  # it multiplies or divides by one number
 
     # What jaxmp.engine.decide finds out.
     after_product: bool = False  # a product, or a half argument, lies upstream
@@ -81,6 +83,7 @@ class Form:
     bodies: reading.Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
     is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
+    is_scaled: bool
     decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
 
 
@@ -99,6 +102,7 @@ class Step:
     float8: _float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
     bodies: reading.Bodies | None = None
     inner: Sequence[Body] = ()
+    unchanged: Collection[int] = ()  # what no turn of a scan changes of what it carries, by number
     is_fixed: bool = False  # it is made of constants only, as the positions of a sequence: the same for every example
     stands: bool = False  # whether it is bound as it is
     bound: Sequence[Any] = ()  # the types of its operands after casts; empty if it stands
@@ -108,7 +112,8 @@ class Step:
     @property
     def joins(self) -> Sequence[Node | None]:
         """What has several origins: the carry of a loop, which its first results are, and the results of a cond."""
-        return self.nodes[: self.bodies.carry if self.bodies.kind != "cond" else None] if self.bodies else []
+        nodes = self.nodes[: self.bodies.carry if self.bodies.kind != "cond" else None] if self.bodies else []
+        return [None if n in self.unchanged else node for n, node in enumerate(nodes)]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -235,7 +240,8 @@ class _Builder:
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one)
+        is_scaled = eqn.primitive.name in ("mul", "div") and () in [atom.aval.shape for atom in eqn.invars]
+        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one, is_scaled)
         return form
 
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
@@ -274,9 +280,9 @@ class _Builder:
     def enter_loop(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
         start, stop, around = bodies.start, bodies.start + bodies.carry, self.loop
         key = tuple(number for _, number, _ in values)  # as if equal loops had equal bodies
-        avals = [atom.aval for atom in step.eqn.invars[start:stop]]
+        avals, step.unchanged = [atom.aval for atom in step.eqn.invars[start:stop]], unchanged(bodies)
         carry = [
-            self.join("carry", aval, [value], (n, *key))
+            value if n in step.unchanged else self.join("carry", aval, [value], (n, *key))
             for n, (aval, value) in enumerate(zip(avals, values[start:stop], strict=True))
         ]
         self.loop = next(self.loops)
@@ -285,13 +291,13 @@ class _Builder:
         turns = [(node, ("turn", number), False) for node, number, _ in values[stop:]]
         results = self.inner(step, bodies.jaxprs[-1], [*values[bodies.consts : start], *carry, *turns])
         self.loop = around
-        for (join, *_), (node, *_) in zip(carry, results, strict=False):
-            if join is not None and node is not None:
+        for n, ((join, *_), (node, *_)) in enumerate(zip(carry, results, strict=False)):
+            if join is not None and node is not None and n not in step.unchanged:
                 join.inputs = [*join.inputs, node]
                 node.users.append(join)
                 self.check_range(join)
         key = ("turns", *(number for _, number, _ in (*carry, *results)))
-        ends = [self.value(join, (n, *key)) for n, (join, *_) in enumerate(carry)]
+        ends = [one if n in step.unchanged else self.value(one[0], (n, *key)) for n, one in enumerate(carry)]
         return [(node, ("turns", number), False) for node, number, _ in (*ends, *results[bodies.carry :])]
 
     def enter_cond(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
@@ -333,7 +339,7 @@ class _Builder:
                 reads = inputs if own is None else [each for each in own if each is not None]
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
-                    step.node, node.has_epsilon = node, has_epsilon
+                    step.node, node.has_epsilon, node.is_scaled = node, has_epsilon, form.is_scaled
                 node.float8 = step.float8
             same: Any = node or object()
             if not eqn.effects:

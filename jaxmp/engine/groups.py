@@ -13,6 +13,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.primitives import COMBINES
 from jaxmp._jaxpr.walk import PRODUCTS, follow_products, walk
@@ -43,6 +45,7 @@ _OF_ONE = frozenset({"acos", "acosh", "asin", "atanh", "erf_inv", "log1p"})  # w
 _AFFINE = _OFFSETS | _SCALES | {"select_n"}
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
 _FULL = frozenset({FULL, STRICT})
+SMALL_STEP = "small step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,6 +336,31 @@ def _straight_through(node: Node, _: Step) -> Iterator[Group]:
             yield Group("straight-through estimator", (node, rest), "adds again what was subtracted")
 
 
+def _small_steps(node: Node, _: Step) -> Iterator[Group]:
+    """Sums that take a small multiple of what a product made: steps of an integrator, or towards a moving mean."""
+    pairs: Any = itertools.permutations(node.inputs, 2) if node.name == "add" else [node.inputs]
+    pairs = [(whole, step) for whole, step in pairs if step.origin.name in _SCALES and whole.const is None]
+    for whole, step in pairs if node.half else ():
+        kept, way = list[Node](), list[Node]()
+        start, term = _origin(whole, _SCALES, kept), _origin(step, _SCALES, way, constant=False)
+        known = [each for each in way if _is_known(each)]
+        is_time = node.loop and any(each.is_scaled for each in way if each not in known)
+        limit = 0.25 if kept else 8 * jnp.finfo(node.half).eps  # near 1 a rate of decay is as coarse as half
+        if (is_time or _scale(known) < limit) and _products_before(term, {start, whole.origin}):
+            yield Group(SMALL_STEP, (node, *kept), "takes steps that half would lose")
+
+
+def _is_known(scaled: Node) -> bool:
+    """Whether a value is multiplied with one number that is written out."""
+    return any(each.origin.const and each.origin.const[0] == each.origin.const[1] for each in scaled.inputs)
+
+
+def _products_before(node: Node, start: Collection[Node]) -> list[Node]:
+    """The last products that a value is made of, none of them before ``start``."""
+    made_of = walk([node], lambda each: () if each.origin in start or each.name in PRODUCTS else each.inputs)
+    return [each for each in made_of if each.name in PRODUCTS and each.origin not in start]
+
+
 def _searches(_: Node, step: Step) -> Iterator[Group]:
     """While loops that run until something computed from their products converges.
 
@@ -364,6 +392,7 @@ GROUPS = (
     (_near_one, {"sub", "add", *_OF_ONE}),
     (_differences, _SUMS),
     (_straight_through, {"add"}),
+    (_small_steps, {"add", "sub"}),
     (_searches, {"while"}),
 )
 """The functions that recognise groups, and the operations they end in; coordinates need the whole graph."""
@@ -457,7 +486,8 @@ def _is_table(place: Node, other: Node, computed: Collection[Node], size: int) -
 def _keeps_places(node: Node, computed: Collection[Node]) -> bool:
     """Whether places are made of places: by products, moves, offsets, scales that no product computed, and bounds."""
     unknown = [operand for operand in node.inputs if operand in computed]
-    if (node.name in _SUMS and len(unknown) > 1) or node.name in _LIMITS:  # but no residual stream, no activation
+    # But no residual stream, no activation.
+    if (node.name in _SUMS and len(unknown) > 1) or node.name in _LIMITS or node.name == "select_n":
         return {reader.name for reader in _readers(node)}.isdisjoint({*PRODUCTS, "reduce_sum"})
     is_moved = node.kind in (CLEAR, JOIN) or _passed(node, ()) is not None
     return len(unknown) < 2 if node.name == "mul" else is_moved or node.name in COMBINES | _AFFINE | PRODUCTS

@@ -20,11 +20,11 @@ from jaxmp.dtypes import name_of
 from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.engine.emit import evaluated
 from jaxmp.engine.graph import Node, Step, build
-from jaxmp.engine.marks import path_of
 from jaxmp.engine.reasons import Reasons
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import result_dtypes, traced
 from jaxmp.flops import flops_of
+from jaxmp.marks import path_of
 from jaxmp.overrides import policy_and_exceptions
 from jaxmp.policy import check_backend
 

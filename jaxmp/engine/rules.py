@@ -15,7 +15,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.primitives import PICKS
 from jaxmp.dtypes import CASTABLE, is_castable, is_other_float, nearest, range_of
 from jaxmp.engine.classes import Class, Kind, classify
-from jaxmp.engine.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
+from jaxmp.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.patterns import EVERY, OPERATIONS, matches
 
 _NO_SCOPES = "none: no scopes are seen, for NNX has none; jaxmp.nnx.autocast(model, policy, overrides) has its paths"

@@ -15,8 +15,8 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.program import Program, arrays_in
 from jaxmp._jaxpr.stand_ins import stand_ins
 from jaxmp.dtypes import is_castable
-from jaxmp.engine.marks import SPECIAL, region_of
 from jaxmp.engine.rules import Rules
+from jaxmp.marks import SPECIAL, region_of
 from jaxmp.policy import Policy
 
 _tracing: ContextVar[Callable[[], np.dtype | None] | None] = ContextVar("jaxmp_autocast_tracing", default=None)

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxmp import tables
 from jaxmp._jaxpr import reading
-from jaxmp.engine.marks import DECIDED
 from jaxmp.inspect.evidence import Argument, Audited, Found, Sent
 from jaxmp.inspect.integers import inexact_integers
 from jaxmp.inspect.lost_numbers import overflowing_constants, vanishing_constants
@@ -19,6 +18,7 @@ from jaxmp.inspect.products import compiled_otherwise, float32_products, mixed_p
 from jaxmp.inspect.program import Place
 from jaxmp.inspect.sums import half_sums, terms
 from jaxmp.inspect.values import JOIN, TURN, TURNS, Value, constant, leading_to, made_of, origins
+from jaxmp.marks import DECIDED
 
 _EXPONENTIAL = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "pow", "cumlogsumexp"})
 _SCALING = frozenset({"mul", "div", "neg", "convert_element_type", "copy", "reduce_precision", "broadcast_in_dim"})

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp.engine.marks import region_of
 from jaxmp.inspect.evidence import Audited, Found
 from jaxmp.inspect.program import Place
 from jaxmp.inspect.values import JOIN, Value, Values, made_of, origins
+from jaxmp.marks import region_of
 
 _ASKED = frozenset({"float32", "tensorfloat32"})
 _WEIGHT, _DATA, _UNTOLD, _PRODUCT = 1, 2, 4, 8

@@ -45,7 +45,6 @@ from jaxmp._jaxpr.reading import traces_around
 from jaxmp._jaxpr.walk import equations
 from jaxmp.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
-from jaxmp.engine.marks import computing
 from jaxmp.engine.rules import Rules
 from jaxmp.linen.internals import children_of
 from jaxmp.linen.variables import (
@@ -58,6 +57,7 @@ from jaxmp.linen.variables import (
     own_leaves,
     store_params,
 )
+from jaxmp.marks import computing
 from jaxmp.overrides import level_of
 from jaxmp.patterns import Path, is_class_pattern
 from jaxmp.policy import Policy, PolicyMap

@@ -24,9 +24,9 @@ from jaxmp._jaxpr.primitives import COMBINES, MONOTONE
 from jaxmp._jaxpr.walk import equations, jaxprs_in
 from jaxmp.engine import classes
 from jaxmp.engine.classes import Class, classify, primitives_of
-from jaxmp.engine.marks import SPECIAL
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
+from jaxmp.marks import SPECIAL
 from jaxmp.overrides import UnknownOperationError, primitives_named_by
 
 ALL = frozenset().union(*map(primitives_of, Class))

@@ -485,6 +485,25 @@ def test_products_that_make_no_places_stay_half(name):
     assert set(products(half(NO_COORDINATES[name]), normal(0, 4, 8))) == {"bfloat16"}
 
 
+ACTIVATIONS = {
+    "leaky ReLU": jax.nn.leaky_relu,
+    "ReLU": jax.nn.relu,
+    "a bent line": lambda h: jnp.where(h > 0, h, 0.25 * h),
+    "dropout": lambda h: jnp.where(jnp.arange(8) % 4 > 0, h / 0.75, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("end", [jnp.sin, jnp.floor])
+def test_of_layers_that_make_places_the_last_is_float32(name, end):
+    def fun(x):
+        for _ in range(3):
+            x = ACTIVATIONS[name](x @ W)
+        return end(x @ W)
+
+    assert products(half(fun), normal(0, 4, 8)) == ["bfloat16"] * 3 + ["float32"]
+
+
 CHAINS = {
     "scaled": (lambda h: h * 1.001, 1000),
     "logged": (lambda h: jnp.where(jnp.log(h) > 0, h, h * 1.01), 300),

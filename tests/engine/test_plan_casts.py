@@ -255,6 +255,7 @@ GROUPS = {
     "cosine similarity": lambda x, w: jnp.sum(unit(x @ w) * unit(x), -1),
     "distances": lambda x, w: (lambda gram: jnp.diag(gram) - 2 * gram)(x @ x.T),
     "straight-through estimator": lambda x, w: x @ w + lax.stop_gradient(x - x @ w),
+    "small step": lambda x, w: x + 0.01 * jnp.tanh(x @ w),
     "coordinates": lambda x, w: jnp.floor(x @ w),
     "search": lambda x, w: lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x @ w, x),
 }

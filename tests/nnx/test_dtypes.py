@@ -15,7 +15,7 @@ from nnx_zoo import Net, Scale, ScaleByHand, is_as_by_hand, is_close, model_prod
 
 from jaxmp._jaxpr.reading import names_of
 from jaxmp._jaxpr.walk import equations
-from jaxmp.engine.marks import path_of
+from jaxmp.marks import path_of
 from jaxmp.nnx import apply_policy
 
 SEQUENCE, IMAGE = data(2, 6, 8), data(2, 5, 5, 3)

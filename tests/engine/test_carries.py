@@ -1,0 +1,187 @@
+"""What a loop adds to its carry in small parts, and what it passes on unchanged: nothing is lost to half precision."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_tools import HALVES, half, in_turn, normal
+from flax import nnx
+
+import jaxmp
+
+TURNS = 200
+X, B = normal(0, 4, 8), jnp.linspace(-1, 1, 8)
+PARAMS = {"w": normal(1, 8, 8, scale=0.3), "t": normal(2, 8, 8, scale=0.3), "dt": jnp.float32(1 / TURNS)}
+XS, TIMES = normal(3, TURNS, 4, 8), jnp.linspace(0, 1, TURNS + 1)
+WITHIN = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}
+
+
+def turns(body, *start, xs=None):
+    """The last carry of a scan, or its parts."""
+    init = start[0] if len(start) == 1 else start
+    return jax.lax.scan(lambda c, x: (body(c, x), None), init, xs, length=TURNS)[0]
+
+
+def layer(p, h, w="w"):
+    return jnp.tanh(h @ p[w] + B)
+
+
+def off(result, expected):
+    """How far off a tree of arrays is, in relative L2."""
+    pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+    parts = [(np.ravel(np.float64(a)), np.ravel(np.float64(b))) for a, b in pairs]
+    a, b = (np.concatenate(side) for side in zip(*parts, strict=True))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def model_of(fun):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self):
+            return fun({name: self.param(name, lambda _, p=p: p) for name, p in PARAMS.items()})
+
+    return Model()
+
+
+def hold(fun, policy):
+    """The results and the gradients of all params, by autocast and by a policy, are as those of float32."""
+    model = jaxmp.linen.apply_policy(model_of(fun), policy)
+    for run in (half(fun, policy), lambda p: model.apply({"params": p})):
+        assert off(run(PARAMS), fun(PARAMS)) < WITHIN[policy]
+        given, expected = (jax.grad(lambda p, f=f: jnp.mean(f(p) ** 2))(PARAMS) for f in (run, fun))
+        assert off(given, expected) < WITHIN[policy]
+
+
+# Each is read by a product, and no product lies on its way round.
+SUMS = {
+    "a sum of params": lambda p: turns(lambda s, _: s + 0.01 * p["t"], jnp.zeros((8, 8))) @ p["w"],
+    "a mean of params": lambda p: turns(lambda s, _: 0.999 * s + 0.01 * p["t"], jnp.zeros((8, 8))) @ p["w"],
+    "a sum of arguments": lambda p: turns(lambda s, x: s + 0.01 * x * x, 0 * X, xs=XS) @ p["w"],
+    "a masked sum": lambda p: turns(lambda s, x: jnp.where(x > 0, s + 0.01 * x, s), 0 * X, xs=XS) @ p["w"],
+    "read in each turn": lambda p: jax.lax.scan(
+        lambda s, x: (0.99 * s + 0.01 * x * x, s @ p["w"]), jnp.zeros((4, 8)), XS
+    )[1].mean(0),
+    "fori_loop": lambda p: jax.lax.fori_loop(0, TURNS, lambda n, s: s + 0.01 * XS[n] ** 2, 0 * X) @ p["w"],
+}
+
+
+@pytest.mark.parametrize(("case", "policy"), in_turn(SUMS))
+def test_what_adds_up_is_float32_although_a_product_reads_it(case, policy):
+    hold(SUMS[case], policy)
+
+
+STEPS = {
+    "Euler": lambda p: turns(lambda h, _: h + layer(p, h) / TURNS, X),
+    "a midpoint": lambda p: turns(lambda h, _: h + (d := 1 / TURNS) * layer(p, h + d / 2 * layer(p, h)), X),
+    "minus a gradient": lambda p: turns(
+        lambda h, _: h - 0.005 * jax.grad(lambda h: jnp.sum((h @ p["w"] - X) ** 2))(h), 0 * X
+    ),
+    "a leaky neuron": lambda p: turns(lambda h, x: 0.99 * h + 0.01 * jnp.tanh(h @ p["w"] + x), 0 * X, xs=XS),
+    "towards a layer": lambda p: turns(lambda h, _: h + (layer(p, h) - h) / TURNS, X),
+    "two states": lambda p: turns(lambda c, _: (c[0] + 0.005 * c[1], c[1] - 0.005 * layer(p, c[0], "t")), X, X + 1)[0],
+    "an activation in between": lambda p: turns(lambda h, _: jax.nn.relu(h + 0.005 * layer(p, h)), X),
+    "an argument": lambda p: turns(lambda h, _: h + p["dt"] * layer(p, h), X),
+    "times": lambda p: turns(lambda h, t: h + (t[1] - t[0]) * layer(p, h), X, xs=(TIMES[:-1], TIMES[1:])),
+    "durations": lambda p: turns(lambda h, dt: h + dt * layer(p, h), X, xs=jnp.diff(TIMES)),
+    "a checkpoint": lambda p: turns(jax.checkpoint(lambda h, _: h + layer(p, h) / TURNS), X),
+    "a jit": lambda p: turns(jax.jit(lambda h, _: h + layer(p, h) / TURNS), X),
+}
+
+
+@pytest.mark.parametrize(("case", "policy"), in_turn(STEPS))
+def test_small_steps_are_added_in_float32(case, policy):
+    hold(STEPS[case], policy)
+    assert jaxmp.cast_plan(STEPS[case], policy)(PARAMS).summary.groups["small step"] >= 1
+    products = [row for row in jaxmp.cast_plan(STEPS[case], policy)(PARAMS).rows if row.primitive == "dot_general"]
+    assert {row.result for row in products} == {HALVES[policy]}
+
+
+def test_small_steps_without_a_loop_are_added_in_float32():
+    def fun(p):
+        h = X
+        for _ in range(40):
+            h = h + layer(p, h) / 40
+        return h
+
+    hold(fun, "mixed_bfloat16")
+
+
+LAYERS = {
+    "a residual stream": lambda p: turns(lambda h, _: h + layer(p, h), X),
+    "half of each layer": lambda p: turns(lambda h, _: 0.5 * h + 0.5 * layer(p, h), X),
+    "gelu": lambda p: jax.nn.gelu(jax.nn.gelu(X @ p["w"]) @ p["w"]) @ p["w"],
+    "a tenth": lambda p: ((h := X @ p["t"]) + 0.1 * layer(p, h)) @ p["w"],
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_are_no_small_steps(case):
+    plan = jaxmp.cast_plan(LAYERS[case], "mixed_bfloat16")(PARAMS)
+    assert plan.summary.groups == {}
+    assert {row.result for row in plan.rows if row.primitive == "add"} == {"bfloat16"}
+
+
+class Ode(nn.Module):
+    @nn.compact
+    def __call__(self, h):
+        def turn(f, h, _):
+            return h + jnp.tanh(f(h)).astype(h.dtype) / TURNS, None
+
+        f = nn.Dense(8)
+        loop = nn.scan(turn, variable_broadcast="params", split_rngs={"params": False}, length=TURNS)
+        return nn.Dense(3)(loop(f, h, None)[0])
+
+
+class NnxOde(nnx.Module):
+    def __init__(self, rngs):
+        self.f, self.out = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, h):
+        return self.out(jax.lax.fori_loop(0, TURNS, lambda _, h: h + jnp.tanh(self.f(h)).astype(h.dtype) / TURNS, h))
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_an_integrator_of_layers_adds_in_float32(policy):
+    model = Ode()
+    params = model.init(jax.random.key(0), X)
+    for under in (jaxmp.linen.apply_policy(model, policy), jaxmp.linen.autocast(model, policy)):
+        assert off(under.apply(params, X), model.apply(params, X)) < WITHIN[policy]
+        given, expected = (jax.grad(lambda p, m=m: jnp.mean(m.apply(p, X) ** 2))(params) for m in (under, model))
+        assert off(given, expected) < WITHIN[policy]
+    other = NnxOde(nnx.Rngs(0))
+    for under in (jaxmp.nnx.apply_policy(other, policy), jaxmp.nnx.autocast(other, policy)):
+        assert off(under(X), other(X)) < WITHIN[policy]
+
+
+def adds(c, _):
+    total, passed = c
+    return 0.999 * total + 0.01 * passed, passed
+
+
+def inner(c, x):
+    return jax.lax.scan(lambda c, x: (adds(c, x), None), c, None, length=3)[0]
+
+
+def with_outputs(p):
+    def turn(c, n):
+        return c, c[1][n % 8] * c[0]
+
+    return jax.lax.scan(jax.checkpoint(turn), (jnp.ones(8), p["t"] @ p["w"]), jnp.arange(800))[1].mean(0)
+
+
+PASSED_ON = {
+    "under checkpoint": lambda p: turns(jax.checkpoint(adds), 0 * X, X @ p["w"])[0] @ p["w"],
+    "in a jit": lambda p: turns(jax.jit(adds), 0 * X, X @ p["w"])[0] @ p["w"],
+    "a param": lambda p: turns(jax.checkpoint(adds), jnp.zeros((8, 8)), p["t"])[0] @ p["w"],
+    "in a loop inside": lambda p: turns(jax.checkpoint(inner), 0 * X, X @ p["w"])[0] @ p["w"],
+    "and returned": lambda p: sum(turns(jax.checkpoint(adds), 0 * X, X @ p["w"])) @ p["w"],
+    "a table": with_outputs,
+}
+
+
+@pytest.mark.parametrize(("case", "policy"), in_turn(PASSED_ON))
+def test_gradients_of_what_a_loop_passes_on_unchanged_are_summed_in_float32(case, policy):
+    hold(PASSED_ON[case], policy)
