@@ -64,7 +64,7 @@ class Asked:
         if (add.name, add.shape, add.loop) == ("add", node.shape, node.loop):
             rows = (one for one in add.inputs if math.prod(one.shape) == add.shape[-1] and not one.is_cast_once)
             is_summed = any(one.dtype == np.float32 != read_in(add, one) for one in rows)
-            self.bias_added = add if is_summed and add not in normalised(math.prod(add.shape)) else None
+            self.bias_added = add if is_summed and add not in normalised(reading.size_of(add.shape)) else None
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Its results, and the types of what it multiplies."""

@@ -330,6 +330,8 @@ def refusal(lhs: Any, rhs: Any, dimension_numbers: Any, recipe: Float8, *, weigh
           for each, axes in zip((lhs, rhs), contracting, strict=True)),
     )  # fmt: skip
     tokens, outer = (left, right) if weight == "rhs" else (right, left)
+    if not all(isinstance(size, int) for size in (inner, outer, tokens)):
+        return "a dimension that jax.export leaves open"
     if min(inner, outer) < recipe.min_dim:
         return f"{min(inner, outer)} < {recipe.min_dim}"
     if tokens < recipe.min_tokens:

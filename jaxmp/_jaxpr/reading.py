@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import linecache
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -311,6 +313,12 @@ def is_staged(value: Any) -> bool:
 def has_explicit_axes(value: Any) -> bool:
     """Whether a value lies on a mesh on which each operation says where its result is."""
     return bool(jax.typeof(value).sharding.mesh.explicit_axes)
+
+
+def size_of(shape: Sequence[Any]) -> int:
+    """How many elements an array of this shape has; a dimension that ``jax.export`` leaves open counts as 1024."""
+    size: Any = math.prod(shape)
+    return size if type(size) is int else int(size._evaluate(collections.defaultdict(lambda: 1024)))
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:

@@ -16,7 +16,6 @@ An activation that is half already goes the same way where it is repeated so oft
 from __future__ import annotations
 
 import collections
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from jaxmp._jaxpr.examples import Examples
 from jaxmp._jaxpr.invariant import unchanged
 from jaxmp._jaxpr.joint import sum_and_largest
 from jaxmp._jaxpr.primitives import BROADCAST, PICKS
-from jaxmp._jaxpr.reading import bodies_of, has_explicit_axes, is_literal, opened
+from jaxmp._jaxpr.reading import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp._jaxpr.rebuild import params_in_dtype
 from jaxmp.dtypes import is_castable
 
@@ -54,7 +53,7 @@ def must_widen(eqn: Any, atom: Any, value: Any, examples: Examples) -> bool:
     is another for each. The derivative of an extreme of updates is shared by those that are equal, and counts them in
     the dtype that they have.
     """
-    return _is_long(eqn, value.size) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
+    return _is_long(eqn, value.shape) or (eqn.primitive.name not in _SCATTERED and examples.meets_batched(atom, value))
 
 
 def must_sum(eqn: Any, value: Any, examples: Examples) -> bool:
@@ -67,7 +66,7 @@ def sums_half(eqn: Any) -> bool:
     if eqn.primitive.name not in _ADDS_UP:
         return eqn.primitive.name in _JOINS and _joins_often(eqn)
     avals = [atom.aval for atom in eqn.invars if not is_literal(atom)]
-    return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.size) for aval in avals])
+    return any([is_castable(aval) and aval.dtype.itemsize == 2 and _is_long(eqn, aval.shape) for aval in avals])
 
 
 def _joins_often(eqn: Any) -> bool:
@@ -87,7 +86,7 @@ def _terms(eqn: Any, place: int) -> float:
     """How many cotangents of an equation meet in an element of one of its operands."""
     bodies = bodies_of(eqn)
     if bodies is None:
-        return _repeats(eqn, eqn.invars[place].aval.size) if eqn.primitive.name in _ADDS_UP else 1
+        return _repeats(eqn, eqn.invars[place].aval.shape) if eqn.primitive.name in _ADDS_UP else 1
     # What is run over, or carried and changed, is another in each turn; a while loop has no cotangents.
     varies = bodies.kind == "scan" and place >= bodies.start and place - bodies.start not in unchanged(bodies)
     if bodies.kind == "while" or varies:
@@ -116,19 +115,19 @@ def _terms_in(jaxpr: Any, var: Any) -> float:
 _READERS: Any = weakref.WeakKeyDictionary()
 
 
-def _repeats(eqn: Any, size: int) -> float:
-    """How often an equation of ``_ADDS_UP`` reads an element of an operand of so many elements, at most."""
+def _repeats(eqn: Any, shape: Any) -> float:
+    """How often an equation of ``_ADDS_UP`` reads an element of an operand of this shape, at most."""
     if eqn.primitive.name in _SCATTERED:
-        return math.prod(eqn.invars[1].aval.shape[:-1])
+        return size_of(eqn.invars[1].aval.shape[:-1])
     if eqn.primitive.name == "gather":
         batch = eqn.params["dimension_numbers"].start_indices_batching_dims
-        return math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch)
-    return float(eqn.outvars[0].aval.size / max(size, 1))
+        return size_of([size for axis, size in enumerate(eqn.invars[1].aval.shape[:-1]) if axis not in batch])
+    return size_of(eqn.outvars[0].aval.shape) / max(size_of(shape), 1)
 
 
-def _is_long(eqn: Any, size: int) -> bool:
-    """Whether more than ``MAX_TERMS`` cotangents meet in an element of an operand of so many elements."""
-    return eqn.primitive.name in _ADDS_UP and _repeats(eqn, size) > MAX_TERMS
+def _is_long(eqn: Any, shape: Any) -> bool:
+    """Whether more than ``MAX_TERMS`` cotangents meet in an element of an operand of this shape."""
+    return eqn.primitive.name in _ADDS_UP and _repeats(eqn, shape) > MAX_TERMS
 
 
 def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:

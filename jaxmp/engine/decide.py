@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmp._jaxpr.primitives import BROADCAST, COMBINES, MEETS, MONOTONE, PICKS
+from jaxmp._jaxpr.reading import size_of
 from jaxmp._jaxpr.walk import PRODUCTS, cycles, walk
 from jaxmp.engine import groups
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind
@@ -81,7 +81,7 @@ def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
     One adds up if no product lies on its way round, or ``written`` ones and none before, or if it takes small steps.
     """
     nodes, steps = graph.nodes, {group.nodes[0].same for group in graph.groups if group.name == groups.SMALL_STEP}
-    if not any(node.kind is JOIN and node.name == "carry" for node in nodes):
+    if not [node for node in nodes if node.kind is JOIN and node.name == "carry"]:
         return
     for cycle in cycles(nodes, inputs_of):
         kinds = {node.kind for node in cycle if node.kind is not INFER or node.name not in COMBINES}
@@ -255,4 +255,4 @@ def _grows(user: Node, operand: Node) -> bool:
     """Whether a reader repeats what was looked up, or moves it on to one that does."""
     if user.kind is CLEAR and not user.is_looked_up:
         return True
-    return user.name in (BROADCAST | {"broadcast_in_dim"}) and math.prod(user.shape) > math.prod(operand.shape)
+    return user.name in (BROADCAST | {"broadcast_in_dim"}) and size_of(user.shape) > size_of(operand.shape)

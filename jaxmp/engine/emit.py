@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -141,7 +140,7 @@ class _Evaluation:
             return self.cast(value, dtype)
         if self.is_noted and value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
-        is_normalised = step.node is not None and step.node in self.normalised(math.prod(step.node.shape))
+        is_normalised = step.node is not None and step.node in self.normalised(reading.size_of(step.node.shape))
         is_measured = any([node and node.float8 and node.float8.bias_added is step.node for node in step.operands])
         return cast_repeated(self.places.bind, value, dtype, aval, like, is_normalised, is_measured)
 
@@ -257,7 +256,7 @@ def _shared(rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..
 
 def _normalised(nodes: Sequence[Node]) -> Normalised:
     """Finds the values of so many elements to whose rows a weight is added before the next product."""
-    sizes = {shape: math.prod(shape) for shape in {node.shape for node in nodes}}
+    sizes = {shape: reading.size_of(shape) for shape in {node.shape for node in nodes}}
     adds = [node for node in nodes if node.name == "add"]
     pairs = [(add, each) for add in adds for each in add.inputs if not each.is_cast_once and each.const is None]
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.primitives import COMBINES
@@ -46,6 +47,7 @@ _AFFINE = _OFFSETS | _SCALES | {"select_n"}
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
 _FULL = frozenset({FULL, STRICT})
 SMALL_STEP = "small step"
+_SMALL = {np.dtype(half): 8 * float(jnp.finfo(half).eps) for half in (jnp.bfloat16, jnp.float16)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,12 +342,12 @@ def _small_steps(node: Node, _: Step) -> Iterator[Group]:
     """Sums that take a small multiple of what a product made: steps of an integrator, or towards a moving mean."""
     pairs: Any = itertools.permutations(node.inputs, 2) if node.name == "add" else [node.inputs]
     pairs = [(whole, step) for whole, step in pairs if step.origin.name in _SCALES and whole.const is None]
-    for whole, step in pairs if node.half else ():
+    for whole, step in pairs if node.half is not None else ():
         kept, way = list[Node](), list[Node]()
         start, term = _origin(whole, _SCALES, kept), _origin(step, _SCALES, way, constant=False)
         known = [each for each in way if _is_known(each)]
         is_time = node.loop and any(each.is_scaled for each in way if each not in known)
-        limit = 0.25 if kept else 8 * jnp.finfo(node.half).eps  # near 1 a rate of decay is as coarse as half
+        limit = 0.25 if kept else _SMALL[node.half]  # near 1 a rate of decay is as coarse as half
         if (is_time or _scale(known) < limit) and _products_before(term, {start, whole.origin}):
             yield Group(SMALL_STEP, (node, *kept), "takes steps that half would lose")
 
@@ -438,7 +440,11 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
         if squared or name in _ORDERINGS:  # |x - position|: an interpolation
             pair, known = (squared.inputs, of_iota) if squared else (reals, of_positions)
             others = [each for each in zip(pair, pair[::-1], strict=True) if each[1] not in of_products]
-            tables = () if squared else [each for each in others if _is_table(*each, computed, out.aval.size)]
+            tables = (
+                ()
+                if squared
+                else [each for each in others if _is_table(*each, computed, reading.size_of(out.aval.shape))]
+            )
             ends = [each[0] for each in others if each[1] in known or each in tables]
         elif name in ("sin", "cos", "tan") or (name == "exp" and node is None):
             ends = [real for real in reals if real.origin.name not in _LIMITS]  # no activation
@@ -478,7 +484,8 @@ def _squared_difference(node: Node) -> Node | None:
 
 def _is_table(place: Node, other: Node, computed: Collection[Node], size: int) -> bool:
     """Whether a value is compared with each of a table, or with what is looked up there, as the edges of bins are."""
-    is_each = all(math.prod(each.origin.shape) < size for each in (place, other)) and math.prod(other.origin.shape) > 1
+    sizes = [reading.size_of(each.origin.shape) for each in (place, other)]
+    is_each = max(sizes) < size and sizes[1] > 1
     is_looked_up = any(each.is_looked_up for each in walk([other], lambda node: node.inputs))
     return other not in computed and (is_each or is_looked_up)
 

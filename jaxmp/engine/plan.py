@@ -228,6 +228,8 @@ def cast_plan(
         # Each equation is emitted, and notes it.
         rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.matmul)
         program, operands = traced(fun, args, kwargs, rules)
+        if not all(isinstance(size, int) for operand in operands for size in operand.shape):
+            raise ValueError("a plan counts FLOPs and bytes, so all sizes must be numbers, and here one is left open")
         graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, one_policy)
         rules.check()
         jax.eval_shape(lambda *args: evaluated(graph, rules, args, dtypes), *operands)

@@ -1,0 +1,77 @@
+"""``jax.export`` with a size left open: a model under a policy or autocast is exported once for every batch."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from autocast_tools import half, normal
+from flax import nnx
+from jax import export
+
+import jaxmp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax's norms
+POLICIES = ("mixed_bfloat16", "mixed_float16")
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        shift = self.param("shift", nn.initializers.normal(1.0), (8,))
+        x = nn.LayerNorm()(nn.Dense(8)(x) + shift.astype(x.dtype))
+        return nn.MultiHeadDotProductAttention(2)(nn.gelu(x)[:, None])[:, 0]
+
+
+def linen_net(policy):
+    model = jaxmp.linen.apply_policy(Net(), policy)
+    params = Net().init(jax.random.key(0), jnp.ones((2, 8)))
+    return lambda x: model.apply(params, x)
+
+
+def linen_gradients(policy):
+    model = jaxmp.linen.apply_policy(Net(), policy)
+    params = Net().init(jax.random.key(0), jnp.ones((2, 8)))
+    return lambda x: jax.grad(lambda p: jnp.mean(model.apply(p, x).astype(jnp.float32) ** 2))(params)
+
+
+def nnx_net(policy):
+    model = jaxmp.nnx.apply_policy(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), policy)
+    return lambda x: model(x)
+
+
+def by_autocast(policy):
+    w, b = normal(1, 8, 8), normal(2, 8)
+    return half(lambda x: jax.nn.softmax((x @ w + b) @ w + (b * b) @ w) @ w, policy)
+
+
+def in_a_loop(policy):
+    w = normal(1, 8, 8, scale=0.3)
+    return half(lambda x: jax.lax.scan(lambda h, _: (h + jnp.tanh(h @ w) + w[0], None), x, length=3)[0] @ w, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", [linen_net, linen_gradients, nnx_net, by_autocast, in_a_loop])
+def test_what_is_exported_for_every_batch_computes_what_the_function_does(make, policy):
+    fun = jax.jit(make(policy))
+    exported = export.export(fun)(jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32))
+    for rows in (3, 80):
+        x = normal(rows, rows, 8)
+        given, expected = exported.call(x), fun(x)
+        assert jax.tree.map(lambda leaf: leaf.dtype, given) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+        for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+            assert jnp.allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=0.02, atol=0.01)
+
+
+def test_a_plan_needs_numbers():
+    x = jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32)
+    with pytest.raises(ValueError, match="all sizes must be numbers"):
+        jaxmp.cast_plan(lambda x: x @ normal(1, 8, 8), "mixed_bfloat16")(x)
+
+
+def test_no_product_with_an_open_size_is_in_float8():
+    lhs = jax.ShapeDtypeStruct(export.symbolic_shape("b, 2048"), jnp.bfloat16)
+    rhs = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+    why = jaxmp.float8.refusal(lhs, rhs, (((1,), (0,)), ((), ())), jaxmp.Float8())
+    assert why == "a dimension that jax.export leaves open"
