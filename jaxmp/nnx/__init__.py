@@ -27,6 +27,7 @@ from jaxmp._adapters import (
     nothing_in_half,
     policies_below,
 )
+from jaxmp._functions import require_order
 from jaxmp.dtypes import is_half
 from jaxmp.nnx.optimizer import Optimizer as Optimizer
 from jaxmp.nnx.optimizer import scaled_value_and_grad as scaled_value_and_grad
@@ -96,6 +97,7 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype('float16')]
     """
+    require_order(model, policy, "jaxmp.nnx.apply_policy")
     if is_o1(policy):
         return autocast(model, policy, overrides)
     return _under(model, PolicyMap(policy, overrides), by_autocast=False)
@@ -127,6 +129,7 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype(bfloat16)]
     """
+    require_order(model, policy, "jaxmp.nnx.autocast")
     policies, operations = autocast_map(policy, overrides)
     return _under(model, policies, by_autocast=True, operations=operations)
 

@@ -214,8 +214,8 @@ def _require_some(params: Any, model: Any, wrt: Any) -> None:
     kinds = ", ".join(sorted({type(var).__name__ for var in variables}))
     got, has = getattr(wrt, "__name__", repr(wrt)), f"has those of the kinds {kinds}" if kinds else "has none at all"
     raise ValueError(
-        f"wrt names the Variables that are trained, got {got}, which matches none in the model; it {has}: name one that "
-        "is there, or give the model those that are meant first"
+        f"wrt names the Variables that are trained, got {got}, which matches none in the model; it {has}: name one "
+        "that is there, or give the model those that are meant first"
     )
 
 
