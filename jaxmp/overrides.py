@@ -183,7 +183,11 @@ def primitives_named_by(key: str) -> frozenset[str]:
             f"an override is a path, or by operation 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
             f"'class:accumulation', got {key!r}; write one of these"
         )
+    remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
+    if kind == "class":
+        known = [cls.value for cls in Class if cls not in _FIXED]
+        remedy = "these are all; cast_plan(fun, policy)(*args) says in which one an operation is, docs/autocast.md more"
     raise UnknownOperationError(
-        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known)}; "
-        f"jax.make_jaxpr(fun)(*args) shows the primitives of a function"
+        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known, len(classes))}; "
+        f"{remedy}"
     )
