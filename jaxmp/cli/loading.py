@@ -274,7 +274,7 @@ def levels(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def traced(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str = "") -> Any:
-    """The shapes of what a function returns; what it does wrong is a UsageError, with the hint if a list, say, was wrong."""
+    """The shapes of what a function returns; what it does wrong is a UsageError, with the hint if a list was wrong."""
     kind = type(operands[0]).__name__ if hint else ""  # the number of arguments was right: no error tells of a shape
     with told(Exception, of=f"{name} cannot be traced with these arguments", hint=hint, about=kind):
         return jax.eval_shape(fun, *operands)
