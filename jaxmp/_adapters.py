@@ -131,22 +131,25 @@ _OVERRIDE = "override "
 
 
 @contextlib.contextmanager
-def noting_half(path: Path, cls: type, own: Treatment, adapter: str) -> Iterator[None]:
+def noting_half(path: Path, cls: type, own: Treatment, adapter: str, remedy: Callable[[], str] = str) -> Iterator[None]:
     """Notes on an error that names a half dtype, once, which module and policy brought it there and what helps.
 
     Fourier transforms and factorisations take no half operands, and a module that has no ``dtype`` field gets them from
-    those that have. Some are told so while the module is traced, others when the program of a whole call runs.
+    those that have. Some are told so while the module is traced, others when the program of a whole call runs. If
+    the module itself has a ``remedy``, that is what helps.
     """
     try:
         yield
     except NothingInHalfError:
         raise
     except (NotImplementedError, TypeError, ValueError) as error:
-        _note_half(error, path, cls, own, adapter)
+        _note_half(error, path, cls, own, adapter, remedy)
         raise
 
 
-def _note_half(error: Exception, path: Path, cls: type, own: Treatment, adapter: str) -> None:
+def _note_half(
+    error: Exception, path: Path, cls: type, own: Treatment, adapter: str, remedy: Callable[[], str]
+) -> None:
     half = own.policy.compute_dtype
     noted = any(note.startswith("jaxmp: ") for note in getattr(error, "__notes__", ()))
     if noted or own.mode == "autocast" or not is_half(half) or half.name not in str(error):
@@ -154,10 +157,13 @@ def _note_half(error: Exception, path: Path, cls: type, own: Treatment, adapter:
     name = "/".join(path)
     where = f"the module {name!r} ({cls.__name__})" if path else f"the root ({cls.__name__})"
     override = f"overrides={{{name!r}: 'float32'}} computes the module in float32; " if path else ""
+    helps = remedy() or (
+        f"An operation that takes no {half.name} needs float32: {override}jaxmp.{adapter}.autocast(model, "
+        f"'mixed_{half.name}') in place of apply_policy computes such operations in float32 by itself; so does "
+        ".astype(jnp.float32) before them"
+    )
     error.add_note(
-        f"jaxmp: {where} runs under the policy {own.policy}, where what modules return is {half.name}. An operation "
-        f"that takes no {half.name} needs float32: {override}jaxmp.{adapter}.autocast(model, 'mixed_{half.name}') in "
-        "place of apply_policy computes such operations in float32 by itself; so does .astype(jnp.float32) before them"
+        f"jaxmp: {where} runs under the policy {own.policy}, where what modules return is {half.name}. {helps}"
     )
 
 

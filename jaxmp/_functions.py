@@ -1,4 +1,4 @@
-"""What is given in the place of a function, told in a sentence."""
+"""What is given in the place of a function, or in any wrong one, told in a sentence."""
 
 from __future__ import annotations
 
@@ -23,14 +23,34 @@ class ModuleGiven(NamedTuple):
 def module_given(fun: Any) -> ModuleGiven | None:
     """What is known of ``fun`` if it is a module, but for an instance of NNX, which is a function of arrays."""
     cls = fun if isinstance(fun, type) else type(fun)
-    # By their names, so that Flax need not be imported.
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
-    linen = "flax.linen.module.Module" in bases
-    if not ((linen and getattr(fun, "scope", None) is None) or ("flax.nnx.module.Module" in bases and cls is fun)):
+    linen, nnx = _kinds_of(cls)
+    if not ((linen and getattr(fun, "scope", None) is None) or (nnx and cls is fun)):
         return None
     what = f"{'the class' if cls is fun else 'an instance'} {cls.__name__} of {'Linen' if linen else 'NNX'} modules"
     instance = f"{cls.__name__}{'(...)' if linen else '(..., rngs=nnx.Rngs(0))'}" if cls is fun else "model"
     return ModuleGiven(what, instance, linen)
+
+
+def _kinds_of(cls: type) -> tuple[bool, bool]:
+    """Whether ``cls`` is a class of Linen modules, and whether it is one of NNX."""
+    # By their names, so that Flax need not be imported.
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
+    return "flax.linen.module.Module" in bases, "flax.nnx.module.Module" in bases
+
+
+def require_order(model: Any, policy: Any, call: str) -> None:
+    """Raises a TypeError if a module of Flax came in the place of the policy of a ``call``, and none in its own."""
+    if model is not None and any(_kinds_of(type(policy))) and not any(_kinds_of(type(model))):
+        raise TypeError(
+            f"{call} takes (model, policy), got ({_shown(model)}, {_shown(policy)}): the two are swapped; write "
+            f"{call}(model, policy)"
+        )
+
+
+def printed(value: Any) -> str:
+    """What came, for an error; of what prints more than a line, as a model does with all its arrays, its class."""
+    text = repr(value)
+    return f"an instance of {type(value).__name__}" if "\n" in text or len(text) > 300 else text
 
 
 def require_function(fun: Any, name: str) -> None:

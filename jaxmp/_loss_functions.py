@@ -115,6 +115,13 @@ def as_key(rng: Any) -> Any:
     )
 
 
+_FOR_PARAMS = (
+    ", in which model_state and rng are None where TrainState.create got none; the step is for params, Linen's or your "
+    "own: an NNX model is trained by jaxmp.nnx.make_train_step(loss_fn) with loss_fn(model, batch), and evaluated by "
+    "nnx.jit(loss_fn)(model, batch) after model.eval()"
+)
+
+
 def require_arguments(loss_fn: Any, names: str) -> None:
     """Raises if ``loss_fn`` does not take arguments of these ``names``, or is no function."""
     if not callable(loss_fn):
@@ -128,7 +135,7 @@ def require_arguments(loss_fn: Any, names: str) -> None:
     except TypeError as error:
         bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
         takes = signature.replace(parameters=bare, return_annotation=signature.empty)
-        state = ", in which model_state and rng are None where TrainState.create got none" if "rng" in names else ""
+        state = _FOR_PARAMS if "rng" in names else ""
         raise TypeError(
             f"a loss function takes ({names}), but this one takes {takes}; write def loss_fn({names}){state}"
         ) from error

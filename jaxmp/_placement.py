@@ -139,13 +139,40 @@ def require_apart(state: Any, batch: Any, error: Exception) -> None:
 
 def require_arrays(batch: Any, error: Exception) -> None:
     """Raises, in place of ``error``, if a leaf of ``batch`` is nothing that JAX takes."""
-    for path, leaf in jax.tree.leaves_with_path(batch):
+    if (came := _no_array(batch, "the batch")) is not None:
+        raise TypeError(
+            f"a batch holds arrays and numbers, got {came}; leave it out of what the step is given, or make numbers of "
+            "it"
+        ) from error
+
+
+def require_params(params: Any) -> None:
+    """Raises if ``params`` are None, or a leaf of them is nothing that JAX takes."""
+    came = "None" if params is None else _no_array(params, "the params")
+    if came is not None:
+        raise TypeError(
+            f"params are a tree of arrays, got {came}; pass what is trained, params=model.init(key, x)['params'] say, "
+            "and keep all else out of it"
+        )
+
+
+def require_examples(batch: Any) -> None:
+    """Raises if a ``batch`` has no examples: a mean over none is NaN, though its gradients are zeros, which train."""
+    shapes = [shape for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape]
+    if {shape[0] for shape in shapes} == {0}:
+        raise ValueError(
+            f"a batch must have an example, got arrays of shape {', '.join(map(str, dict.fromkeys(shapes)))}; leave "
+            "out the step for a batch that has none"
+        )
+
+
+def _no_array(tree: Any, name: str) -> str | None:
+    """What a leaf of ``tree`` is that JAX does not take, and where it is; None if there is none."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
         if not is_of_jax(leaf):
             kind = type(leaf).__name__ + (f" of {leaf.dtype.name}" if isinstance(leaf, np.ndarray) else "")
-            raise TypeError(
-                f"a batch holds arrays and numbers, got {kind} for {_tree.path_name(path) or 'the batch'!r}; leave it "
-                "out of what the step is given, or make numbers of it"
-            ) from error
+            return f"{kind} for {_tree.path_name(path) or name!r}"
+    return None
 
 
 def is_of_jax(leaf: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._functions import printed
 from jaxmp.dtypes import CASTABLE, is_half, nearest
 from jaxmp.engine.classes import Class, classify, primitives_of
 from jaxmp.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, pattern_text
@@ -82,7 +83,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any =
         if not isinstance(key, str) or key.startswith("type:"):
             raise TypeError(
                 f"an override of autocast is a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
-                f"{key!r}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
+                f"{printed(key)}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
             )
         levels[key] = _level(value, half, matmul)
         if levels[key] == "half" and half == np.float32:
@@ -111,7 +112,7 @@ def _level(value: Any, half: np.dtype | None, matmul: Any) -> str:
     dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
     raise ValueError(
         f"an override is computed in 'float32', in 'tensorfloat32', in 'half' (the policy's compute dtype) or by a "
-        f"policy that computes in {dtypes}, got {value!r}; write one of these"
+        f"policy that computes in {dtypes}, got {printed(value)}; write one of these"
     )
 
 
@@ -182,7 +183,11 @@ def primitives_named_by(key: str) -> frozenset[str]:
             f"an override is a path, or by operation 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
             f"'class:accumulation', got {key!r}; write one of these"
         )
+    remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
+    if kind == "class":
+        known = [cls.value for cls in Class if cls not in _FIXED]
+        remedy = "these are all; cast_plan(fun, policy)(*args) says in which one an operation is, docs/autocast.md more"
     raise UnknownOperationError(
-        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known)}; "
-        f"jax.make_jaxpr(fun)(*args) shows the primitives of a function"
+        f"the override {key!r} names a {kind} that does not exist; the nearest: {nearest(name, known, len(classes))}; "
+        f"{remedy}"
     )

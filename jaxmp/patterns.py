@@ -7,6 +7,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmp._functions import printed
+
 Path = tuple[str, ...]
 Pattern = str | type
 """A glob on the module path, ``"type:GLOB"`` on the name of the module's class or a base of it, or a module class."""
@@ -28,7 +30,7 @@ def check_pattern(pattern: Any) -> Pattern:
     if isinstance(pattern, (str, type)):
         return pattern
     raise TypeError(
-        f"a pattern is a glob on the module path such as '**/BatchNorm_*', or a module class, got {pattern!r}; "
+        f"a pattern is a glob on the module path such as '**/BatchNorm_*', or a module class, got {printed(pattern)}; "
         "for a partial or an instance write its class"
     )
 
@@ -40,8 +42,8 @@ def pairs_of(overrides: Any) -> list[tuple[Any, Any]]:
     if isinstance(overrides, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in overrides):
         return list(overrides)
     raise TypeError(
-        f"overrides map patterns to policies, got {overrides!r}; write {{'**/head': 'float32'}}, say, with the pattern "
-        "of what is meant"
+        f"overrides map patterns to policies, got {printed(overrides)}; write {{'**/head': 'float32'}}, say, with the "
+        "pattern of what is meant"
     )
 
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmp import tree as _tree
+from jaxmp._functions import printed
 from jaxmp.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest
 from jaxmp.float8 import Float8, get_recipe
 from jaxmp.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pairs_of, pattern_text
@@ -312,7 +313,7 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
         return PRESETS.get(dtype.name) or Policy(dtype, dtype, dtype)
     raise TypeError(
         f"a policy is a preset's name, a string such as 'params=float32,compute=float16,output=float32', a Policy or a "
-        f"PolicyMap, got {policy!r}; presets: {', '.join(PRESETS)}"
+        f"PolicyMap, got {printed(policy)}; presets: {', '.join(PRESETS)}"
     )
 
 

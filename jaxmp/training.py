@@ -50,7 +50,9 @@ from jaxmp._placement import (
     moved_to,
     require_apart,
     require_arrays,
+    require_examples,
     require_not_deleted,
+    require_params,
     settled,
     tell_of_devices,
 )
@@ -142,7 +144,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
           **fields: further fields of a subclass.
 
         Raises:
-          TypeError: ``tx`` is no optimizer; ``rng`` is neither one key nor an int.
+          TypeError: ``tx`` is no optimizer; ``params`` are no arrays; ``rng`` is neither one key nor an int.
           ValueError: it has several loss scales; or it is ``optax.lookahead``, whose params are a pair; or another
             transform than ``loss_scaling`` stands around ``low_precision``.
           RuntimeError: a donating step has had the params.
@@ -262,6 +264,7 @@ def created(
             f"{unknown[0]}=; {_CALLED.get(unknown[0], 'make it a field of a subclass of TrainState')}"
         )
     tx = as_optimizer(tx)
+    require_params(params)
     require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
     if not has_loss_scale(jax.eval_shape(tx.init, params)):
         tx = loss_scaling(tx, NoOpLossScale())
@@ -342,11 +345,11 @@ def make_train_step(
         less on the wire, but each device holds all weights in half and the sum of their gradients in float32.
 
     Raises (here, or from the step):
-      ValueError: an argument is out of range, or the batch does not divide by ``accumulate_steps``, or a microbatch by
-        the devices of an axis of type Explicit; ``overrides`` without autocast, or one that matched nothing;
-        ``ema_decay`` without a moving average, or the reverse; a metric has a name of the step's own, a model state
-        another structure than it came with; state and batch were put on different devices; ``mesh`` or ``specs`` alone,
-        or that do not fit each other, the params, or the batch; a param goes in half into what cannot leave its
+      ValueError: an argument is out of range, or the batch has no examples, or does not divide by ``accumulate_steps``,
+        or a microbatch by the devices of an axis of type Explicit; ``overrides`` without autocast, or one that matched
+        nothing; ``ema_decay`` without a moving average, or the reverse; a metric has a name of the step's own, a model
+        state another structure than it came with; state and batch were put on different devices; ``mesh`` or ``specs``
+        alone, or that do not fit each other, the params, or the batch; a param goes in half into what cannot leave its
         gradient in ``reduce_dtype``.
       TypeError: the loss function takes or returns something else (a metric that is no number, say); the loss is
         float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say); the batch has a string, say.
@@ -373,6 +376,10 @@ def make_train_step(
         raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay!r}; 0.999 averages over about 1,000 steps")
     if norm is not None and not 0 < norm < np.inf:
         raise ValueError(f"clip_norm must be a positive finite number, got {clip_norm!r}; pass 1.0, say, or None")
+    if donate not in (True, False):
+        raise TypeError(
+            f"donate is True or False, got {donate!r}; pass donate=False to keep the states of earlier steps"
+        )
     if reduce not in ("each", "once") or (reduce == "once" and (mesh is None or accumulate_steps == 1)):
         raise ValueError(
             "reduce is 'each', or 'once' for the microbatches of a step on a mesh, got "
@@ -569,6 +576,7 @@ class TrainStep:
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
+        require_examples(batch)
         return state._given_to(lambda state: self._gradients(state, batch, rng))
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:

@@ -109,8 +109,11 @@ def check_arguments(example: str, given: Any, may_be_shapes: bool) -> None:
 
 
 @contextlib.contextmanager
-def told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None]:
-    """Makes a UsageError of an error: its first line, after what it is an error ``of``, its type and its place."""
+def told(*kinds: type[Exception], of: str = "", hint: str = "", about: str = "") -> Iterator[None]:
+    """Makes a UsageError of an error: its first line, after what it is an error ``of``, its type and its place.
+
+    The ``hint`` is added where the error says something ``about`` that.
+    """
     try:
         yield
     except UsageError:
@@ -119,6 +122,7 @@ def told(*kinds: type[Exception], of: str = "", hint: str = "") -> Iterator[None
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
         if of:
             line = f"{line.rstrip('.')}{_place(error)}"
+        hint = hint if about in str(error) else ""
         if remedy := remedy_of(error, "for a plan"):
             hint += f"; {remedy}"
         raise UsageError(f"{of}: {type(error).__name__}: {line}{hint}" if of else line) from error
@@ -270,6 +274,7 @@ def levels(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def traced(name: str, fun: Callable[..., Any], operands: Sequence[Any], hint: str = "") -> Any:
-    """The shapes of what a function returns; what it does wrong is a UsageError."""
-    with told(Exception, of=f"{name} cannot be traced with these arguments", hint=hint):
+    """The shapes of what a function returns; what it does wrong is a UsageError, with the hint if a list was wrong."""
+    kind = type(operands[0]).__name__ if hint else ""  # the number of arguments was right: no error tells of a shape
+    with told(Exception, of=f"{name} cannot be traced with these arguments", hint=hint, about=kind):
         return jax.eval_shape(fun, *operands)

@@ -18,7 +18,7 @@ from jaxmp.engine.classes import Class, Kind, classify
 from jaxmp.marks import DECIDED, SPECIAL, is_widened, path_of, region_of
 from jaxmp.patterns import EVERY, OPERATIONS, matches
 
-_NO_SCOPES = "none: no scopes are seen, for NNX has none; jaxmp.nnx.autocast(model, policy, overrides) has its paths"
+_NO_SCOPES = "none: no scope is in it; jax.named_scope makes paths, and an NNX model has its own by jaxmp.nnx.autocast"
 
 
 class UnmatchedOverrideError(ValueError):

@@ -23,6 +23,7 @@ from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
 from jaxmp._adapters import Treatment, autocast_map, described_model, noting_half, remembered
+from jaxmp._functions import require_order
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
 from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
@@ -80,6 +81,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype('float16')]
     """
+    require_order(module, policy, "jaxmp.linen.apply_policy")
     if is_o1(policy):
         return autocast(module, policy, overrides)
     return _under(module, Root(PolicyMap(policy, overrides)), "apply_policy")
@@ -108,6 +110,7 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
     >>> model.apply(variables, jnp.ones((1, 3))).dtype
     dtype('float32')
     """
+    require_order(module, policy, "jaxmp.linen.autocast")
     policies, operations = autocast_map(policy, overrides)
     return _under(module, Root(policies, autocast=True, operations=tuple(operations.items())), "autocast")
 

@@ -27,6 +27,7 @@ from jaxmp._adapters import (
     nothing_in_half,
     policies_below,
 )
+from jaxmp._functions import require_order
 from jaxmp.dtypes import is_half
 from jaxmp.nnx.optimizer import Optimizer as Optimizer
 from jaxmp.nnx.optimizer import scaled_value_and_grad as scaled_value_and_grad
@@ -68,7 +69,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     dtype of its policy, as :func:`jaxmp.autocast` decides; its code is traced in float32 if it has Params of its own,
     and sees those. In the body of a loop with a carry (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) the first argument
     of a module below the root is taken for the carry, and a result like it keeps its dtype. A module with a policy of
-    its own, nested in another, keeps it.
+    its own, nested in another, keeps it. An ``init_cache`` that is called without its ``dtype`` makes a cache in that
+    of its module.
 
     Gradients of Params are summed in float32. A call is traced as under ``jax.jit``, so that its Python code cannot
     branch on the values of arrays; without ``jit`` a call of equal shapes runs the program that was written by the
@@ -96,6 +98,7 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype('float16')]
     """
+    require_order(model, policy, "jaxmp.nnx.apply_policy")
     if is_o1(policy):
         return autocast(model, policy, overrides)
     return _under(model, PolicyMap(policy, overrides), by_autocast=False)
@@ -127,6 +130,7 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
     >>> [eqn.outvars[0].aval.dtype for eqn in products.eqns if eqn.primitive.name == "dot_general"]
     [dtype(bfloat16)]
     """
+    require_order(model, policy, "jaxmp.nnx.autocast")
     policies, operations = autocast_map(policy, overrides)
     return _under(model, policies, by_autocast=True, operations=operations)
 

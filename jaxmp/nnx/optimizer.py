@@ -55,8 +55,9 @@ class Optimizer(_Object):
 
     Raises:
       TypeError: ``model`` is no NNX model, ``tx`` no optimizer, or ``loss_scale`` no loss scale.
-      ValueError: ``tx`` has a loss scale and ``loss_scale`` is given as well, or ``tx`` has several; it is
-        ``optax.lookahead``, whose params are a pair; something but ``loss_scaling`` stands around ``low_precision``.
+      ValueError: ``wrt`` matches no Variable of the model; ``tx`` has a loss scale and ``loss_scale`` is given as well,
+        or ``tx`` has several; it is ``optax.lookahead``, whose params are a pair; something but ``loss_scaling`` stands
+        around ``low_precision``.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -83,6 +84,7 @@ class Optimizer(_Object):
         """See the class."""
         require_model(model, "jaxmp.nnx.Optimizer", "(model, tx)")
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
+        _require_some(params, model, wrt)
         shapes = jax.eval_shape(tx.init, params)
         require_one_tree(shapes, "a jaxmp.nnx.Optimizer")
         has_one = has_loss_scale(shapes)
@@ -142,8 +144,10 @@ class Optimizer(_Object):
           The updates that were added to the params; -0.0 if the step was skipped.
 
         Raises:
+          TypeError: ``model`` is no NNX model: the gradients, say, where the two are swapped.
           ValueError: the optimizer keeps a moving average, of which only a train step has the decay.
         """
+        require_model(model, "optimizer.update", "(model, grads)")
         if self.ema is not None:
             raise ValueError(
                 "update would leave the moving average as it is, but this optimizer was made with ema=True; train with "
@@ -200,6 +204,19 @@ def require_model(model: Any, call: str, arguments: str) -> None:
             f"{call}{arguments} with the model itself, or train a Linen module by jaxmp.TrainState and "
             "jaxmp.make_train_step"
         )
+
+
+def _require_some(params: Any, model: Any, wrt: Any) -> None:
+    """Raises if ``params``, the Variables of ``model`` that ``wrt`` matches, are none."""
+    if jax.tree.leaves(params):
+        return
+    variables = (node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Variable))
+    kinds = ", ".join(sorted({type(var).__name__ for var in variables}))
+    got, has = getattr(wrt, "__name__", repr(wrt)), f"has those of the kinds {kinds}" if kinds else "has none at all"
+    raise ValueError(
+        f"wrt names the Variables that are trained, got {got}, which matches none in the model; it {has}: name one "
+        "that is there, or give the model those that are meant first"
+    )
 
 
 def _values(model: Any) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def policied_class(bare: Any, decision: Decision) -> Any:
         namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "jaxmp_programs": {}, "__reduce__": _reduce}
         namespace |= {"jaxmp_follow": _follow}
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
-        namespace |= {name: _entrance(method) for name, method in _methods(bare)}
+        namespace |= {name: _entrance(name, method) for name, method in _methods(bare)}
         namespace |= {name: _following(getattr(bare, name)) for name in FLATTEN}
 
     return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)
@@ -169,12 +169,36 @@ def _is_generator(method: Any) -> bool:
     return inspect.isgeneratorfunction(inspect.unwrap(getattr(method, "func", method)))
 
 
-def _entrance(method: Any) -> Callable[..., Any]:
+def _entrance(name: str, method: Any) -> Callable[..., Any]:
+    # The default of Flax's init_cache, float32, fits no layer that computes in another dtype, a bare one neither.
+    own = inspect.signature(method) if name == "init_cache" and inspect.isfunction(method) else inspect.Signature()
+    makes_cache = "dtype" in own.parameters
+
     @functools.wraps(getattr(method, "func", method), updated=())
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = _dtype_of_cache(self) if makes_cache else None
+        if dtype is not None and "dtype" not in own.bind_partial(self, *args, **kwargs).arguments:
+            kwargs["dtype"] = dtype
         return _call(self, method, args, kwargs)
 
     return enter
+
+
+def _dtype_of_cache(module: Any) -> Any:
+    """The dtype that a module which computes as it is written computes in; None if it has none."""
+    return vars(module).get("dtype") if type(module).jaxmp_decision.mode == "written" else None
+
+
+def _remedy_of_cache(module: Any) -> str:
+    """What helps a module whose cache has another dtype than it computes in; nothing if it has no such cache."""
+    dtype = _dtype_of_cache(module)
+    caches = [var.get_raw_value() for var in own_variables(module) if isinstance(var, nnx.Cache)]
+    if dtype is None or all(value.dtype == dtype for value in filter(_tree.is_float_array, caches)):
+        return ""
+    return (
+        "Its cache was made in another dtype, before the policy or by init_cache(..., dtype=...): make it anew by "
+        "init_cache without a dtype, called on the model under the policy"
+    )
 
 
 numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", default=None)
@@ -302,7 +326,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         decision.mark(),
         decision.products(caller.decision if caller else None, run.ambient_precision),
         _dtypes_kept(module, decision),
-        noting_half(path, bare_class(module), own, "nnx"),
+        noting_half(path, bare_class(module), own, "nnx", functools.partial(_remedy_of_cache, module)),
     ):
         result = bound(*args, **kwargs)
 

@@ -272,6 +272,12 @@ def test_arguments_that_are_no_tuple_are_told_to_be_one(here, capsys):
         )
 
 
+@pytest.mark.parametrize(("function", "example"), [("branches", "one"), ("fails", "one"), ("fails", "listed")])
+def test_an_error_of_another_kind_says_nothing_of_a_tuple(function, example, here, capsys):
+    text = error(capsys, f"plan_cli_module:{function}", "--args", f"plan_cli_module:{example}")
+    assert "cannot be traced with these arguments: " in text and "as a tuple" not in text
+
+
 @pytest.mark.parametrize(
     ("file", "remedy"),
     [

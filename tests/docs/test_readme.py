@@ -15,7 +15,7 @@ def _blocks(page: str) -> list[str]:
 
 def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = _blocks("README.md")
-    own_step, in_nnx, nnx_step_of_jaxmp, unedited, less, float8, assumed = _blocks("docs/guide.md")
+    own_step, in_nnx, nnx_step_of_jaxmp, decoding, unedited, less, float8, assumed = _blocks("docs/guide.md")
     scope: dict[str, object] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not strict about dtypes
         exec(example, scope)
@@ -28,6 +28,8 @@ def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsy
         exec(nnx_step_of_jaxmp, scope)
         assert float(scope["metrics"]["loss"]) < float(nnx_losses[2]) and int(optimizer.step[...]) == 4
         assert re.fullmatch(r"loss 0\.0\d+, loss scale 32768, skipped 0\n", capsys.readouterr().out)
+        exec(decoding, scope)
+        assert capsys.readouterr().out == "bfloat16 float32\n"
         exec(unedited, scope)
         plan = capsys.readouterr().out
         exec(less, scope)

@@ -358,9 +358,18 @@ def test_an_override_with_an_unknown_primitive_lists_the_nearest():
     assert "jax.make_jaxpr(fun)(*args) shows the primitives of a function" in text
 
 
-def test_an_override_with_an_unknown_class_lists_the_nearest():
-    with pytest.raises(UnknownOperationError, match="names a class that does not exist; the nearest: 'accumulation',"):
+def test_an_override_with_an_unknown_class_lists_all_that_an_override_may_name_and_where_they_are_seen():
+    with pytest.raises(
+        UnknownOperationError, match="names a class that does not exist; the nearest: 'accumulation',"
+    ) as error:
         primitives_named_by("class:accumulate")
+    text = str(error.value)
+    for name in ("half", "pointwise", "accumulation", "linalg", "widest", "infer"):
+        assert repr(name) in text and primitives_named_by(f"class:{name}")
+    assert not any(repr(name) in text for name in ("clear", "recurse", "opaque"))
+    assert "make_jaxpr" not in text and text.endswith(
+        "these are all; cast_plan(fun, policy)(*args) says in which one an operation is, docs/autocast.md more"
+    )
 
 
 @pytest.mark.parametrize("key", ["exp", "op:exp", "Primitive:exp", ""])

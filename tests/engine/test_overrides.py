@@ -148,6 +148,21 @@ def test_overrides_that_mean_nothing_raise(overrides, error, text):
     assert text in str(raised.value)
 
 
+def test_a_path_of_a_function_without_scopes_is_told_what_makes_them():
+    with pytest.raises(jaxmp.UnmatchedOverrideError) as raised:
+        half(lambda x, w: x @ w, overrides={"**/head": "float32"})(X, W)
+    assert (
+        "nearest paths: none: no scope is in it; jax.named_scope makes paths, and an NNX model has its own by "
+        "jaxmp.nnx.autocast. Operations of its derivative"
+    ) in str(raised.value)
+
+    def named(x, w):
+        with jax.named_scope("head"):
+            return x @ w
+
+    half(named, overrides={"**/head": "float32"})(X, W)
+
+
 def test_wrong_overrides_raise_before_the_call():
     with pytest.raises(UnknownOperationError):
         half(model, overrides={"primitive:expp": "half"})

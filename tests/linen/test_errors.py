@@ -223,6 +223,38 @@ def test_an_nnx_module_is_refused():
         apply_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "mixed_float16")
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("model", [nn.Dense(2), nnx.Linear(2, 2, rngs=nnx.Rngs(0))], ids=["linen", "nnx"])
+@pytest.mark.parametrize(("policy", "came"), [("O2", "'O2'"), (jaxmp.get_policy("mixed_float16"), "Policy")])
+def test_a_model_and_a_policy_that_are_swapped_are_told_so_without_the_arrays_of_the_model(model, policy, came):
+    for adapter in (jaxmp.linen, jaxmp.nnx):
+        for name in ("apply_policy", "autocast"):
+            call = f"{adapter.__name__}.{name}"
+            with pytest.raises(TypeError) as error:
+                getattr(adapter, name)(policy, model)
+            got = f"got ({came}, {type(model).__name__}): the two are swapped; write {call}(model, policy)"
+            assert str(error.value) == f"{call} takes (model, policy), {got}"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("module", [nn.Dense(2), nnx.Linear(2, 2, rngs=nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_a_module_where_a_policy_or_a_pattern_is_meant_is_named_by_its_class(module):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    calls = [
+        lambda: jaxmp.get_policy(module),
+        lambda: jaxmp.nnx.apply_policy(model, "mixed_float16", {module: "float32"}),
+        lambda: jaxmp.nnx.autocast(model, "mixed_float16", {"**": module}),
+        lambda: jaxmp.autocast(jnp.sin, "mixed_float16", {module: "float32"}),
+        lambda: jaxmp.autocast(jnp.sin, "mixed_float16", {"**": module}),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match=f", got an instance of {type(module).__name__}[;:]") as error:
+            call()
+        assert "\n" not in str(error.value)
+    with pytest.raises(TypeError, match="got an instance of list; write"):
+        jaxmp.nnx.apply_policy(model, "mixed_float16", [module])
+
+
 def test_an_unknown_policy_an_unknown_override_and_a_map_as_override_raise_at_once():
     with pytest.raises(ValueError, match=r"unknown policy 'mixed_float17'.*nearest first: 'mixed_float16'"):
         apply_policy(MLP(), "mixed_float17")
@@ -230,7 +262,9 @@ def test_an_unknown_policy_an_unknown_override_and_a_map_as_override_raise_at_on
         apply_policy(MLP(), "mixed_float16", {"Dense_0": "halfish"})
     with pytest.raises(TypeError, match="an override names one policy"):
         apply_policy(MLP(), "mixed_float16", {"Dense_0": "O2"})
-    with pytest.raises(TypeError, match=r"a pattern is a glob on the module path.*or a module class, got Dense"):
+    with pytest.raises(
+        TypeError, match=r"a pattern is a glob on the module path.*or a module class, got an instance of Dense; for"
+    ):
         apply_policy(MLP(), "mixed_float16", {nn.Dense(3): "float32"})
 
 

@@ -275,6 +275,45 @@ def test_an_optimizer_of_what_is_no_nnx_model_says_what_came():
     Optimizer((model, {"head": model}), tx)  # models in a tree
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("wrap", [lambda step: step, nnx.jit], ids=["eager", "jit"])
+def test_an_update_whose_arguments_are_swapped_is_refused(wrap):
+    model = Net(rngs())
+    optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
+
+    @wrap
+    def step(model, optimizer, swap):
+        _, grads = scaled_value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer)(model)
+        return optimizer.update(*(grads, model) if swap is None else (model, grads))
+
+    text = (
+        r"optimizer\.update takes \(model, grads\), but State came in the place of an NNX model; write "
+        r"optimizer\.update\(model, grads\) with the model itself"
+    )
+    with pytest.raises(TypeError, match=text):
+        step(model, optimizer, None)
+    assert int(optimizer.step[...]) == 0
+    step(model, optimizer, 0)
+    assert int(optimizer.step[...]) == 1
+
+
+@pytest.mark.once
+def test_an_optimizer_that_would_train_nothing_is_refused_with_the_kinds_of_variables_there_are():
+    model = Net(rngs())
+    kinds = ", ".join(sorted({type(var).__name__ for _, var in nnx.to_flat_state(nnx.state(model))}))
+    assert "BatchStat, " in kinds
+    for given in (model, {"first": [model]}):
+        text = rf"are trained, got LoRAParam, which matches none in the model; it has those of the kinds {kinds}: name"
+        with pytest.raises(ValueError, match=text):
+            Optimizer(given, optax.adam(0.1), wrt=nnx.LoRAParam)
+    with pytest.raises(ValueError, match=r"got PathContains\(.*'hed'.*\), which matches none"):
+        Optimizer(model, optax.adam(0.1), wrt=nnx.PathContains("hed"))
+    with pytest.raises(ValueError, match="got Param, which matches none in the model; it has none at all"):
+        Optimizer(nnx.Module(), optax.adam(0.1))
+    layer = nnx.LoRALinear(3, 2, lora_rank=1, rngs=rngs())
+    Optimizer(layer, optax.adam(0.1), wrt=nnx.LoRAParam)
+
+
 class Buffers(nnx.Module):
     """With arrays that are no Variables, one of which it writes."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from linen_zoo import data, same_bits
@@ -301,3 +302,69 @@ def test_jaxs_error_for_a_half_fourier_transform_notes_the_module_the_policy_and
         assert "overrides={'spectrum': 'float32'}" in note and "jaxmp.nnx.autocast(model, 'mixed_float16')" in note
     apply_policy(bare, "mixed_float16", {"spectrum": "float32"})(x)
     jaxmp.nnx.autocast(bare, "mixed_float16")(x)
+
+
+class Decoder(nnx.Module):
+    """Two attentions with caches, which it makes."""
+
+    def __init__(self, rngs: nnx.Rngs, **options: Any) -> None:
+        self.layers = nnx.List([nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs, **options) for _ in range(2)])
+
+    def init_cache(self, batch: int, length: int) -> None:
+        for layer in self.layers:
+            layer.init_cache((batch, length, 8))
+
+    def __call__(self, x: jax.Array, decode: bool = False) -> jax.Array:
+        for layer in self.layers:
+            mask = None if decode else nnx.make_causal_mask(x[..., 0])
+            x = layer(x, mask=mask, decode=decode)
+        return x
+
+
+def decoded(model: Any, x: jax.Array) -> jax.Array:
+    step = nnx.jit(lambda model, x: model(x, decode=True))
+    with jax.numpy_dtype_promotion("standard"):  # a half attention of JAX with a mask is not strict about dtypes
+        return jnp.concatenate([step(model, x[:, n : n + 1]) for n in range(x.shape[1])], axis=1)
+
+
+@pytest.mark.parametrize("overrides", [None, {"layers/0": "float32"}])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
+def test_a_cache_that_is_made_under_a_policy_is_in_the_dtype_that_its_layer_computes_in(policy, overrides):
+    bare, x = Decoder(rngs()), jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 8)), jnp.float32)
+    model = apply_policy(bare, policy, overrides)
+    with jax.numpy_dtype_promotion("standard"):
+        whole = model(x)
+    model.init_cache(2, 4)  # layer.init_cache by itself has a default of float32
+    assert [layer.cached_key.dtype == layer.dtype for layer in model.layers] == [True, True]
+    np.testing.assert_allclose(decoded(model, x), whole, atol=0.05)
+    assert [int(layer.cache_index[...]) for layer in model.layers] == [4, 4]
+    layer = model.layers[1]
+    layer.init_cache((2, 4, 8), dtype=jnp.float32)  # the author's word
+    assert layer.cached_key.dtype == "float32"
+    with pytest.raises(TypeError, match="init_cache"):
+        layer.init_cache()
+
+
+@pytest.mark.once
+def test_without_a_half_dtype_a_cache_is_made_as_it_is_without_a_policy():
+    x = jnp.ones((2, 4, 8))
+    for model in (apply_policy(Decoder(rngs()), "float32"), jaxmp.nnx.autocast(Decoder(rngs()), "mixed_bfloat16")):
+        model.init_cache(2, 4)
+        assert [layer.cached_value.dtype.name for layer in model.layers] == ["float32"] * 2
+        decoded(model, x)
+
+
+def test_a_cache_of_another_dtype_is_noted_with_how_to_make_it_anew():
+    bare, x = Decoder(rngs()), jnp.ones((2, 4, 8))
+    bare.init_cache(2, 4)
+    model = apply_policy(bare, "mixed_bfloat16")
+    with pytest.raises(TypeError, match="requires arguments to have the same dtypes, got float32, bfloat16") as raised:
+        decoded(model, x)
+    (note,) = [note for note in raised.value.__notes__ if note.startswith("jaxmp: ")]
+    assert note.startswith("jaxmp: the module 'layers/0' (MultiHeadAttention) runs under the policy params=float32")
+    assert note.endswith(
+        "Its cache was made in another dtype, before the policy or by init_cache(..., dtype=...): make it anew by "
+        "init_cache without a dtype, called on the model under the policy"
+    )
+    model.init_cache(2, 4)
+    decoded(model, x)

@@ -307,6 +307,12 @@ def test_a_loss_function_of_other_arguments_is_told_which_it_gets_before_any_ste
         make(lambda p, s, b, r, *, train: (p, s))
     with pytest.raises(TypeError, match="a loss function must be callable, got 3; write def"):
         make(3)
+    with pytest.raises(
+        TypeError, match=r": an NNX model is trained by jaxmp\.nnx\.make_train_step\(loss_fn\).*nnx\.jit"
+    ):
+        make(lambda model, batch: model(batch))
+    with pytest.raises(TypeError, match=r"takes \(model, batch\), but this one takes \(p, s, b, r\); .*batch\)$"):
+        jaxmp.nnx.make_train_step(lambda p, s, b, r: (p, s))
     make(lambda *args: args[:2])(state_of(), 1.0)
 
 
@@ -436,6 +442,41 @@ def test_what_is_no_key_is_refused_when_the_state_is_made(rng, came):
 def test_a_key_is_a_key_whatever_it_is_made_of(rng):
     found = state_of(rng=rng).rng
     assert (jax.random.uniform(found) == jax.random.uniform(jax.random.key(3))).all()
+
+
+@pytest.mark.parametrize(
+    ("params", "came"),
+    [
+        (None, "None"),
+        ("text", "str for 'the params'"),
+        ({"a": jnp.ones(2), "b": ["c"]}, "str for 'b/0'"),
+        ({"a": np.array(["b"])}, "ndarray of str32 for 'a'"),
+    ],
+    ids=["none", "text", "leaf", "texts"],
+)
+def test_params_that_are_no_arrays_are_refused_when_the_state_is_made(params, came):
+    with pytest.raises(TypeError, match=f"params are a tree of arrays, got {came}; pass what is trained, params="):
+        TrainState.create(params=params, tx=optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("make", [make_train_step, jaxmp.nnx.make_train_step])
+def test_donate_is_no_text(make):
+    with pytest.raises(TypeError, match="donate is True or False, got 'no'; pass donate=False to keep the states"):
+        make(lambda *args: args, donate="no")
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_move_params(accumulate_steps):
+    tx = standard(optax.adam(0.1))
+    step = make_train_step(
+        lambda p, s, b, r: (jnp.mean((b["x"] * b["scale"]) @ p), s), accumulate_steps=accumulate_steps, donate=False
+    )
+    state, _ = step(TrainState.create(params=jnp.ones(3), tx=tx), {"x": jnp.ones((2, 3)), "scale": 1.0})
+    with pytest.raises(ValueError, match=r"must have an example, got arrays of shape \(0, 3\); leave out the step"):
+        step(state, {"x": jnp.ones((0, 3)), "scale": 1.0})
+    updates, _ = tx.update(jnp.zeros(3), tx.update(jnp.ones(3), tx.init(jnp.ones(3)))[1])
+    assert float(jnp.abs(updates).min()) > 0.01  # what it would have done
+    step(state, {"x": jnp.ones((2, 3)), "scale": 1.0, "ids": jnp.ones((0, 5))})  # one entry may be empty
 
 
 def test_params_without_gradients_are_refused():
