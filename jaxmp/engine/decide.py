@@ -78,7 +78,8 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
 def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
     """Makes float32 each carry that adds up, and all on its way round: half of the sum would be added to.
 
-    One adds up if no product lies on its way round, or ``written`` ones and none before, or if it takes small steps.
+    One adds up if no product lies on its way round, or if it takes small steps. What comes from ``written`` products,
+    and has none before the loop, is carried in float32 as well.
     """
     nodes, steps = graph.nodes, {group.nodes[0].same for group in graph.groups if group.name == groups.SMALL_STEP}
     if not [node for node in nodes if node.kind is JOIN and node.name == "carry"]:
@@ -86,10 +87,11 @@ def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
     for cycle in cycles(nodes, inputs_of):
         kinds = {node.kind for node in cycle if node.kind is not INFER or node.name not in COMBINES}
         joins = [node for node in cycle if node.kind is JOIN]
-        starts = {join.inputs[0] for join in joins}.difference(cycle) if not written.isdisjoint(cycle) else ()
+        is_written = not written.isdisjoint(cycle)
+        starts = {join.inputs[0] for join in joins}.difference(cycle) if is_written else ()
         flows = any(start.is_cast_once for start in starts)  # no weight or argument: a stream of activations
         if HALF not in kinds and not flows and not kinds.isdisjoint((FULL, INFER)):
-            _hold(cycle, "a carry that adds up, with no product on its way round")
+            _hold(joins if is_written else cycle, "a carry that adds up, with no product on its way round")
     for cycle in cycles(nodes, lambda node: () if node.name in PRODUCTS else node.inputs) if steps else ():
         if not steps.isdisjoint([node.same for node in cycle]):
             _hold(cycle, "a carry that takes small steps")

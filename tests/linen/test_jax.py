@@ -141,9 +141,9 @@ def test_a_model_that_is_bound_once_and_called_often_stays_under_its_policies():
 
 def test_float8_operations_inside_a_layer_are_those_that_dtype_written_by_hand_gives():
     def make(**hand):
-        return nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp, **hand)
+        return nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp, **hand)
 
-    x = data(4, 16)  # so few elements that the cotangent of their scale is summed as by hand
+    x = data(4, 16)  # so few elements that the cotangents of scales are summed as by hand
     model = apply_policy(make(), "mixed_bfloat16")
     with standard_promotion():
         assert shapes(model, x) == shapes(make(), x)
