@@ -123,15 +123,27 @@ def passed_on(program: Any) -> list[int | None]:
     return [number_of(atom) for atom in jaxpr.outvars]
 
 
+_OTHERWISE = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call", "remat_opt"})
+
+
 def unchanged(bodies: Bodies) -> Collection[int]:
     """The numbers of what a scan carries that no turn changes, whatever calls it goes through."""
-    ends = enumerate(passed_on(bodies.jaxprs[0])[: bodies.carry]) if bodies.kind == "scan" else ()
-    return frozenset(n for n, operand in ends if operand == bodies.start + n)
+    if bodies.kind != "scan":
+        return ()
+    jaxpr, _ = opened(bodies.jaxprs[0])
+    if (found := _UNCHANGED.get(jaxpr)) is None:  # asked for each operand
+        ends = enumerate(passed_on(jaxpr)[: bodies.carry])
+        found = _UNCHANGED[jaxpr] = frozenset(n for n, operand in ends if operand == bodies.start + n)
+    return found
+
+
+_UNCHANGED: Any = weakref.WeakKeyDictionary()
 
 
 def _operands_passed_on(eqn: Any) -> list[int | None]:
     bodies = bodies_of(eqn)
-    if bodies is None or eqn.primitive.name == "shard_map":  # whose body has parts of arrays
+    # The body of a `shard_map` has parts of arrays, and a rule may make of an identity what is none in a derivative.
+    if bodies is None or eqn.primitive.name in _OTHERWISE:
         return [None] * len(eqn.outvars)
     ends = [passed_on(body) for body in (bodies.jaxprs if bodies.kind == "cond" else bodies.jaxprs[-1:])]
     if bodies.kind == "call":

@@ -122,7 +122,7 @@ def told(*kinds: type[Exception], of: str = "", hint: str = "", about: str = "")
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
         if of:
             line = f"{line.rstrip('.')}{_place(error)}"
-        hint = hint if about in str(error) else ""
+        hint = hint if not about or re.search(rf"\b{about}\b", str(error)) else ""
         if remedy := remedy_of(error, "for a plan"):
             hint += f"; {remedy}"
         raise UsageError(f"{of}: {type(error).__name__}: {line}{hint}" if of else line) from error

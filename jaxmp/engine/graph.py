@@ -83,7 +83,7 @@ class Form:
     bodies: reading.Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
     is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
-    is_scaled: bool
+    is_scaled: bool  # whether it multiplies or divides by one number
     decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
 
 
@@ -259,7 +259,8 @@ class _Builder:
             if is_fixed:
                 results = [(node, number, True) for node, number, _ in results]
             step.nodes = [node for node, *_ in results]
-            step.node = next((node for node in step.nodes if node is not None), None)
+            made = [node for n, node in enumerate(step.nodes) if n not in step.unchanged]
+            step.node = next((node for node in made if node is not None), None)
         self.steps.append(step)
         return step, results
 
@@ -280,7 +281,8 @@ class _Builder:
     def enter_loop(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
         start, stop, around = bodies.start, bodies.start + bodies.carry, self.loop
         key = tuple(number for _, number, _ in values)  # as if equal loops had equal bodies
-        avals, step.unchanged = [atom.aval for atom in step.eqn.invars[start:stop]], unchanged(bodies)
+        step.unchanged = unchanged(bodies)
+        avals = [atom.aval for atom in step.eqn.invars[start:stop]]
         carry = [
             value if n in step.unchanged else self.join("carry", aval, [value], (n, *key))
             for n, (aval, value) in enumerate(zip(avals, values[start:stop], strict=True))
@@ -297,8 +299,9 @@ class _Builder:
                 node.users.append(join)
                 self.check_range(join)
         key = ("turns", *(number for _, number, _ in (*carry, *results)))
-        ends = [one if n in step.unchanged else self.value(one[0], (n, *key)) for n, one in enumerate(carry)]
-        return [(node, ("turns", number), False) for node, number, _ in (*ends, *results[bodies.carry :])]
+        changed = [self.value(node, (n, *key)) for n, (node, *_) in enumerate(carry) if n not in step.unchanged]
+        ends = iter([(node, ("turns", number), False) for node, number, _ in (*changed, *results[bodies.carry :])])
+        return [*(value if n in step.unchanged else next(ends) for n, value in enumerate(carry)), *ends]
 
     def enter_cond(self, step: Step, bodies: reading.Bodies, values: Sequence[_Value]) -> list[_Value]:
         columns = zip(*(self.inner(step, branch, values[1:]) for branch in bodies.jaxprs), strict=True)

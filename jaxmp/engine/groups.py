@@ -20,7 +20,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.primitives import COMBINES
 from jaxmp._jaxpr.walk import PRODUCTS, follow_products, walk
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, SOURCE, STRICT, Class, primitives_of
-from jaxmp.engine.graph import Graph, Node, Step, users_of
+from jaxmp.engine.graph import Graph, Node, Step, inputs_of, users_of
 
 _LINALG = primitives_of(Class.LINALG)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
@@ -339,28 +339,35 @@ def _straight_through(node: Node, _: Step) -> Iterator[Group]:
 
 
 def _small_steps(node: Node, _: Step) -> Iterator[Group]:
-    """Sums that take a small multiple of what a product made: steps of an integrator, or towards a moving mean."""
+    """Sums that add to a value a small multiple of what products make of it: steps of an integrator."""
     pairs: Any = itertools.permutations(node.inputs, 2) if node.name == "add" else [node.inputs]
     pairs = [(whole, step) for whole, step in pairs if step.origin.name in _SCALES and whole.const is None]
     for whole, step in pairs if node.half is not None else ():
         kept, way = list[Node](), list[Node]()
         start, term = _origin(whole, _SCALES, kept), _origin(step, _SCALES, way, constant=False)
-        known = [each for each in way if _is_known(each)]
-        is_time = node.loop and any(each.is_scaled for each in way if each not in known)
-        limit = 0.25 if kept else _SMALL[node.half]  # near 1 a rate of decay is as coarse as half
-        if (is_time or _scale(known) < limit) and _products_before(term, {start, whole.origin}):
-            yield Group(SMALL_STEP, (node, *kept), "takes steps that half would lose")
+        known = [each for each in way if any(operand.origin.const for operand in each.inputs)]
+        # Near 1 a rate of decay is as coarse as half.
+        limit = 0.25 if kept and 0.75 < _largest_scale(kept) < 1 else _SMALL[node.half]
+        is_small = _largest_scale(known) < limit
+        if is_small or (node.loop and any(each.is_scaled for each in way if each not in known)):
+            ends = {start, whole.origin}
+            products = [each for each in _made_of(term, ends) if each.name in PRODUCTS and each.origin not in ends]
+            is_carried = is_small or any(
+                each.name == "carry" for each in _made_of(whole, ())
+            )  # and so the time of a step
+            if products and is_carried and any(each.origin in ends for each in walk(products, inputs_of)):
+                yield Group(SMALL_STEP, (node, *kept), "takes steps that half would lose")
 
 
-def _is_known(scaled: Node) -> bool:
-    """Whether a value is multiplied with one number that is written out."""
-    return any(each.origin.const and each.origin.const[0] == each.origin.const[1] for each in scaled.inputs)
+def _largest_scale(way: Sequence[Node]) -> float:
+    """The largest number that a value was multiplied with on its way, of the constants there."""
+    consts = [(node.name, *each.origin.const) for node in way for each in node.inputs if each.origin.const]
+    return math.prod([high if name == "mul" else 1 / (low or math.inf) for name, low, high in consts if name != "neg"])
 
 
-def _products_before(node: Node, start: Collection[Node]) -> list[Node]:
-    """The last products that a value is made of, none of them before ``start``."""
-    made_of = walk([node], lambda each: () if each.origin in start or each.name in PRODUCTS else each.inputs)
-    return [each for each in made_of if each.name in PRODUCTS and each.origin not in start]
+def _made_of(node: Node, start: Collection[Node]) -> Iterable[Node]:
+    """What a value is made of, back to ``start`` and to products."""
+    return walk([node], lambda each: () if each.origin in start or each.name in PRODUCTS else each.inputs)
 
 
 def _searches(_: Node, step: Step) -> Iterator[Group]:

@@ -197,7 +197,8 @@ def _remedy_of_cache(module: Any) -> str:
         return ""
     return (
         "Its cache was made in another dtype, before the policy or by init_cache(..., dtype=...): make it anew by "
-        "init_cache without a dtype, called on the model under the policy"
+        "init_cache without a dtype, called on the model under the policy; an init_cache of your own passes "
+        "dtype=self.dtype on"
     )
 
 

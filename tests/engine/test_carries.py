@@ -60,7 +60,7 @@ SUMS = {
     "a sum of params": lambda p: turns(lambda s, _: s + 0.01 * p["t"], jnp.zeros((8, 8))) @ p["w"],
     "a mean of params": lambda p: turns(lambda s, _: 0.999 * s + 0.01 * p["t"], jnp.zeros((8, 8))) @ p["w"],
     "a sum of arguments": lambda p: turns(lambda s, x: s + 0.01 * x * x, 0 * X, xs=XS) @ p["w"],
-    "a masked sum": lambda p: turns(lambda s, x: jnp.where(x > 0, s + 0.01 * x, s), 0 * X, xs=XS) @ p["w"],
+    "a masked sum": lambda p: turns(lambda s, x: jnp.where(x > -1, s + 0.01 * x * x, s), 0 * X, xs=XS) @ p["w"],
     "read in each turn": lambda p: jax.lax.scan(
         lambda s, x: (0.99 * s + 0.01 * x * x, s @ p["w"]), jnp.zeros((4, 8)), XS
     )[1].mean(0),
@@ -113,6 +113,10 @@ LAYERS = {
     "a residual stream": lambda p: turns(lambda h, _: h + layer(p, h), X),
     "half of each layer": lambda p: turns(lambda h, _: 0.5 * h + 0.5 * layer(p, h), X),
     "gelu": lambda p: jax.nn.gelu(jax.nn.gelu(X @ p["w"]) @ p["w"]) @ p["w"],
+    "a gated layer of each microbatch": lambda p: jax.lax.map(lambda x: (x + p["dt"] * layer(p, x)) @ p["w"], XS),
+    "a low-rank update": lambda p: (X @ p["w"] + 0.03 * ((X @ p["t"][:, :2]) @ p["w"][:2])) @ p["w"],
+    "a fifth and a half": lambda p: (0.5 * (h := X @ p["t"]) + 0.2 * layer(p, h)) @ p["w"],
+    "a scaled product": lambda p: (0.04 * (X @ p["w"]) + B) @ p["w"],
     "a tenth": lambda p: ((h := X @ p["t"]) + 0.1 * layer(p, h)) @ p["w"],
 }
 
@@ -165,21 +169,38 @@ def inner(c, x):
     return jax.lax.scan(lambda c, x: (adds(c, x), None), c, None, length=3)[0]
 
 
-def with_outputs(p):
-    def turn(c, n):
-        return c, c[1][n % 8] * c[0]
-
-    return jax.lax.scan(jax.checkpoint(turn), (jnp.ones(8), p["t"] @ p["w"]), jnp.arange(800))[1].mean(0)
-
-
 PASSED_ON = {
     "under checkpoint": lambda p: turns(jax.checkpoint(adds), 0 * X, X @ p["w"])[0] @ p["w"],
     "in a jit": lambda p: turns(jax.jit(adds), 0 * X, X @ p["w"])[0] @ p["w"],
     "a param": lambda p: turns(jax.checkpoint(adds), jnp.zeros((8, 8)), p["t"])[0] @ p["w"],
     "in a loop inside": lambda p: turns(jax.checkpoint(inner), 0 * X, X @ p["w"])[0] @ p["w"],
     "and returned": lambda p: sum(turns(jax.checkpoint(adds), 0 * X, X @ p["w"])) @ p["w"],
-    "a table": with_outputs,
 }
+
+
+@jax.custom_vjp
+def by_vjp(w):
+    return w
+
+
+by_vjp.defvjp(lambda w: (w, None), lambda _, cotangent: (0.5 * cotangent,))
+
+
+@jax.custom_jvp
+def by_jvp(w):
+    return w
+
+
+by_jvp.defjvp(lambda primals, tangents: (primals[0], 0.5 * tangents[0]))
+
+
+@pytest.mark.parametrize("around", [lambda fun: fun, jax.checkpoint, jax.jit])
+@pytest.mark.parametrize("halved", [by_vjp, by_jvp])
+def test_an_identity_with_a_derivative_rule_is_no_passing_on(halved, around):
+    def fun(p):
+        return turns(around(lambda c, _: (jnp.tanh(c[0] @ halved(c[1]) + B), halved(c[1]))), X, p["w"])[0] @ p["t"]
+
+    hold(fun, "mixed_bfloat16")
 
 
 @pytest.mark.parametrize(("case", "policy"), in_turn(PASSED_ON))
