@@ -342,7 +342,7 @@ def _small_steps(node: Node, _: Step) -> Iterator[Group]:
     """Sums that add to a value a small multiple of what products make of it: steps of an integrator."""
     pairs: Any = itertools.permutations(node.inputs, 2) if node.name == "add" else [node.inputs]
     pairs = [(whole, step) for whole, step in pairs if step.origin.name in _SCALES and whole.const is None]
-    for whole, step in pairs if node.half is not None else ():
+    for whole, step in pairs if node.half in _SMALL else ():
         kept, way = list[Node](), list[Node]()
         start, term = _origin(whole, _SCALES, kept), _origin(step, _SCALES, way, constant=False)
         known = [each for each in way if any(operand.origin.const for operand in each.inputs)]
