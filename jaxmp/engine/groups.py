@@ -352,10 +352,9 @@ def _small_steps(node: Node, _: Step) -> Iterator[Group]:
         if is_small or (node.loop and any(each.is_scaled for each in way if each not in known)):
             ends = {start, whole.origin}
             products = [each for each in _made_of(term, ends) if each.name in PRODUCTS and each.origin not in ends]
-            is_carried = is_small or any(
-                each.name == "carry" for each in _made_of(whole, ())
-            )  # and so the time of a step
-            if products and is_carried and any(each.origin in ends for each in walk(products, inputs_of)):
+            reads_whole = any(each.origin in ends for each in walk(products, inputs_of))
+            # A number that is not known is the time of a step where a carry takes it.
+            if reads_whole and (is_small or "carry" in [each.name for each in _made_of(whole, ())]):
                 yield Group(SMALL_STEP, (node, *kept), "takes steps that half would lose")
 
 
