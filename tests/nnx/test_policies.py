@@ -364,7 +364,8 @@ def test_a_cache_of_another_dtype_is_noted_with_how_to_make_it_anew():
     assert note.startswith("jaxmp: the module 'layers/0' (MultiHeadAttention) runs under the policy params=float32")
     assert note.endswith(
         "Its cache was made in another dtype, before the policy or by init_cache(..., dtype=...): make it anew by "
-        "init_cache without a dtype, called on the model under the policy"
+        "init_cache without a dtype, called on the model under the policy; an init_cache of your own passes "
+        "dtype=self.dtype on"
     )
     model.init_cache(2, 4)
     decoded(model, x)
