@@ -123,7 +123,7 @@ def passed_on(program: Any) -> list[int | None]:
     return [number_of(atom) for atom in jaxpr.outvars]
 
 
-_OTHERWISE = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call", "remat_opt"})
+_NEVER_PASSED_ON = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call", "remat_opt"})
 
 
 def unchanged(bodies: Bodies) -> Collection[int]:
@@ -143,7 +143,7 @@ _UNCHANGED: Any = weakref.WeakKeyDictionary()
 def _operands_passed_on(eqn: Any) -> list[int | None]:
     bodies = bodies_of(eqn)
     # The body of a `shard_map` has parts of arrays, and a rule may make of an identity what is none in a derivative.
-    if bodies is None or eqn.primitive.name in _OTHERWISE:
+    if bodies is None or eqn.primitive.name in _NEVER_PASSED_ON:
         return [None] * len(eqn.outvars)
     ends = [passed_on(body) for body in (bodies.jaxprs if bodies.kind == "cond" else bodies.jaxprs[-1:])]
     if bodies.kind == "call":

@@ -446,11 +446,8 @@ def _coordinates(graph: Graph) -> Iterator[Group]:
         if squared or name in _ORDERINGS:  # |x - position|: an interpolation
             pair, known = (squared.inputs, of_iota) if squared else (reals, of_positions)
             others = [each for each in zip(pair, pair[::-1], strict=True) if each[1] not in of_products]
-            tables = (
-                ()
-                if squared
-                else [each for each in others if _is_table(*each, computed, reading.size_of(out.aval.shape))]
-            )
+            size = reading.size_of(out.aval.shape)
+            tables = () if squared else [each for each in others if _is_table(*each, computed, size)]
             ends = [each[0] for each in others if each[1] in known or each in tables]
         elif name in ("sin", "cos", "tan") or (name == "exp" and node is None):
             ends = [real for real in reals if real.origin.name not in _LIMITS]  # no activation
