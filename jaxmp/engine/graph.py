@@ -49,7 +49,7 @@ class Node:
     has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
     float8: _float8_products.Asked | None = None  # of a product, as its step has it
-    is_scaled: bool = False  # it multiplies or divides by one number
+    is_repeated: bool = False  # it repeats an operand along its last axis
 
     # What jaxmp.engine.decide finds out.
     after_product: bool = False  # a product, or a half argument, lies upstream
@@ -83,7 +83,7 @@ class Form:
     bodies: reading.Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
     is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
-    is_scaled: bool  # whether it multiplies or divides by one number
+    is_repeated: bool  # whether it repeats an operand along its last axis
     decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
 
 
@@ -151,6 +151,17 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
     sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
     body, _ = builder.body(jaxpr, consts, sources, names)
     return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources])
+
+
+def _repeats_last(eqn: Any) -> bool:
+    """Whether an operation repeats an operand along the last axis."""
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    if eqn.primitive.name in ("mul", "div"):  # which repeat an axis of 1, and a number
+        return any(shape[-1:] in ((), (1,)) for shape in shapes)
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    axes = dict(zip(eqn.params["broadcast_dimensions"], shapes[0], strict=True))
+    return axes.get(len(eqn.params["shape"]) - 1) != eqn.params["shape"][-1]
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
@@ -240,8 +251,8 @@ class _Builder:
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        is_scaled = eqn.primitive.name in ("mul", "div") and () in [atom.aval.shape for atom in eqn.invars]
-        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one, is_scaled)
+        is_repeated = _repeats_last(eqn)
+        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one, is_repeated)
         return form
 
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
@@ -342,8 +353,10 @@ class _Builder:
                 reads = inputs if own is None else [each for each in own if each is not None]
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
-                    step.node, node.has_epsilon, node.is_scaled = node, has_epsilon, form.is_scaled
+                    step.node, node.has_epsilon, node.is_repeated = node, has_epsilon, form.is_repeated
                 node.float8 = step.float8
+                if name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
+                    node.const = 1.0, 1.0  # a mask
             same: Any = node or object()
             if not eqn.effects:
                 same = self.numbers.setdefault((position, form.operation, *numbers), same)

@@ -42,6 +42,7 @@ _MEANS = _SCALES | {"reduce_sum"}
 _MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
 _OFFSETS = _SUMS | _LIMITS
+_STEPS = _MASKED | _LIMITS
 _OF_ONE = frozenset({"acos", "acosh", "asin", "atanh", "erf_inv", "log1p"})  # what is left of 1 counts
 _AFFINE = _OFFSETS | _SCALES | {"select_n"}
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
@@ -341,27 +342,42 @@ def _straight_through(node: Node, _: Step) -> Iterator[Group]:
 def _small_steps(node: Node, _: Step) -> Iterator[Group]:
     """Sums that add to a value a small multiple of what products make of it: steps of an integrator."""
     pairs: Any = itertools.permutations(node.inputs, 2) if node.name == "add" else [node.inputs]
-    pairs = [(whole, step) for whole, step in pairs if step.origin.name in _SCALES and whole.const is None]
+    pairs = [pair for pair in pairs if node.loop or pair[1].origin.name in _STEPS]
     for whole, step in pairs if node.half in _SMALL else ():
-        kept, way = list[Node](), list[Node]()
-        start, term = _origin(whole, _SCALES, kept), _origin(step, _SCALES, way, constant=False)
-        known = [each for each in way if any(operand.origin.const for operand in each.inputs)]
+        kept, way, small = list[Node](), list[Node](), _SMALL[node.half]
+        is_constant = not node.loop
+        start, term = _origin(whole, _SCALES, kept, is_constant), _origin(step, _STEPS, way, is_constant)
+        decay = _largest_scale(kept)
         # Near 1 a rate of decay is as coarse as half.
-        limit = 0.25 if kept and 0.75 < _largest_scale(kept) < 1 else _SMALL[node.half]
-        is_small = _largest_scale(known) < limit
-        if is_small or (node.loop and any(each.is_scaled for each in way if each not in known)):
-            ends = {start, whole.origin}
+        is_small = _largest_scale(way) < (0.25 if 0.75 < decay < 1 else small)
+        # A carry that hardly decays is large beside what is added to it. Numbers that are not known are rates of decay,
+        # and times of steps: one for all features, or that of a step towards something.
+        is_carry = is_small or 1 - small < decay < 1 or any(map(_is_unknown, kept))
+        ends = {start, whole.origin}
+        is_towards = term.name in _SUMS and any(_origin(each, _SCALES) in ends for each in term.inputs)
+        is_carry = is_carry or any(_is_unknown(each) and (is_towards or _is_shared(each)) for each in way)
+        if whole.const is None and (is_small or (node.loop and is_carry)):
             products = [each for each in _made_of(term, ends) if each.name in PRODUCTS and each.origin not in ends]
             reads_whole = any(each.origin in ends for each in walk(products, inputs_of))
-            # A number that is not known is the time of a step where a carry takes it.
             if reads_whole and (is_small or "carry" in [each.name for each in _made_of(whole, ())]):
                 yield Group(SMALL_STEP, (node, *kept), "takes steps that half would lose")
 
 
+def _is_unknown(node: Node) -> bool:
+    """Whether a value is scaled by what is no constant."""
+    return node.name in ("mul", "div") and not any(operand.origin.const for operand in node.inputs)
+
+
+def _is_shared(node: Node) -> bool:
+    """Whether a value is scaled by one number, or by one for each example, that all features share."""
+    return node.is_repeated or any(operand.is_repeated for operand in node.inputs)
+
+
 def _largest_scale(way: Sequence[Node]) -> float:
     """The largest number that a value was multiplied with on its way, of the constants there."""
-    consts = [(node.name, *each.origin.const) for node in way for each in node.inputs if each.origin.const]
-    return math.prod([high if name == "mul" else 1 / (low or math.inf) for name, low, high in consts if name != "neg"])
+    scales = [node for node in way if node.name in ("mul", "div")]
+    consts = [(node.name, *each.origin.const) for node in scales for each in node.inputs if each.origin.const]
+    return math.prod([high if name == "mul" else 1 / (low or math.inf) for name, low, high in consts])
 
 
 def _made_of(node: Node, start: Collection[Node]) -> Iterable[Node]:
@@ -546,10 +562,12 @@ def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node
 
 
 def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
-    """Whether a value is a constant, or at least an argument, or computed from such and from integers in few steps."""
+    """Whether a value is made of constants and integers in few steps, or at least by no product."""
     origin = operand.origin
+    if not constant:
+        return PRODUCTS.isdisjoint([node.name for node in _made_of(origin, ())])
     if not origin.inputs:
-        return origin.kind is not SOURCE or not constant or origin.const is not None
+        return origin.kind is not SOURCE or origin.const is not None
     if depth == 0 or origin.name in PRODUCTS:
         return False
     return all(map(_is_given, origin.inputs, itertools.repeat(constant), itertools.repeat(depth - 1)))

@@ -16,6 +16,7 @@ TURNS = 200
 X, B = normal(0, 4, 8), jnp.linspace(-1, 1, 8)
 PARAMS = {"w": normal(1, 8, 8, scale=0.3), "t": normal(2, 8, 8, scale=0.3), "dt": jnp.float32(1 / TURNS)}
 XS, TIMES = normal(3, TURNS, 4, 8), jnp.linspace(0, 1, TURNS + 1)
+SPANS, RATES, MASKS = jnp.linspace(0.5, 2, 4), jnp.linspace(1, 4, 8), XS[..., 0] > 0  # of examples, features, turns
 WITHIN = {"mixed_bfloat16": 0.02, "mixed_float16": 0.003}
 
 
@@ -86,6 +87,25 @@ STEPS = {
     "an argument": lambda p: turns(lambda h, _: h + p["dt"] * layer(p, h), X),
     "times": lambda p: turns(lambda h, t: h + (t[1] - t[0]) * layer(p, h), X, xs=(TIMES[:-1], TIMES[1:])),
     "durations": lambda p: turns(lambda h, dt: h + dt * layer(p, h), X, xs=jnp.diff(TIMES)),
+    "a time for each example": lambda p: turns(lambda h, _: h + (p["dt"] * SPANS)[:, None] * layer(p, h), X),
+    "times of examples": lambda p: turns(
+        lambda h, dt: h + dt[:, None] * layer(p, h), X, xs=p["dt"] * jnp.linspace(SPANS, SPANS[::-1], TURNS)
+    ),
+    "Heun's method": lambda p: turns(
+        lambda h, dt: h + dt / 2 * ((k := layer(p, h)) + layer(p, h + dt * k)),
+        X,
+        xs=p["dt"] * jnp.linspace(SPANS, SPANS[::-1], TURNS)[..., None],
+    ),
+    "a time for each mapped example": lambda p: jax.vmap(
+        lambda h, dt: turns(lambda h, _: h + dt * layer(p, h), h),
+    )(X, p["dt"] * SPANS),
+    "a bounded step": lambda p: turns(lambda h, _: h + jnp.clip(0.005 * layer(p, h), -0.1, 0.1), X),
+    "a masked step": lambda p: turns(lambda h, m: h + jnp.where(m[:, None], 0.005 * layer(p, h), 0.0), X, xs=MASKS),
+    "rates of decay": lambda p: turns(
+        lambda h, x: (r := 1 - p["dt"] * RATES) * h + (1 - r) * jnp.tanh(h @ p["w"] + x), 0 * X, xs=XS
+    ),
+    "a rate for each feature": lambda p: turns(lambda h, _: h + p["dt"] * RATES * (layer(p, h) - h), X),
+    "a slow decay": lambda p: turns(lambda h, _: 0.998 * h + layer(p, h / 100), X),
     "a checkpoint": lambda p: turns(jax.checkpoint(lambda h, _: h + layer(p, h) / TURNS), X),
     "a jit": lambda p: turns(jax.jit(lambda h, _: h + layer(p, h) / TURNS), X),
 }
@@ -111,6 +131,10 @@ def test_small_steps_without_a_loop_are_added_in_float32():
 
 LAYERS = {
     "a residual stream": lambda p: turns(lambda h, _: h + layer(p, h), X),
+    "masked layers": lambda p: turns(lambda h, m: h + jnp.where(m[:, None], layer(p, h), 0.0), X, xs=MASKS),
+    "masks of numbers": lambda p: turns(lambda h, m: h + m.astype(jnp.float32)[:, None] * layer(p, h), X, xs=MASKS),
+    "a scale for each feature": lambda p: turns(lambda h, _: h + p["dt"] * RATES * layer(p, h), X),
+    "a gate": lambda p: turns(lambda h, _: h + jax.nn.sigmoid(h @ p["t"]) * (layer(p, h) - h), X),
     "half of each layer": lambda p: turns(lambda h, _: 0.5 * h + 0.5 * layer(p, h), X),
     "gelu": lambda p: jax.nn.gelu(jax.nn.gelu(X @ p["w"]) @ p["w"]) @ p["w"],
     "a gated layer of each microbatch": lambda p: jax.lax.map(lambda x: (x + p["dt"] * layer(p, x)) @ p["w"], XS),
