@@ -52,6 +52,7 @@ class Node:
     is_repeated: bool = False  # it repeats an operand along its last axis
 
     # What jaxmp.engine.decide finds out.
+    is_computed: bool = False  # a product lies upstream, in a graph with loops or roundings
     after_product: bool = False  # a product, or a half argument, lies upstream
     before_product: bool = False  # a product, or a half result, lies downstream
     is_activation: bool = False  # it has an element for each element of a product, and so is no statistic of many
@@ -73,6 +74,7 @@ class Node:
 
 
 _UNMARKED = Region()
+_MAY_REPEAT = frozenset({"broadcast_in_dim", "mul", "div"})
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -143,6 +145,7 @@ class Graph:
 
 
 inputs_of, users_of = operator.attrgetter("inputs"), operator.attrgetter("users")
+_aval_of = operator.attrgetter("aval")
 
 
 def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = (), in_rule: bool = False) -> Graph:
@@ -156,10 +159,8 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
 def _repeats_last(eqn: Any) -> bool:
     """Whether an operation repeats an operand along the last axis."""
     shapes = [atom.aval.shape for atom in eqn.invars]
-    if eqn.primitive.name in ("mul", "div"):  # which repeat an axis of 1, and a number
-        return any(shape[-1:] in ((), (1,)) for shape in shapes)
-    if eqn.primitive.name != "broadcast_in_dim":
-        return False
+    if eqn.primitive.name != "broadcast_in_dim":  # which repeat an axis of 1, and a number
+        return not {(), (1,)}.isdisjoint([shape[-1:] for shape in shapes])
     axes = dict(zip(eqn.params["broadcast_dimensions"], shapes[0], strict=True))
     return axes.get(len(eqn.params["shape"]) - 1) != eqn.params["shape"][-1]
 
@@ -242,7 +243,7 @@ class _Builder:
     def form(self, eqn: Any) -> Form:
         """That of an equation."""
         operation: Any = (eqn.primitive.name, *eqn.params.values())
-        key: Any = (operation, *[atom.aval for atom in (*eqn.invars, *eqn.outvars)])
+        key: Any = (operation, *map(_aval_of, eqn.invars), *map(_aval_of, eqn.outvars))
         try:
             if (known := self.forms.get(key)) is not None:
                 return known
@@ -251,7 +252,7 @@ class _Builder:
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        is_repeated = _repeats_last(eqn)
+        is_repeated = eqn.primitive.name in _MAY_REPEAT and _repeats_last(eqn)
         self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one, is_repeated)
         return form
 

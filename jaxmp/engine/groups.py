@@ -20,7 +20,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.primitives import COMBINES
 from jaxmp._jaxpr.walk import PRODUCTS, follow_products, walk
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, SOURCE, STRICT, Class, primitives_of
-from jaxmp.engine.graph import Graph, Node, Step, inputs_of, users_of
+from jaxmp.engine.graph import Graph, Node, Step, users_of
 
 _LINALG = primitives_of(Class.LINALG)
 _ELEMENTWISE = primitives_of(Class.POINTWISE) | primitives_of(Class.INFER) | primitives_of(Class.WIDEST)
@@ -43,11 +43,13 @@ _MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
 _OFFSETS = _SUMS | _LIMITS
 _STEPS = _MASKED | _LIMITS
+_ASK_FOR_PRODUCTS = _ROUNDINGS | {"scan", "while"}  # the groups of these ask what products computed
 _OF_ONE = frozenset({"acos", "acosh", "asin", "atanh", "erf_inv", "log1p"})  # what is left of 1 counts
 _AFFINE = _OFFSETS | _SCALES | {"select_n"}
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
 _FULL = frozenset({FULL, STRICT})
 SMALL_STEP = "small step"
+_SMALL_BESIDE_DECAY = 0.25
 _SMALL = {np.dtype(half): 8 * float(jnp.finfo(half).eps) for half in (jnp.bfloat16, jnp.float16)}
 
 
@@ -66,6 +68,9 @@ def find(graph: Graph) -> list[Group]:
     for node in graph.nodes:
         if node.kind is CLEAR or node.name in {"branches", "convert_element_type"}:
             node.origin = (_passed(node, ()) or node).origin
+    if any([step.eqn.primitive.name in _ASK_FOR_PRODUCTS for step in graph.steps]):
+        for node in walk([node for node in graph.nodes if node.name in PRODUCTS], users_of):
+            node.is_computed = True
     found = list(_coordinates(graph))
     for step in [each for each in graph.steps if each.eqn.primitive.name in _BY_END]:
         for recognised in _BY_END[step.eqn.primitive.name]:
@@ -342,35 +347,37 @@ def _straight_through(node: Node, _: Step) -> Iterator[Group]:
 def _small_steps(node: Node, _: Step) -> Iterator[Group]:
     """Sums that add to a value a small multiple of what products make of it: steps of an integrator."""
     pairs: Any = itertools.permutations(node.inputs, 2) if node.name == "add" else [node.inputs]
-    pairs = [pair for pair in pairs if node.loop or pair[1].origin.name in _STEPS]
+    pairs = [(whole, step) for whole, step in pairs if node.loop or step.origin.name in _STEPS]
     for whole, step in pairs if node.half in _SMALL else ():
-        kept, way, small = list[Node](), list[Node](), _SMALL[node.half]
-        is_constant = not node.loop
-        start, term = _origin(whole, _SCALES, kept, is_constant), _origin(step, _STEPS, way, is_constant)
-        decay = _largest_scale(kept)
+        kept, way, small, is_constant = list[Node](), list[Node](), _SMALL[node.half], not node.loop
+        term = _origin(step, _STEPS, way, is_constant)
+        scale = _largest_scale(way) if way else 1.0
+        if whole.const is not None or (is_constant and scale >= _SMALL_BESIDE_DECAY):
+            continue
+        ends = {_origin(whole, _SCALES, kept, is_constant), whole.origin}
+        decay = _largest_scale(kept) if kept else 1.0
         # Near 1 a rate of decay is as coarse as half.
-        is_small = _largest_scale(way) < (0.25 if 0.75 < decay < 1 else small)
-        # A carry that hardly decays is large beside what is added to it. Numbers that are not known are rates of decay,
-        # and times of steps: one for all features, or that of a step towards something.
-        is_carry = is_small or 1 - small < decay < 1 or any(map(_is_unknown, kept))
-        ends = {start, whole.origin}
-        is_towards = term.name in _SUMS and any(_origin(each, _SCALES) in ends for each in term.inputs)
-        is_carry = is_carry or any(_is_unknown(each) and (is_towards or _is_shared(each)) for each in way)
-        if whole.const is None and (is_small or (node.loop and is_carry)):
-            products = [each for each in _made_of(term, ends) if each.name in PRODUCTS and each.origin not in ends]
-            reads_whole = any(each.origin in ends for each in walk(products, inputs_of))
-            if reads_whole and (is_small or "carry" in [each.name for each in _made_of(whole, ())]):
+        is_small = scale < (_SMALL_BESIDE_DECAY if 0.75 < decay < 1 else small)
+        # A carry that hardly decays is large beside what is added to it.
+        is_slow = node.loop and (1 - small < decay < 1 or any(map(_is_unknown, kept)) or _is_timed(term, way, ends))
+        if is_small or is_slow:
+            products = [each for each in _made_of([term], ends) if each.name in PRODUCTS and each.origin not in ends]
+            reads_whole = any([each.origin in ends for each in _made_of(products, ends, until=())])
+            if reads_whole and (is_small or "carry" in [each.name for each in _made_of([whole])]):
                 yield Group(SMALL_STEP, (node, *kept), "takes steps that half would lose")
+
+
+def _is_timed(term: Node, way: Sequence[Node], ends: Collection[Node]) -> bool:
+    """Whether a term is scaled by a time that is not known: one for all features, or of a step towards something."""
+    unknown = [each for each in way if _is_unknown(each)]
+    towards = term.inputs if unknown and term.name in _SUMS else ()
+    is_shared = any(node.is_repeated or any(operand.is_repeated for operand in node.inputs) for node in unknown)
+    return is_shared or any(_origin(each, _SCALES) in ends for each in towards)
 
 
 def _is_unknown(node: Node) -> bool:
     """Whether a value is scaled by what is no constant."""
     return node.name in ("mul", "div") and not any(operand.origin.const for operand in node.inputs)
-
-
-def _is_shared(node: Node) -> bool:
-    """Whether a value is scaled by one number, or by one for each example, that all features share."""
-    return node.is_repeated or any(operand.is_repeated for operand in node.inputs)
 
 
 def _largest_scale(way: Sequence[Node]) -> float:
@@ -380,9 +387,9 @@ def _largest_scale(way: Sequence[Node]) -> float:
     return math.prod([high if name == "mul" else 1 / (low or math.inf) for name, low, high in consts])
 
 
-def _made_of(node: Node, start: Collection[Node]) -> Iterable[Node]:
-    """What a value is made of, back to ``start`` and to products."""
-    return walk([node], lambda each: () if each.origin in start or each.name in PRODUCTS else each.inputs)
+def _made_of(nodes: Iterable[Node], start: Collection[Node] = (), until: Collection[str] = PRODUCTS) -> Iterable[Node]:
+    """What values are made of, back to ``start`` and to products."""
+    return walk(nodes, lambda each: () if each.origin in start or each.name in until else each.inputs)
 
 
 def _searches(_: Node, step: Step) -> Iterator[Group]:
@@ -565,7 +572,7 @@ def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
     """Whether a value is made of constants and integers in few steps, or at least by no product."""
     origin = operand.origin
     if not constant:
-        return PRODUCTS.isdisjoint([node.name for node in _made_of(origin, ())])
+        return not origin.is_computed
     if not origin.inputs:
         return origin.kind is not SOURCE or origin.const is not None
     if depth == 0 or origin.name in PRODUCTS:
