@@ -11,6 +11,7 @@ from jax._src.interpreters.partial_eval import partial_eval_jaxpr_custom
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp._jaxpr.reading import Bodies, bodies_of, evaluate, is_literal, opened
+from jaxmp._jaxpr.walk import PRODUCTS, interpreted
 
 
 def hoisted(
@@ -157,3 +158,39 @@ def _operands_passed_on(eqn: Any) -> list[int | None]:
 
     turn = [None if end is None else end + bodies.consts for end in ends[-1]]
     return [end if end is not None and is_same(n, end) else None for n, end in enumerate(turn)]
+
+
+# Of the values of a turn: the same in each, made of what this turn is given, made of what the last one left.
+_FIXED, _OWN, _CARRIED = range(3)
+
+
+def steps_in_time(bodies: Bodies) -> bool:
+    """Whether the turns of a loop are steps in time: a product takes what is carried, and what is fixed for all turns.
+
+    The layers that a scan runs over have weights of their own.
+    """
+    start, kept = bodies.start - bodies.consts, passed_on(bodies.jaxprs[-1])
+    carried = [_FIXED if kept[n] == start + n else _CARRIED for n in range(bodies.carry)]
+    return _steps(bodies.jaxprs[-1], [*[_FIXED] * start, *carried])
+
+
+def _steps(body: Any, kinds: Sequence[int]) -> bool:
+    jaxpr, consts = opened(body)
+    found = False
+
+    def equation(eqn: Any, operands: list[int]) -> list[int]:
+        nonlocal found
+        inner, kind = bodies_of(eqn), max(operands, default=_FIXED)
+        if inner is not None and inner.kind == "cond":
+            found |= any(_steps(branch, operands[1:]) for branch in inner.jaxprs)
+        elif inner is not None:
+            carried = [kind] * inner.carry
+            turn = [*operands[inner.consts : inner.start], *carried, *operands[inner.start + inner.carry :]]
+            found |= _steps(inner.jaxprs[-1], turn)
+        elif eqn.primitive.name in PRODUCTS:
+            found |= _FIXED in operands and _CARRIED in operands
+        return [kind] * len(eqn.outvars)
+
+    given = [*kinds, *[_OWN] * (len(jaxpr.invars) - len(kinds))]
+    interpreted(jaxpr, [_FIXED] * len(consts), given, equation, lambda _: _FIXED)
+    return found

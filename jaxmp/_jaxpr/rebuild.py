@@ -178,8 +178,9 @@ def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any
         results = functions[0](*consts, *carry, *xs)
         return results[: bodies.carry], results[bodies.carry :]
 
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, list(init), list(xs), **options)
+    # One that is open in `jax.export` is known by what the scan runs over alone.
+    length = None if xs else params["length"]
+    carry, ys = jax.lax.scan(body, list(init), list(xs), length, params["reverse"], params["unroll"])
     return [*carry, *ys]
 
 

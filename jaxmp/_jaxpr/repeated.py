@@ -93,7 +93,7 @@ def _terms(eqn: Any, place: int) -> float:
         return 1
     inside, jaxprs = place - (bodies.kind == "cond"), [opened(body)[0] for body in bodies.jaxprs]
     each = max(_terms_in(jaxpr, jaxpr.invars[inside]) for jaxpr in jaxprs)
-    return max(each, 1) * (eqn.params["length"] if bodies.kind == "scan" else 1)
+    return max(each, 1) * (size_of([eqn.params["length"]]) if bodies.kind == "scan" else 1)
 
 
 def _terms_in(jaxpr: Any, var: Any) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,8 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
 def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
     """Makes float32 each carry that adds up, and all on its way round: half of the sum would be added to.
 
-    One adds up if no product lies on its way round, or if it takes small steps. What comes from ``written`` products,
-    and has none before the loop, is carried in float32 as well.
+    One adds up if no product lies on its way round, or if a way past them takes small steps or steps in time. What
+    comes from ``written`` products, and has none before the loop, is carried in float32 as well.
     """
     nodes, steps = graph.nodes, {group.nodes[0].same for group in graph.groups if group.name == groups.SMALL_STEP}
     if not [node for node in nodes if node.kind is JOIN and node.name == "carry"]:
@@ -92,9 +92,29 @@ def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
         flows = any(start.is_cast_once for start in starts)  # no weight or argument: a stream of activations
         if HALF not in kinds and not flows and not kinds.isdisjoint((FULL, INFER)):
             _hold(joins if is_written else cycle, "a carry that adds up, with no product on its way round")
-    for cycle in cycles(nodes, lambda node: () if node.name in PRODUCTS else node.inputs) if steps else ():
+    for cycle in _past_products(nodes):
+        loops = {node.loop for node in cycle if node.kind is INFER}
         if not steps.isdisjoint([node.same for node in cycle]):
             _hold(cycle, "a carry that takes small steps")
+        elif not loops.isdisjoint(graph.times) and any(node.name in ("add", "sub") for node in cycle):
+            _hold(cycle, "a carry that is added to in each step of time")
+    for node in nodes:
+        if node.loop and node.kind is INFER and groups.is_near_one(node):
+            _hold([node], "a factor near 1, which half would round")
+
+
+def _past_products(nodes: Sequence[Node]) -> Iterable[list[Node]]:
+    """The ways round loops on which no product lies."""
+    passed = set[Node]()  # carries of loops inside, on a way by none of their turns: these are no ways
+
+    def before(node: Node) -> Sequence[Node]:
+        inputs = node.inputs[1:] if node in passed else node.inputs
+        return () if node.name in PRODUCTS else inputs
+
+    found = cycles(nodes, before)
+    for cycle in map(frozenset, found):
+        passed |= {node for node in cycle if node.name == "carry" and cycle.isdisjoint(node.inputs[1:])}
+    return cycles(nodes, before) if passed else found
 
 
 def _hold(cycle: Sequence[Node], reason: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmp import _float8_products
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.invariant import unchanged
+from jaxmp._jaxpr.invariant import steps_in_time, unchanged
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.dtypes import is_castable, range_of
@@ -49,10 +49,8 @@ class Node:
     has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
     float8: _float8_products.Asked | None = None  # of a product, as its step has it
-    is_repeated: bool = False  # it repeats an operand along its last axis
 
     # What jaxmp.engine.decide finds out.
-    is_computed: bool = False  # a product lies upstream, in a graph with loops or roundings
     after_product: bool = False  # a product, or a half argument, lies upstream
     before_product: bool = False  # a product, or a half result, lies downstream
     is_activation: bool = False  # it has an element for each element of a product, and so is no statistic of many
@@ -74,7 +72,6 @@ class Node:
 
 
 _UNMARKED = Region()
-_MAY_REPEAT = frozenset({"broadcast_in_dim", "mul", "div"})
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -85,7 +82,6 @@ class Form:
     bodies: reading.Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
     is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
-    is_repeated: bool  # whether it repeats an operand along its last axis
     decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
 
 
@@ -139,6 +135,7 @@ class Graph:
     body: Body
     steps: list[Step]  # all equations, each after those inside of it
     sources: list[Node | None]
+    times: Collection[int] = ()  # the numbers of loops that step in time
     groups: list[Any] = dataclasses.field(default_factory=list)  # what jaxmp.engine.groups.find recognised
     wanted: Collection[Node] = ()  # the results that are wanted in half
     changes: bool = False  # whether anything is computed in another dtype than it was written in
@@ -153,16 +150,7 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
     builder = _Builder(rules, in_rule)
     sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
     body, _ = builder.body(jaxpr, consts, sources, names)
-    return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources])
-
-
-def _repeats_last(eqn: Any) -> bool:
-    """Whether an operation repeats an operand along the last axis."""
-    shapes = [atom.aval.shape for atom in eqn.invars]
-    if eqn.primitive.name != "broadcast_in_dim":  # which repeat an axis of 1, and a number
-        return not {(), (1,)}.isdisjoint([shape[-1:] for shape in shapes])
-    axes = dict(zip(eqn.params["broadcast_dimensions"], shapes[0], strict=True))
-    return axes.get(len(eqn.params["shape"]) - 1) != eqn.params["shape"][-1]
+    return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources], times=builder.times)
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
@@ -183,6 +171,7 @@ class _Builder:
         self.region = Region()
         self.marks: Any = ()  # what decisions depend on of the scopes
         self.loop, self.loops = 0, itertools.count(1)
+        self.times = set[int]()
         self.numbers: dict[Any, Any] = {}
         self.forms: dict[Any, Form] = {}
 
@@ -252,8 +241,7 @@ class _Builder:
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        is_repeated = eqn.primitive.name in _MAY_REPEAT and _repeats_last(eqn)
-        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one, is_repeated)
+        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one)
         return form
 
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
@@ -300,6 +288,8 @@ class _Builder:
             for n, (aval, value) in enumerate(zip(avals, values[start:stop], strict=True))
         ]
         self.loop = next(self.loops)
+        if steps_in_time(bodies):
+            self.times.add(self.loop)
         for condition in bodies.jaxprs[:-1]:
             self.inner(step, condition, [*values[: bodies.consts], *carry])
         turns = [(node, ("turn", number), False) for node, number, _ in values[stop:]]
@@ -354,10 +344,8 @@ class _Builder:
                 reads = inputs if own is None else [each for each in own if each is not None]
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
-                    step.node, node.has_epsilon, node.is_repeated = node, has_epsilon, form.is_repeated
+                    step.node, node.has_epsilon = node, has_epsilon
                 node.float8 = step.float8
-                if name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
-                    node.const = 1.0, 1.0  # a mask
             same: Any = node or object()
             if not eqn.effects:
                 same = self.numbers.setdefault((position, form.operation, *numbers), same)

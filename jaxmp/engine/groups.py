@@ -43,7 +43,6 @@ _MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
 _OFFSETS = _SUMS | _LIMITS
 _STEPS = _MASKED | _LIMITS
-_ASK_FOR_PRODUCTS = _ROUNDINGS | {"scan", "while"}  # the groups of these ask what products computed
 _OF_ONE = frozenset({"acos", "acosh", "asin", "atanh", "erf_inv", "log1p"})  # what is left of 1 counts
 _AFFINE = _OFFSETS | _SCALES | {"select_n"}
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
@@ -68,9 +67,6 @@ def find(graph: Graph) -> list[Group]:
     for node in graph.nodes:
         if node.kind is CLEAR or node.name in {"branches", "convert_element_type"}:
             node.origin = (_passed(node, ()) or node).origin
-    if any([step.eqn.primitive.name in _ASK_FOR_PRODUCTS for step in graph.steps]):
-        for node in walk([node for node in graph.nodes if node.name in PRODUCTS], users_of):
-            node.is_computed = True
     found = list(_coordinates(graph))
     for step in [each for each in graph.steps if each.eqn.primitive.name in _BY_END]:
         for recognised in _BY_END[step.eqn.primitive.name]:
@@ -347,37 +343,18 @@ def _straight_through(node: Node, _: Step) -> Iterator[Group]:
 def _small_steps(node: Node, _: Step) -> Iterator[Group]:
     """Sums that add to a value a small multiple of what products make of it: steps of an integrator."""
     pairs: Any = itertools.permutations(node.inputs, 2) if node.name == "add" else [node.inputs]
-    pairs = [(whole, step) for whole, step in pairs if node.loop or step.origin.name in _STEPS]
+    pairs = [(whole, step) for whole, step in pairs if step.origin.name in _STEPS and whole.const is None]
     for whole, step in pairs if node.half in _SMALL else ():
-        kept, way, small, is_constant = list[Node](), list[Node](), _SMALL[node.half], not node.loop
-        term = _origin(step, _STEPS, way, is_constant)
-        scale = _largest_scale(way) if way else 1.0
-        if whole.const is not None or (is_constant and scale >= _SMALL_BESIDE_DECAY):
+        kept, way = list[Node](), list[Node]()
+        term, scale = _origin(step, _STEPS, way), _largest_scale(way)
+        if scale >= _SMALL_BESIDE_DECAY:
             continue
-        ends = {_origin(whole, _SCALES, kept, is_constant), whole.origin}
-        decay = _largest_scale(kept) if kept else 1.0
+        ends = {_origin(whole, _SCALES, kept), whole.origin}
         # Near 1 a rate of decay is as coarse as half.
-        is_small = scale < (_SMALL_BESIDE_DECAY if 0.75 < decay < 1 else small)
-        # A carry that hardly decays is large beside what is added to it.
-        is_slow = node.loop and (1 - small < decay < 1 or any(map(_is_unknown, kept)) or _is_timed(term, way, ends))
-        if is_small or is_slow:
+        if scale < (_SMALL_BESIDE_DECAY if kept and 0.75 < _largest_scale(kept) < 1 else _SMALL[node.half]):
             products = [each for each in _made_of([term], ends) if each.name in PRODUCTS and each.origin not in ends]
-            reads_whole = any([each.origin in ends for each in _made_of(products, ends, until=())])
-            if reads_whole and (is_small or "carry" in [each.name for each in _made_of([whole])]):
+            if any([each.origin in ends for each in _made_of(products, ends, until=())]):
                 yield Group(SMALL_STEP, (node, *kept), "takes steps that half would lose")
-
-
-def _is_timed(term: Node, way: Sequence[Node], ends: Collection[Node]) -> bool:
-    """Whether a term is scaled by a time that is not known: one for all features, or of a step towards something."""
-    unknown = [each for each in way if _is_unknown(each)]
-    towards = term.inputs if unknown and term.name in _SUMS else ()
-    is_shared = any(node.is_repeated or any(operand.is_repeated for operand in node.inputs) for node in unknown)
-    return is_shared or any(_origin(each, _SCALES) in ends for each in towards)
-
-
-def _is_unknown(node: Node) -> bool:
-    """Whether a value is scaled by what is no constant."""
-    return node.name in ("mul", "div") and not any(operand.origin.const for operand in node.inputs)
 
 
 def _largest_scale(way: Sequence[Node]) -> float:
@@ -387,7 +364,15 @@ def _largest_scale(way: Sequence[Node]) -> float:
     return math.prod([high if name == "mul" else 1 / (low or math.inf) for name, low, high in consts])
 
 
-def _made_of(nodes: Iterable[Node], start: Collection[Node] = (), until: Collection[str] = PRODUCTS) -> Iterable[Node]:
+def is_near_one(node: Node) -> bool:
+    """Whether a value is multiplied with a constant so near 1 that half holds little of what it lacks of it."""
+    half, consts = node.half, [each.origin.const for each in node.inputs if node.name == "mul" and each.origin.const]
+    if half is None or half not in _SMALL:
+        return False
+    return any(1 - _SMALL[half] < low != half.type(low) and high < 1 for low, high in consts)
+
+
+def _made_of(nodes: Iterable[Node], start: Collection[Node], until: Collection[str] = PRODUCTS) -> Iterable[Node]:
     """What values are made of, back to ``start`` and to products."""
     return walk(nodes, lambda each: () if each.origin in start or each.name in until else each.inputs)
 
@@ -569,12 +554,10 @@ def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node
 
 
 def _is_given(operand: Node, constant: bool, depth: int = 4) -> bool:
-    """Whether a value is made of constants and integers in few steps, or at least by no product."""
+    """Whether a value is a constant, or at least an argument, or computed from such and from integers in few steps."""
     origin = operand.origin
-    if not constant:
-        return not origin.is_computed
     if not origin.inputs:
-        return origin.kind is not SOURCE or origin.const is not None
+        return origin.kind is not SOURCE or not constant or origin.const is not None
     if depth == 0 or origin.name in PRODUCTS:
         return False
     return all(map(_is_given, origin.inputs, itertools.repeat(constant), itertools.repeat(depth - 1)))

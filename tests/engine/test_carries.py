@@ -106,17 +106,39 @@ STEPS = {
     ),
     "a rate for each feature": lambda p: turns(lambda h, _: h + p["dt"] * RATES * (layer(p, h) - h), X),
     "a slow decay": lambda p: turns(lambda h, _: 0.998 * h + layer(p, h / 100), X),
+    "a gate": lambda p: turns(lambda h, _: h + jax.nn.sigmoid(h @ p["t"] - 5) * (layer(p, h) - h), X),
+    "a step of one length": lambda p: turns(
+        lambda h, _: h - 0.005 * (g := layer(p, h)) / (jnp.linalg.norm(g) + 0.1), X
+    ),
+    "couplings": lambda p: turns(
+        lambda c, _: (c[1], c[0] * jnp.exp((s := 0.05 * layer(p, jnp.tile(c[1], 2)))[:, :4]) + s[:, 4:]),
+        X[:, :4],
+        X[:, 4:],
+    )[0],
     "a checkpoint": lambda p: turns(jax.checkpoint(lambda h, _: h + layer(p, h) / TURNS), X),
     "a jit": lambda p: turns(jax.jit(lambda h, _: h + layer(p, h) / TURNS), X),
 }
 
 
 @pytest.mark.parametrize(("case", "policy"), in_turn(STEPS))
-def test_small_steps_are_added_in_float32(case, policy):
+def test_steps_in_time_are_added_in_float32(case, policy):
     hold(STEPS[case], policy)
-    assert jaxmp.cast_plan(STEPS[case], policy)(PARAMS).summary.groups["small step"] >= 1
     products = [row for row in jaxmp.cast_plan(STEPS[case], policy)(PARAMS).rows if row.primitive == "dot_general"]
     assert {row.result for row in products} == {HALVES[policy]}
+
+
+FORWARD = {
+    "a loop of turns that are not known": lambda p: jax.lax.fori_loop(
+        0, jnp.int32(TURNS), lambda _, h: h + p["dt"] * layer(p, h), X
+    ),
+    "weights": lambda p: X @ turns(lambda w, _: w - 0.1 * jax.grad(lambda w: jnp.mean((X @ w - X) ** 2))(w), p["w"]),
+    "a discount": lambda p: turns(lambda v, _: X[:, :1] + 0.993 * jax.nn.softmax(p["w"][:4, :4]) @ v, 0 * X[:, :1]),
+}
+
+
+@pytest.mark.parametrize("case", FORWARD)
+def test_no_step_in_time_is_lost(case):
+    assert off(half(FORWARD[case], "mixed_bfloat16")(PARAMS), FORWARD[case](PARAMS)) < 0.02
 
 
 def test_small_steps_without_a_loop_are_added_in_float32():
@@ -127,15 +149,30 @@ def test_small_steps_without_a_loop_are_added_in_float32():
         return h
 
     hold(fun, "mixed_bfloat16")
+    assert jaxmp.cast_plan(fun, "mixed_bfloat16")(PARAMS).summary.groups["small step"] == 39
+
+
+def stacked(body, xs=None):
+    """The last of 12 layers that a scan runs over, each with weights of its own."""
+    return lambda p: jax.lax.scan(
+        lambda h, x: (body({**p, "w": x[0]}, h, x[1]), None), X, (jnp.stack([p["w"]] * 12), xs), length=12
+    )[0]
 
 
 LAYERS = {
-    "a residual stream": lambda p: turns(lambda h, _: h + layer(p, h), X),
-    "masked layers": lambda p: turns(lambda h, m: h + jnp.where(m[:, None], layer(p, h), 0.0), X, xs=MASKS),
-    "masks of numbers": lambda p: turns(lambda h, m: h + m.astype(jnp.float32)[:, None] * layer(p, h), X, xs=MASKS),
-    "a scale for each feature": lambda p: turns(lambda h, _: h + p["dt"] * RATES * layer(p, h), X),
-    "a gate": lambda p: turns(lambda h, _: h + jax.nn.sigmoid(h @ p["t"]) * (layer(p, h) - h), X),
-    "half of each layer": lambda p: turns(lambda h, _: 0.5 * h + 0.5 * layer(p, h), X),
+    "a residual stream": stacked(lambda p, h, _: h + layer(p, h)),
+    "masked layers": stacked(lambda p, h, m: h + jnp.where(m[:, None], layer(p, h), 0.0), MASKS[:12]),
+    "masks of numbers": stacked(lambda p, h, m: h + m.astype(jnp.float32)[:, None] * layer(p, h), MASKS[:12]),
+    "a scale for each feature": stacked(lambda p, h, s: h + s * layer(p, h), XS[:12, 0]),
+    "a scale": stacked(lambda p, h, _: h + p["dt"] * layer(p, h)),
+    "a gated layer": stacked(lambda p, h, _: h + jax.nn.sigmoid(h @ p["w"]) * (layer(p, h) - h)),
+    "half of each layer": stacked(lambda p, h, _: 0.5 * h + 0.5 * layer(p, h)),
+    "attention to what all layers share": stacked(
+        lambda p, h, _: h + jax.nn.relu(h @ (B[:, None] * p["w"])) @ p["w"].T
+    ),
+    "layers by their number": lambda p: jax.lax.fori_loop(
+        0, 12, lambda n, h: h + layer({"w": jnp.stack([p["w"]] * 12)[n]}, h), X
+    ),
     "gelu": lambda p: jax.nn.gelu(jax.nn.gelu(X @ p["w"]) @ p["w"]) @ p["w"],
     "a gated layer of each microbatch": lambda p: jax.lax.map(lambda x: (x + p["dt"] * layer(p, x)) @ p["w"], XS),
     "a low-rank update": lambda p: (X @ p["w"] + 0.03 * ((X @ p["t"][:, :2]) @ p["w"][:2])) @ p["w"],
@@ -149,7 +186,7 @@ LAYERS = {
 def test_layers_are_no_small_steps(case):
     plan = jaxmp.cast_plan(LAYERS[case], "mixed_bfloat16")(PARAMS)
     assert plan.summary.groups == {}
-    assert {row.result for row in plan.rows if row.primitive == "add"} == {"bfloat16"}
+    assert {row.result for row in plan.rows if row.primitive == "add"} - {"int32"} == {"bfloat16"}
 
 
 class Ode(nn.Module):

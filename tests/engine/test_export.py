@@ -51,8 +51,19 @@ def in_a_loop(policy):
     return half(lambda x: jax.lax.scan(lambda h, _: (h + jnp.tanh(h @ w) + w[0], None), x, length=3)[0] @ w, policy)
 
 
+def over_examples(policy):
+    def fun(p, x):
+        return jax.lax.scan(lambda h, x: (h + jnp.tanh(x @ p["w"] + p["b"] + h @ p["w"]), h), 0 * p["b"], x)[1] @ p["w"]
+
+    params = {"w": normal(1, 8, 8, scale=0.3), "b": normal(2, 8)}
+    return lambda x: (
+        half(fun, policy)(params, x),
+        jax.grad(lambda p: jnp.mean(half(fun, policy)(p, x) ** 2))(params),
+    )
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("make", [linen_net, linen_gradients, nnx_net, by_autocast, in_a_loop])
+@pytest.mark.parametrize("make", [linen_net, linen_gradients, nnx_net, by_autocast, in_a_loop, over_examples])
 def test_what_is_exported_for_every_batch_computes_what_the_function_does(make, policy):
     fun = jax.jit(make(policy))
     exported = export.export(fun)(jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), jnp.float32))
