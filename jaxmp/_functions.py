@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
@@ -51,6 +53,12 @@ def printed(value: Any) -> str:
     """What came, for an error; of what prints more than a line, as a model does with all its arrays, its class."""
     text = repr(value)
     return f"an instance of {type(value).__name__}" if "\n" in text or len(text) > 300 else text
+
+
+def require_flag(name: str, value: Any, remedy: str) -> None:
+    """Raises a TypeError if a ``value`` is neither True nor False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is True or False, got {printed(value)}; {remedy}")
 
 
 def require_function(fun: Any, name: str) -> None:

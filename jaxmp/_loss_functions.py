@@ -18,6 +18,7 @@ from jaxmp.engine.autocast import computed
 from jaxmp.engine.rules import Rules
 from jaxmp.optimizer import described, is_number, require_loss
 from jaxmp.overrides import policy_and_exceptions
+from jaxmp.patterns import pairs_of
 from jaxmp.policy import check_backend
 from jaxmp.tree import path_name
 
@@ -144,11 +145,12 @@ def require_arguments(loss_fn: Any, names: str) -> None:
 def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | None) -> LossFn:
     """``loss_fn`` checked, as :func:`checked` does it, under autocast where something of it is to compute otherwise."""
     loss_fn = checked(loss_fn)
+    given = dict(pairs_of(overrides))
     one_policy, exceptions = (None, {}) if policy is None else policy_and_exceptions(policy, overrides)
     if one_policy is None or (one_policy.compute_dtype == np.float32 and not exceptions):
-        if overrides:
+        if given:
             raise ValueError(
-                f"overrides are exceptions from autocast, but policy=None asks for none, got {dict(overrides)}; "
+                f"overrides are exceptions from autocast, but policy=None asks for none, got {given}; "
                 'pass a half policy too ("mixed_bfloat16", say), or leave them out'
             )
         return loss_fn if one_policy is None else _within(one_policy.precision, loss_fn)

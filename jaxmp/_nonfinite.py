@@ -17,8 +17,12 @@ def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch
     ``loss`` is the true loss, ``grads`` are the gradients of the scaled one.
     """
     found = [
-        f"{what} {', '.join(repr(name) for name in names[:8])}{', …' if len(names) > 8 else ''}"
-        for what, tree in (("gradients of", grads), ("params", params), ("batch entries", batch))
+        f"{what} {', '.join(repr(name) for name in names[:8])}{', …' if len(names) > 8 else ''}" if names[0] else whole
+        for what, whole, tree in (
+            ("gradients of", "the gradient", grads),
+            ("params", "the params", params),
+            ("batch entries", "the batch", batch),
+        )
         if (names := _tree.non_finite(tree))
     ]
     if not np.isfinite(loss):

@@ -146,8 +146,12 @@ def require_arrays(batch: Any, error: Exception) -> None:
         ) from error
 
 
-def require_params(params: Any) -> None:
-    """Raises if ``params`` are None, or a leaf of them is nothing that JAX takes."""
+def require_params(params: Any, model_state: Any) -> None:
+    """Raises if ``params`` are None, or a leaf of them or of the model state is nothing that JAX takes."""
+    if (leaf := _no_array(model_state, "the model state")) is not None:
+        raise TypeError(
+            f"model_state is a tree of arrays, which the loss function returns anew, got {leaf}; leave all else out"
+        )
     came = "None" if params is None else _no_array(params, "the params")
     if came is not None:
         raise TypeError(

@@ -251,12 +251,17 @@ class DynamicLossScale(ScaleState, LossScale):
 
         Raises:
           ValueError: an entry is missing, as from a disabled scaler, or out of range, as a scale that fell to 0.
+          TypeError: ``state_dict`` is no mapping, as the scaler itself is none.
 
         >>> state = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
         >>> print(DynamicLossScale.from_torch(state | {"_growth_tracker": 7}).counter)
         7
         """
         names = ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor")
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"from_torch takes a GradScaler's state_dict, got {state_dict!r}; pass what scaler.state_dict() returns"
+            )
         if missing := [name for name in names if name not in state_dict]:
             raise ValueError(
                 f"a GradScaler's state_dict has {', '.join(names)}, got one without {', '.join(missing)}: read an "
@@ -406,12 +411,13 @@ def _require_whole(x: LossScale) -> None:
 
 
 def require_scalar(x: LossScale) -> Any:
-    """The factor of ``x``; raises if it is no scalar."""
-    if np.ndim(x.loss_scale):
-        raise ValueError(
-            f"one loss has one scale, a scalar, but {type(x).__name__} has a loss_scale of shape "
-            f"{np.shape(x.loss_scale)}; make it a scalar, under vmap if each member of a population has its own"
-        )
+    """The factor of ``x``; raises if that, or what it counts, is no scalar."""
+    for name in {"loss_scale": None, **getattr(x, "_leaves", {})}:
+        if np.ndim(getattr(x, name)):
+            raise ValueError(
+                f"one loss has one scale, a scalar, but {type(x).__name__} has a {name} of shape "
+                f"{np.shape(getattr(x, name))}; make it a scalar, under vmap if each member of a population has its own"
+            )
     return x.loss_scale
 
 

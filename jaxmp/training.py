@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
 from jaxmp._flattened import Flattened, Lazy, flattened
+from jaxmp._functions import require_flag
 from jaxmp._gathering import Gathered, Held
 from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
@@ -264,7 +265,8 @@ def created(
             f"{unknown[0]}=; {_CALLED.get(unknown[0], 'make it a field of a subclass of TrainState')}"
         )
     tx = as_optimizer(tx)
-    require_params(params)
+    require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
+    require_params(params, model_state)
     require_not_deleted({"params": params, "model_state": model_state, "rng": rng})
     if not has_loss_scale(jax.eval_shape(tx.init, params)):
         tx = loss_scaling(tx, NoOpLossScale())
@@ -376,10 +378,7 @@ def make_train_step(
         raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay!r}; 0.999 averages over about 1,000 steps")
     if norm is not None and not 0 < norm < np.inf:
         raise ValueError(f"clip_norm must be a positive finite number, got {clip_norm!r}; pass 1.0, say, or None")
-    if donate not in (True, False):
-        raise TypeError(
-            f"donate is True or False, got {donate!r}; pass donate=False to keep the states of earlier steps"
-        )
+    require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
     if reduce not in ("each", "once") or (reduce == "once" and (mesh is None or accumulate_steps == 1)):
         raise ValueError(
             "reduce is 'each', or 'once' for the microbatches of a step on a mesh, got "

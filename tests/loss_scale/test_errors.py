@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from loss_scale_tools import TRACES, assert_same
 
+from jaxmp import loss_scaling
 from jaxmp.loss_scale import (
     DynamicLossScale,
     HeadroomLossScale,
@@ -137,3 +139,15 @@ def test_an_argument_as_others_call_it_is_refused_with_its_name_here(theirs, our
             self.loss_scale = init_scale
 
     assert Own(init_scale=2.0).loss_scale == 2.0
+
+
+@pytest.mark.parametrize("given", [None, 3, print])
+def test_from_torch_takes_what_the_scaler_returns(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a GradScaler's state_dict, got .*; pass what scaler.state_dict\(\)"):
+        DynamicLossScale.from_torch(given)
+
+
+@pytest.mark.parametrize("counter", [[1], np.array([1, 2])])
+def test_what_a_loss_scale_counts_is_a_scalar(counter: Any) -> None:
+    with pytest.raises(ValueError, match=r"DynamicLossScale has a counter of shape \(\d,\); make it a scalar"):
+        loss_scaling(optax.sgd(0.1), DynamicLossScale(counter=counter))

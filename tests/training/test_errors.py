@@ -459,6 +459,29 @@ def test_params_that_are_no_arrays_are_refused_when_the_state_is_made(params, ca
         TrainState.create(params=params, tx=optax.sgd(0.1))
 
 
+@pytest.mark.parametrize(
+    ("state", "came"), [("text", "str for 'the model state'"), ({"a": {"b": "c"}}, "str for 'a/b'")]
+)
+def test_a_model_state_that_is_no_array_is_refused_when_the_state_is_made(state, came):
+    with pytest.raises(
+        TypeError, match=f"model_state is a tree of arrays, which the loss .* got {came}; leave all else"
+    ):
+        state_of(model_state=state)
+
+
+@pytest.mark.parametrize("ema", [0.999, "no", None])
+def test_a_decay_is_no_flag(ema):
+    with pytest.raises(TypeError, match=rf"ema is True or False, got {ema!r}; .* make_train_step\(ema_decay=0.999\)"):
+        state_of(ema=ema)
+
+
+@pytest.mark.parametrize("make", [make_train_step, jaxmp.make_eval_step])
+@pytest.mark.parametrize("overrides", [3, ["**/head"]])
+def test_overrides_without_a_policy_are_a_mapping_first(make, overrides):
+    with pytest.raises(TypeError, match=r"overrides map patterns to policies, got .*; write "):
+        make(lambda *args: args, overrides=overrides)
+
+
 @pytest.mark.parametrize("make", [make_train_step, jaxmp.nnx.make_train_step])
 def test_donate_is_no_text(make):
     with pytest.raises(TypeError, match="donate is True or False, got 'no'; pass donate=False to keep the states"):

@@ -138,6 +138,13 @@ def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_so_many_steps(sc
     assert "the loss (nan); gradients of 'hidden/b', 'hidden/w', 'out/w'; batch entries 'x'. Look for NaN in" in text
 
 
+def test_a_batch_and_params_of_one_array_have_no_names():
+    step = make_train_step(lambda p, s, b, r: (jnp.mean(b * p), s), max_consecutive_skips=2)
+    state = TrainState.create(params=jnp.ones(2), tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
+    _, text = fails_within(step, state, jnp.full((3, 2), jnp.nan), 12)
+    assert "the loss (nan); the gradient; the batch. Look for NaN in" in text
+
+
 @pytest.mark.parametrize(
     "scale",
     [
