@@ -48,6 +48,7 @@ _AFFINE = _OFFSETS | _SCALES | {"select_n"}
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
 _FULL = frozenset({FULL, STRICT})
 SMALL_STEP = "small step"
+# The largest scale of a small step: of one whose value decays as well, as 0.9 * h + 0.1 * f(h) does, and of any other.
 _SMALL_BESIDE_DECAY = 0.25
 _SMALL = {np.dtype(half): 8 * float(jnp.finfo(half).eps) for half in (jnp.bfloat16, jnp.float16)}
 
