@@ -141,11 +141,16 @@ def test_no_step_in_time_is_lost(case):
     assert off(half(FORWARD[case], "mixed_bfloat16")(PARAMS), FORWARD[case](PARAMS)) < 0.02
 
 
-def test_small_steps_without_a_loop_are_added_in_float32():
+@pytest.mark.parametrize(
+    "bounded",
+    [lambda step: step, lambda step: jnp.clip(step, -1.0, 1.0), lambda step: jnp.where(SPANS[:, None] > 0, step, 0.0)],
+    ids=["as it is", "by clip", "by a mask"],
+)
+def test_small_steps_without_a_loop_are_added_in_float32(bounded):
     def fun(p):
         h = X
         for _ in range(40):
-            h = h + layer(p, h) / 40
+            h = h + bounded(layer(p, h) / 40)
         return h
 
     hold(fun, "mixed_bfloat16")
