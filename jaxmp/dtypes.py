@@ -91,6 +91,8 @@ def canonical_dtype(dtype: Any) -> np.dtype:
 
 def _numpy_dtype(dtype: Any) -> np.dtype | None:
     """The dtype meant, of strings only by its own name: what NumPy reads "f8", "c" or None as, nobody means here."""
+    if not isinstance(dtype, (str, type, np.dtype)):  # NumPy takes an array, and whatever has a dtype, for that dtype
+        return None
     try:
         result = np.dtype(dtype)
     except (TypeError, ValueError):  # the second of a string with digits, which it takes for a format

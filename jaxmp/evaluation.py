@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxmp import tree as _tree
+from jaxmp._functions import require_flag
 from jaxmp._loss_functions import LossFn, under_policy
 from jaxmp._mesh_plan import explicit_mesh_of, typed
 from jaxmp._placement import require_apart, require_not_deleted, tell_of_devices
@@ -38,6 +39,7 @@ def make_eval_step(
     >>> make_eval_step(loss_fn)(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
     {'loss': Array(1., dtype=float32)}
     """
+    require_flag("use_ema", use_ema, "pass True to evaluate the moving average")
     loss_fn = under_policy(loss_fn, policy, overrides)
 
     @jax.jit

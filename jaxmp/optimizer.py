@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from jaxmp import hardware
+from jaxmp._functions import printed, require_flag
 from jaxmp._jaxpr import reading
 from jaxmp._placement import require_not_deleted
 from jaxmp._scale_state import changed_fields
@@ -120,6 +121,8 @@ def loss_scaling(
     """
     inner = as_optimizer(inner)
     loss_scale = as_loss_scale(loss_scale)
+    require_flag("grad_norm", grad_norm, "to clip, pass clip_norm=1.0 to make_train_step, or to the transform's update")
+    require_flag("check_updates", check_updates, "pass True to test the updates beside the gradients")
 
     def as_taken(params: Any) -> Any:
         return params if isinstance(inner, LowPrecision) else widen(params)
@@ -386,18 +389,18 @@ def scaled_value_and_grad(
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
       TypeError: the loss is no floating scalar, or float16 (its cotangent would be the scale itself and overflow); or
-        an argument to differentiate has leaves that are not floating.
+        an argument to differentiate has leaves that are not floating; ``argnums`` are no whole numbers.
       RuntimeError: a donating step has had ``opt_state``.
 
     >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> scaled_value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
     (Array(2., dtype=float32), Array([8., 8.], dtype=float32))
     """
-    scaled_fun = scaled_loss(fun, _at_hand(opt_state), has_aux)
+    scaled_fun, places = scaled_loss(fun, _at_hand(opt_state), has_aux), places_of(argnums)
 
     @functools.wraps(fun)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        for argnum in jax.tree.leaves(argnums):
+        for argnum in places:
             if -len(args) <= argnum < len(args):  # JAX says it when there is no such argument
                 _check_differentiable(args[argnum])
         (_, (loss, aux)), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
@@ -406,8 +409,19 @@ def scaled_value_and_grad(
     return value_and_grad
 
 
+def places_of(argnums: Any, *others: type) -> list[Any]:
+    """What ``argnums`` lists: arguments by their places, or ``others``; raises a TypeError for anything else."""
+    places = list(argnums) if isinstance(argnums, Sequence) else [argnums]
+    if not all(isinstance(place, (int, np.integer, *others)) for place in places):
+        raise TypeError(
+            f"argnums are places of arguments, whole numbers, got {printed(argnums)}; pass 0 for the first argument"
+        )
+    return places
+
+
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
     """``fun`` in the form that is differentiated with ``has_aux``: the scaled loss, and the true one with ``aux``."""
+    require_flag("has_aux", has_aux, "pass has_aux=True for a function that returns (loss, aux)")
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         result = fun(*args, **kwargs)

@@ -8,6 +8,7 @@ import functools
 import pickle
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jmp
@@ -263,7 +264,10 @@ def test_what_is_proposed_in_place_of_an_integer_is_no_float8():
         get_policy("int8")
 
 
-@pytest.mark.parametrize("what", [None, 16, ("float32",), object(), jnp.int8])
+HAS_A_DTYPE = [jnp.ones(2), np.float16(1), jax.ShapeDtypeStruct((2,), jnp.bfloat16), nn.Dense(3, dtype=jnp.float16)]
+
+
+@pytest.mark.parametrize("what", [None, 16, ("float32",), object(), jnp.int8, *HAS_A_DTYPE])
 def test_what_is_no_policy_is_named_with_the_presets(what):
     with pytest.raises(
         TypeError, match=r"a policy is a preset's name, a string such as .*, got .*; presets: float32, "

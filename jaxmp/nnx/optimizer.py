@@ -16,6 +16,7 @@ from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import described_model
+from jaxmp._functions import require_flag
 from jaxmp._order import warn_if_behind
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.nnx.objects import value_of
@@ -24,6 +25,7 @@ from jaxmp.optimizer import (
     get_loss_scale,
     has_loss_scale,
     loss_scaling,
+    places_of,
     require_one_tree,
     require_outermost,
     scaled_loss,
@@ -83,6 +85,7 @@ class Optimizer(_Object):
     ) -> None:
         """See the class."""
         require_model(model, "jaxmp.nnx.Optimizer", "(model, tx)")
+        require_flag("ema", ema, "pass ema=True, and the decay to make_train_step(ema_decay=0.999)")
         tx, params = as_optimizer(tx), nnx.state(model, wrt)
         _require_some(params, model, wrt)
         shapes = jax.eval_shape(tx.init, params)
@@ -276,7 +279,7 @@ def scaled_value_and_grad(
 
     Raises:
       TypeError: the optimizer is not this module's; the loss is no floating scalar, or float16, in which the scale
-        overflows.
+        overflows; ``argnums`` are neither whole numbers nor ``nnx.DiffState``.
 
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(8.0))
@@ -285,8 +288,8 @@ def scaled_value_and_grad(
     Array([8.], dtype=float32)
     """
     require_optimizer(optimizer, "scaled_value_and_grad")
-    several = list(argnums) if isinstance(argnums, Sequence) else [argnums]
-    wanted = [nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum for argnum in several]
+    places = places_of(argnums, nnx.DiffState)
+    wanted = [one if isinstance(one, nnx.DiffState) else nnx.DiffState(int(one), optimizer.wrt) for one in places]
     gradient = nnx.value_and_grad(
         scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
         argnums=tuple(wanted) if isinstance(argnums, Sequence) else wanted[0],

@@ -256,8 +256,13 @@ def test_bad_input_is_refused():
     with pytest.raises(TypeError, match=r"from a jaxmp\.nnx\.Optimizer, got flax.nnx's Optimizer; make it with"):
         scaled_value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
+    with pytest.raises(TypeError, match=r"ema is True or False, got 0\.99; pass ema=True, and the decay"):
+        Optimizer(nnx.Linear(2, 1, rngs=rngs()), optax.sgd(0.1), ema=0.99)
     with pytest.raises(TypeError, match="must be float32, got float16"):
         scaled_value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float16"), optimizer)(model)
+    for wrong in ("w", None, (0, "w")):
+        with pytest.raises(TypeError, match="argnums are places of arguments, whole numbers, got"):
+            scaled_value_and_grad(loss_fn, optimizer, wrong)
     with pytest.raises(TypeError, match=r"a pair \(loss, aux\)"):
         scaled_value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer, has_aux=True)(model)
 

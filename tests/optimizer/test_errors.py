@@ -100,6 +100,24 @@ def test_params_that_are_not_floating_are_named():
         scaled_value_and_grad(lambda a, p: jnp.sum(a), state, argnums=(0, 1))(jnp.ones(2), params)
 
 
+@pytest.mark.parametrize("argnums", ["w", None, 0.5, (0, "w"), jnp.ones((40, 40))])
+def test_argnums_are_places(argnums):
+    with pytest.raises(TypeError, match=r"argnums are places of arguments, whole numbers, got .*; pass 0 for"):
+        scaled_value_and_grad(jnp.sum, tx_of().init(jnp.ones(2)), argnums)
+
+
+@pytest.mark.parametrize("wrong", [1.0, "yes", None, jnp.ones(2)])
+def test_flags_are_true_or_false(wrong):
+    with pytest.raises(TypeError, match=r"^grad_norm is True or False, got .*; to clip, pass clip_norm=1\.0 to make"):
+        loss_scaling(optax.sgd(0.1), DynamicLossScale(), grad_norm=wrong)
+    with pytest.raises(TypeError, match=r"^check_updates is True or False, got .*; pass True to test the updates"):
+        loss_scaling(optax.sgd(0.1), DynamicLossScale(), check_updates=wrong)
+    with pytest.raises(TypeError, match=r"^has_aux is True or False, got .*; pass has_aux=True for a function"):
+        scaled_value_and_grad(jnp.sum, tx_of().init(jnp.ones(2)), has_aux=wrong)
+    with pytest.raises(TypeError, match=r"^use_ema is True or False, got .*; pass True to evaluate the moving average"):
+        jaxmp.make_eval_step(lambda *_: 0, use_ema=wrong)
+
+
 def test_gradients_that_are_not_floating_are_named():
     tx = tx_of()
     params = {"w": jnp.ones(2), "n": jnp.ones(3)}
