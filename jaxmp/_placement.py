@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
+from jaxmp._functions import printed
 from jaxmp._specs import as_tuple
 
 
@@ -147,12 +148,12 @@ def require_arrays(batch: Any, error: Exception) -> None:
 
 
 def require_params(params: Any, model_state: Any) -> None:
-    """Raises if ``params`` are None, or a leaf of them or of the model state is nothing that JAX takes."""
+    """Raises if ``params`` are None or empty, or a leaf of them or of the model state is nothing that JAX takes."""
     if (leaf := _no_array(model_state, "the model state")) is not None:
         raise TypeError(
             f"model_state is a tree of arrays, which the loss function returns anew, got {leaf}; leave all else out"
         )
-    came = "None" if params is None else _no_array(params, "the params")
+    came = printed(params) if not jax.tree.leaves(params) else _no_array(params, "the params")
     if came is not None:
         raise TypeError(
             f"params are a tree of arrays, got {came}; pass what is trained, params=model.init(key, x)['params'] say, "

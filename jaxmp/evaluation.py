@@ -12,7 +12,7 @@ from jaxmp import tree as _tree
 from jaxmp._functions import require_flag
 from jaxmp._loss_functions import LossFn, under_policy
 from jaxmp._mesh_plan import explicit_mesh_of, typed
-from jaxmp._placement import require_apart, require_not_deleted, tell_of_devices
+from jaxmp._placement import require_apart, require_arrays, require_examples, require_not_deleted, tell_of_devices
 from jaxmp.training import Metrics, TrainState, TrainStep
 
 
@@ -29,8 +29,9 @@ def make_eval_step(
       use_ema: whether to evaluate ``state.ema_params``, cast to the params' dtypes, in place of ``state.params``.
 
     Raises (here, or from the step):
-      ValueError: ``use_ema`` and the state has no moving average.
-      TypeError: the loss function takes or returns something else; the state is no :class:`jaxmp.TrainState`.
+      ValueError: ``use_ema`` and the state has no moving average; the batch has no examples.
+      TypeError: the loss function takes or returns something else; the state is no :class:`jaxmp.TrainState`; a leaf
+        of the batch is no array.
       RuntimeError: the state was given to a donating step before.
 
     >>> def loss_fn(params, model_state, batch, rng):
@@ -45,6 +46,7 @@ def make_eval_step(
     @jax.jit
     def jitted(state: TrainState, batch: Any) -> Metrics:
         TrainStep.require_state(state)
+        require_examples(batch)
         params = state.params
         if use_ema:
             if state.ema_params is None:
@@ -80,7 +82,8 @@ class EvalStep:
         TrainStep.require_state(state)
         try:
             metrics: Metrics = self.jitted(state, batch)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
+            require_arrays(batch, error)
             require_apart(state, batch, error)
             require_not_deleted(state, error)
             tell_of_devices(state, batch, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -448,11 +449,12 @@ def test_a_key_is_a_key_whatever_it_is_made_of(rng):
     ("params", "came"),
     [
         (None, "None"),
+        ({}, "{}"),
         ("text", "str for 'the params'"),
         ({"a": jnp.ones(2), "b": ["c"]}, "str for 'b/0'"),
         ({"a": np.array(["b"])}, "ndarray of str32 for 'a'"),
     ],
-    ids=["none", "text", "leaf", "texts"],
+    ids=["none", "empty", "text", "leaf", "texts"],
 )
 def test_params_that_are_no_arrays_are_refused_when_the_state_is_made(params, came):
     with pytest.raises(TypeError, match=f"params are a tree of arrays, got {came}; pass what is trained, params="):
@@ -491,12 +493,15 @@ def test_donate_is_no_text(make):
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_move_params(accumulate_steps):
     tx = standard(optax.adam(0.1))
-    step = make_train_step(
-        lambda p, s, b, r: (jnp.mean((b["x"] * b["scale"]) @ p), s), accumulate_steps=accumulate_steps, donate=False
-    )
+
+    def loss(params, model_state, batch, rng):
+        return jnp.mean((batch["x"] * batch["scale"]) @ params), model_state
+
+    step = make_train_step(loss, accumulate_steps=accumulate_steps, donate=False)
     state, _ = step(TrainState.create(params=jnp.ones(3), tx=tx), {"x": jnp.ones((2, 3)), "scale": 1.0})
-    with pytest.raises(ValueError, match=r"must have an example, got arrays of shape \(0, 3\); leave out the step"):
-        step(state, {"x": jnp.ones((0, 3)), "scale": 1.0})
+    for each in (step, make_eval_step(loss)):
+        with pytest.raises(ValueError, match=r"must have an example, got arrays of shape \(0, 3\); leave out the step"):
+            each(state, {"x": jnp.ones((0, 3)), "scale": 1.0})
     updates, _ = tx.update(jnp.zeros(3), tx.update(jnp.ones(3), tx.init(jnp.ones(3)))[1])
     assert float(jnp.abs(updates).min()) > 0.01  # what it would have done
     step(state, {"x": jnp.ones((2, 3)), "scale": 1.0, "ids": jnp.ones((0, 5))})  # one entry may be empty
@@ -643,9 +648,10 @@ def test_a_loss_scale_in_place_of_the_optimizer_is_refused():
     ids=["list", "texts", "objects", "object"],
 )
 def test_a_batch_with_what_is_no_array_is_refused_with_its_place(leaf, came):
-    step = make_train_step(lambda p, s, batch, r: (jnp.mean(p * batch["x"]), s), donate=False)
-    with pytest.raises(TypeError, match=f"a batch holds arrays and numbers, {re.escape(came)}; leave it out of what"):
-        step(state_of(), {"x": jnp.ones(2), "name": leaf})
+    for make in (functools.partial(make_train_step, donate=False), make_eval_step):
+        step = make(lambda p, s, batch, r: (jnp.mean(p * batch["x"]), s))
+        with pytest.raises(TypeError, match=f"a batch holds arrays and numbers, {re.escape(came)}; leave it out of"):
+            step(state_of(), {"x": jnp.ones(2), "name": leaf})
 
 
 def test_a_loss_function_that_needs_what_the_state_was_not_given_is_told_what_to_give():
