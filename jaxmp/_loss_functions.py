@@ -193,7 +193,7 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
 
 
 def require_same_structure(new: Any, old: Any) -> Any:
-    """The model state ``new``, if it has the structure and the shapes of ``old``."""
+    """The model state ``new``, if it has the structure, the shapes and the kinds of numbers of ``old``."""
     if old is None and isinstance(new, Mapping):
         raise ValueError(
             "the loss function must return a model state of the structure it was given, but it was given None and "
@@ -215,4 +215,17 @@ def require_same_structure(new: Any, old: Any) -> Any:
                 f"{path_name(path)!r} had {jnp.shape(other)} and has {jnp.shape(leaf)}; "
                 "make it the same in every batch"
             )
+        if _kind(leaf) > _kind(other):
+            was, now = jnp.result_type(other), jnp.result_type(leaf)
+            raise TypeError(
+                "the loss function must return a model state of the kinds of numbers it was given, but "
+                f"{path_name(path)!r} was {was} and is {now}, which a cast to {was} would cut; start with {now}, or "
+                f"return {was}"
+            )
     return new
+
+
+def _kind(leaf: Any) -> int:
+    """Of bools, integers, real and complex numbers: those of a kind hold all of the kinds before."""
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    return max([n for n, kind in enumerate(kinds, 1) if jnp.issubdtype(jnp.result_type(leaf), kind)], default=0)

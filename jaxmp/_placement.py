@@ -217,8 +217,19 @@ def microbatches(batch: Any, n: int) -> Any:
     """The batch as ``n`` microbatches: leaves (batch, …) as (n, batch / n, …), example i in i % n; scalars repeated.
 
     Raises:
-      ValueError: ``n`` does not divide the examples; on axes of type Explicit, the devices do not divide a microbatch.
+      ValueError: leaves have other numbers of examples; ``n`` does not divide them; on axes of type Explicit, the
+        devices do not divide a microbatch.
     """
+    arrays = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(batch) if jnp.ndim(leaf) and jnp.size(leaf)]
+    lengths = [(path, len(leaf)) for path, leaf in arrays]
+    for path, length in lengths:
+        if length != lengths[0][1]:
+            raise ValueError(
+                "accumulate_steps splits each array of a batch along its first axis, which must be the examples, got "
+                f"{lengths[0][1]} of them in {_tree.path_name(lengths[0][0])!r} and {length} in "
+                f"{_tree.path_name(path)!r}; what all examples share goes into model_state, or the loss function "
+                "closes over it"
+            )
 
     def split(path: Any, leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)

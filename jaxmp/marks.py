@@ -95,11 +95,6 @@ def region_of(names: Names) -> Region:
     return region
 
 
-def marks_in(names: Names) -> Names:
-    """The marks among some scopes."""
-    return tuple(part for part in names if _MARK.fullmatch(part))
-
-
 @functools.lru_cache(maxsize=4096)
 def ours(names: Names) -> Names:
     """The scopes that are jaxmp's: the marks, and what else tells how code is meant."""

@@ -595,8 +595,8 @@ def _check_differentiable(tree: Any) -> None:
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"only floating params have gradients, got {path_name(path)!r} of dtype {dtype}; move it out of the "
-                "params (into model_state, say) or cast it to a floating dtype"
+                f"only floating params have gradients, got {repr(path_name(path)) if path else 'params'} of dtype "
+                f"{dtype}; move it out of the params (into model_state, say) or cast it to a floating dtype"
             )
 
 

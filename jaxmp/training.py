@@ -103,10 +103,8 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
     """
 
     _first = ("step", "skipped", "stuck")
-    _may_be_none: ClassVar[tuple[str, ...]] = (
-        "model_state",
-        "rng",
-    )  # what the loss function takes of it, if its maker gave it
+    # What the loss function takes of it, if its maker gave it.
+    _may_be_none: ClassVar[tuple[str, ...]] = ("model_state", "rng")
     step: jax.Array
     skipped: jax.Array
     stuck: jax.Array
@@ -245,7 +243,9 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         return gradients(self)
 
 
+_MADE = ("step", "skipped", "stuck", "opt_state", "ema_params")
 _CALLED = {  # what Flax's examples, Haiku and others call what `create` takes
+    **{name: f"it makes that; write state.replace({name}=…) after it" for name in _MADE},
     "batch_stats": "write model_state={'batch_stats': …}",
     "loss_scale": "write tx=jaxmp.loss_scaling(tx, loss_scale)",
     **dict.fromkeys(("key", "rngs", "dropout_rng"), "write rng="),
@@ -258,7 +258,7 @@ def created(
     cls: type[S], *, params: Any, tx: Any, model_state: Any = None, rng: Any = None, ema: bool = False, **fields: Any
 ) -> S:
     """As :meth:`TrainState.create`, without its warning."""
-    names = {field.name for field in dataclasses.fields(cls)}
+    names = {field.name for field in dataclasses.fields(cls)}.difference(_MADE)
     if unknown := [name for name in fields if name not in names]:
         raise TypeError(
             "TrainState.create takes params, tx, apply_fn, model_state, rng, ema and the fields of a subclass, got "
@@ -324,8 +324,8 @@ def make_train_step(
         one that computes in float32 there is no autocast, unless there are ``overrides``.
       overrides: those of the autocast.
       accumulate_steps: microbatches per step. Every n-th example goes into the same one, so that a batch sharded over
-        axis 0 stays where it is; gradients are summed in float32 and averaged, like loss and metrics; one bad
-        microbatch skips the step.
+        axis 0 stays where it is, and a scalar into each; gradients are summed in float32 and averaged, like loss and
+        metrics; one bad microbatch skips the step.
       ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
       clip_norm: the largest global norm of the unscaled gradients that reach the optimizer; longer ones are shortened
         to it, after the test for finiteness. ``grad_norm`` is the norm before. The numbers are those of

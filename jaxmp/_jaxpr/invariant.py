@@ -12,6 +12,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmp._jaxpr.reading import Bodies, bodies_of, evaluate, is_literal, opened
 from jaxmp._jaxpr.walk import PRODUCTS, interpreted
+from jaxmp.dtypes import is_castable
 
 
 def hoisted(
@@ -129,16 +130,18 @@ _NEVER_PASSED_ON = frozenset({"shard_map", "custom_jvp_call", "custom_vjp_call",
 
 def unchanged(bodies: Bodies) -> Collection[int]:
     """The numbers of what a scan carries that no turn changes, whatever calls it goes through."""
-    if bodies.kind != "scan":
-        return ()
-    jaxpr, _ = opened(bodies.jaxprs[0])
-    if (found := _UNCHANGED.get(jaxpr)) is None:  # asked for each operand
-        ends = enumerate(passed_on(jaxpr)[: bodies.carry])
-        found = _UNCHANGED[jaxpr] = frozenset(n for n, operand in ends if operand == bodies.start + n)
+    return _kept(bodies) if bodies.kind == "scan" else ()
+
+
+def _kept(bodies: Bodies) -> Collection[int]:
+    jaxpr, _ = opened(bodies.jaxprs[-1])
+    if (found := _KEPT.get(jaxpr)) is None:  # asked for each operand
+        ends, start = enumerate(passed_on(jaxpr)[: bodies.carry]), bodies.start - bodies.consts
+        found = _KEPT[jaxpr] = frozenset(n for n, operand in ends if operand == start + n)
     return found
 
 
-_UNCHANGED: Any = weakref.WeakKeyDictionary()
+_KEPT: Any = weakref.WeakKeyDictionary()
 
 
 def _operands_passed_on(eqn: Any) -> list[int | None]:
@@ -160,8 +163,9 @@ def _operands_passed_on(eqn: Any) -> list[int | None]:
     return [end if end is not None and is_same(n, end) else None for n, end in enumerate(turn)]
 
 
-# Of the values of a turn: the same in each, made of what this turn is given, made of what the last one left.
-_FIXED, _OWN, _CARRIED = range(3)
+# Of the values of a turn: made of no argument, the same in each turn, made of what this turn is given, made of what the
+# last one left.
+_CONSTANT, _FIXED, _OWN, _CARRIED = range(4)
 
 
 def steps_in_time(bodies: Bodies) -> bool:
@@ -169,28 +173,38 @@ def steps_in_time(bodies: Bodies) -> bool:
 
     The layers that a scan runs over have weights of their own.
     """
-    start, kept = bodies.start - bodies.consts, passed_on(bodies.jaxprs[-1])
-    carried = [_FIXED if kept[n] == start + n else _CARRIED for n in range(bodies.carry)]
-    return _steps(bodies.jaxprs[-1], [*[_FIXED] * start, *carried])
+    start, kept, (jaxpr, _) = bodies.start - bodies.consts, _kept(bodies), opened(bodies.jaxprs[-1])
+    # Integers that are carried count the turns, and give each its own.
+    kinds = [_CARRIED if is_castable(var.aval) else _OWN for var in jaxpr.invars[start : start + bodies.carry]]
+    carried = [_FIXED if n in kept else kind for n, kind in enumerate(kinds)]
+    own = [_OWN] * (len(jaxpr.invars) - start - bodies.carry)
+    return _steps(bodies.jaxprs[-1], [*[_FIXED] * start, *carried, *own])[0]
 
 
-def _steps(body: Any, kinds: Sequence[int]) -> bool:
+def _steps(body: Any, kinds: Sequence[int]) -> tuple[bool, list[int]]:
+    """Whether a product in a program takes what is carried and what is fixed, and the kinds of the results."""
     jaxpr, consts = opened(body)
     found = False
 
     def equation(eqn: Any, operands: list[int]) -> list[int]:
         nonlocal found
-        inner, kind = bodies_of(eqn), max(operands, default=_FIXED)
-        if inner is not None and inner.kind == "cond":
-            found |= any(_steps(branch, operands[1:]) for branch in inner.jaxprs)
-        elif inner is not None:
-            carried = [kind] * inner.carry
-            turn = [*operands[inner.consts : inner.start], *carried, *operands[inner.start + inner.carry :]]
-            found |= _steps(inner.jaxprs[-1], turn)
-        elif eqn.primitive.name in PRODUCTS:
-            found |= _FIXED in operands and _CARRIED in operands
-        return [kind] * len(eqn.outvars)
+        inner, kind = bodies_of(eqn), max(operands, default=_CONSTANT)
+        if inner is None:
+            found |= eqn.primitive.name in PRODUCTS and _FIXED in operands and _CARRIED in operands
+            return [kind] * len(eqn.outvars)
+        if inner.kind == "cond":
+            which, branches = operands[0], [_steps(branch, operands[1:]) for branch in inner.jaxprs]
+            found |= any(steps for steps, _ in branches)
+            return [max(which, *each) for each in zip(*(results for _, results in branches), strict=True)]
+        before, rest = operands[inner.consts : inner.start], operands[inner.start + inner.carry :]
+        carry, ends = None, operands[inner.start : inner.start + inner.carry]
+        steps, results = False, list[int]()
+        while carry != ends:  # a loop's carry is made of what its turns return, too; a call has none
+            carry = ends
+            steps, results = _steps(inner.jaxprs[-1], [*before, *carry, *rest])
+            ends = [max(pair) for pair in zip(carry, results, strict=False)]
+        found |= steps
+        return [*ends, *results[inner.carry :]]
 
-    given = [*kinds, *[_OWN] * (len(jaxpr.invars) - len(kinds))]
-    interpreted(jaxpr, [_FIXED] * len(consts), given, equation, lambda _: _FIXED)
-    return found
+    results = interpreted(jaxpr, [_FIXED] * len(consts), kinds, equation, lambda _: _CONSTANT)
+    return found, results

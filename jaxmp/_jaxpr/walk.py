@@ -96,7 +96,7 @@ def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None
     return found
 
 
-def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> Iterable[list[T]]:
+def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[list[T]]:
     """The cycles of a graph, each with all that share a node with it: its strongly connected components."""
     from scipy.sparse import coo_array, csgraph
 
@@ -107,6 +107,30 @@ def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> Iterabl
     for node, label in zip(nodes, csgraph.connected_components(matrix, connection="strong")[1], strict=True):
         found.setdefault(label, []).append(node)
     return [cycle for cycle in found.values() if len(cycle) > 1]
+
+
+def turns(
+    nodes: Sequence[T], inputs_of: Callable[[T], Sequence[T]], is_carry: Callable[[T], bool]
+) -> Sequence[list[T]]:
+    """The cycles that go round loops: each comes to the carries on it by what a turn returns, not from before alone.
+
+    Args:
+      nodes: the nodes of the graph.
+      inputs_of: the operands of each; the first of a carry's is its value before the loop.
+      is_carry: tells the carries of loops.
+    """
+    entered = set[T]()  # carries that a way round an outer loop enters, and leaves before any turn
+
+    def before(node: T) -> Sequence[T]:
+        inputs = inputs_of(node)
+        return inputs[1:] if node in entered else inputs
+
+    while True:  # what is no way round may have made another look like one
+        found, known = cycles(nodes, before), len(entered)
+        for cycle in map(frozenset, found):
+            entered |= {node for node in cycle if is_carry(node) and cycle.isdisjoint(inputs_of(node)[1:])}
+        if len(entered) == known:
+            return found
 
 
 def nearest(

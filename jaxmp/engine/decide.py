@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmp._jaxpr.primitives import BROADCAST, COMBINES, MEETS, MONOTONE, PICKS
 from jaxmp._jaxpr.reading import size_of
-from jaxmp._jaxpr.walk import PRODUCTS, cycles, walk
+from jaxmp._jaxpr.walk import PRODUCTS, cycles, turns, walk
 from jaxmp.engine import groups
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind
 from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
@@ -55,6 +55,7 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     groups.find_activations(nodes)
     groups.extend(nodes, graph.groups)
     _hold_sums(graph, frozenset(written))
+    _keep_decay(nodes)
     products = [node for node in products if node.kind is HALF]
     _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
@@ -85,36 +86,37 @@ def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
     if not [node for node in nodes if node.kind is JOIN and node.name == "carry"]:
         return
     for cycle in cycles(nodes, inputs_of):
-        kinds = {node.kind for node in cycle if node.kind is not INFER or node.name not in COMBINES}
-        joins = [node for node in cycle if node.kind is JOIN]
+        kinds, joins = _kinds(cycle), [node for node in cycle if node.kind is JOIN]
         is_written = not written.isdisjoint(cycle)
         starts = {join.inputs[0] for join in joins}.difference(cycle) if is_written else ()
         flows = any(start.is_cast_once for start in starts)  # no weight or argument: a stream of activations
         if HALF not in kinds and not flows and not kinds.isdisjoint((FULL, INFER)):
             _hold(joins if is_written else cycle, "a carry that adds up, with no product on its way round")
-    for cycle in _past_products(nodes):
-        loops = {node.loop for node in cycle if node.kind is INFER}
+    for cycle in turns(nodes, _past_products, lambda node: node.name == "carry"):
+        kinds = _kinds(cycle)
+        if HALF in kinds:  # a region or an override asks for it
+            continue
         if not steps.isdisjoint([node.same for node in cycle]):
             _hold(cycle, "a carry that takes small steps")
-        elif not loops.isdisjoint(graph.times) and any(node.name in ("add", "sub") for node in cycle):
-            _hold(cycle, "a carry that is added to in each step of time")
-    for node in nodes:
+        elif not graph.in_time.isdisjoint(cycle) and not kinds <= {JOIN, CLEAR}:
+            _hold(cycle, "a carry that is computed with in each step of time")
+
+
+def _past_products(node: Node) -> Sequence[Node]:
+    return () if node.name in PRODUCTS else node.inputs
+
+
+def _kinds(cycle: Sequence[Node]) -> set[Kind]:
+    """The kinds of what lies on a way round a loop, but for what rounds nothing."""
+    return {node.kind for node in cycle if node.kind is not INFER or node.name not in COMBINES}
+
+
+def _keep_decay(nodes: Sequence[Node]) -> None:
+    """Makes float32 what a loop multiplies with a number near 1 and carries on: a discount, a rate of decay."""
+    ends = [end for node in nodes if node.name == "carry" for end in node.inputs[1:]]
+    for node in walk(ends, _past_products):
         if node.loop and node.kind is INFER and groups.is_near_one(node):
             _hold([node], "a factor near 1, which half would round")
-
-
-def _past_products(nodes: Sequence[Node]) -> Iterable[list[Node]]:
-    """The ways round loops on which no product lies."""
-    passed = set[Node]()  # carries of loops inside, on a way by none of their turns: these are no ways
-
-    def before(node: Node) -> Sequence[Node]:
-        inputs = node.inputs[1:] if node in passed else node.inputs
-        return () if node.name in PRODUCTS else inputs
-
-    found = cycles(nodes, before)
-    for cycle in map(frozenset, found):
-        passed |= {node for node in cycle if node.name == "carry" and cycle.isdisjoint(node.inputs[1:])}
-    return cycles(nodes, before) if passed else found
 
 
 def _hold(cycle: Sequence[Node], reason: str) -> None:

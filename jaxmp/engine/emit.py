@@ -23,7 +23,7 @@ from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.rules import Rules
 from jaxmp.engine.trace import tracing
-from jaxmp.marks import OF_POLICY, WITH_RULE, marks_in
+from jaxmp.marks import OF_POLICY, WITH_RULE, ours
 
 # Without jit, loops are compiled as one, and found compiled by the next call.
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
@@ -345,7 +345,7 @@ def _half_wanted(body: Body, position: int) -> np.dtype | None:
 def _signature(step: Step, rules: Rules) -> Any:
     """What the program of a step depends on, besides the dtypes of its operands."""
     # Derivative rules are decided later, where these scopes have a say.
-    names = step.names if rules.paths else marks_in(step.names)
+    names = step.names if rules.paths else ours(step.names)
     return (step.eqn.primitive.name, *step.eqn.params.values(), names, _decisions(step))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class Node:
     origin: Node = dataclasses.field(init=False)  # that of what it was before it was moved
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
     has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
+    is_scaled: bool = False  # it multiplies or divides by one number
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
     float8: _float8_products.Asked | None = None  # of a product, as its step has it
 
@@ -82,6 +83,7 @@ class Form:
     bodies: reading.Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
     is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
+    is_scaled: bool  # whether it multiplies or divides by one number
     decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
 
 
@@ -135,7 +137,7 @@ class Graph:
     body: Body
     steps: list[Step]  # all equations, each after those inside of it
     sources: list[Node | None]
-    times: Collection[int] = ()  # the numbers of loops that step in time
+    in_time: Set[Node | None] = frozenset()  # the carries of loops that step in time
     groups: list[Any] = dataclasses.field(default_factory=list)  # what jaxmp.engine.groups.find recognised
     wanted: Collection[Node] = ()  # the results that are wanted in half
     changes: bool = False  # whether anything is computed in another dtype than it was written in
@@ -150,7 +152,7 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
     builder = _Builder(rules, in_rule)
     sources = [builder.value(builder.source(var.aval)) for var in jaxpr.invars]
     body, _ = builder.body(jaxpr, consts, sources, names)
-    return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources], times=builder.times)
+    return Graph(builder.nodes, body, builder.steps, [node for node, *_ in sources], builder.in_time)
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
@@ -171,7 +173,7 @@ class _Builder:
         self.region = Region()
         self.marks: Any = ()  # what decisions depend on of the scopes
         self.loop, self.loops = 0, itertools.count(1)
-        self.times = set[int]()
+        self.in_time = set[Node | None]()
         self.numbers: dict[Any, Any] = {}
         self.forms: dict[Any, Form] = {}
 
@@ -241,7 +243,8 @@ class _Builder:
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one)
+        is_scaled = eqn.primitive.name in ("mul", "div") and () in [atom.aval.shape for atom in eqn.invars]
+        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one, is_scaled)
         return form
 
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
@@ -289,9 +292,8 @@ class _Builder:
         ]
         self.loop = next(self.loops)
         if steps_in_time(bodies):
-            self.times.add(self.loop)
-        for condition in bodies.jaxprs[:-1]:
-            self.inner(step, condition, [*values[: bodies.consts], *carry])
+            self.in_time.update(node for n, (node, *_) in enumerate(carry) if n not in step.unchanged)
+        conditions = [self.inner(step, one, [*values[: bodies.consts], *carry]) for one in bodies.jaxprs[:-1]]
         turns = [(node, ("turn", number), False) for node, number, _ in values[stop:]]
         results = self.inner(step, bodies.jaxprs[-1], [*values[bodies.consts : start], *carry, *turns])
         self.loop = around
@@ -300,7 +302,8 @@ class _Builder:
                 join.inputs = [*join.inputs, node]
                 node.users.append(join)
                 self.check_range(join)
-        key = ("turns", *(number for _, number, _ in (*carry, *results)))
+        made = (*carry, *results, *itertools.chain(*conditions))
+        key = ("turns", *map(step.eqn.params.get, ("length", "reverse")), *(number for _, number, _ in made))
         changed = [self.value(node, (n, *key)) for n, (node, *_) in enumerate(carry) if n not in step.unchanged]
         ends = iter([(node, ("turns", number), False) for node, number, _ in (*changed, *results[bodies.carry :])])
         return [*(value if n in step.unchanged else next(ends) for n, value in enumerate(carry)), *ends]
@@ -344,7 +347,7 @@ class _Builder:
                 reads = inputs if own is None else [each for each in own if each is not None]
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
-                    step.node, node.has_epsilon = node, has_epsilon
+                    step.node, node.has_epsilon, node.is_scaled = node, has_epsilon, form.is_scaled
                 node.float8 = step.float8
             same: Any = node or object()
             if not eqn.effects:

@@ -42,9 +42,9 @@ _MEANS = _SCALES | {"reduce_sum"}
 _MASKED = _SCALES | {"select_n"}
 _LIMITS = frozenset({"max", "min", "clamp"})
 _OFFSETS = _SUMS | _LIMITS
-_STEPS = _MASKED | _LIMITS
+_PASSED_BY_STEPS = _MASKED | _LIMITS
 _OF_ONE = frozenset({"acos", "acosh", "asin", "atanh", "erf_inv", "log1p"})  # what is left of 1 counts
-_AFFINE = _OFFSETS | _SCALES | {"select_n"}
+_AFFINE = _SUMS | _PASSED_BY_STEPS
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
 _FULL = frozenset({FULL, STRICT})
 SMALL_STEP = "small step"
@@ -344,17 +344,19 @@ def _straight_through(node: Node, _: Step) -> Iterator[Group]:
 def _small_steps(node: Node, _: Step) -> Iterator[Group]:
     """Sums that add to a value a small multiple of what products make of it: steps of an integrator."""
     pairs: Any = itertools.permutations(node.inputs, 2) if node.name == "add" else [node.inputs]
-    pairs = [(whole, step) for whole, step in pairs if step.origin.name in _STEPS and whole.const is None]
-    for whole, step in pairs if node.half in _SMALL else ():
+    pairs = [(whole, term) for whole, term in pairs if term.origin.name in _PASSED_BY_STEPS and whole.const is None]
+    for whole, term in pairs if node.half in _SMALL else ():
         kept, way = list[Node](), list[Node]()
-        term, scale = _origin(step, _STEPS, way), _largest_scale(way)
-        if scale >= _SMALL_BESIDE_DECAY:
-            continue
         ends = {_origin(whole, _SCALES, kept), whole.origin}
-        # Near 1 a rate of decay is as coarse as half.
-        if scale < (_SMALL_BESIDE_DECAY if kept and 0.75 < _largest_scale(kept) < 1 else _SMALL[node.half]):
+        term = _origin(term, _PASSED_BY_STEPS, way, constant=False)
+        known = [each for each in way if any(operand.origin.const for operand in each.inputs)]
+        decays = bool(kept) and 0.75 < _largest_scale(kept) < 1  # where a rate is as coarse as half
+        is_small = _largest_scale(known) < (_SMALL_BESIDE_DECAY if decays else _SMALL[node.half])
+        # A number that is not known is the time of a step, or a learning rate, where a carry takes it.
+        is_timed = node.loop and any(each.is_scaled for each in way if each not in known)
+        if is_small or (is_timed and "carry" in [each.name for each in _made_of([whole], ())]):
             products = [each for each in _made_of([term], ends) if each.name in PRODUCTS and each.origin not in ends]
-            if any([each.origin in ends for each in _made_of(products, ends, until=())]):
+            if any(each.origin in ends for each in _made_of(products, ends, until=())):
                 yield Group(SMALL_STEP, (node, *kept), "takes steps that half would lose")
 
 
@@ -373,9 +375,9 @@ def is_near_one(node: Node) -> bool:
     return any(1 - _SMALL[half] < low != half.type(low) and high < 1 for low, high in consts)
 
 
-def _made_of(nodes: Iterable[Node], start: Collection[Node], until: Collection[str] = PRODUCTS) -> Iterable[Node]:
-    """What values are made of, back to ``start`` and to products."""
-    return walk(nodes, lambda each: () if each.origin in start or each.name in until else each.inputs)
+def _made_of(nodes: Iterable[Node], ends: Collection[Node], until: Collection[str] = PRODUCTS) -> Iterable[Node]:
+    """What values are made of, back to ``ends`` and to operations of the names in ``until``."""
+    return walk(nodes, lambda each: () if each.origin in ends or each.name in until else each.inputs)
 
 
 def _searches(_: Node, step: Step) -> Iterator[Group]:

@@ -112,7 +112,7 @@ class Rules:
             level, reason = request
             if level != "half":
                 return Decision(Kind.FULL, reason, level)
-            if cls is not Class.LINALG or f"primitive:{name}" in self.overrides:
+            if cls is not Class.LINALG or self.overrides.get(f"primitive:{name}") == "half":
                 return Decision(Kind.HALF, reason, level)
         if cls is Class.HALF:
             return self._kind_of_product(eqn)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -74,6 +76,19 @@ def test_what_adds_up_is_float32_although_a_product_reads_it(case, policy):
     hold(SUMS[case], policy)
 
 
+def error(w, x):
+    return jnp.sum((jnp.tanh(x @ w) - jnp.sin(x)) ** 2)
+
+
+def scanned(body, p, h):
+    """``h`` after a turn for each of two weights."""
+    return jax.lax.scan(lambda h, w: (body(w, h), None), h, jnp.stack([p["w"], p["t"]]))[0]
+
+
+def gated(h, w):
+    return (z := jax.nn.sigmoid(h @ w - 5)) * B - (1 - z) * h
+
+
 STEPS = {
     "Euler": lambda p: turns(lambda h, _: h + layer(p, h) / TURNS, X),
     "a midpoint": lambda p: turns(lambda h, _: h + (d := 1 / TURNS) * layer(p, h + d / 2 * layer(p, h)), X),
@@ -115,6 +130,22 @@ STEPS = {
         X[:, :4],
         X[:, 4:],
     )[0],
+    "minibatches": lambda p: X @ turns(lambda w, x: w - p["dt"] * jax.grad(error)(w, x), p["w"], xs=XS),
+    "minibatches by number": lambda p: (
+        X @ jax.lax.fori_loop(0, TURNS, lambda n, w: w - p["dt"] * jax.grad(error)(w, XS[n]), p["w"])
+    ),
+    "weights of the time": lambda p: turns(
+        lambda h, t: h + p["dt"] * layer({"w": p["w"] * jnp.cos(t)}, h), X, xs=TIMES[1:]
+    ),
+    "attention": lambda p: turns(lambda h, _: h + p["dt"] * (jax.nn.softmax(h @ h.T) @ h), X),
+    "layers in each step": lambda p: turns(lambda h, _: scanned(lambda w, h: h + layer({"w": w}, h) / TURNS, p, h), X),
+    "gates in layers in each step": lambda p: turns(
+        lambda h, _: scanned(lambda w, h: h + jax.nn.sigmoid(h @ p["t"] - 5) * (jnp.tanh(h @ w) - h), p, h), X
+    ),
+    "weights of a call": lambda p: turns(lambda h, _: gated(*jax.jit(lambda h, w: (-h, -w))(h, p["w"])), X),
+    "added in place": lambda p: turns(lambda h, _: h.at[1:].add(p["dt"] * layer(p, h)[1:]), X),
+    "factors": lambda p: turns(lambda h, _: h * (1 + p["dt"] * layer(p, h)), X),
+    "the sum of a stack": lambda p: turns(lambda h, _: jnp.stack([h, p["dt"] * layer(p, h)]).sum(0), X),
     "a checkpoint": lambda p: turns(jax.checkpoint(lambda h, _: h + layer(p, h) / TURNS), X),
     "a jit": lambda p: turns(jax.jit(lambda h, _: h + layer(p, h) / TURNS), X),
 }
@@ -125,6 +156,54 @@ def test_steps_in_time_are_added_in_float32(case, policy):
     hold(STEPS[case], policy)
     products = [row for row in jaxmp.cast_plan(STEPS[case], policy)(PARAMS).rows if row.primitive == "dot_general"]
     assert {row.result for row in products} == {HALVES[policy]}
+
+
+@pytest.mark.parametrize("case", ["an operation", "a scope", "a region", "a region of a small step"])
+def test_a_step_that_is_asked_to_be_float32_is_so(case):
+    scope = {"a scope": lambda: jax.named_scope("step")}.get(case, lambda: jaxmp.precision("float32"))
+
+    def body(p, h):
+        step = (1 / TURNS if "small" in case else p["dt"]) * layer(p, h)
+        with scope() if case != "an operation" else contextlib.nullcontext():
+            return h + step
+
+    def fun(p):
+        return turns(lambda h, _: body(p, h), X)
+
+    overrides = {"an operation": {"primitive:add": "float32"}, "a scope": {"**/step": "float32"}}.get(case)
+    assert off(jaxmp.autocast(fun, "mixed_bfloat16", overrides)(PARAMS), fun(PARAMS)) < 0.02
+
+
+def test_one_number_for_all_layers_may_be_a_time_and_is_added_with_in_float32():
+    plan = jaxmp.cast_plan(stacked(lambda p, h, _: h + p["dt"] * layer(p, h)), "mixed_bfloat16")(PARAMS)
+    assert plan.summary.groups == {"small step": 1}
+    assert {row.result for row in plan.rows if row.primitive == "dot_general"} == {"bfloat16"}
+
+
+def cell(h, x):
+    return jnp.tanh(h @ PARAMS["w"] + x)
+
+
+def nested(loops):
+    """Loops in loops around a product, each of which only passes on what the one inside returns."""
+    if loops == 0:
+        return lambda h: cell(h, 1.0)
+    return lambda h: jax.lax.fori_loop(0, 3, lambda _, h: nested(loops - 1)(h), h)
+
+
+ROUNDED_BY_PRODUCTS_ALONE = {
+    "a masked network": lambda h: turns(lambda h, x: jnp.where(x > 0, cell(h, x), h), h, xs=XS) @ PARAMS["t"],
+    "the largest so far": lambda h: turns(lambda h, x: jnp.maximum(cell(h, x), h), h, xs=XS) @ PARAMS["t"],
+    "a loop in a loop": lambda h: turns(lambda h, x: nested(1)(h) + x, h, xs=XS) @ PARAMS["t"],
+    "three loops": lambda h: turns(lambda h, x: nested(3)(h) + x, h, xs=XS) @ PARAMS["t"],
+}
+
+
+@pytest.mark.parametrize("case", ROUNDED_BY_PRODUCTS_ALONE)
+def test_a_carry_that_products_alone_round_is_half(case):
+    rows = jaxmp.cast_plan(ROUNDED_BY_PRODUCTS_ALONE[case], "mixed_bfloat16")(X).rows
+    carries = [row.result for row in rows if row.primitive in ("scan", "while")]
+    assert carries and not any("float32" in result for result in carries)
 
 
 FORWARD = {
@@ -169,7 +248,7 @@ LAYERS = {
     "masked layers": stacked(lambda p, h, m: h + jnp.where(m[:, None], layer(p, h), 0.0), MASKS[:12]),
     "masks of numbers": stacked(lambda p, h, m: h + m.astype(jnp.float32)[:, None] * layer(p, h), MASKS[:12]),
     "a scale for each feature": stacked(lambda p, h, s: h + s * layer(p, h), XS[:12, 0]),
-    "a scale": stacked(lambda p, h, _: h + p["dt"] * layer(p, h)),
+    "a mask that each layer makes": stacked(lambda p, h, _: h + jnp.tril(jnp.ones((4, 4))) @ layer(p, h)),
     "a gated layer": stacked(lambda p, h, _: h + jax.nn.sigmoid(h @ p["w"]) * (layer(p, h) - h)),
     "half of each layer": stacked(lambda p, h, _: 0.5 * h + 0.5 * layer(p, h)),
     "attention to what all layers share": stacked(
@@ -178,6 +257,10 @@ LAYERS = {
     "layers by their number": lambda p: jax.lax.fori_loop(
         0, 12, lambda n, h: h + layer({"w": jnp.stack([p["w"]] * 12)[n]}, h), X
     ),
+    "cross-attention by number": lambda p: jax.lax.fori_loop(
+        0, 12, lambda n, h: h + jax.nn.relu(h @ (B[:, None] * (w := jnp.stack([p["w"]] * 12)[n]))) @ w.T, X
+    ),
+    "a layer times a number near 1": stacked(lambda p, h, _: h + (0.97 * layer(p, h)) @ p["w"]),
     "gelu": lambda p: jax.nn.gelu(jax.nn.gelu(X @ p["w"]) @ p["w"]) @ p["w"],
     "a gated layer of each microbatch": lambda p: jax.lax.map(lambda x: (x + p["dt"] * layer(p, x)) @ p["w"], XS),
     "a low-rank update": lambda p: (X @ p["w"] + 0.03 * ((X @ p["t"][:, :2]) @ p["w"][:2])) @ p["w"],

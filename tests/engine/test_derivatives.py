@@ -375,3 +375,28 @@ def test_a_limit_of_what_is_float32_passes_its_gradient_inside_and_outside(limit
         lambda w: [jax.grad(loss)(w), jax.grad(half(loss, policy))(w), half(jax.grad(loss), policy)(w)]
     )(W)
     assert min(cosine(gradient, expected) for gradient in gradients) > 0.995
+
+
+@pytest.mark.parametrize("is_rule_first", [False, True])
+def test_a_jitted_function_that_a_rule_calls_as_well_has_a_program_for_each(is_rule_first):
+    scale = jax.jit(lambda b, y: b * y)
+
+    @jax.custom_jvp
+    def by_rule(b, y):
+        return scale(b, y)
+
+    @by_rule.defjvp
+    def _(primals, tangents):
+        (b, y), (of_b, of_y) = primals, tangents
+        return scale(b, y), scale(b, of_y) + of_b * y
+
+    def fun(b, w, x):
+        y = x @ w
+        first, second = (by_rule, scale)[:: 1 if is_rule_first else -1]
+        return jnp.sum((first(b, y) + second(b, y)) @ w)
+
+    def total(run):
+        return lambda b: jnp.sum(jax.vmap(jax.jit(run), (None, None, 0))(b, W, jnp.tile(X, (250, 1))))
+
+    given, expected = (jax.grad(total(run))(jnp.ones(8)) for run in (half(fun), fun))
+    assert jnp.linalg.norm(given - expected) < 0.02 * jnp.linalg.norm(expected)

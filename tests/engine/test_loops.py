@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from autocast_tools import HALVES, compiled, cosine, half, in_turn, layer_norm, normal, products
 
+from jaxmp import cast_plan
 from jaxmp._jaxpr.reading import bodies_of
 from jaxmp._jaxpr.walk import equations
 
@@ -287,3 +288,27 @@ def test_an_activation_goes_into_a_loop_in_float32_if_its_turns_and_those_inside
     (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
     operands = [atom.aval.dtype.name for atom in loop.invars[: bodies_of(loop).start]]
     assert sorted(operands) == sorted([dtype, "float32"])  # and w
+
+
+PAIRS = {
+    "as often": lambda w: (fori(3, w), fori(3, w)),
+    "more often": lambda w: (fori(3, w), fori(5, w)),
+    "backwards": lambda w: tuple(
+        jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), X, jnp.stack([X, W[:4]]), reverse=reverse)[0]
+        for reverse in (False, True)
+    ),
+    "until something else": lambda w: tuple(
+        jax.lax.while_loop(lambda h, most=most: jnp.sum(h[0]) < most, lambda h: jnp.tanh(h @ w) + 1, X)
+        for most in (3.0, 9.0)
+    ),
+}
+
+
+def fori(turns, w):
+    return jax.lax.fori_loop(0, turns, lambda _, h: jnp.tanh(h @ w), X)
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_only_loops_that_turn_alike_give_equal_values(case):
+    plan = cast_plan(lambda w: jnp.sum(jnp.multiply(*PAIRS[case](w))), "mixed_bfloat16")(W)
+    assert plan.summary.groups.get("sum of squares", 0) == (case == "as often")

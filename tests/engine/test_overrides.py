@@ -447,3 +447,14 @@ def test_levels_are_read_as_policies_are(level):
     assert dtypes_of("exp", fun, X, W) == ["bfloat16"]
     with pytest.raises(ValueError, match="'half' in overrides is the compute dtype of the policy, but that is float32"):
         jaxmp.autocast(model, "float32", {"**/encoder": level})  # and no policy of that name
+
+
+@pytest.mark.parametrize("more", [{}, {"primitive:cholesky": "float32"}])
+def test_a_half_path_leaves_factorisations_float32_unless_they_are_named_as_half(more):
+    def fun(w):
+        with jax.named_scope("head"):
+            return jnp.sum(jax.lax.linalg.cholesky(w @ w.T + jnp.eye(8)))
+
+    overrides = {"**/head": "half", **more}
+    (row,) = [row for row in jaxmp.cast_plan(fun, "mixed_bfloat16", overrides)(W).rows if row.primitive == "cholesky"]
+    assert row.result == "float32" and np.isfinite(jaxmp.autocast(fun, "mixed_bfloat16", overrides)(W))

@@ -434,3 +434,35 @@ def test_what_several_runs_start_from_is_to_be_copied():
     step(TrainState.create(params=params, tx=optax.sgd(0.1)), 1.0)
     with pytest.raises(RuntimeError, match=r"copy what another run is to start from \(jax.tree.map\(jnp.copy, params"):
         TrainState.create(params=params, tx=optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("name", ["step", "opt_state", "ema_params"])
+def test_what_create_makes_itself_is_put_into_the_state_after_it(name):
+    with pytest.raises(TypeError, match=rf"got {name}=; it makes that; write state.replace\({name}=…\) after it"):
+        TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), **{name: 3})
+
+
+@pytest.mark.parametrize("wrong", [0.5, 1j, jnp.float32(1)])
+def test_a_model_state_of_whole_numbers_stays_one(wrong):
+    step = make_train_step(lambda p, s, batch, r: (jnp.mean(p * batch), {"n": jnp.asarray(wrong)}), donate=False)
+    state = TrainState.create(params=jnp.ones(2), tx=optax.sgd(0.1), model_state={"n": jnp.int32(0)})
+    with pytest.raises(TypeError, match=r"'n' was int32 and is \w+, which a cast to int32 would cut; start with"):
+        step(state, jnp.ones(2))
+
+
+@pytest.mark.parametrize("classes", [4, 16])
+def test_microbatches_are_of_arrays_with_the_same_examples(classes):
+    def loss(params, model_state, batch, rng):
+        return jnp.mean(params * batch["x"] * batch["weights"][batch["y"]]), model_state
+
+    batch = {
+        "x": jnp.ones(8),
+        "y": jnp.arange(8) % 4,
+        "weights": jnp.arange(1.0, 1 + classes),
+        "none": jnp.ones((0, 3)),
+    }
+    state = TrainState.create(params=jnp.float32(1), tx=optax.sgd(0.1))
+    make_train_step(loss, donate=False)(state, batch)
+    lengths = rf"got {classes} of them in 'weights' and 8 in 'x'; what all examples share goes into model_state, or"
+    with pytest.raises(ValueError, match=f"must be the examples, {lengths}"):
+        make_train_step(loss, accumulate_steps=2, donate=False)(state, batch)
