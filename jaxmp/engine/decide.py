@@ -98,7 +98,7 @@ def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
             continue
         if not steps.isdisjoint([node.same for node in cycle]):
             _hold(cycle, "a carry that takes small steps")
-        elif not graph.in_time.isdisjoint(cycle) and not kinds <= {JOIN, CLEAR}:
+        elif not (graph.in_time.isdisjoint(cycle) or kinds.isdisjoint((FULL, INFER))):
             _hold(cycle, "a carry that is computed with in each step of time")
 
 
