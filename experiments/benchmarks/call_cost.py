@@ -42,7 +42,7 @@ from experiments.training import cli
 REFERENCE = "plain JAX and optax"
 COLUMNS = ("a call of", "arrays in", "arrays out", "µs", "quartiles", "ratio", "quartiles of the ratio")
 GOAL = "jaxmp, dynamic scale"
-GOAL_US, PLAIN_US = 80.0, 46.0  # as measured when the goal was set; on another machine both are others
+GOAL_US, PLAIN_US = 80.0, 46.0  # the second as measured when the goal was set; a slower machine is told by the ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,12 +138,11 @@ def table(rows: dict[str, Any]) -> Table:
     for label, row in rows.items():
         in_us = {"ms": [1000 * ms for ms in row["ms"]], "ratio": row["ratio"]}
         cells.append((label, *map(str, row["arrays"]), *times(in_us, ".1f", ".2f")))
-    us, plain_us, ratio = 1000 * rows[GOAL]["ms"][1], 1000 * rows[REFERENCE]["ms"][1], rows[GOAL]["ratio"][1]
-    verdict = (
-        f"{Goal('', f'{GOAL} / {REFERENCE}', ratio, round(GOAL_US / PLAIN_US, 2), form='.2f').sentence()}: the goal is "
-        f"{GOAL_US:g} µs where {REFERENCE} take {PLAIN_US:g}; here it takes {us:.1f} where they take {plain_us:.1f}"
-    )
-    return Table("A step of two layers: µs a call", COLUMNS, cells, notes=(verdict,))
+    us, ratio = 1000 * rows[GOAL]["ms"][1], rows[GOAL]["ratio"][1]
+    in_time = Goal("", f"a call of {GOAL}, in µs,", us, GOAL_US, form=".1f").sentence()
+    as_share = Goal("", f"{GOAL} / {REFERENCE}", ratio, round(GOAL_US / PLAIN_US, 2), form=".2f").sentence()
+    where = f"{GOAL_US:g} µs where {REFERENCE} take {PLAIN_US:g}, as when the goal was set"
+    return Table("A step of two layers: µs a call", COLUMNS, cells, notes=(in_time, f"{as_share}: {where}"))
 
 
 def main(config: Config) -> dict[str, Any]:
