@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
+from jaxmp._placement import moved_to
 from jaxmp._specs import Mesh, as_tuple, fitting, following, names_of, require_specs, specs_in, without
 from jaxmp.dtypes import canonical_dtype
 
@@ -107,18 +108,17 @@ class Plan:
         """That of each leaf of a train state."""
         return following(state, state.params, self.specs, self.mesh)
 
-    def shardings_of_batch(self, batch: Any, microbatches: int) -> Any:
-        """Where each leaf of a batch lies: its examples over all devices; a scalar on each.
+    def batch(self, batch: Any, microbatches: int) -> Any:
+        """``batch`` with the examples of each leaf over all devices; a scalar is on each.
 
         Raises:
           ValueError: devices times microbatches do not divide the examples.
         """
 
         def placed(path: Any, leaf: Any) -> Any:
-            if not np.ndim(leaf):
-                return NamedSharding(self.mesh, PartitionSpec())
+            spec = self.rows if np.ndim(leaf) else PartitionSpec()
             parts = self.devices * microbatches
-            if not np.shape(leaf)[0] or np.shape(leaf)[0] % parts:
+            if np.ndim(leaf) and (not np.shape(leaf)[0] or np.shape(leaf)[0] % parts):
                 each = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
                 entry = f" in batch entry {_tree.path_name(path)!r}" if path else ""
                 raise ValueError(
@@ -126,7 +126,8 @@ class Plan:
                     f"{np.shape(leaf)[0]} examples{entry}; use a batch of "
                     f"{parts * (np.shape(leaf)[0] // parts + 1)}, say"
                 )
-            return NamedSharding(self.mesh, self.rows)
+            is_traced = isinstance(leaf, jax.core.Tracer)
+            return self.put(leaf, spec) if is_traced else moved_to(leaf, NamedSharding(self.mesh, spec))
 
         return jax.tree.map_with_path(placed, batch)
 

@@ -48,7 +48,6 @@ from jaxmp._placement import (
     is_deleted,
     is_traced,
     microbatches,
-    moved_to,
     require_apart,
     require_arrays,
     require_examples,
@@ -450,7 +449,7 @@ class TrainStep:
                 new, metrics = run(given, batch)
             else:
                 with self._on_mesh():
-                    new, metrics = run(given, self._batch_on_mesh(batch))
+                    new, metrics = run(given, self._plan.batch(batch, self._accumulate_steps))
         except (RuntimeError, TypeError, ValueError) as error:
             require_arrays(batch, error)
             require_apart(state, batch, error)
@@ -514,12 +513,6 @@ class TrainStep:
         self.jitted, run = self._placed_programs((structure, tuple(leaves)) if leaves else None)
         return state, run, bool(leaves) or jax.device_count() == 1
 
-    def _batch_on_mesh(self, batch: Any) -> Any:
-        if self._plan is None:
-            return batch
-        wanted = self._plan.shardings_of_batch(batch, self._accumulate_steps)
-        return batch if is_traced(batch) else jax.tree.map(moved_to, batch, wanted)
-
     def _programs(self, placement: tuple[Any, ...] | None) -> tuple[Any, Any]:
         """The jitted step of trees and that of leaves; XLA alone would shard by the batch what it computes of it."""
         shardings = None if placement is None else jax.tree.unflatten(*placement)
@@ -570,7 +563,7 @@ class TrainStep:
             return self.gradients(state, batch, rng)
         whole = PartitionSpec()
         with self._on_mesh():
-            specs = self._plan.specs_of(state).params
+            specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)
             return self._plan.typed(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
@@ -674,7 +667,7 @@ class TrainStep:
         """Says what is not finite, by computing the gradients of the last bad batch once more."""
         from jaxmp.inspect.blame import first_nonfinite  # not needed before
 
-        batch = self._batch_on_mesh(batch)
+        batch = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
         loss, grads, _, _ = jax.jit(self.placed_gradients)(state, batch, state.rng)
         scale = get_loss_scale(state.opt_state)
         error = NonFiniteTrainingError(explanation(loss, grads, scale, state.params, batch, self._max_skips))

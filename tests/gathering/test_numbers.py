@@ -320,6 +320,33 @@ class TestNumbers:
                 state, _ = jax.block_until_ready(step(state, batch))
         assert caught.value.blame.primitive == "log"
 
+    @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.once), AxisType.Explicit])
+    def test_the_examples_of_a_batch_that_is_on_no_mesh_are_split_in_every_program(self, kind):
+        """As by a call, which puts them: the products of a device are those of its own examples."""
+
+        def loss_fn(params, model_state, batch, rng):
+            seen.append(jax.typeof(batch).sharding.spec)
+            return jnp.mean((batch @ params["w"]) ** 2), model_state
+
+        seen, mesh, specs = [], mesh_of(kind, data=4), {"w": P()}
+        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh, specs)
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs)
+        batch = np.ones((BATCH, WIDTH), np.float32)
+        programs = [
+            step.lower(state, placed)
+            for placed in (
+                batch,
+                jax.ShapeDtypeStruct(batch.shape, batch.dtype),
+                jax.device_put(batch, NamedSharding(mesh, P("data"))),
+            )
+        ]
+        programs += [step.jitted.lower(state, batch), jax.jit(step).lower(state, batch)]
+        for program in programs:
+            moved = sharding.collectives(program.compile())
+            assert {row.kind for row in moved.rows} == {"all-reduce"}  # of the gradient and the mean, not of examples
+        if kind is AxisType.Explicit:
+            assert set(seen) == {P("data", None)}
+
     @pytest.mark.once
     def test_half_policies_stay_near_one_device(self):
         mesh = mesh_of()
