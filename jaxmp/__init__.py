@@ -8,6 +8,8 @@ dtype('float16')
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jaxmp import _contexts  # noqa: F401 - before anything is jitted
+
 if TYPE_CHECKING:
     from jaxmp import dtypes as dtypes
     from jaxmp import float8 as float8

@@ -40,10 +40,11 @@ def each_once(state: Any) -> Any:
     if len({*map(id, leaves)}) == len(leaves):  # as a rule
         return state
     seen: set[int] = set()
-    return jax.tree.unflatten(structure, [_copied_if_seen(leaf, seen) for leaf in leaves])
+    return jax.tree.unflatten(structure, [copied_if_seen(leaf, seen) for leaf in leaves])
 
 
-def _copied_if_seen(leaf: Any, seen: set[int]) -> Any:
+def copied_if_seen(leaf: Any, seen: set[int]) -> Any:
+    """A copy of ``leaf`` if it is an array whose id is in ``seen``, which it is from then on."""
     again = id(leaf) in seen and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     seen.add(id(leaf))
     return jnp.copy(leaf) if again else leaf

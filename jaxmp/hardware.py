@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxmp._contexts import assumed_hardware
 from jaxmp.dtypes import nearest
 
 # Tensor cores by compute capability, from the CUDA programming guide and the architecture whitepapers (Volta, Turing,
@@ -69,7 +70,6 @@ GPUS = {
     "t4": ("Tesla T4", "7.5"),
 }
 """Short names of GPUs, which need not be there: the device kind, and the compute capability."""
-_assumed: Any = jax.make_user_context(default_value=None)  # one of these names; a part of the keys of JAX's own caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def detect(device: Any = None) -> Hardware:
     >>> jaxmp.hardware.detect(jax.devices("cpu")[0]).recommended_policy
     'float32'
     """
-    device = _assumed.value if device is None else device
+    device = assumed_hardware.value if device is None else device
     device = jax.local_devices()[0] if device is None else gpu_named(device) if isinstance(device, str) else device
     name, platform = str(device.device_kind), str(device.platform)
     capability = getattr(device, "compute_capability", None)
@@ -147,7 +147,7 @@ def assumed(name: str) -> Iterator[None]:
     'mixed_bfloat16'
     """
     gpu_named(name)
-    with _assumed(name):
+    with assumed_hardware(name):
         yield
 
 

@@ -43,6 +43,20 @@ def test_importing_jaxmp_adds_at_most_a_tenth_of_a_second_to_importing_jax():
     assert any(float(python(code)) <= 0.1 for _ in range(3))
 
 
+def test_no_part_of_jaxmp_that_is_loaded_later_has_what_was_jitted_before_compiled_again():
+    found = python(
+        "import jax, jaxmp; from flax import nnx; traced = []\n"
+        "own = jax.jit(lambda x: traced.append('own') or x)\n"
+        "half = jax.jit(jaxmp.autocast(lambda w: traced.append('half') or w @ w, 'mixed_bfloat16'))\n"
+        "eye = jax.numpy.eye(2)\n"
+        "for later in ('losses', 'inspect', 'hardware', 'linen', 'nnx', 'training'):\n"
+        "    own(eye), half(eye), getattr(jaxmp, later)\n"
+        "net = jaxmp.nnx.apply_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 'mixed_bfloat16')\n"
+        "net(eye), own(eye), half(eye), print(*traced)"
+    )
+    assert found == "own half"
+
+
 def test_what_a_type_checker_sees_is_what_there_is():
     source = (ROOT / "jaxmp" / "__init__.py").read_text()
     seen = {

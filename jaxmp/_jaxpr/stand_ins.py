@@ -22,8 +22,8 @@ import jax.scipy.special
 import jax.scipy.stats
 import numpy as np
 
-# A part of the keys of JAX's own caches: what was jitted and traced without the engine is traced again in it.
-_key: Any = jax.make_user_context(default_value=None)
+from jaxmp._contexts import decided
+
 _deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
 _lock = threading.Lock()
 _originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of modules, all and those that stand-ins stand for
@@ -52,7 +52,7 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
                 own.update({name: stand_in(original) for name, original in originals.items()})
         _depth += 1
     try:
-        with _key(key):
+        with decided(key):
             yield
     finally:
         with _lock:

@@ -109,6 +109,32 @@ def cycles(nodes: Sequence[T], inputs_of: Callable[[T], Iterable[T]]) -> list[li
     return [cycle for cycle in found.values() if len(cycle) > 1]
 
 
+def nested_cycles(
+    nodes: Sequence[T], inputs_of: Callable[[T], Sequence[T]], loop_around: Callable[[T], int | None]
+) -> list[list[T]]:
+    """The :func:`cycles` of a graph, and those of each loop inside of another by itself.
+
+    What goes round an outer loop often goes through the carry of an inner one too, so that both are one cycle.
+
+    Args:
+      nodes: the nodes of the graph.
+      inputs_of: the operands of each; the first of a carry's is its value before the loop.
+      loop_around: of a carry the number of the loop around its own, larger further inside; None of what is no carry.
+    """
+    found = cycles(nodes, inputs_of)
+    for members in map(frozenset, tuple(found)):
+        around = {node: loop for node in members if (loop := loop_around(node)) is not None}
+        outermost = min(around.values())
+        if outermost == max(around.values()):
+            continue
+        inside = {
+            node: [each for each in inputs_of(node)[: 1 if around.get(node) == outermost else None] if each in members]
+            for node in members
+        }
+        found += nested_cycles([node for node in nodes if node in members], inside.__getitem__, loop_around)
+    return found
+
+
 def turns(
     nodes: Sequence[T], inputs_of: Callable[[T], Sequence[T]], is_carry: Callable[[T], bool]
 ) -> Sequence[list[T]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmp._jaxpr.primitives import BROADCAST, COMBINES, MEETS, MONOTONE, PICKS
 from jaxmp._jaxpr.reading import size_of
-from jaxmp._jaxpr.walk import PRODUCTS, cycles, turns, walk
+from jaxmp._jaxpr.walk import PRODUCTS, nested_cycles, turns, walk
 from jaxmp.engine import groups
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind
 from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
@@ -79,13 +79,13 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
 def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
     """Makes float32 each carry that adds up, and all on its way round: half of the sum would be added to.
 
-    One adds up if no product lies on its way round, or if a way past them takes small steps or steps in time. What
-    comes from ``written`` products, and has none before the loop, is carried in float32 as well.
+    One adds up if no product lies on the way round its own loop, or if a way past them takes small steps or steps in
+    time. What comes from ``written`` products, and has none before the loop, is carried in float32 as well.
     """
     nodes, steps = graph.nodes, {group.nodes[0].same for group in graph.groups if group.name == groups.SMALL_STEP}
     if not [node for node in nodes if node.kind is JOIN and node.name == "carry"]:
         return
-    for cycle in cycles(nodes, inputs_of):
+    for cycle in nested_cycles(nodes, inputs_of, lambda node: node.loop if node.name == "carry" else None):
         kinds, joins = _kinds(cycle), [node for node in cycle if node.kind is JOIN]
         is_written = not written.isdisjoint(cycle)
         starts = {join.inputs[0] for join in joins}.difference(cycle) if is_written else ()

@@ -352,6 +352,6 @@ def _signature(step: Step, rules: Rules) -> Any:
 def _decisions(step: Step) -> Any:
     own: tuple[Any, ...] = tuple((node.compute, node.dtype, node.late) for node in step.nodes if node is not None)
     shared = tuple(operand is not None and (operand.is_cast_once, operand.late) for operand in step.operands)
-    own = (*own, *step.float8.decision) if step.float8 else own
+    own = (*own, step.stands, *(step.float8.decision if step.float8 else ()))
     # What is wanted of comparisons depends on constants too.
     return (own, shared, tuple(_wants(step)), tuple(tuple(map(_decisions, body.steps)) for body in step.inner))

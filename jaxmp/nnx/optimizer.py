@@ -18,6 +18,7 @@ from jaxmp import tree as _tree
 from jaxmp._adapters import described_model
 from jaxmp._functions import require_flag
 from jaxmp._order import warn_if_behind
+from jaxmp._placement import copied_if_seen
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.nnx.objects import value_of
 from jaxmp.nnx.variables import is_module, is_node, is_object
@@ -104,7 +105,13 @@ class Optimizer(_Object):
         require_outermost(tx, self.opt_state)
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
-        self.ema: Any = nnx.data(_tree.widen(nnx.as_pure(params)) if ema else None)
+        # None of the model's own arrays: two that jax.device_put makes of one may share a buffer, which no step can
+        # donate twice.
+        seen = {*map(id, jax.tree.leaves(nnx.as_pure(params)))}
+        kept = nnx.as_pure(self.opt_state), _tree.widen(nnx.as_pure(params)) if ema else None
+        opt_state, average = jax.tree.map(lambda leaf: copied_if_seen(leaf, seen), kept)
+        _set(self.opt_state, opt_state)
+        self.ema: Any = nnx.data(average)
 
     @property
     def loss_scale(self) -> LossScale:

@@ -23,6 +23,7 @@ from flax import nnx
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, noting_half, remembered, widen
+from jaxmp._contexts import float32_caller
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.rules import Rules
@@ -240,7 +241,7 @@ class _Frame:
         """While this lasts, what is called is called by it."""
         token = _innermost.set(self)
         try:
-            with _float32_caller(type(self.module) if self.decision.is_float32 else None):
+            with float32_caller(type(self.module) if self.decision.is_float32 else None):
                 yield
         finally:
             _innermost.reset(token)
@@ -252,10 +253,6 @@ _innermost: ContextVar[_Frame | None] = ContextVar("jaxmp_nnx_frame", default=No
 def is_running() -> bool:
     """Whether a method of a module under a policy runs."""
     return _innermost.get() is not None
-
-
-# A part of the keys of JAX's own caches: a function that is jitted hands out float32 to code that is traced in it.
-_float32_caller: Any = jax.make_user_context(default_value=None)
 
 
 def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:

@@ -58,6 +58,13 @@ def hold(fun, policy):
         assert off(given, expected) < WITHIN[policy]
 
 
+def in_layers(inner):
+    """Two scanned layers with ``inner`` of what a product makes in each."""
+    return lambda p: jax.lax.scan(lambda h, w: (h + inner(jnp.tanh(h @ w)) @ w, None), X, jnp.stack([p["w"], p["t"]]))[
+        0
+    ]
+
+
 # Each is read by a product, and no product lies on its way round.
 SUMS = {
     "a sum of params": lambda p: turns(lambda s, _: s + 0.01 * p["t"], jnp.zeros((8, 8))) @ p["w"],
@@ -68,12 +75,26 @@ SUMS = {
         lambda s, x: (0.99 * s + 0.01 * x * x, s @ p["w"]), jnp.zeros((4, 8)), XS
     )[1].mean(0),
     "fori_loop": lambda p: jax.lax.fori_loop(0, TURNS, lambda n, s: s + 0.01 * XS[n] ** 2, 0 * X) @ p["w"],
+    "in each layer": in_layers(lambda u: turns(lambda s, x: s + 0.01 * jnp.abs(x) * u, 0 * X, xs=XS)),
+    "decayed in each layer": in_layers(
+        lambda u: turns(lambda s, x: (a := jax.nn.sigmoid(u + 5)) * s + (1 - a) * jnp.abs(x), 0 * X, xs=XS)
+    ),
+    "in a loop in each layer": in_layers(
+        lambda u: turns(lambda s, _: s + turns(lambda s, x: s + 1e-4 * jnp.abs(x) * u, 0 * X, xs=XS), 0 * X)
+    ),
 }
 
 
 @pytest.mark.parametrize(("case", "policy"), in_turn(SUMS))
 def test_what_adds_up_is_float32_although_a_product_reads_it(case, policy):
     hold(SUMS[case], policy)
+
+
+def test_layers_round_a_sum_stay_half():
+    """The stream of the layers goes through the sum, and comes to it by products."""
+    rows = jaxmp.cast_plan(SUMS["in each layer"], "mixed_bfloat16")(PARAMS).rows
+    assert sorted(row.result for row in rows if row.primitive == "scan") == ["bfloat16", "float32"]
+    assert {row.operands for row in rows if row.primitive == "dot_general"} == {("bfloat16", "bfloat16")}
 
 
 def error(w, x):

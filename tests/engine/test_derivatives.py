@@ -400,3 +400,19 @@ def test_a_jitted_function_that_a_rule_calls_as_well_has_a_program_for_each(is_r
 
     given, expected = (jax.grad(total(run))(jnp.ones(8)) for run in (half(fun), fun))
     assert jnp.linalg.norm(given - expected) < 0.02 * jnp.linalg.norm(expected)
+
+
+def test_equal_jitted_functions_of_which_one_takes_what_has_changed_have_a_program_each():
+    """The derivative of ``clip`` compares what it was given: float32 in the loop, half after the products."""
+    w = normal(2, 8, 8, scale=0.3)
+
+    def turns(body, start):
+        return jax.lax.scan(lambda c, _: (body(c), None), start, None, length=3)[0]
+
+    def loss(w):
+        y = turns(lambda c: jnp.tanh(c @ w), X)
+        clipped = jnp.clip(turns(lambda c: jnp.clip(jnp.tanh(c) + 0.5 * c, -3, 3), y), -3, 3)
+        return jnp.sum(clipped + jnp.clip(jax.nn.softmax(y @ X.T) @ X, -3, 3))
+
+    given, expected = half(jax.grad(loss))(w), jax.grad(loss)(w)
+    assert jnp.linalg.norm(given - expected) < 0.02 * jnp.linalg.norm(expected)

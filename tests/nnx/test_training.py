@@ -357,6 +357,20 @@ def test_a_sharded_batch_beside_a_replicated_model_compiles_once():
     assert model.one.kernel[...].sharding.is_equivalent_to(whole, 2)
 
 
+@pytest.mark.parametrize(("tx", "ema"), [(optax.adam(0.1), True), (optax.contrib.dog(), False)])
+def test_an_optimizer_that_keeps_the_params_has_arrays_of_its_own(tx, ema):
+    """Two that ``jax.device_put`` makes of one share a buffer, and a step that donates both ended the process."""
+    model = mlp()
+    optimizer = jaxmp.nnx.Optimizer(model, tx, ema=ema)
+    own, kept = (jax.tree.leaves(nnx.as_pure(nnx.state(node))) for node in (model, optimizer))
+    assert not {*map(id, own)} & {*map(id, kept)}
+    whole = NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec())
+    for node in (model, optimizer):
+        nnx.update(node, jax.device_put(nnx.state(node), whole))
+    step = make_train_step(loss_fn, ema_decay=0.9 if ema else None)
+    assert all(np.isfinite(step(model, optimizer, ROWS)["loss"]) for _ in range(2))
+
+
 # ---- random numbers and skipped steps
 
 
