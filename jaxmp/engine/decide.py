@@ -80,7 +80,7 @@ def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
     """Makes float32 each carry that adds up, and all on its way round: half of the sum would be added to.
 
     One adds up if no product lies on the way round its own loop, or if a way past them takes small steps or steps in
-    time. What comes from ``written`` products, and has none before the loop, is carried in float32 as well.
+    time, or is asked to be float32. What comes from ``written`` products, with none before the loop, is so as well.
     """
     nodes, steps = graph.nodes, {group.nodes[0].same for group in graph.groups if group.name == groups.SMALL_STEP}
     if not [node for node in nodes if node.kind is JOIN and node.name == "carry"]:
@@ -92,13 +92,12 @@ def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
         flows = any(start.is_cast_once for start in starts)  # no weight or argument: a stream of activations
         if HALF not in kinds and not flows and not kinds.isdisjoint((FULL, INFER)):
             _hold(joins if is_written else cycle, "a carry that adds up, with no product on its way round")
-    for cycle in turns(nodes, _past_products, lambda node: node.name == "carry"):
-        kinds = _kinds(cycle)
-        if HALF in kinds:  # a region or an override asks for it
-            continue
-        if not steps.isdisjoint([node.same for node in cycle]):
-            _hold(cycle, "a carry that takes small steps")
-        elif not (graph.in_time.isdisjoint(cycle) or kinds.isdisjoint((FULL, INFER))):
+    found = turns(nodes, _past_products, lambda node: node.name == "carry")
+    for cycle in [each for each in found if HALF not in _kinds(each)]:  # which a region or an override asks for
+        is_asked = any(node.asked for node in cycle)
+        if is_asked or not steps.isdisjoint([node.same for node in cycle]):
+            _hold(cycle, f"a carry that {'is computed with in float32, as asked' if is_asked else 'takes small steps'}")
+        elif not (graph.in_time.isdisjoint(cycle) or _kinds(cycle).isdisjoint((FULL, INFER))):
             _hold(cycle, "a carry that is computed with in each step of time")
 
 

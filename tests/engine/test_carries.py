@@ -195,6 +195,26 @@ def test_a_step_that_is_asked_to_be_float32_is_so(case):
     assert off(jaxmp.autocast(fun, "mixed_bfloat16", overrides)(PARAMS), fun(PARAMS)) < 0.02
 
 
+def test_a_sum_with_a_product_on_its_way_round_is_carried_in_float32_if_that_is_asked():
+    """A memory that is written to by the delta rule: its products take what each turn has of its own."""
+
+    def memory(p):
+        keys, values, gates = (jnp.tanh(XS[:, 0] @ w) for w in (p["w"], p["t"], 0.1 * p["w"].T))
+
+        def write(s, x):
+            key, value, gate = x
+            s = s + jnp.outer(gate * key, value - key @ s)
+            return s, key @ s
+
+        return jax.lax.scan(write, jnp.zeros((8, 8)), (keys, values, gates))[1]
+
+    exceptions = {None: "bfloat16, bfloat16", "add": "float32, bfloat16"}
+    for name, carried in exceptions.items():
+        overrides = name and {f"primitive:{name}": "float32"}
+        rows = jaxmp.cast_plan(memory, "mixed_bfloat16", overrides)(PARAMS).rows
+        assert [row.result for row in rows if row.primitive == "scan"] == [carried]
+
+
 def test_one_number_for_all_layers_may_be_a_time_and_is_added_with_in_float32():
     plan = jaxmp.cast_plan(stacked(lambda p, h, _: h + p["dt"] * layer(p, h)), "mixed_bfloat16")(PARAMS)
     assert plan.summary.groups == {"small step": 1}
