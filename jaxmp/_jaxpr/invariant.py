@@ -76,13 +76,18 @@ def same_inside(bodies: Bodies, are_same: Sequence[bool]) -> list[Sequence[bool]
 
 def same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
     """The variables of an open jaxpr that depend on no example; ``are_same`` says it of its arguments."""
-    found = _SAME.setdefault(jaxpr, {})
-    if (same := found.get(tuple(are_same))) is None:  # asked in each turn of each loop around it
-        same = found[tuple(are_same)] = _same_values(jaxpr, are_same)
-    return same
+    return _known(_same_values, jaxpr, are_same)
 
 
-_SAME: Any = weakref.WeakKeyDictionary()
+def _known(compute: Callable[..., Any], jaxpr: Any, operands: Sequence[Any]) -> Any:
+    """``compute(jaxpr, operands)``, worked out once: it is asked in each turn of each loop around an open jaxpr."""
+    found, key = _KNOWN.setdefault(jaxpr, {}), (compute, *operands)
+    if key not in found:
+        found[key] = compute(jaxpr, operands)
+    return found[key]
+
+
+_KNOWN: Any = weakref.WeakKeyDictionary()
 
 
 def _same_values(jaxpr: Any, are_same: Sequence[bool]) -> Collection[Any]:
@@ -178,12 +183,11 @@ def steps_in_time(bodies: Bodies) -> bool:
     kinds = [_CARRIED if is_castable(var.aval) else _OWN for var in jaxpr.invars[start : start + bodies.carry]]
     carried = [_FIXED if n in kept else kind for n, kind in enumerate(kinds)]
     own = [_OWN] * (len(jaxpr.invars) - start - bodies.carry)
-    return _steps(bodies.jaxprs[-1], [*[_FIXED] * start, *carried, *own])[0]
+    return _known(_steps, jaxpr, [*[_FIXED] * start, *carried, *own])[0]
 
 
-def _steps(body: Any, kinds: Sequence[int]) -> tuple[bool, list[int]]:
-    """Whether a product in a program takes what is carried and what is fixed, and the kinds of the results."""
-    jaxpr, consts = opened(body)
+def _steps(jaxpr: Any, kinds: Sequence[int]) -> tuple[bool, list[int]]:
+    """Whether a product in an open jaxpr takes what is carried and what is fixed, and the kinds of the results."""
     found = False
 
     def equation(eqn: Any, operands: list[int]) -> list[int]:
@@ -193,7 +197,7 @@ def _steps(body: Any, kinds: Sequence[int]) -> tuple[bool, list[int]]:
             found |= eqn.primitive.name in PRODUCTS and _FIXED in operands and _CARRIED in operands
             return [kind] * len(eqn.outvars)
         if inner.kind == "cond":
-            which, branches = operands[0], [_steps(branch, operands[1:]) for branch in inner.jaxprs]
+            which, branches = operands[0], [_known(_steps, opened(each)[0], operands[1:]) for each in inner.jaxprs]
             found |= any(steps for steps, _ in branches)
             return [max(which, *each) for each in zip(*(results for _, results in branches), strict=True)]
         before, rest = operands[inner.consts : inner.start], operands[inner.start + inner.carry :]
@@ -201,10 +205,10 @@ def _steps(body: Any, kinds: Sequence[int]) -> tuple[bool, list[int]]:
         steps, results = False, list[int]()
         while carry != ends:  # a loop's carry is made of what its turns return, too; a call has none
             carry = ends
-            steps, results = _steps(inner.jaxprs[-1], [*before, *carry, *rest])
+            steps, results = _known(_steps, opened(inner.jaxprs[-1])[0], [*before, *carry, *rest])
             ends = [max(pair) for pair in zip(carry, results, strict=False)]
         found |= steps
         return [*ends, *results[inner.carry :]]
 
-    results = interpreted(jaxpr, [_FIXED] * len(consts), kinds, equation, lambda _: _CONSTANT)
+    results = interpreted(jaxpr, [_FIXED] * len(jaxpr.constvars), kinds, equation, lambda _: _CONSTANT)
     return found, results

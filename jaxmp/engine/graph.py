@@ -47,7 +47,7 @@ class Node:
     origin: Node = dataclasses.field(init=False)  # that of what it was before it was moved
     const: tuple[float, float] | None = None  # of a constant the smallest magnitude but 0, and the largest
     has_epsilon: bool = False  # an operand is a constant below half's smallest normal number, which would vanish
-    is_scaled: bool = False  # it multiplies or divides by one number
+    scale: Sequence[Node] = ()  # the one number that it multiplies or divides by
     is_looked_up: bool = False  # read from a table, or made of what is: it belongs to an example, and is no weight
     float8: _float8_products.Asked | None = None  # of a product, as its step has it
 
@@ -83,7 +83,7 @@ class Form:
     bodies: reading.Bodies | None
     are_floats: list[bool]  # whether the engine may change the dtype of each result
     is_one_by_one: bool  # whether each result is made of the operand in its place, if data is moved: barriers, sort
-    is_scaled: bool  # whether it multiplies or divides by one number
+    scale: list[int]  # which operand is the one number that it multiplies or divides by
     decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)  # by marks and constants
 
 
@@ -243,8 +243,8 @@ class _Builder:
             operation = key = object()
         are_floats = [is_castable(var.aval) for var in eqn.outvars]
         is_one_by_one = len(eqn.outvars) == len(eqn.invars) > 1
-        is_scaled = eqn.primitive.name in ("mul", "div") and () in [atom.aval.shape for atom in eqn.invars]
-        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one, is_scaled)
+        scale = [n for n, of in enumerate(eqn.invars) if of.aval.shape == () and eqn.primitive.name in ("mul", "div")]
+        self.forms[key] = form = Form(operation, reading.bodies_of(eqn), are_floats, is_one_by_one, scale)
         return form
 
     def step(self, eqn: Any, values: Sequence[_Value], names: reading.Names) -> tuple[Step, list[_Value]]:
@@ -347,7 +347,7 @@ class _Builder:
                 reads = inputs if own is None else [each for each in own if each is not None]
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
-                    step.node, node.has_epsilon, node.is_scaled = node, has_epsilon, form.is_scaled
+                    step.node, node.has_epsilon, node.scale = node, has_epsilon, [operands[n] for n in form.scale]
                 node.float8 = step.float8
             same: Any = node or object()
             if not eqn.effects:

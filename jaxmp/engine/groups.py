@@ -349,11 +349,10 @@ def _small_steps(node: Node, _: Step) -> Iterator[Group]:
         kept, way = list[Node](), list[Node]()
         ends = {_origin(whole, _SCALES, kept), whole.origin}
         term = _origin(term, _PASSED_BY_STEPS, way, constant=False)
-        known = [each for each in way if any(operand.origin.const for operand in each.inputs)]
         decays = bool(kept) and 0.75 < _largest_scale(kept) < 1  # where a rate is as coarse as half
-        is_small = _largest_scale(known) < (_SMALL_BESIDE_DECAY if decays else _SMALL[node.half])
+        is_small = _largest_scale(way) < (_SMALL_BESIDE_DECAY if decays else _SMALL[node.half])
         # A number that is not known is the time of a step, or a learning rate, where a carry takes it.
-        is_timed = node.loop and any(each.is_scaled for each in way if each not in known)
+        is_timed = node.loop and any(each.scale and not any(one.origin.const for one in each.inputs) for each in way)
         if is_small or (is_timed and "carry" in [each.name for each in _made_of([whole], ())]):
             products = [each for each in _made_of([term], ends) if each.name in PRODUCTS and each.origin not in ends]
             if any(each.origin in ends for each in _made_of(products, ends, until=())):
@@ -362,9 +361,8 @@ def _small_steps(node: Node, _: Step) -> Iterator[Group]:
 
 def _largest_scale(way: Sequence[Node]) -> float:
     """The largest number that a value was multiplied with on its way, of the constants there."""
-    scales = [node for node in way if node.name in ("mul", "div")]
-    consts = [(node.name, *each.origin.const) for node in scales for each in node.inputs if each.origin.const]
-    return math.prod([high if name == "mul" else 1 / (low or math.inf) for name, low, high in consts])
+    consts = [(node.name, *each.origin.const) for node in way for each in node.inputs if each.origin.const]
+    return math.prod([{"mul": high, "div": 1 / (low or math.inf)}.get(name, 1.0) for name, low, high in consts])
 
 
 def is_near_one(node: Node) -> bool:
@@ -550,7 +548,9 @@ def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node
         return inputs[0] if is_moved or (name == _CAST and node.kind is FULL) else None
     if not is_through or not inputs:
         return None
-    unknown = [operand for operand in inputs if not _is_given(operand, constant)]
+    # The one number of a step may be made of anything, but is no product itself.
+    numbers = [] if constant or node.shape == () else [one for one in node.scale if one.origin.name not in PRODUCTS]
+    unknown = [operand for operand in inputs if operand not in numbers and not _is_given(operand, constant)]
     if name in ("select_n", "max"):  # `where(n > 0, variance, nan)`, whose NaN is no number to know it by
         unknown = [operand for operand in unknown if operand.origin.kind is not SOURCE]
     return unknown[0] if len(unknown) == 1 and (name != "div" or unknown[0] is inputs[0]) else None

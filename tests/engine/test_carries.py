@@ -110,6 +110,16 @@ def gated(h, w):
     return (z := jax.nn.sigmoid(h @ w - 5)) * B - (1 - z) * h
 
 
+def cosine(time):
+    """The rate of a schedule, 1 at first and 0 in the end."""
+    return 0.5 * (1 + jnp.cos(jnp.pi * time**2))
+
+
+def descended(p, rate, xs):
+    """``X @ w`` after a step for each minibatch."""
+    return X @ turns(lambda w, x: w - rate(x[0]) * jax.grad(error)(w, x[1]), p["w"], xs=(xs, XS))
+
+
 STEPS = {
     "Euler": lambda p: turns(lambda h, _: h + layer(p, h) / TURNS, X),
     "a midpoint": lambda p: turns(lambda h, _: h + (d := 1 / TURNS) * layer(p, h + d / 2 * layer(p, h)), X),
@@ -152,6 +162,14 @@ STEPS = {
         X[:, 4:],
     )[0],
     "minibatches": lambda p: X @ turns(lambda w, x: w - p["dt"] * jax.grad(error)(w, x), p["w"], xs=XS),
+    "rates of a schedule before the loop": lambda p: descended(p, lambda rate: rate, p["dt"] * cosine(TIMES[1:])),
+    "rates of a schedule": lambda p: descended(p, lambda t: p["dt"] * cosine(t), TIMES[1:]),
+    "a rate that is carried": lambda p: (
+        X @ turns(lambda c, x: (c[0] - c[1] * jax.grad(error)(c[0], x), 0.99 * c[1]), p["w"], p["dt"], xs=XS)[0]
+    ),
+    "gradients that are bounded by their norm": lambda p: (
+        X @ turns(lambda w, x: w - p["dt"] / (1 + jnp.linalg.norm(g := jax.grad(error)(w, x))) * g, p["w"], xs=XS)
+    ),
     "minibatches by number": lambda p: (
         X @ jax.lax.fori_loop(0, TURNS, lambda n, w: w - p["dt"] * jax.grad(error)(w, XS[n]), p["w"])
     ),
@@ -290,6 +308,7 @@ LAYERS = {
     "masks of numbers": stacked(lambda p, h, m: h + m.astype(jnp.float32)[:, None] * layer(p, h), MASKS[:12]),
     "a scale for each feature": stacked(lambda p, h, s: h + s * layer(p, h), XS[:12, 0]),
     "a mask that each layer makes": stacked(lambda p, h, _: h + jnp.tril(jnp.ones((4, 4))) @ layer(p, h)),
+    "a product for a scale": stacked(lambda p, h, _: h + (h[0] @ p["w"][0]) * layer(p, h)),
     "a gated layer": stacked(lambda p, h, _: h + jax.nn.sigmoid(h @ p["w"]) * (layer(p, h) - h)),
     "half of each layer": stacked(lambda p, h, _: 0.5 * h + 0.5 * layer(p, h)),
     "attention to what all layers share": stacked(
