@@ -169,46 +169,54 @@ def _operands_passed_on(eqn: Any) -> list[int | None]:
 
 
 # Of the values of a turn: made of no argument, the same in each turn, made of what this turn is given, made of what the
-# last one left.
-_CONSTANT, _FIXED, _OWN, _CARRIED = range(4)
+# last one left, and that by a product with what is the same in each.
+_CONSTANT, _FIXED, _OWN, _CARRIED, _STEPPED = range(5)
 
 
-def steps_in_time(bodies: Bodies) -> bool:
-    """Whether the turns of a loop are steps in time: a product takes what is carried, and what is fixed for all turns.
+def steps_in_time(bodies: Bodies) -> Collection[int]:
+    """The numbers of what a loop carries that its turns step in time.
 
-    The layers that a scan runs over have weights of their own.
+    That is made of a product that takes what is carried, and what is fixed for all turns. The layers that a scan runs
+    over have weights of their own.
     """
     start, kept, (jaxpr, _) = bodies.start - bodies.consts, _kept(bodies), opened(bodies.jaxprs[-1])
     # Integers that are carried count the turns, and give each its own.
     kinds = [_CARRIED if is_castable(var.aval) else _OWN for var in jaxpr.invars[start : start + bodies.carry]]
-    carried = [_FIXED if n in kept else kind for n, kind in enumerate(kinds)]
+    carry = [_FIXED if n in kept else kind for n, kind in enumerate(kinds)]
     own = [_OWN] * (len(jaxpr.invars) - start - bodies.carry)
-    return _known(_steps, jaxpr, [*[_FIXED] * start, *carried, *own])[0]
+    counts = [n for n, kind in enumerate(kinds) if kind == _OWN]
+    results = _after_turns(jaxpr, [_FIXED] * start, carry, own, counts)
+    return [n for n, kind in enumerate(results[: bodies.carry]) if kind == _STEPPED]
 
 
-def _steps(jaxpr: Any, kinds: Sequence[int]) -> tuple[bool, list[int]]:
-    """Whether a product in an open jaxpr takes what is carried and what is fixed, and the kinds of the results."""
-    found = False
+def _after_turns(
+    jaxpr: Any, before: list[int], carry: list[int], rest: list[int], counts: Collection[int] = ()
+) -> list[int]:
+    """The kinds of a loop's results; what it carries, but for ``counts``, is made of what its turns return, too."""
+    given: list[int] | None = None
+    results = list[int]()
+    while carry != given:
+        given, results = carry, _known(_results, jaxpr, [*before, *carry, *rest])
+        carry = [
+            old if n in counts else max(old, new) for n, (old, new) in enumerate(zip(carry, results, strict=False))
+        ]
+    return [*carry, *results[len(carry) :]]
+
+
+def _results(jaxpr: Any, kinds: Sequence[int]) -> list[int]:
+    """The kinds of the results of an open jaxpr."""
 
     def equation(eqn: Any, operands: list[int]) -> list[int]:
-        nonlocal found
         inner, kind = bodies_of(eqn), max(operands, default=_CONSTANT)
         if inner is None:
-            found |= eqn.primitive.name in PRODUCTS and _FIXED in operands and _CARRIED in operands
+            if eqn.primitive.name in PRODUCTS and kind == _CARRIED and _FIXED in operands:
+                kind = _STEPPED
             return [kind] * len(eqn.outvars)
         if inner.kind == "cond":
-            which, branches = operands[0], [_known(_steps, opened(each)[0], operands[1:]) for each in inner.jaxprs]
-            found |= any(steps for steps, _ in branches)
-            return [max(which, *each) for each in zip(*(results for _, results in branches), strict=True)]
-        before, rest = operands[inner.consts : inner.start], operands[inner.start + inner.carry :]
-        carry, ends = None, operands[inner.start : inner.start + inner.carry]
-        steps, results = False, list[int]()
-        while carry != ends:  # a loop's carry is made of what its turns return, too; a call has none
-            carry = ends
-            steps, results = _known(_steps, opened(inner.jaxprs[-1])[0], [*before, *carry, *rest])
-            ends = [max(pair) for pair in zip(carry, results, strict=False)]
-        found |= steps
-        return [*ends, *results[inner.carry :]]
+            branches = [_known(_results, opened(each)[0], operands[1:]) for each in inner.jaxprs]
+            return [max(operands[0], *each) for each in zip(*branches, strict=True)]
+        stop = inner.start + inner.carry  # of a call all come after
+        before, carry, rest = operands[inner.consts : inner.start], operands[inner.start : stop], operands[stop:]
+        return _after_turns(opened(inner.jaxprs[-1])[0], before, carry, rest)
 
-    results = interpreted(jaxpr, [_FIXED] * len(jaxpr.constvars), kinds, equation, lambda _: _CONSTANT)
-    return found, results
+    return interpreted(jaxpr, [_FIXED] * len(jaxpr.constvars), kinds, equation, lambda _: _CONSTANT)

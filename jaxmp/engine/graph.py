@@ -137,7 +137,7 @@ class Graph:
     body: Body
     steps: list[Step]  # all equations, each after those inside of it
     sources: list[Node | None]
-    in_time: Set[Node | None] = frozenset()  # the carries of loops that step in time
+    in_time: Set[Node | None] = frozenset()  # the carries that loops step in time
     groups: list[Any] = dataclasses.field(default_factory=list)  # what jaxmp.engine.groups.find recognised
     wanted: Collection[Node] = ()  # the results that are wanted in half
     changes: bool = False  # whether anything is computed in another dtype than it was written in
@@ -291,8 +291,7 @@ class _Builder:
             for n, (aval, value) in enumerate(zip(avals, values[start:stop], strict=True))
         ]
         self.loop = next(self.loops)
-        if steps_in_time(bodies):
-            self.in_time.update(node for n, (node, *_) in enumerate(carry) if n not in step.unchanged)
+        self.in_time.update(carry[n][0] for n in steps_in_time(bodies))
         conditions = [self.inner(step, one, [*values[: bodies.consts], *carry]) for one in bodies.jaxprs[:-1]]
         turns = [(node, ("turn", number), False) for node, number, _ in values[stop:]]
         results = self.inner(step, bodies.jaxprs[-1], [*values[bodies.consts : start], *carry, *turns])

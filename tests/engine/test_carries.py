@@ -337,6 +337,24 @@ def test_layers_are_no_small_steps(case):
     assert {row.result for row in plan.rows if row.primitive == "add"} - {"int32"} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("is_carried", [False, True])
+def test_layers_with_an_output_layer_that_they_share_stay_half(is_carried):
+    """Deep supervision: what it makes is not what the layers go on with."""
+
+    def layers(p):
+        def body(carry, w):
+            h, loss = carry
+            h = h + jnp.tanh(h @ w)
+            own = jnp.mean(jnp.tanh(h @ p["t"]) ** 2)
+            return (h, loss + own if is_carried else loss), own
+
+        return jax.lax.scan(body, (X, jnp.float32(0)), jnp.stack([p["w"]] * 12))
+
+    rows = jaxmp.cast_plan(layers, "mixed_bfloat16")(PARAMS).rows
+    carried = next(row.result for row in rows if row.primitive == "scan")
+    assert carried.split(", ")[:2] == ["bfloat16", "float32"]
+
+
 class Ode(nn.Module):
     @nn.compact
     def __call__(self, h):
