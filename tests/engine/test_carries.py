@@ -198,6 +198,15 @@ def test_one_number_for_all_layers_may_be_a_time_and_is_added_with_in_float32():
     assert {row.result for row in plan.rows if row.primitive == "dot_general"} == {"bfloat16"}
 
 
+def test_rates_that_are_mapped_over_are_known_by_autocast_inside_of_vmap():
+    def train(p, rate):
+        return turns(lambda w, x: w - rate * jax.grad(error)(w, x), p["w"], xs=XS) - p["w"]
+
+    rates = PARAMS["dt"] * SPANS
+    given, expected = (jax.vmap(f, (None, 0))(PARAMS, rates) for f in (jaxmp.autocast(train, "mixed_bfloat16"), train))
+    assert off(given, expected) < 0.02
+
+
 def cell(h, x):
     return jnp.tanh(h @ PARAMS["w"] + x)
 
