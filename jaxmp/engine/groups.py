@@ -72,8 +72,7 @@ def find(graph: Graph) -> list[Group]:
     for step in [each for each in graph.steps if each.eqn.primitive.name in _BY_END]:
         for recognised in _BY_END[step.eqn.primitive.name]:
             found += recognised(step.node, step) if step.node is not None and step.node.inputs else ()
-    with_products = [group for group in found if any(node.name in PRODUCTS for node in group.nodes)]
-    reasons = _reasons(with_products)
+    reasons = _reasons(group for group in found if any(node.name in PRODUCTS for node in group.nodes))
     for node in graph.nodes if reasons else ():
         if node.same in reasons and (_is_product(node) or node.kind in (INFER, JOIN)):
             node.kind, node.reason = FULL, reasons[node.same]
@@ -351,8 +350,9 @@ def _small_steps(node: Node, _: Step) -> Iterator[Group]:
         term = _origin(term, _PASSED_BY_STEPS, way, constant=False)
         decays = bool(kept) and 0.75 < _largest_scale(kept) < 1  # where a rate is as coarse as half
         is_small = _largest_scale(way) < (_SMALL_BESIDE_DECAY if decays else _SMALL[node.half])
-        # A number that is not known is the time of a step, or a learning rate, where a carry takes it.
-        is_timed = node.loop and any(each.scale and not any(one.origin.const for one in each.inputs) for each in way)
+        # A number that is not known is the time of a step, or a learning rate, where a carry takes it, or is marked.
+        unknown = [each for each in way if each.scale and not any(one.origin.const for one in each.inputs)]
+        is_timed = node.loop and (unknown or node.asked == "float32")
         if is_small or (is_timed and "carry" in [each.name for each in _made_of([whole], ())]):
             products = [each for each in _made_of([term], ends) if each.name in PRODUCTS and each.origin not in ends]
             if any(each.origin in ends for each in _made_of(products, ends, until=())):

@@ -192,6 +192,19 @@ def test_a_step_that_is_asked_to_be_float32_is_so(case):
     assert off(jaxmp.autocast(fun, "mixed_bfloat16", overrides)(PARAMS), fun(PARAMS)) < 0.02
 
 
+@pytest.mark.parametrize("overrides", [None, {"primitive:sub": "float32"}], ids=["a region", "an operation"])
+def test_params_take_large_steps_in_float32_where_these_are_asked_to_be_so(overrides):
+    def turn(w, x):
+        step = 0.1 * jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - jnp.sin(x)) ** 2))(w)
+        with contextlib.nullcontext() if overrides else jaxmp.precision("float32"):
+            return w - step
+
+    def fun(p):
+        return turns(turn, p["w"], xs=XS) - p["w"]
+
+    assert off(jaxmp.autocast(fun, "mixed_bfloat16", overrides)(PARAMS), fun(PARAMS)) < 0.02
+
+
 def test_one_number_for_all_layers_may_be_a_time_and_is_added_with_in_float32():
     plan = jaxmp.cast_plan(stacked(lambda p, h, _: h + p["dt"] * layer(p, h)), "mixed_bfloat16")(PARAMS)
     assert plan.summary.groups == {"small step": 1}
