@@ -346,7 +346,8 @@ class _Builder:
                 reads = inputs if own is None else [each for each in own if each is not None]
                 node = self.node(kind, name, eqn.outvars[position].aval, reads, reason, asked)
                 if step.node is None:
-                    step.node, node.has_epsilon, node.scale = node, has_epsilon, [operands[n] for n in form.scale]
+                    step.node, node.has_epsilon = node, has_epsilon
+                    node.scale = form.scale and [operands[n] for n in form.scale]
                 node.float8 = step.float8
             same: Any = node or object()
             if not eqn.effects:

@@ -72,8 +72,7 @@ def find(graph: Graph) -> list[Group]:
     for step in [each for each in graph.steps if each.eqn.primitive.name in _BY_END]:
         for recognised in _BY_END[step.eqn.primitive.name]:
             found += recognised(step.node, step) if step.node is not None and step.node.inputs else ()
-    with_products = [group for group in found if any(node.name in PRODUCTS for node in group.nodes)]
-    reasons = _reasons(with_products)
+    reasons = _reasons(group for group in found if any(node.name in PRODUCTS for node in group.nodes))
     for node in graph.nodes if reasons else ():
         if node.same in reasons and (_is_product(node) or node.kind in (INFER, JOIN)):
             node.kind, node.reason = FULL, reasons[node.same]

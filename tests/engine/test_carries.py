@@ -233,10 +233,32 @@ def test_a_sum_with_a_product_on_its_way_round_is_carried_in_float32_if_that_is_
         assert [row.result for row in rows if row.primitive == "scan"] == [carried]
 
 
+@pytest.mark.parametrize("overrides", [None, {"primitive:sub": "float32"}], ids=["a region", "an operation"])
+def test_params_take_large_steps_in_float32_where_these_are_asked_to_be_so(overrides):
+    def turn(w, x):
+        step = 0.1 * jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - jnp.sin(x)) ** 2))(w)
+        with contextlib.nullcontext() if overrides else jaxmp.precision("float32"):
+            return w - step
+
+    def fun(p):
+        return turns(turn, p["w"], xs=XS) - p["w"]
+
+    assert off(jaxmp.autocast(fun, "mixed_bfloat16", overrides)(PARAMS), fun(PARAMS)) < 0.02
+
+
 def test_one_number_for_all_layers_may_be_a_time_and_is_added_with_in_float32():
     plan = jaxmp.cast_plan(stacked(lambda p, h, _: h + p["dt"] * layer(p, h)), "mixed_bfloat16")(PARAMS)
     assert plan.summary.groups == {"small step": 1}
     assert {row.result for row in plan.rows if row.primitive == "dot_general"} == {"bfloat16"}
+
+
+def test_rates_that_are_mapped_over_are_known_by_autocast_inside_of_vmap():
+    def train(p, rate):
+        return turns(lambda w, x: w - rate * jax.grad(error)(w, x), p["w"], xs=XS) - p["w"]
+
+    rates = PARAMS["dt"] * SPANS
+    given, expected = (jax.vmap(f, (None, 0))(PARAMS, rates) for f in (jaxmp.autocast(train, "mixed_bfloat16"), train))
+    assert off(given, expected) < 0.02
 
 
 def cell(h, x):
