@@ -50,12 +50,14 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Params are kept in the param dtype, every module computes in the compute dtype of its own policy, and what the root
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
-    unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it. Modes are followed:
-    ``eval``, ``train``, ``set_attributes`` of True, False or None on the model that was given reach the copy too, but
-    not the other way round, and not a clone, a pickle, a view or a merged copy that was made of it before. They reach
-    it when it is called, split, cloned or pickled; an attribute of it that is read before shows the old mode. What is
-    followed is a change of the given model: after ``copy.eval()``, ``model.train()`` on a ``model`` that is training
-    already changes nothing, and the copy goes on evaluating; call ``copy.train()``.
+    unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it.
+
+    Modes are followed: ``eval``, ``train``, ``set_attributes`` of True, False or None on the model that was given reach
+    the copy too, when it is called, split, cloned or pickled; an attribute of it that is read before shows the old
+    mode. Called on the copy they switch the given model with it, at once, so that of the two the last call counts.
+    Other copies of it keep theirs, until the given model is switched to a mode that it is not in. A clone, a pickle, a
+    view (``nnx.view(copy, deterministic=True)``) or a merged copy has modes of its own, and a switch of the copy inside
+    of a transform does not reach the given model.
 
     What is shared is a Variable, with each value that is written to it (``model.head.kernel[...] = value``), not the
     attribute that holds it: a module or a Variable that is put into ``model`` afterwards (a new head,

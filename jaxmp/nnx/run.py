@@ -20,13 +20,14 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, noting_half, remembered, widen
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.rules import Rules
-from jaxmp.nnx.internals import FLATTEN, is_pytree_class
+from jaxmp.nnx.internals import FLATTEN, check_may_change, is_pytree_class
 from jaxmp.nnx.objects import of_arrays
 from jaxmp.nnx.variables import is_object, modules_in, own_variables
 from jaxmp.patterns import Path
@@ -80,6 +81,7 @@ def policied_class(bare: Any, decision: Decision) -> Any:
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
         namespace |= {name: _entrance(name, method) for name, method in _methods(bare)}
         namespace |= {name: _following(getattr(bare, name)) for name in FLATTEN}
+        namespace["__setattr__"] = _setting(bare.__setattr__)
 
     return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)
 
@@ -89,9 +91,33 @@ class _Given:
 
     def __init__(self, module: Any) -> None:
         self.attributes = vars(module)
+        self.known = dict[str, Any]()  # its modes as they were when they were last read
+        self.said = dict[str, list[Any]]()  # the same, without what copies set; each change is a new list
+        self.module = weakref.ref(module, functools.partial(self._end, id(module)))
 
-    def end(self, _: Any) -> None:
+    def _end(self, key: int, _: Any) -> None:
+        _givens.pop(key, None)
         self.attributes = _modes(self.attributes)  # lets go of its Variables and submodules
+
+    def read(self) -> None:
+        """Notes which modes were set on the module itself since this was last called."""
+        now = _modes(self.attributes)
+        self.said.update({name: [now[name]] for name in now if self.known.get(name, ...) is not now[name]})
+        self.known.update(now)
+
+    def accepts(self, mode: dict[str, Any]) -> bool:
+        """Sets a mode as a copy has it, if the module has one too, and was made in no other trace than runs now."""
+        module = self.module()
+        try:
+            if module is not None:
+                check_may_change(module)
+        except TraceContextError:
+            return False
+        if mode.keys() <= _modes(self.attributes).keys():
+            self.attributes.update(mode)
+            self.known.update(mode)
+            return True
+        return False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,19 +125,24 @@ class _Link:
     """What a module follows, which is read when the module is used and may be gone by then."""
 
     given: _Given
-    end: weakref.ref[Any]  # of the given module: its arrays live no longer than it, but in a cycle that has itself
-    seen: dict[str, Any]  # its modes when they were last read
+    heard: dict[str, list[Any]]  # of what was said to that, what the module took over or was told otherwise after
     further: _Link | None  # what it follows itself
 
 
 _links: dict[int, _Link] = {}  # by the ids of modules
+_givens: weakref.WeakValueDictionary[int, _Given] = weakref.WeakValueDictionary()  # by theirs, as long as they live
 
 
 def follow(module: Any, given: Any) -> None:
-    """Has ``module`` take over each mode of ``given``, such as ``deterministic``, that changes there from now on."""
-    known = _Given(given)
-    end = weakref.ref(given, known.end)
-    _links[id(module)] = _Link(known, end, _modes(vars(given)), _links.get(id(given)))
+    """Has ``module`` take over each mode of ``given``, such as ``deterministic``, that changes there from now on.
+
+    Setting one to what it is leaves no trace: a mode that is set on ``module`` is set on ``given`` too, so that what is
+    set there afterwards is a change. Others that follow ``given`` keep theirs then.
+    """
+    known = _givens.get(id(given)) or _Given(given)
+    known.read()
+    _givens[id(given)] = known
+    _links[id(module)] = _Link(known, dict(known.said), _links.get(id(given)))
     weakref.finalize(module, _links.pop, id(module), None)
 
 
@@ -126,9 +157,24 @@ def _follow(module: Any) -> None:
         chain.append((attributes, link))
         attributes, link = link.given.attributes, link.further
     for attributes, link in reversed(chain):
-        now, seen = _modes(link.given.attributes), link.seen
-        attributes.update({name: now[name] for name in seen.keys() & now.keys() if seen[name] is not now[name]})
-        seen.update(now)
+        link.given.read()
+        said, heard = link.given.said, link.heard
+        attributes.update({name: said[name][0] for name in said if heard.get(name, said[name]) is not said[name]})
+        heard.update(said)
+
+
+def _setting(set_attribute: Any) -> Callable[..., None]:
+    @functools.wraps(set_attribute)
+    def run(self: Any, name: str, value: Any) -> None:
+        link = _links.get(id(self))
+        if link is not None:
+            _follow(self)  # what was set before this
+        set_attribute(self, name, value)
+        own = _modes({name: vars(self).get(name, ...)})
+        while own and link is not None and link.given.accepts(own):
+            link = link.further
+
+    return run
 
 
 def _following(flatten: Any) -> Callable[..., Any]:
@@ -150,13 +196,14 @@ def _unpickle(bare: Any, decision: Decision) -> Any:
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """What the author's classes define and computes when it is called on an instance; not ``__init__`` and its like.
+    """What the author's classes define and computes when it is called; not ``__init__``, ``eval`` and their like.
 
     A generator, or a context manager that is one, runs when its method has returned: it acts on the module itself.
     """
     own = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
     for name in {name for cls in own for name in vars(cls)}:
-        if name.startswith("__") and name not in _SPECIAL_METHODS:
+        is_handled = name not in _SPECIAL_METHODS if name.startswith("__") else hasattr(nnx.Module, name)  # eval, say
+        if is_handled:
             continue
         method = inspect.getattr_static(bare, name)
         is_descriptor = isinstance(method, (functools.partialmethod, functools.singledispatchmethod))
