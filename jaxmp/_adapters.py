@@ -111,8 +111,11 @@ class NothingInHalfError(ValueError):
     """A half policy that changes no product of a model."""
 
 
-def nothing_in_half(policy: Policy, kept: Mapping[str, str]) -> NothingInHalfError:
-    """The error of a half ``policy`` that changes no product; ``kept``: modules with products, and why they stay."""
+def require_half(policy: Policy, products: Mapping[str, str | None]) -> None:
+    """Raises if a half ``policy`` changes no product; ``products``: modules with some, and why they stay, or None."""
+    kept = {name: reason for name, reason in products.items() if reason is not None}
+    if not kept or len(kept) < len(products):
+        return
     shown = ", ".join([f"{name} ({reason})" for name, reason in kept.items()][:8]) + (", …" if len(kept) > 8 else "")
     overrides = [reason for reason in dict.fromkeys(kept.values()) if reason.startswith(_OVERRIDE)]
     remedies = [f"drop or narrow the {' and the '.join(overrides)}"] if overrides else []
@@ -121,7 +124,7 @@ def nothing_in_half(policy: Policy, kept: Mapping[str, str]) -> NothingInHalfErr
             "to overrule a dtype that a module was given, name the module in overrides, e.g. "
             f"overrides={{'**': '{policy}'}}"
         ]
-    return NothingInHalfError(
+    raise NothingInHalfError(
         f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was: {shown}; "
         f"{'; or, '.join(remedies)}"
     )

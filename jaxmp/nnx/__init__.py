@@ -24,19 +24,20 @@ from jaxmp._adapters import (
     is_default,
     is_floating,
     kept_from_half,
-    nothing_in_half,
     policies_below,
+    require_half,
 )
 from jaxmp._functions import require_order
 from jaxmp.dtypes import is_half
 from jaxmp.nnx.optimizer import Optimizer as Optimizer
 from jaxmp.nnx.optimizer import scaled_value_and_grad as scaled_value_and_grad
-from jaxmp.nnx.run import Decision, bare_class, decision_of, follow, policied_class
+from jaxmp.nnx.run import Decision, OpenProducts, bare_class, decision_of, follow, policied_class
+from jaxmp.nnx.run import note_products as note_products
 from jaxmp.nnx.training import make_train_step as make_train_step
 from jaxmp.nnx.variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.overrides import level_of
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
-from jaxmp.policy import Policy, PolicyMap, is_o1
+from jaxmp.policy import PolicyMap, is_o1
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -91,7 +92,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; or a half policy under which every product stays float32.
+      ValueError: a pattern matched no module and no Variable; or a half policy under which every product stays float32
+        (in a Linen module that ``nnx.bridge.ToNNX`` wraps: when the model is called).
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
@@ -149,9 +151,8 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
     wrappers = [node for node in graph.nodes if node.wraps_linen]
     if all(node.has_variables() for node in wrappers):  # else their paths are not known yet
         policies.check(graph.classes, graph.variables, complete=not wrappers)
-    decisions = _put_under(graph, policies, by_autocast, operations=tuple((operations or {}).items()))
-    if is_half(policies.root.compute_dtype) and not graph.nested:
-        _check_products(policies.root, graph.nodes, decisions)
+    is_checked = is_half(policies.root.compute_dtype) and not graph.nested
+    _put_under(graph, policies, by_autocast, is_checked, operations=tuple((operations or {}).items()))
     pair = (nnx.iter_modules(each, graph=True) for each in (model, copy))
     for (_, given), (_, module) in zip(*pair, strict=True):
         follow(module, given)
@@ -168,16 +169,20 @@ def in_linen(
     if decision_of(model) is not None:
         return model, {}
     graph = _read_graph(model, prefix)
-    decisions = _put_under(graph, policies, by_autocast, in_linen=prefix)
+    decisions = _put_under(graph, policies, by_autocast, False, in_linen=prefix)
     met = [
-        (node, decision if node.has_product() else None) for node, decision in zip(graph.nodes, decisions, strict=True)
+        (node, decision if node.has_product() or node.wraps_linen else None)
+        for node, decision in zip(graph.nodes, decisions, strict=True)
     ]
     return model, {path: (bare_class(node.module), product) for node, product in met for path in node.paths}
 
 
-def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, **asked: Any) -> list[Decision]:
+def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked: bool, **asked: Any) -> list[Decision]:
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
     decisions = [_decide(policies, by_autocast, node, graph) for node in graph.nodes]
+    if is_checked:
+        open_products = _check_products(policies, graph, decisions)
+        decisions[0] = dataclasses.replace(decisions[0], open_products=open_products)
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
         param_dtypes = _set_up_linen(node, policies, by_autocast, graph) if node.wraps_linen else None
@@ -213,17 +218,19 @@ def _deciding_path(policies: PolicyMap, node: _Node, graph: _Graph) -> Path:
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
-def _check_products(policy: Policy, nodes: list[_Node], decisions: list[Decision]) -> None:
-    """Raises if the half ``policy`` leaves every product as it was."""
-    kept = {}
-    for node, decision in zip(nodes, decisions, strict=True):
-        if not (node.has_product() or node.wraps_linen):
-            continue
-        if decision.kept is None:
-            return
-        kept["/".join(node.paths[0]) or bare_class(node.module).__name__] = decision.kept
-    if kept:
-        raise nothing_in_half(policy, kept)
+def _check_products(policies: PolicyMap, graph: _Graph, decisions: list[Decision]) -> OpenProducts | None:
+    """Raises if the half policy leaves every product as it was; or returns what says so when Linen modules run."""
+    kept, linen = dict[str, str](), list[Path]()
+    for node, decision in zip(graph.nodes, decisions, strict=True):
+        if node.wraps_linen and decision.kept is None:
+            linen.append(_deciding_path(policies, node, graph))
+        elif node.has_product() or node.wraps_linen:
+            if decision.kept is None:
+                return None
+            kept["/".join(node.paths[0]) or bare_class(node.module).__name__] = decision.kept
+    if not linen:
+        require_half(policies.root, kept)
+    return OpenProducts(policies.root, tuple(kept.items()), tuple(linen)) if linen else None
 
 
 def _set_up(

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,7 +23,18 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
-from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, noting_half, remembered, widen
+from jaxmp._adapters import (
+    Treatment,
+    as_carry,
+    carried_by,
+    handed_out,
+    like,
+    narrow,
+    noting_half,
+    remembered,
+    require_half,
+    widen,
+)
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.rules import Rules
@@ -31,12 +42,35 @@ from jaxmp.nnx.internals import FLATTEN, check_may_change, is_pytree_class
 from jaxmp.nnx.objects import of_arrays
 from jaxmp.nnx.variables import is_object, modules_in, own_variables
 from jaxmp.patterns import Path
+from jaxmp.policy import Policy
 
 # What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
 # Of methods with such names these compute; the others are how Python and Flax handle an object.
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "pow", "rshift", "or", "and")
 _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for name in _OPERATORS for r in ("", "r"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenProducts:
+    """A half policy that leaves all products as they were, but for those in Linen modules, known when these run.
+
+    Attributes:
+      policy: that of the whole model.
+      kept: modules with products, and why they stay.
+      linen: the paths of the modules that wrap the Linen modules.
+    """
+
+    policy: Policy
+    kept: tuple[tuple[str, str], ...]
+    linen: tuple[Path, ...]
+
+    def check(self, met: dict[Path, Mapping[str, str | None]]) -> None:
+        """Raises if those that a run has ``met`` in each of the Linen modules stay as they were as well."""
+        products: dict[str, str | None] = dict(self.kept)
+        for path in self.linen:
+            products |= met.get(path, {"": None})
+        require_half(self.policy, products)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +86,7 @@ class Decision(Treatment):
         in another is told from a copy that a transform has made.
       operations: the exceptions of operations from autocast.
       in_linen: the path of the Linen module that wraps it, in the trace of which it runs.
+      open_products: what is to be checked when a root runs.
     """
 
     is_root: bool
@@ -59,6 +94,7 @@ class Decision(Treatment):
     level: int = 0
     operations: tuple[tuple[str, str], ...] = ()
     in_linen: Path | None = None
+    open_products: OpenProducts | None = None
 
 
 def decision_of(module: Any) -> Decision | None:
@@ -261,6 +297,7 @@ class _Run:
     ambient_precision: str | None  # of products, around it all
     paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which live as long as this has them
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    linen: dict[Path, Mapping[str, str | None]] = dataclasses.field(default_factory=dict)  # products of these modules
 
     def find(self, module: Any, path: Path) -> None:
         """Notes the paths of a module and of those below it."""
@@ -301,6 +338,12 @@ def is_running() -> bool:
     return _innermost.get() is not None
 
 
+def note_products(path: Path, kept: Mapping[str, str | None]) -> None:
+    """Notes why products of the Linen module that the one at ``path`` wraps are not in half; None if they are."""
+    if (frame := _innermost.get()) is not None:
+        frame.run.linen[path] = kept
+
+
 # A part of the keys of JAX's own caches: a function that is jitted hands out float32 to code that is traced in it.
 _float32_caller: Any = jax.make_user_context(default_value=None)
 
@@ -328,7 +371,10 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         run = _Run(type(module), ambient, {})
         run.find(module, ())
         with _half_params_widened([node for node, _ in run.paths.values()]):
-            return _run(run, module, method, args, kwargs)
+            result = _run(run, module, method, args, kwargs)
+        if decision.open_products is not None:
+            decision.open_products.check(run.linen)
+        return result
 
     if decision.in_linen is not None:
         return fun(module, args, kwargs)
