@@ -196,7 +196,7 @@ class Run:
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
         self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace, which ends first
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
-        self.autocast, self.in_nnx = root.autocast, root.in_nnx
+        self.autocast, self.operations, self.in_nnx = root.autocast, root.operations, root.in_nnx
         self.variables = self._foresee() if make_variables else module.variables
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _Decision] = {}
@@ -268,7 +268,7 @@ class Run:
             policy=policy,
             mode=mode,
             asked=level_of(policy, self.policies.root.matmul) if self.autocast and pattern is not None else None,
-            kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern),
+            kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
             param_dtype=None if is_made else dtypes.get("param_dtype", policy.param_dtype),
         )

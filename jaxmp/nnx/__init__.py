@@ -125,7 +125,8 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; every product stays float32; the policy computes in no
+      ValueError: a pattern matched no module and no Variable; every product stays float32 by overrides of modules, of
+        ``"class:half"`` or ``"class:*"`` (``"primitive:dot_general"`` leaves convolutions); the policy computes in no
         half dtype, or an override neither in that nor in float32; an override names no primitive or class that there
         is, or, when the model is called, matched no operation.
 
@@ -179,18 +180,25 @@ def in_linen(
 
 def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked: bool, **asked: Any) -> list[Decision]:
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
-    decisions = [_decide(policies, by_autocast, node, graph) for node in graph.nodes]
+    decisions = [_decide(policies, by_autocast, node, graph, **asked) for node in graph.nodes]
     if is_checked:
         open_products = _check_products(policies, graph, decisions)
         decisions[0] = dataclasses.replace(decisions[0], open_products=open_products)
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
         param_dtypes = _set_up_linen(node, policies, by_autocast, graph) if node.wraps_linen else None
-        _set_up(node, dataclasses.replace(decision, **asked), graph, casts, param_dtypes)
+        _set_up(node, decision, graph, casts, param_dtypes)
     return decisions
 
 
-def _decide(policies: PolicyMap, by_autocast: bool, node: _Node, graph: _Graph) -> Decision:
+def _decide(
+    policies: PolicyMap,
+    by_autocast: bool,
+    node: _Node,
+    graph: _Graph,
+    operations: tuple[tuple[str, str], ...] = (),
+    in_linen: Path | None = None,
+) -> Decision:
     policy, pattern = policies.resolve(_deciding_path(policies, node, graph), graph.classes)
     overridden = pattern is not None
     filled = [name for name in node.given if not by_autocast and node.is_filled(name, overridden)]
@@ -202,13 +210,16 @@ def _decide(policies: PolicyMap, by_autocast: bool, node: _Node, graph: _Graph) 
         mode = "written"
     elif node.own_params() or (overridden and not node.is_parent()):
         mode = "float32"
+    computes = policy.compute_dtype if own is None else np.dtype(own)
     return Decision(
         policy=policies.root if by_autocast else policy,
         mode=mode,
         asked=level_of(policy, policies.root.matmul) if by_autocast and overridden else None,
-        kept=kept_from_half(policy, policy.compute_dtype if own is None else np.dtype(own), pattern),
+        kept=kept_from_half(policy, computes, pattern, () if node.wraps_linen else operations),
         is_root=node is graph.nodes[0],
         given=tuple((name, node.given[name]) for name in filled),
+        operations=operations,
+        in_linen=in_linen,
     )
 
 
