@@ -198,6 +198,8 @@ def primitives_named_by(key: str) -> frozenset[str]:
             f"an override is a path, or by operation 'primitive:<name>' or 'class:<name>', such as 'primitive:exp' or "
             f"'class:accumulation', got {key!r}; write one of these"
         )
+    if name == "*":
+        raise UnknownOperationError(f"an override of all operations is {EVERY!r}, got {key!r}; write {EVERY!r}")
     remedy = "jax.make_jaxpr(fun)(*args) shows the primitives of a function"
     if kind == "class":
         known = [cls.value for cls in Class if cls not in _FIXED]
