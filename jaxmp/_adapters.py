@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -26,7 +26,7 @@ from jaxmp.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.rules import Rules
 from jaxmp.marks import computing, widened
-from jaxmp.overrides import levels_of
+from jaxmp.overrides import key_of_no_half_product, levels_of
 from jaxmp.patterns import OPERATIONS, Path, Pattern, pairs_of, pattern_text
 from jaxmp.policy import Policy, PolicyMap, is_o1
 
@@ -96,13 +96,17 @@ def is_default(dtype: Any, default: Any) -> bool:
     return np.dtype(dtype) == np.dtype(default)
 
 
-def kept_from_half(policy: Policy, computes: np.dtype, pattern: Pattern | None) -> str | None:
+def kept_from_half(
+    policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, str]] = ()
+) -> str | None:
     """Why products of a module that ``computes`` in some dtype are not in half; None if they are.
 
-    Its ``policy`` is that of ``pattern``, and the dtype another one where that is its author's word.
+    Its ``policy`` is that of ``pattern``, and the dtype another one where that is its author's word. Without a pattern
+    the overrides of ``operations`` count.
     """
     if is_half(computes):
-        return None
+        key = key_of_no_half_product(dict(operations)) if pattern is None else None
+        return None if key is None else f"{_OVERRIDE}{key!r}"
     is_own = computes != policy.compute_dtype
     return f"its own dtype={computes.name}" if is_own else f"{_OVERRIDE}{pattern_text(pattern or '**')!r}"
 
@@ -111,8 +115,11 @@ class NothingInHalfError(ValueError):
     """A half policy that changes no product of a model."""
 
 
-def nothing_in_half(policy: Policy, kept: Mapping[str, str]) -> NothingInHalfError:
-    """The error of a half ``policy`` that changes no product; ``kept``: modules with products, and why they stay."""
+def require_half(policy: Policy, products: Mapping[str, str | None]) -> None:
+    """Raises if a half ``policy`` changes no product; ``products``: modules with some, and why they stay, or None."""
+    kept = {name: reason for name, reason in products.items() if reason is not None}
+    if not kept or len(kept) < len(products):
+        return
     shown = ", ".join([f"{name} ({reason})" for name, reason in kept.items()][:8]) + (", …" if len(kept) > 8 else "")
     overrides = [reason for reason in dict.fromkeys(kept.values()) if reason.startswith(_OVERRIDE)]
     remedies = [f"drop or narrow the {' and the '.join(overrides)}"] if overrides else []
@@ -121,7 +128,7 @@ def nothing_in_half(policy: Policy, kept: Mapping[str, str]) -> NothingInHalfErr
             "to overrule a dtype that a module was given, name the module in overrides, e.g. "
             f"overrides={{'**': '{policy}'}}"
         ]
-    return NothingInHalfError(
+    raise NothingInHalfError(
         f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was: {shown}; "
         f"{'; or, '.join(remedies)}"
     )

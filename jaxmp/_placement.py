@@ -225,11 +225,13 @@ def microbatches(batch: Any, n: int) -> Any:
     lengths = [(path, len(leaf)) for path, leaf in arrays]
     for path, length in lengths:
         if length != lengths[0][1]:
+            is_key = any(jnp.shape(leaf) == (2,) and getattr(leaf, "dtype", None) == np.uint32 for _, leaf in arrays)
+            key = "; a raw key of random numbers is an array, of two numbers: pass jax.random.key(0) in its place"
             raise ValueError(
                 "accumulate_steps splits each array of a batch along its first axis, which must be the examples, got "
                 f"{lengths[0][1]} of them in {_tree.path_name(lengths[0][0])!r} and {length} in "
                 f"{_tree.path_name(path)!r}; what all examples share goes into model_state, or the loss function "
-                "closes over it"
+                f"closes over it{key if is_key else ''}"
             )
 
     def split(path: Any, leaf: Any) -> jax.Array:

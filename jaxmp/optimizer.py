@@ -8,6 +8,7 @@ CPU. After Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, wi
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -409,14 +410,20 @@ def scaled_value_and_grad(
     return value_and_grad
 
 
+def is_list(argnums: Any) -> bool:
+    """Whether ``argnums`` lists places, as an array may too, so that there are gradients for each."""
+    return isinstance(argnums, Sequence) or np.ndim(argnums) > 0
+
+
 def places_of(argnums: Any, *others: type) -> list[Any]:
     """What ``argnums`` lists: arguments by their places, or ``others``; raises a TypeError for anything else."""
-    places = list(argnums) if isinstance(argnums, Sequence) else [argnums]
-    if not all(isinstance(place, (int, np.integer, *others)) for place in places):
+    try:
+        places = list(argnums) if is_list(argnums) else [argnums]
+        return [place if isinstance(place, others) else operator.index(place) for place in places]
+    except TypeError as error:
         raise TypeError(
             f"argnums are places of arguments, whole numbers, got {printed(argnums)}; pass 0 for the first argument"
-        )
-    return places
+        ) from error
 
 
 def scaled_loss(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:

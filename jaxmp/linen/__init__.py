@@ -103,7 +103,8 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
       TypeError: ``module`` is no instance of a Linen module.
       ValueError: the policy computes in no half dtype, or an override neither in that nor in float32; an override names
         no primitive or class that there is; or, when the module runs: a pattern matched no module and no variable, an
-        override no operation; every product stays float32.
+        override no operation; every product stays float32 by overrides of modules, of ``"class:half"`` or
+        ``"class:*"``. ``{"primitive:dot_general": "float32"}``, which leaves convolutions, is taken at its word.
 
     >>> model = autocast(nn.Dense(2), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))

@@ -36,9 +36,9 @@ from jaxmp._adapters import (
     is_default,
     is_floating,
     kept_from_half,
-    nothing_in_half,
     noting_half,
     policies_below,
+    require_half,
     widen,
 )
 from jaxmp._jaxpr.reading import traces_around
@@ -196,7 +196,7 @@ class Run:
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
         self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace, which ends first
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
-        self.autocast = root.autocast
+        self.autocast, self.operations, self.in_nnx = root.autocast, root.operations, root.in_nnx
         self.variables = self._foresee() if make_variables else module.variables
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _Decision] = {}
@@ -268,7 +268,7 @@ class Run:
             policy=policy,
             mode=mode,
             asked=level_of(policy, self.policies.root.matmul) if self.autocast and pattern is not None else None,
-            kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern),
+            kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
             param_dtype=None if is_made else dtypes.get("param_dtype", policy.param_dtype),
         )
@@ -393,7 +393,7 @@ class Run:
             store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
                 return  # a part of the variables was made, and what matches the others is not known
-        if not self.prefix and self.method != "setup":
+        if self.method != "setup" and (self.in_nnx or not self.prefix):
             self._check()
 
     def _param_dtype(self, path: Path) -> np.dtype | None:
@@ -406,13 +406,16 @@ class Run:
         paths = {name: [path for path, _ in leaves(collection)] for name, collection in variables.items()}
         owners = {path[:-1] for path in paths.get(PARAMS, ())}
         owners = {path for path in owners if not any(path[: len(nested)] == nested for nested in self.nested)}
-        self.policies.check(self.classes, [*itertools.chain(*paths.values())], owners <= self.classes.keys())
+        if not self.prefix:
+            self.policies.check(self.classes, [*itertools.chain(*paths.values())], owners <= self.classes.keys())
         half = self.policies.root.compute_dtype
-        if not is_half(half) or self.nested or not self.products or not owners <= self.called:
+        if not is_half(half) or self.nested or not owners <= self.called:
             return
-        kept = {"/".join(p) or type(self.module).__name__: d.kept for p, d in self.products.items() if d.kept}
-        if len(kept) == len(self.products):
-            raise nothing_in_half(self.policies.root, kept)
+        kept = {"/".join(self.prefix + p) or type(self.module).__name__: d.kept for p, d in self.products.items()}
+        if self.prefix:
+            adapter_of("nnx").note_products(self.prefix, kept)  # for the check of the whole model
+        else:
+            require_half(self.policies.root, kept)
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:

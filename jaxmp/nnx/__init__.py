@@ -24,19 +24,20 @@ from jaxmp._adapters import (
     is_default,
     is_floating,
     kept_from_half,
-    nothing_in_half,
     policies_below,
+    require_half,
 )
 from jaxmp._functions import require_order
 from jaxmp.dtypes import is_half
 from jaxmp.nnx.optimizer import Optimizer as Optimizer
 from jaxmp.nnx.optimizer import scaled_value_and_grad as scaled_value_and_grad
-from jaxmp.nnx.run import Decision, bare_class, decision_of, follow, policied_class
+from jaxmp.nnx.run import Decision, OpenProducts, bare_class, decision_of, follow, policied_class
+from jaxmp.nnx.run import note_products as note_products
 from jaxmp.nnx.training import make_train_step as make_train_step
 from jaxmp.nnx.variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.overrides import level_of
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
-from jaxmp.policy import Policy, PolicyMap, is_o1
+from jaxmp.policy import PolicyMap, is_o1
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -50,12 +51,14 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Params are kept in the param dtype, every module computes in the compute dtype of its own policy, and what the root
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
-    unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it. Modes are followed:
-    ``eval``, ``train``, ``set_attributes`` of True, False or None on the model that was given reach the copy too, but
-    not the other way round, and not a clone, a pickle, a view or a merged copy that was made of it before. They reach
-    it when it is called, split, cloned or pickled; an attribute of it that is read before shows the old mode. What is
-    followed is a change of the given model: after ``copy.eval()``, ``model.train()`` on a ``model`` that is training
-    already changes nothing, and the copy goes on evaluating; call ``copy.train()``.
+    unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it.
+
+    Modes are followed: ``eval``, ``train``, ``set_attributes`` of True, False or None on the model that was given reach
+    the copy too, when it is called, split, cloned or pickled; an attribute of it that is read before shows the old
+    mode. Called on the copy they switch the given model with it, at once, so that of the two the last call counts.
+    Other copies of it keep theirs, until the given model is switched to a mode that it is not in. A clone, a pickle, a
+    view (``nnx.view(copy, deterministic=True)``) or a merged copy has modes of its own, and a switch of the copy inside
+    of a transform does not reach the given model.
 
     What is shared is a Variable, with each value that is written to it (``model.head.kernel[...] = value``), not the
     attribute that holds it: a module or a Variable that is put into ``model`` afterwards (a new head,
@@ -89,7 +92,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; or a half policy under which every product stays float32.
+      ValueError: a pattern matched no module and no Variable; or a half policy under which every product stays float32
+        (in a Linen module that ``nnx.bridge.ToNNX`` wraps: when the model is called).
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
@@ -121,7 +125,8 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; every product stays float32; the policy computes in no
+      ValueError: a pattern matched no module and no Variable; every product stays float32 by overrides of modules, of
+        ``"class:half"`` or ``"class:*"`` (``"primitive:dot_general"`` leaves convolutions); the policy computes in no
         half dtype, or an override neither in that nor in float32; an override names no primitive or class that there
         is, or, when the model is called, matched no operation.
 
@@ -147,9 +152,8 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
     wrappers = [node for node in graph.nodes if node.wraps_linen]
     if all(node.has_variables() for node in wrappers):  # else their paths are not known yet
         policies.check(graph.classes, graph.variables, complete=not wrappers)
-    decisions = _put_under(graph, policies, by_autocast, operations=tuple((operations or {}).items()))
-    if is_half(policies.root.compute_dtype) and not graph.nested:
-        _check_products(policies.root, graph.nodes, decisions)
+    is_checked = is_half(policies.root.compute_dtype) and not graph.nested
+    _put_under(graph, policies, by_autocast, is_checked, operations=tuple((operations or {}).items()))
     pair = (nnx.iter_modules(each, graph=True) for each in (model, copy))
     for (_, given), (_, module) in zip(*pair, strict=True):
         follow(module, given)
@@ -166,24 +170,35 @@ def in_linen(
     if decision_of(model) is not None:
         return model, {}
     graph = _read_graph(model, prefix)
-    decisions = _put_under(graph, policies, by_autocast, in_linen=prefix)
+    decisions = _put_under(graph, policies, by_autocast, False, in_linen=prefix)
     met = [
-        (node, decision if node.has_product() else None) for node, decision in zip(graph.nodes, decisions, strict=True)
+        (node, decision if node.has_product() or node.wraps_linen else None)
+        for node, decision in zip(graph.nodes, decisions, strict=True)
     ]
     return model, {path: (bare_class(node.module), product) for node, product in met for path in node.paths}
 
 
-def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, **asked: Any) -> list[Decision]:
+def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked: bool, **asked: Any) -> list[Decision]:
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
-    decisions = [_decide(policies, by_autocast, node, graph) for node in graph.nodes]
+    decisions = [_decide(policies, by_autocast, node, graph, **asked) for node in graph.nodes]
+    if is_checked:
+        open_products = _check_products(policies, graph, decisions)
+        decisions[0] = dataclasses.replace(decisions[0], open_products=open_products)
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
         param_dtypes = _set_up_linen(node, policies, by_autocast, graph) if node.wraps_linen else None
-        _set_up(node, dataclasses.replace(decision, **asked), graph, casts, param_dtypes)
+        _set_up(node, decision, graph, casts, param_dtypes)
     return decisions
 
 
-def _decide(policies: PolicyMap, by_autocast: bool, node: _Node, graph: _Graph) -> Decision:
+def _decide(
+    policies: PolicyMap,
+    by_autocast: bool,
+    node: _Node,
+    graph: _Graph,
+    operations: tuple[tuple[str, str], ...] = (),
+    in_linen: Path | None = None,
+) -> Decision:
     policy, pattern = policies.resolve(_deciding_path(policies, node, graph), graph.classes)
     overridden = pattern is not None
     filled = [name for name in node.given if not by_autocast and node.is_filled(name, overridden)]
@@ -195,13 +210,16 @@ def _decide(policies: PolicyMap, by_autocast: bool, node: _Node, graph: _Graph) 
         mode = "written"
     elif node.own_params() or (overridden and not node.is_parent()):
         mode = "float32"
+    computes = policy.compute_dtype if own is None else np.dtype(own)
     return Decision(
         policy=policies.root if by_autocast else policy,
         mode=mode,
         asked=level_of(policy, policies.root.matmul) if by_autocast and overridden else None,
-        kept=kept_from_half(policy, policy.compute_dtype if own is None else np.dtype(own), pattern),
+        kept=kept_from_half(policy, computes, pattern, () if node.wraps_linen else operations),
         is_root=node is graph.nodes[0],
         given=tuple((name, node.given[name]) for name in filled),
+        operations=operations,
+        in_linen=in_linen,
     )
 
 
@@ -211,17 +229,19 @@ def _deciding_path(policies: PolicyMap, node: _Node, graph: _Graph) -> Path:
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
-def _check_products(policy: Policy, nodes: list[_Node], decisions: list[Decision]) -> None:
-    """Raises if the half ``policy`` leaves every product as it was."""
-    kept = {}
-    for node, decision in zip(nodes, decisions, strict=True):
-        if not (node.has_product() or node.wraps_linen):
-            continue
-        if decision.kept is None:
-            return
-        kept["/".join(node.paths[0]) or bare_class(node.module).__name__] = decision.kept
-    if kept:
-        raise nothing_in_half(policy, kept)
+def _check_products(policies: PolicyMap, graph: _Graph, decisions: list[Decision]) -> OpenProducts | None:
+    """Raises if the half policy leaves every product as it was; or returns what says so when Linen modules run."""
+    kept, linen = dict[str, str](), list[Path]()
+    for node, decision in zip(graph.nodes, decisions, strict=True):
+        if node.wraps_linen and decision.kept is None:
+            linen.append(_deciding_path(policies, node, graph))
+        elif node.has_product() or node.wraps_linen:
+            if decision.kept is None:
+                return None
+            kept["/".join(node.paths[0]) or bare_class(node.module).__name__] = decision.kept
+    if not linen:
+        require_half(policies.root, kept)
+    return OpenProducts(policies.root, tuple(kept.items()), tuple(linen)) if linen else None
 
 
 def _set_up(

@@ -25,6 +25,7 @@ from jaxmp.nnx.variables import is_module, is_node, is_object
 from jaxmp.optimizer import (
     get_loss_scale,
     has_loss_scale,
+    is_list,
     loss_scaling,
     places_of,
     require_one_tree,
@@ -299,7 +300,7 @@ def scaled_value_and_grad(
     wanted = [one if isinstance(one, nnx.DiffState) else nnx.DiffState(int(one), optimizer.wrt) for one in places]
     gradient = nnx.value_and_grad(
         scaled_loss(loss_fn, optimizer.loss_scale, has_aux),
-        argnums=tuple(wanted) if isinstance(argnums, Sequence) else wanted[0],
+        argnums=tuple(wanted) if is_list(argnums) else wanted[0],
         has_aux=True,
     )
 

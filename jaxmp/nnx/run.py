@@ -14,29 +14,64 @@ import inspect
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
-from jaxmp._adapters import Treatment, as_carry, carried_by, handed_out, like, narrow, noting_half, remembered, widen
+from jaxmp._adapters import (
+    Treatment,
+    as_carry,
+    carried_by,
+    handed_out,
+    like,
+    narrow,
+    noting_half,
+    remembered,
+    require_half,
+    widen,
+)
 from jaxmp._contexts import float32_caller
 from jaxmp._jaxpr.reading import traces_around
 from jaxmp.engine.autocast import autocast
 from jaxmp.engine.rules import Rules
-from jaxmp.nnx.internals import FLATTEN, is_pytree_class
+from jaxmp.nnx.internals import FLATTEN, check_may_change, is_pytree_class
 from jaxmp.nnx.objects import of_arrays
 from jaxmp.nnx.variables import is_object, modules_in, own_variables
 from jaxmp.patterns import Path
+from jaxmp.policy import Policy
 
 # What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
 # Of methods with such names these compute; the others are how Python and Flax handle an object.
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "pow", "rshift", "or", "and")
 _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for name in _OPERATORS for r in ("", "r"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenProducts:
+    """A half policy that leaves all products as they were, but for those in Linen modules, known when these run.
+
+    Attributes:
+      policy: that of the whole model.
+      kept: modules with products, and why they stay.
+      linen: the paths of the modules that wrap the Linen modules.
+    """
+
+    policy: Policy
+    kept: tuple[tuple[str, str], ...]
+    linen: tuple[Path, ...]
+
+    def check(self, met: dict[Path, Mapping[str, str | None]]) -> None:
+        """Raises if those that a run has ``met`` in each of the Linen modules stay as they were as well."""
+        products: dict[str, str | None] = dict(self.kept)
+        for path in self.linen:
+            products |= met.get(path, {"": None})
+        require_half(self.policy, products)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +87,7 @@ class Decision(Treatment):
         in another is told from a copy that a transform has made.
       operations: the exceptions of operations from autocast.
       in_linen: the path of the Linen module that wraps it, in the trace of which it runs.
+      open_products: what is to be checked when a root runs.
     """
 
     is_root: bool
@@ -59,6 +95,7 @@ class Decision(Treatment):
     level: int = 0
     operations: tuple[tuple[str, str], ...] = ()
     in_linen: Path | None = None
+    open_products: OpenProducts | None = None
 
 
 def decision_of(module: Any) -> Decision | None:
@@ -81,6 +118,7 @@ def policied_class(bare: Any, decision: Decision) -> Any:
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
         namespace |= {name: _entrance(name, method) for name, method in _methods(bare)}
         namespace |= {name: _following(getattr(bare, name)) for name in FLATTEN}
+        namespace["__setattr__"] = _setting(bare.__setattr__)
 
     return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)
 
@@ -90,9 +128,33 @@ class _Given:
 
     def __init__(self, module: Any) -> None:
         self.attributes = vars(module)
+        self.known = dict[str, Any]()  # its modes as they were when they were last read
+        self.said = dict[str, list[Any]]()  # the same, without what copies set; each change is a new list
+        self.module = weakref.ref(module, functools.partial(self._end, id(module)))
 
-    def end(self, _: Any) -> None:
+    def _end(self, key: int, _: Any) -> None:
+        _givens.pop(key, None)
         self.attributes = _modes(self.attributes)  # lets go of its Variables and submodules
+
+    def read(self) -> None:
+        """Notes which modes were set on the module itself since this was last called."""
+        now = _modes(self.attributes)
+        self.said.update({name: [now[name]] for name in now if self.known.get(name, ...) is not now[name]})
+        self.known.update(now)
+
+    def accepts(self, mode: dict[str, Any]) -> bool:
+        """Sets a mode as a copy has it, if the module has one too, and was made in no other trace than runs now."""
+        module = self.module()
+        try:
+            if module is not None:
+                check_may_change(module)
+        except TraceContextError:
+            return False
+        if mode.keys() <= _modes(self.attributes).keys():
+            self.attributes.update(mode)
+            self.known.update(mode)
+            return True
+        return False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,19 +162,24 @@ class _Link:
     """What a module follows, which is read when the module is used and may be gone by then."""
 
     given: _Given
-    end: weakref.ref[Any]  # of the given module: its arrays live no longer than it, but in a cycle that has itself
-    seen: dict[str, Any]  # its modes when they were last read
+    heard: dict[str, list[Any]]  # of what was said to that, what the module took over or was told otherwise after
     further: _Link | None  # what it follows itself
 
 
 _links: dict[int, _Link] = {}  # by the ids of modules
+_givens: weakref.WeakValueDictionary[int, _Given] = weakref.WeakValueDictionary()  # by theirs, as long as they live
 
 
 def follow(module: Any, given: Any) -> None:
-    """Has ``module`` take over each mode of ``given``, such as ``deterministic``, that changes there from now on."""
-    known = _Given(given)
-    end = weakref.ref(given, known.end)
-    _links[id(module)] = _Link(known, end, _modes(vars(given)), _links.get(id(given)))
+    """Has ``module`` take over each mode of ``given``, such as ``deterministic``, that changes there from now on.
+
+    Setting one to what it is leaves no trace: a mode that is set on ``module`` is set on ``given`` too, so that what is
+    set there afterwards is a change. Others that follow ``given`` keep theirs then.
+    """
+    known = _givens.get(id(given)) or _Given(given)
+    known.read()
+    _givens[id(given)] = known
+    _links[id(module)] = _Link(known, dict(known.said), _links.get(id(given)))
     weakref.finalize(module, _links.pop, id(module), None)
 
 
@@ -127,9 +194,24 @@ def _follow(module: Any) -> None:
         chain.append((attributes, link))
         attributes, link = link.given.attributes, link.further
     for attributes, link in reversed(chain):
-        now, seen = _modes(link.given.attributes), link.seen
-        attributes.update({name: now[name] for name in seen.keys() & now.keys() if seen[name] is not now[name]})
-        seen.update(now)
+        link.given.read()
+        said, heard = link.given.said, link.heard
+        attributes.update({name: said[name][0] for name in said if heard.get(name, said[name]) is not said[name]})
+        heard.update(said)
+
+
+def _setting(set_attribute: Any) -> Callable[..., None]:
+    @functools.wraps(set_attribute)
+    def run(self: Any, name: str, value: Any) -> None:
+        link = _links.get(id(self))
+        if link is not None:
+            _follow(self)  # what was set before this
+        set_attribute(self, name, value)
+        own = _modes({name: vars(self).get(name, ...)})
+        while own and link is not None and link.given.accepts(own):
+            link = link.further
+
+    return run
 
 
 def _following(flatten: Any) -> Callable[..., Any]:
@@ -151,13 +233,14 @@ def _unpickle(bare: Any, decision: Decision) -> Any:
 
 
 def _methods(bare: Any) -> Iterator[tuple[str, Any]]:
-    """What the author's classes define and computes when it is called on an instance; not ``__init__`` and its like.
+    """What the author's classes define and computes when it is called; not ``__init__``, ``eval`` and their like.
 
     A generator, or a context manager that is one, runs when its method has returned: it acts on the module itself.
     """
     own = [cls for cls in bare.__mro__ if cls not in nnx.Module.__mro__]
     for name in {name for cls in own for name in vars(cls)}:
-        if name.startswith("__") and name not in _SPECIAL_METHODS:
+        is_handled = name not in _SPECIAL_METHODS if name.startswith("__") else hasattr(nnx.Module, name)  # eval, say
+        if is_handled:
             continue
         method = inspect.getattr_static(bare, name)
         is_descriptor = isinstance(method, (functools.partialmethod, functools.singledispatchmethod))
@@ -215,6 +298,7 @@ class _Run:
     ambient_precision: str | None  # of products, around it all
     paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which live as long as this has them
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    linen: dict[Path, Mapping[str, str | None]] = dataclasses.field(default_factory=dict)  # products of these modules
 
     def find(self, module: Any, path: Path) -> None:
         """Notes the paths of a module and of those below it."""
@@ -255,6 +339,12 @@ def is_running() -> bool:
     return _innermost.get() is not None
 
 
+def note_products(path: Path, kept: Mapping[str, str | None]) -> None:
+    """Notes why products of the Linen module that the one at ``path`` wraps are not in half; None if they are."""
+    if (frame := _innermost.get()) is not None:
+        frame.run.linen[path] = kept
+
+
 def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``method``, a descriptor in the class of ``module``: as a program of its own if it is called from outside.
 
@@ -278,7 +368,10 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         run = _Run(type(module), ambient, {})
         run.find(module, ())
         with _half_params_widened([node for node, _ in run.paths.values()]):
-            return _run(run, module, method, args, kwargs)
+            result = _run(run, module, method, args, kwargs)
+        if decision.open_products is not None:
+            decision.open_products.check(run.linen)
+        return result
 
     if decision.in_linen is not None:
         return fun(module, args, kwargs)

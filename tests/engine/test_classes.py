@@ -358,6 +358,11 @@ def test_an_override_with_an_unknown_primitive_lists_the_nearest():
     assert "jax.make_jaxpr(fun)(*args) shows the primitives of a function" in text
 
 
+def test_an_override_of_all_primitives_names_the_key_for_that():
+    with pytest.raises(UnknownOperationError, match=r"all operations is 'class:\*', got 'primitive:\*'; write 'class:"):
+        primitives_named_by("primitive:*")
+
+
 def test_an_override_with_an_unknown_class_lists_all_that_an_override_may_name_and_where_they_are_seen():
     with pytest.raises(
         UnknownOperationError, match="names a class that does not exist; the nearest: 'accumulation',"

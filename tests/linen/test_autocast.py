@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -247,6 +248,13 @@ def test_a_model_under_autocast_whose_products_all_stay_float32_raises_and_names
     text = r"every product stays as it was: Dense_0 \(override .*; drop or narrow the override 'type:Dense'(\n|$)"
     with pytest.raises(ValueError, match=text):
         model.apply(MLP().init(rngs(), data(2, 4)), data(2, 4))
+    for key, level in (("class:half", "float32"), ("class:half", "tensorfloat32"), ("class:*", "float32")):
+        model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {key: level})
+        with pytest.raises(ValueError, match=re.escape(f"Dense_1 (override {key!r}); drop or narrow the override")):
+            model.apply(MLP().init(rngs(), data(2, 4)), data(2, 4))
+        for half in ("Dense_0", "primitive:dot_general"):
+            model = jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {key: level, half: "half"})
+            assert model_products(model, data(2, 4))[0] == "bfloat16"
     with pytest.raises(ValueError, match=r"computes in its policy's bfloat16, .* computes in float16; write 'float32'"):
         jaxmp.linen.autocast(MLP(), "mixed_bfloat16", {"Dense_1": "mixed_float16"})
     with pytest.raises(TypeError, match=r"jaxmp\.linen\.autocast takes an instance of flax\.linen\.Module"):

@@ -229,6 +229,8 @@ def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed(
     [
         ({"heda": "float32"}, r"'heda' matched none; nearest paths: 'head'"),
         ({"**": "float32"}, r"computes in float16, but every product stays .* head \(override '\*\*'\)"),
+        ({"class:half": "tensorfloat32"}, r"every product stays .* head \(override 'class:half'\)"),
+        ({"class:*": "float32"}, r"every product stays .* head \(override 'class:\*'\)"),
         ({"head": "bfloat16"}, r"computes in its policy's float16, .* 'head' computes in bfloat16; write 'float32' or"),
     ],
 )

@@ -201,6 +201,40 @@ def test_a_half_policy_that_changes_no_product_of_a_wrapped_linen_module_raises(
     assert not [note for note in getattr(raised.value, "__notes__", ()) if note.startswith("jaxmp: ")]  # no FFT's
 
 
+class BesideLinen(nnx.Module):
+    """Has a Linen layer beside its own, each of a dtype."""
+
+    def __init__(self, linen, own, *others, rngs=None):
+        self.linen = nnx.List([to_nnx(nn.Dense(5, dtype=dtype)) for dtype in (linen, *others)])
+        self.own = nnx.Linear(5, 2, dtype=own, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, depth=None):
+        for layer in self.linen[:depth]:
+            x = layer(x)
+        return self.own(x)
+
+
+@pytest.mark.once
+def test_a_half_policy_that_changes_no_product_of_wrapped_linen_modules_and_those_beside_them_raises():
+    model = jaxmp.nnx.apply_policy(BesideLinen("float32", "float32"), "mixed_bfloat16")
+    text = r"product stays as it was: own \(its own dtype=float32\), linen/0 \(its own dtype=float32\); to overrule"
+    with pytest.raises(ValueError, match=text):
+        model(X)
+    with pytest.raises(ValueError, match=text):
+        nnx.jit(lambda model: model(X))(model)
+    overrides = {nn.Dense: "float32", nnx.Linear: "float32"}
+    for adapter in ADAPTERS:
+        model = getattr(jaxmp.nnx, adapter)(BesideLinen(None, None), "mixed_bfloat16", overrides)
+        with pytest.raises(ValueError, match=r"own \(override 'type:Linear'\), linen/0 \(override 'type:Dense'\)"):
+            model(X)
+    for dtypes_given in [("float32", None), (None, "float32"), ("float32", "float32", None)]:
+        model = jaxmp.nnx.apply_policy(BesideLinen(*dtypes_given), "mixed_bfloat16")
+        assert model_products(model, X).count("bfloat16") == 1
+    model(X, depth=1)  # the one in half is not called, so that it is not known here
+    linen = jaxmp.linen.apply_policy(bridge.ToLinen(BesideLinen, (None, "float32")), "mixed_bfloat16")
+    assert "bfloat16" in products(linen.apply, linen.init(jax.random.key(0), X), X)
+
+
 def test_a_class_of_wrapped_linen_modules_whose_params_are_made_cannot_store_them_in_another_dtype():
     with pytest.raises(ValueError) as error:
         jaxmp.nnx.apply_policy(AroundLinen(), "bfloat16", {nnx.Linear: "float32", nn.Dense: "float32"})

@@ -179,6 +179,9 @@ def test_aux_argnums_and_a_diff_state_are_passed_on():
 
     (loss, aux), grads = scaled_value_and_grad(with_aux, optimizer, argnums=1, has_aux=True)(IMAGE, model)
     only = nnx.DiffState(1, nnx.PathContains("conv"))
+    for argnums, is_one in ((jnp.int32(1), True), (np.array([1]), False)):
+        _, same = scaled_value_and_grad(with_aux, optimizer, argnums=argnums, has_aux=True)(IMAGE, model)
+        assert isinstance(same, nnx.State) is is_one
     (_, _), part = scaled_value_and_grad(with_aux, optimizer, argnums=only, has_aux=True)(IMAGE, model)
     assert loss.dtype == jnp.float32 and float(aux["mean"]) == float(IMAGE.mean())
     assert set(nnx.as_pure(part)) == {"conv"} < set(nnx.as_pure(grads))

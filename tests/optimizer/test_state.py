@@ -89,7 +89,7 @@ def test_argnums_aux_and_keyword_arguments_are_those_of_jax():
         return jnp.sum(a * b["x"] ** power) * n, {"sum": a + 1, "text": "kept"}
 
     a, n, b = jnp.array([1.0, 2.0]), 3, {"x": jnp.array([3.0, 4.0])}
-    for argnums in (0, 2, -1, (0, 2), [2], np.int64(0)):
+    for argnums in (0, 2, -1, (0, 2), [2], np.int64(0), jnp.int32(0), (np.int64(0), jnp.int32(2)), np.array([0, 2])):
         (loss, aux), grads = scaled_value_and_grad(fun, state, argnums=argnums, has_aux=True)(a, n, b, power=2)
         (value, _), expected = jax.value_and_grad(fun, argnums=argnums, has_aux=True)(a, n, b, power=2)
         assert loss == value and aux["text"] == "kept" and (aux["sum"] == a + 1).all()

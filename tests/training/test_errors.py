@@ -507,6 +507,16 @@ def test_a_batch_without_examples_is_refused_for_its_gradients_are_zeros_that_mo
     step(state, {"x": jnp.ones((2, 3)), "scale": 1.0, "ids": jnp.ones((0, 5))})  # one entry may be empty
 
 
+def test_a_raw_key_of_random_numbers_in_a_batch_that_is_split_is_named():
+    step = make_train_step(lambda p, s, b, r: (jnp.mean(b["x"] * p), s), accumulate_steps=2)
+    for key in (jax.random.PRNGKey(0), np.zeros(2, np.uint32)):
+        with pytest.raises(ValueError, match=r"a raw key of random numbers is an array, .*: pass jax.random.key\(0\)"):
+            step(state_of(1.0), {"x": jnp.ones(4), "key": key})
+    with pytest.raises(ValueError, match=r"closes over it(\n|$)"):
+        step(state_of(1.0), {"x": jnp.ones(4), "weights": jnp.ones(2)})
+    step(state_of(1.0), {"x": jnp.ones(4), "key": jax.random.key(0)})
+
+
 def test_params_without_gradients_are_refused():
     with pytest.raises(TypeError, match="only floating params have gradients, got 'ids' of dtype int32; move it out"):
         make_train_step(lambda p, s, b, r: (p["w"], s))(state_of({"w": 1.0, "ids": 1}), 1.0)
