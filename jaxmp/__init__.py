@@ -8,8 +8,6 @@ dtype('float16')
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxmp import _contexts  # noqa: F401 - before anything is jitted
-
 if TYPE_CHECKING:
     from jaxmp import dtypes as dtypes
     from jaxmp import float8 as float8
@@ -83,6 +81,7 @@ _EXPORTS = {
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")
+    import_module("jaxmp._contexts")  # before anything is jitted with what this name is
     module = import_module(f"jaxmp.{_EXPORTS[name] or name}")
     value = getattr(module, name) if _EXPORTS[name] else module
     globals()[name] = value

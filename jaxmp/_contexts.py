@@ -1,7 +1,7 @@
 """What jaxmp adds to the keys of JAX's own caches of traces.
 
 Each of these makes all keys longer from then on, so that what was jitted before is traced and compiled once more: so
-all are made when jaxmp is imported.
+all are made when the first name of jaxmp is used.
 """
 
 from __future__ import annotations
