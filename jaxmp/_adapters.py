@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,15 @@ from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.program import Program, arrays_in, is_array
 from jaxmp._jaxpr.reading import loop_of
+from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
+from jaxmp.engine.classes import Class
+from jaxmp.engine.graph import Graph, Step
 from jaxmp.engine.rules import Rules
 from jaxmp.marks import computing, widened
-from jaxmp.overrides import key_of_no_half_product, levels_of
-from jaxmp.patterns import OPERATIONS, Path, Pattern, pairs_of, pattern_text
+from jaxmp.overrides import levels_of
+from jaxmp.patterns import EVERY, OPERATIONS, Path, Pattern, pairs_of, pattern_text
 from jaxmp.policy import Policy, PolicyMap, is_o1
 
 Mode = Literal["written", "float32", "autocast"] | None
@@ -69,6 +73,12 @@ def adapter_of(library: str) -> Any:
     return importlib.import_module(f"jaxmp.{library}")
 
 
+def is_running_in(library: str) -> bool:
+    """Whether a run of ``jaxmp.linen`` or ``jaxmp.nnx`` is under way."""
+    run = sys.modules.get(f"jaxmp.{library}.run")
+    return run is not None and run.is_running()
+
+
 def policies_below(policies: PolicyMap, path: Path, classes: Mapping[Path, type]) -> PolicyMap:
     """``policies`` for what a module at ``path`` wraps: without ``classes``, and so that what covers it covers that."""
     policy, pattern = policies.resolve(path, classes)
@@ -99,14 +109,15 @@ def is_default(dtype: Any, default: Any) -> bool:
 def kept_from_half(
     policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, str]] = ()
 ) -> str | None:
-    """Why products of a module that ``computes`` in some dtype are not in half; None if they are.
+    """Why a module that ``computes`` in some dtype is not in half; None if it is.
 
     Its ``policy`` is that of ``pattern``, and the dtype another one where that is its author's word. Without a pattern
-    the overrides of ``operations`` count.
+    the overrides of ``operations`` count, where they name all products.
     """
     if is_half(computes):
-        key = key_of_no_half_product(dict(operations)) if pattern is None else None
-        return None if key is None else f"{_OVERRIDE}{key!r}"
+        asked = {} if pattern is not None else dict(operations)
+        keys = (key for key in (f"class:{Class.HALF}", EVERY) if asked.get(key, "half") in ("float32", "tensorfloat32"))
+        return next((f"{_OVERRIDE}{key!r}" for key in keys), None)
     is_own = computes != policy.compute_dtype
     return f"its own dtype={computes.name}" if is_own else f"{_OVERRIDE}{pattern_text(pattern or '**')!r}"
 
@@ -115,20 +126,81 @@ class NothingInHalfError(ValueError):
     """A half policy that changes no product of a model."""
 
 
-def require_half(policy: Policy, products: Mapping[str, str | None]) -> None:
-    """Raises if a half ``policy`` changes no product; ``products``: modules with some, and why they stay, or None."""
-    kept = {name: reason for name, reason in products.items() if reason is not None}
-    if not kept or len(kept) < len(products):
-        return
-    shown = ", ".join([f"{name} ({reason})" for name, reason in kept.items()][:8]) + (", …" if len(kept) > 8 else "")
-    overrides = [reason for reason in dict.fromkeys(kept.values()) if reason.startswith(_OVERRIDE)]
+class Kept(NamedTuple):
+    """A module that a half policy leaves in another dtype.
+
+    Attributes:
+      name: its path; of a root its class.
+      reason: the override, or the dtype of its author's, that keeps it.
+      has_matrix: whether it has Params such as products take.
+    """
+
+    name: str
+    reason: str
+    has_matrix: bool
+
+
+class ProductsCheck:
+    """Raises where a half policy changes no product of a call of a whole model.
+
+    Two say what they know of the call, in either order: the engine, which products are half, and the run of the model,
+    which modules are kept.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._graph: Graph | None = None
+        self._modules: Sequence[Kept] | None = None
+
+    def decided(self, graph: Graph) -> None:
+        """Takes the program of the call, once the engine has decided it."""
+        self._graph = graph
+        self._check()
+
+    def ran(self, modules: Sequence[Kept]) -> None:
+        """Takes the modules that are kept; none if others of the model were not called."""
+        self._modules = modules
+        self._check()
+
+    def _check(self) -> None:
+        if self._graph is None or self._modules is None:
+            return
+        graph, self._graph = self._graph, None  # derivative rules, which keep the rules of the call, keep this too
+        if self._modules and _are_kept(graph):
+            kept = [module for module in self._modules if module.has_matrix] or self._modules
+            raise NothingInHalfError(_unchanged(self._policy, kept))
+
+
+def _are_kept(graph: Graph) -> bool:
+    """Whether a decided program has products that a module or an override keeps, and none in half."""
+    products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
+    if any(_is_half(*product) for product in products):
+        return False
+    closed = [step for step in graph.steps if step.bodies is None]  # what the engine does not look into
+    inside = [(step, eqn) for step in closed for jaxpr in jaxprs_in(step.eqn) for eqn in equations(jaxpr)]
+    products += [(step, eqn) for step, eqn in inside if eqn.primitive.name in PRODUCTS]
+    are_asked = any(step.region.level or (step.node and step.node.asked) for step, _ in products)
+    return are_asked and not any(_is_half(*product) for product in products)
+
+
+def _is_half(step: Step, eqn: Any) -> bool:
+    """Whether a product, that of a step or one inside of it, has half operands or a half result; float8 ones too."""
+    compute = step.node.compute if step.node is not None and eqn is step.eqn else None
+    dtypes = [compute] if compute is not None else [atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars)]
+    return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2 for dtype in dtypes)
+
+
+def _unchanged(policy: Policy, kept: Sequence[Kept]) -> str:
+    shown = ", ".join([f"{each.name} ({each.reason})" for each in kept][:8]) + (", …" if len(kept) > 8 else "")
+    reasons = [*dict.fromkeys(each.reason for each in kept)]
+    overrides = [reason for reason in reasons if reason.startswith(_OVERRIDE)]
     remedies = [f"drop or narrow the {' and the '.join(overrides)}"] if overrides else []
-    if len(overrides) < len({*kept.values()}):
+    if len(overrides) < len(reasons):
         remedies += [
             "to overrule a dtype that a module was given, name the module in overrides, e.g. "
             f"overrides={{'**': '{policy}'}}"
         ]
-    raise NothingInHalfError(
+    return (
         f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was: {shown}; "
         f"{'; or, '.join(remedies)}"
     )
@@ -187,7 +259,7 @@ class Treatment:
         float32, and hands out what the engine decides; ``"autocast"`` if autocast decides on the whole model; None if
         it is traced on the dtypes that come in, and decided on the graph.
       asked: what an override asks of autocast.
-      kept: why its products, if it has any, are not in half; None if they are.
+      kept: why it is not in half; None if it is.
     """
 
     policy: Policy

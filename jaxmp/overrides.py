@@ -129,21 +129,6 @@ def _policy_of(value: Any) -> Policy | None:
     return None
 
 
-def key_of_no_half_product(levels: Mapping[str, str]) -> str | None:
-    """The key in overrides of operations, by :func:`levels_of`, that keeps all products in float32; None if none does.
-
-    >>> key_of_no_half_product({"class:half": "float32"}), key_of_no_half_product({"primitive:dot_general": "float32"})
-    ('class:half', None)
-    """
-    known = [next((key for key in (f"primitive:{name}", *_PRODUCTS) if key in levels), None) for name in _PRODUCT_NAMES]
-    is_float32 = all(key is not None and levels[key] in ("float32", "tensorfloat32") for key in known)
-    return next((key for key in (*_PRODUCTS, *known) if key in known), None) if is_float32 else None
-
-
-_PRODUCTS = (f"class:{Class.HALF}", EVERY)
-_PRODUCT_NAMES = sorted(primitives_of(Class.HALF))
-
-
 def checked_level(level: Any) -> str:
     """``level``, that of a region, itself if it is one."""
     if level in LEVELS:

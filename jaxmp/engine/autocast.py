@@ -83,8 +83,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
             with precision(level_of(one_policy)), one_policy.precision():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
-        made = {} if reading.is_tracing() else programs
-        rules = Rules(one_policy.compute_dtype, exceptions, made, one_policy.matmul)
+        rules = Rules(one_policy.compute_dtype, exceptions, {} if reading.is_tracing() else programs, one_policy.matmul)
         results = computed(fun, rules, args, kwargs, one_policy)
         return one_policy.cast_to_output(results) if one_policy.compute_dtype == np.float32 else results
 
@@ -101,14 +100,14 @@ def computed(fun: Callable[..., Any], rules: Rules, args: Any, kwargs: Any, poli
       policy: that of an autocast of the whole function; without one all is decided, whether it has products or not.
     """
     program, operands = traced(fun, args, kwargs, rules)
-    for leaf in operands:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"a function under autocast takes arrays, got {leaf}; use jaxmp.cast_plan(fun, policy) to see the "
-                "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
-            )
+    if shapes := [leaf for leaf in operands if isinstance(leaf, jax.ShapeDtypeStruct)]:
+        raise TypeError(
+            f"a function under autocast takes arrays, got {shapes[0]}; use jaxmp.cast_plan(fun, policy) to see the "
+            "decisions for shapes, or jax.eval_shape, jax.make_jaxpr or jit(...).lower around it"
+        )
     with jax.named_scope(DECIDED):
         graph, dtypes = build(*program.jaxpr, rules), result_dtypes(program, policy)
         results = evaluated(graph, rules, operands, dtypes, force=policy is None)
     rules.check()
+    rules.decided(graph)
     return program.unflatten(results)

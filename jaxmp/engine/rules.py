@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,12 +44,14 @@ class Rules:
         first that matches wins, as in a PolicyMap.
       programs: what was made of parts of the program before, to be used again; None to make each part anew.
       matmul: the recipe of float8 products of code in no marked module; None for products in half.
+      decided: takes the graph once all is decided.
     """
 
     half: np.dtype | None
     overrides: dict[str, str] = dataclasses.field(default_factory=dict)
     programs: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
     matmul: Any = None
+    decided: Callable[[Any], object] = id
 
     def __post_init__(self) -> None:
         self.paths = [key for key in self.overrides if not key.startswith(OPERATIONS)]
@@ -60,9 +62,7 @@ class Rules:
 
     def check(self) -> None:
         """Raises an UnmatchedOverrideError if one matched nothing, with the nearest paths or primitives."""
-        for key in self.overrides:
-            if key in self.matched:
-                continue
+        for key in [key for key in self.overrides if key not in self.matched]:
             if key in self.paths:
                 known = sorted({glob.escape("/".join(names)) for names, _ in self.visited} - {""})
                 what = f"paths: {nearest(key, known) or _NO_SCOPES}"

@@ -22,11 +22,21 @@ import jax
 from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
-from jaxmp._adapters import Treatment, autocast_map, described_model, noting_half, remembered
+from jaxmp._adapters import (
+    NothingInHalfError,
+    ProductsCheck,
+    Treatment,
+    autocast_map,
+    described_model,
+    is_running_in,
+    noting_half,
+    remembered,
+)
 from jaxmp._functions import require_order
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
 from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
+from jaxmp.linen.run import note_uncalled as note_uncalled
 from jaxmp.linen.variables import Variables
 from jaxmp.patterns import Path
 from jaxmp.policy import PolicyMap, is_o1
@@ -71,7 +81,7 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
       TypeError: ``module`` is no instance of a Linen module.
       ValueError: an override of O1 computes neither in float32 nor in float16; or, when the module runs, for only then
         its submodules exist: a pattern matched no module and no variable; every product stays float32 under a half
-        policy.
+        policy, by overrides or by what dtypes its modules were given (in a call that runs all of them).
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -134,12 +144,6 @@ def in_nnx(module: M, policies: PolicyMap, prefix: Path, by_autocast: bool) -> M
     return _under(module, Root(policies, prefix, by_autocast, in_nnx=True), "apply_policy")
 
 
-def _nnx_is_running() -> bool:
-    from jaxmp.nnx.run import is_running
-
-    return is_running()
-
-
 class _Policied(Hooks):
     """Mixed into the class of a module under a policy: starts a run when a method is called from outside."""
 
@@ -154,14 +158,21 @@ class _Policied(Hooks):
             run.copy = weakref.ref(self)
             run.decide(self)  # before its submodules get scopes
             return call()
-        in_engine, _in_engine.is_on = _in_engine.is_on, False
+        check, _in_engine.is_on = _in_engine.is_on, None
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
-        bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
-        if not (creates or in_engine or name == "setup"):
-            lifted = functools.partial(_through_engine, self.jaxmp_root)
+        again = _again(self, method, args, kwargs) if creates and name != "setup" else None
+        if not (creates or check or name == "setup"):
+            check = ProductsCheck(self.jaxmp_root.policies.root)
+            lifted = functools.partial(_through_engine, self.jaxmp_root, check)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
+        bare_variables = again and functools.partial(again, _base(type(self)), {"initializing": True})
         with _noting(self), running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
-            return run.cast_output(call())
+            result = run.cast_output(call())
+        if check:
+            check.ran(run.kept)
+        elif run.kept and again:
+            _check_products(again, type(self), self.variables)
+        return result
 
     def jaxmp_register(self) -> None:
         if not is_checked(self):
@@ -170,21 +181,23 @@ class _Policied(Hooks):
     @functools.wraps(nn.Module.apply)
     def apply(self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
         bare = functools.partial(super().apply, method=_as_one_run(method))
-        if self.jaxmp_root.in_nnx and _nnx_is_running():
-            with _in_engine.turned(True):
+        check = ProductsCheck(self.jaxmp_root.policies.root)
+        if self.jaxmp_root.in_nnx and is_running_in("nnx"):
+            with _in_engine.turned(check):
                 return bare(variables, *args, rngs=rngs, **kwargs)
         if not variables.get("params"):  # they are made, if it has some
             return bare(variables, *args, rngs=rngs, **kwargs)
 
         def pure(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
-            with _in_engine.turned(True):
+            with _in_engine.turned(check):
                 return bare(variables, *args, rngs=rngs, **kwargs)
 
-        call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules
+        call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules(check.decided)
         if is_watched():
             return computed(pure, rules, call, {})
         with _noting(self):
-            return remembered(type(self).jaxmp_programs, (self, method), pure, rules, call)
+            key = self, method, is_running() or is_running_in("nnx")
+            return remembered(type(self).jaxmp_programs, key, pure, rules, call)
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -232,7 +245,7 @@ def _noting(module: Any) -> contextlib.AbstractContextManager[None]:
     return noting_half(root.prefix, _base(type(module)), own, "linen")
 
 
-def _through_engine(root: Root, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
     """``fun``, of a scope, as the engine writes it: what it reads from the scope and writes there is traced with it."""
 
     def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +253,7 @@ def _through_engine(root: Root, fun: Callable[..., Any]) -> Callable[..., Any]:
             scope = scope_of(variables, rngs)
             return fun(scope, *args, **kwargs), repack(scope)
 
-        return computed(pure, root.rules, (variables, rngs, args, kwargs), {})
+        return computed(pure, root.rules(check.decided), (variables, rngs, args, kwargs), {})
 
     return lift.pack(run, (True,), (True,), (True,), enable_kwargs=True)
 
@@ -324,28 +337,41 @@ def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
     return _rebuild(_base(type(module)), _fields(module), root, module.name, parent)
 
 
-def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
-    """Makes the variables that ``method`` of ``module`` makes in the same place without policies."""
-    base, given = _base(type(module)), module.scope
+def _again(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Variables]:
+    """Calls ``method`` of a module of some class with the fields of ``module``, in the same place, on some variables.
+
+    It returns the variables after that.
+    """
+    given = module.scope
     fields = _fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
 
-    def make() -> Variables:
-        scope = Scope({}, rngs=given.rngs, mutable=given.mutable, path=given.path, flags={"initializing": True})
+    def call(cls: Any, flags: Mapping[str, Any], variables: Any = ()) -> Variables:
+        scope = Scope(dict(variables), rngs=given.rngs, mutable=given.mutable, path=given.path, flags=flags)
         with unlisted():
-            method(base(**fields, parent=scope), *args, **kwargs)
+            method(cls(**fields, parent=scope), *args, **kwargs)
         return scope.variables()
 
-    return make
+    return call
+
+
+def _check_products(again: Callable[..., Variables], cls: Any, variables: Variables) -> None:
+    """Raises if a half policy will change no product: the engine, which decides that, did not see them made."""
+    try:
+        jax.eval_shape(functools.partial(again, cls, {}), variables)
+    except NothingInHalfError:
+        raise
+    except Exception:  # what made variables may not run on them: a cache takes one token at a time
+        pass
 
 
 class _Switch(threading.local):
     """Something that is on or off in this thread."""
 
-    def __init__(self, is_on: bool) -> None:
+    def __init__(self, is_on: Any) -> None:
         self.is_on = is_on
 
     @contextlib.contextmanager
-    def turned(self, is_on: bool) -> Iterator[None]:
+    def turned(self, is_on: Any) -> Iterator[None]:
         before, self.is_on = self.is_on, is_on
         try:
             yield
@@ -353,7 +379,7 @@ class _Switch(threading.local):
             self.is_on = before
 
 
-_in_engine = _Switch(False)  # whether the next run of a root begins in the engine's trace already
+_in_engine = _Switch(None)  # the check of the engine's trace that the next run of a root begins in, if it is in one
 _views = _Switch(True)  # whether an attribute of a bound module is handed out under its policies
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -27,6 +27,7 @@ from flax.core import Scope
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import (
+    Kept,
     Mode,
     Treatment,
     adapter_of,
@@ -35,10 +36,10 @@ from jaxmp._adapters import (
     handed_out,
     is_default,
     is_floating,
+    is_running_in,
     kept_from_half,
     noting_half,
     policies_below,
-    require_half,
     widen,
 )
 from jaxmp._jaxpr.reading import traces_around
@@ -79,12 +80,12 @@ class Root:
     operations: tuple[tuple[str, str], ...] = ()
     in_nnx: bool = False
 
-    @property
-    def rules(self) -> Rules:
+    def rules(self, decided: Callable[[Any], object]) -> Rules:
         """What is asked of the engine; each module has its own half dtype but under autocast."""
         if not self.autocast:
-            return Rules(None)
-        return Rules(self.policies.compute_dtype, dict(self.operations), matmul=self.policies.root.matmul)
+            return Rules(None, decided=decided)
+        matmul = self.policies.root.matmul
+        return Rules(self.policies.compute_dtype, dict(self.operations), matmul=matmul, decided=decided)
 
     def mark(self, module: nn.Module) -> None:
         """Marks the scope of ``module``, and so every scope below that is still to come, as belonging to this root."""
@@ -142,6 +143,13 @@ _running = _Running()
 def is_running() -> bool:
     """Whether any run is under way."""
     return bool(_running.runs)
+
+
+def note_uncalled(paths: Iterable[Path]) -> None:
+    """Notes the modules that a call of an NNX module, which one of the innermost run wraps, did not call."""
+    run = _running.runs[-1]
+    for path in paths:
+        run.called.pop(path[len(run.prefix) :], None)
 
 
 def run_with_root(module: nn.Module) -> Run | None:
@@ -202,8 +210,8 @@ class Run:
         self.decisions: dict[Path, _Decision] = {}
         self.shapes: dict[Any, Any] = {}  # of what initializers make
         self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # of fields, by the ids of classes, with these
-        self.called: set[Path] = set()
-        self.products: dict[Path, Treatment] = {}
+        self.called: dict[Path, str | None] = {}  # why they are kept from half, if they are
+        self.kept: list[Kept] = []  # in the end those that are, if no other run is around this one and all were called
         self.nested: list[Path] = []
         config: Any = jax.config
         self.ambient_precision = config.jax_default_matmul_precision
@@ -305,11 +313,9 @@ class Run:
             return self._decide_children(module)
         self._decide_children(module)
         path = module.path[len(self.path) :]
-        self.called.add(path)
-        if _wraps_nnx(module):
-            next_fun = functools.partial(self._call_nnx, module, path, next_fun) if method == "__call__" else next_fun
-        elif self._has_product(module, path, method):
-            self.products[path] = decision
+        self.called.setdefault(path, decision.kept)
+        if _wraps_nnx(module) and method == "__call__":
+            next_fun = functools.partial(self._call_nnx, module, path, next_fun)
 
         if self.autocast:
             with decision.mark():
@@ -350,11 +356,10 @@ class Run:
 
         def make(*args: Any, **kwargs: Any) -> Any:
             made, met = adapter_of("nnx").in_linen(bare(*args, **kwargs), policies, self.prefix + path, self.autocast)
-            for where, (cls, product) in met.items():
+            for where, (cls, kept) in met.items():
                 at = where[len(self.prefix) :]
                 self.classes.setdefault(where if at != path else (*where, "nnx_class"), cls)
-                self.called.add(at)
-                self.products |= {at: product} if product else {}
+                self.called[at] = self.called[path] or kept
             return made
 
         if getattr(bare, getattr(nnx_method, "__name__", ""), None) is nnx_method:
@@ -379,12 +384,6 @@ class Run:
             if isinstance(child, nn.Module) and not hasattr(child, "jaxmp_root") and _running.run_of(child) is self:
                 self.decide(child)
 
-    def _has_product(self, module: nn.Module, path: Path, method: str) -> bool:
-        if isinstance(module, nn.Embed) and method != "attend":
-            return False
-        params = module.variables.get(PARAMS) or (self._at(path) or {}).get(PARAMS, {})
-        return any(len(getattr(leaf, "shape", ())) >= 2 for leaf in own_leaves(params))
-
     # --- what is done at the end ---
 
     def finish(self) -> None:
@@ -401,7 +400,7 @@ class Run:
         return None if owner is None else self.decisions[owner].param_dtype
 
     def _check(self) -> None:
-        """Raises if a pattern matched nothing, or a half policy changed no product."""
+        """Raises if a pattern matched nothing; of a whole model, notes what a half policy leaves in another dtype."""
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
         paths = {name: [path for path, _ in leaves(collection)] for name, collection in variables.items()}
         owners = {path[:-1] for path in paths.get(PARAMS, ())}
@@ -409,13 +408,23 @@ class Run:
         if not self.prefix:
             self.policies.check(self.classes, [*itertools.chain(*paths.values())], owners <= self.classes.keys())
         half = self.policies.root.compute_dtype
-        if not is_half(half) or self.nested or not owners <= self.called:
+        if not is_half(half) or self.nested or not owners <= self.called.keys():
             return
-        kept = {"/".join(self.prefix + p) or type(self.module).__name__: d.kept for p, d in self.products.items()}
-        if self.prefix:
-            adapter_of("nnx").note_products(self.prefix, kept)  # for the check of the whole model
-        else:
-            require_half(self.policies.root, kept)
+        params = leaves(variables.get(PARAMS, {}))
+        matrices = {path[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
+        kept = [
+            Kept(
+                "/".join(self.prefix + path) or type(self.module).__name__,
+                reason,
+                path in matrices and not issubclass(self.classes[self.prefix + path], nn.Embed),
+            )
+            for path, reason in self.called.items()
+            if reason is not None
+        ]
+        if self.in_nnx:
+            adapter_of("nnx").note_kept(self.prefix, kept)  # for the check of the whole model
+        elif len(_running.runs) == 1 and not is_running_in("nnx"):
+            self.kept = kept
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:

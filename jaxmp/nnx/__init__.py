@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._adapters import (
+    Kept,
     Mode,
     adapter_of,
     autocast_map,
@@ -25,14 +26,13 @@ from jaxmp._adapters import (
     is_floating,
     kept_from_half,
     policies_below,
-    require_half,
 )
 from jaxmp._functions import require_order
 from jaxmp.dtypes import is_half
 from jaxmp.nnx.optimizer import Optimizer as Optimizer
 from jaxmp.nnx.optimizer import scaled_value_and_grad as scaled_value_and_grad
-from jaxmp.nnx.run import Decision, OpenProducts, bare_class, decision_of, follow, policied_class
-from jaxmp.nnx.run import note_products as note_products
+from jaxmp.nnx.run import Decision, HalfPolicy, bare_class, decision_of, follow, policied_class
+from jaxmp.nnx.run import note_kept as note_kept
 from jaxmp.nnx.training import make_train_step as make_train_step
 from jaxmp.nnx.variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.overrides import level_of
@@ -92,8 +92,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; or a half policy under which every product stays float32
-        (in a Linen module that ``nnx.bridge.ToNNX`` wraps: when the model is called).
+      ValueError: a pattern matched no module and no Variable; or, in the first call that runs all of the model, every
+        product stays float32 under a half policy, by overrides or by what dtypes its modules were given.
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
@@ -125,10 +125,10 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; every product stays float32 by overrides of modules, of
-        ``"class:half"`` or ``"class:*"`` (``"primitive:dot_general"`` leaves convolutions); the policy computes in no
-        half dtype, or an override neither in that nor in float32; an override names no primitive or class that there
-        is, or, when the model is called, matched no operation.
+      ValueError: a pattern matched no module and no Variable; the policy computes in no half dtype, or an override
+        neither in that nor in float32; an override names no primitive or class that there is; or, when the model is
+        called, matched no operation, or every product stays float32 by overrides of modules, of ``"class:half"`` or
+        ``"class:*"`` (``"primitive:dot_general"``, which leaves convolutions, is taken at its word).
 
     >>> model = autocast(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
     >>> products = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 3)))
@@ -162,28 +162,24 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
 
 def in_linen(
     model: M, policies: PolicyMap, prefix: Path, by_autocast: bool
-) -> tuple[M, dict[Path, tuple[type, Decision | None]]]:
+) -> tuple[M, dict[Path, tuple[type, str | None]]]:
     """``model``, made by the Linen module at ``prefix`` that wraps it, under its policies, unless it has its own.
 
-    Also the class of each module by its path, and what was decided if it has a product.
+    Also the class of each module by its path, and why it is kept from half if it is.
     """
     if decision_of(model) is not None:
         return model, {}
     graph = _read_graph(model, prefix)
     decisions = _put_under(graph, policies, by_autocast, False, in_linen=prefix)
-    met = [
-        (node, decision if node.has_product() or node.wraps_linen else None)
-        for node, decision in zip(graph.nodes, decisions, strict=True)
-    ]
-    return model, {path: (bare_class(node.module), product) for node, product in met for path in node.paths}
+    met = zip(graph.nodes, decisions, strict=True)
+    return model, {path: (bare_class(node.module), decision.kept) for node, decision in met for path in node.paths}
 
 
 def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked: bool, **asked: Any) -> list[Decision]:
     # All is decided before anything is changed: what a module's author gave counts for the modules below it too.
     decisions = [_decide(policies, by_autocast, node, graph, **asked) for node in graph.nodes]
     if is_checked:
-        open_products = _check_products(policies, graph, decisions)
-        decisions[0] = dataclasses.replace(decisions[0], open_products=open_products)
+        decisions[0] = dataclasses.replace(decisions[0], half=_half_policy(policies, graph, decisions))
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
         param_dtypes = _set_up_linen(node, policies, by_autocast, graph) if node.wraps_linen else None
@@ -215,7 +211,7 @@ def _decide(
         policy=policies.root if by_autocast else policy,
         mode=mode,
         asked=level_of(policy, policies.root.matmul) if by_autocast and overridden else None,
-        kept=kept_from_half(policy, computes, pattern, () if node.wraps_linen else operations),
+        kept=kept_from_half(policy, computes, pattern, operations),
         is_root=node is graph.nodes[0],
         given=tuple((name, node.given[name]) for name in filled),
         operations=operations,
@@ -229,19 +225,16 @@ def _deciding_path(policies: PolicyMap, node: _Node, graph: _Graph) -> Path:
     return min(node.paths, key=lambda path: order.index(policies.resolve(path, graph.classes)[1]))
 
 
-def _check_products(policies: PolicyMap, graph: _Graph, decisions: list[Decision]) -> OpenProducts | None:
-    """Raises if the half policy leaves every product as it was; or returns what says so when Linen modules run."""
-    kept, linen = dict[str, str](), list[Path]()
+def _half_policy(policies: PolicyMap, graph: _Graph, decisions: list[Decision]) -> HalfPolicy | None:
+    """What may leave no product of the model in half; None if nothing does."""
+    kept, linen = list[Kept](), list[Path]()
     for node, decision in zip(graph.nodes, decisions, strict=True):
-        if node.wraps_linen and decision.kept is None:
+        if decision.kept is not None:
+            name = "/".join(node.paths[0]) or bare_class(node.module).__name__
+            kept.append(Kept(name, decision.kept, node.has_matrix()))
+        elif node.wraps_linen:
             linen.append(_deciding_path(policies, node, graph))
-        elif node.has_product() or node.wraps_linen:
-            if decision.kept is None:
-                return None
-            kept["/".join(node.paths[0]) or bare_class(node.module).__name__] = decision.kept
-    if not linen:
-        require_half(policies.root, kept)
-    return OpenProducts(policies.root, tuple(kept.items()), tuple(linen)) if linen else None
+    return HalfPolicy(policies.root, tuple(kept), tuple(linen)) if kept or linen else None
 
 
 def _set_up(
@@ -334,10 +327,11 @@ class _Node:
         """The Params that belong to the module and not to its submodules."""
         return [var for var in own_variables(self.module) if isinstance(var, nnx.Param)]
 
-    def has_product(self) -> bool:
-        """Whether the module itself is taken to compute a product, by the shapes of its Params."""
+    def has_matrix(self) -> bool:
+        """Whether the module has Params such as products take, or wraps a Linen module, which may have."""
         leaves = jax.tree.leaves([var.get_raw_value() for var in self.own_params()])
-        return not isinstance(self.module, nnx.Embed) and any(len(getattr(leaf, "shape", ())) >= 2 for leaf in leaves)
+        is_matrix = any(len(getattr(leaf, "shape", ())) >= 2 for leaf in leaves)
+        return self.wraps_linen or (is_matrix and not isinstance(self.module, nnx.Embed))
 
     @property
     def wraps_linen(self) -> bool:

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,26 +24,29 @@ from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import (
+    Kept,
+    ProductsCheck,
     Treatment,
+    adapter_of,
     as_carry,
     carried_by,
     handed_out,
+    is_running_in,
     like,
     narrow,
     noting_half,
     remembered,
-    require_half,
     widen,
 )
 from jaxmp._contexts import float32_caller
 from jaxmp._jaxpr.reading import traces_around
-from jaxmp.engine.autocast import autocast
+from jaxmp.engine.autocast import computed
 from jaxmp.engine.rules import Rules
 from jaxmp.nnx.internals import FLATTEN, check_may_change, is_pytree_class
 from jaxmp.nnx.objects import of_arrays
-from jaxmp.nnx.variables import is_object, modules_in, own_variables
+from jaxmp.nnx.variables import is_module, is_object, modules_in, own_variables
 from jaxmp.patterns import Path
-from jaxmp.policy import Policy
+from jaxmp.policy import Policy, check_backend
 
 # What modules computed stays in the dtype they computed it in. All other variables keep the dtypes they have.
 _ACTIVATIONS = (nnx.Cache, nnx.Intermediate)
@@ -53,25 +56,18 @@ _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenProducts:
-    """A half policy that leaves all products as they were, but for those in Linen modules, known when these run.
+class HalfPolicy:
+    """A half policy of a whole model, and what it leaves in another dtype.
 
     Attributes:
-      policy: that of the whole model.
-      kept: modules with products, and why they stay.
-      linen: the paths of the modules that wrap the Linen modules.
+      policy: the policy.
+      kept: the modules that it leaves.
+      linen: the paths of others that wrap Linen modules, some of which it may leave too: they are known when they run.
     """
 
     policy: Policy
-    kept: tuple[tuple[str, str], ...]
+    kept: tuple[Kept, ...]
     linen: tuple[Path, ...]
-
-    def check(self, met: dict[Path, Mapping[str, str | None]]) -> None:
-        """Raises if those that a run has ``met`` in each of the Linen modules stay as they were as well."""
-        products: dict[str, str | None] = dict(self.kept)
-        for path in self.linen:
-            products |= met.get(path, {"": None})
-        require_half(self.policy, products)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +83,7 @@ class Decision(Treatment):
         in another is told from a copy that a transform has made.
       operations: the exceptions of operations from autocast.
       in_linen: the path of the Linen module that wraps it, in the trace of which it runs.
-      open_products: what is to be checked when a root runs.
+      half: of a root, whose calls shall have a product in half, what may leave none.
     """
 
     is_root: bool
@@ -95,7 +91,7 @@ class Decision(Treatment):
     level: int = 0
     operations: tuple[tuple[str, str], ...] = ()
     in_linen: Path | None = None
-    open_products: OpenProducts | None = None
+    half: HalfPolicy | None = None
 
 
 def decision_of(module: Any) -> Decision | None:
@@ -298,7 +294,28 @@ class _Run:
     ambient_precision: str | None  # of products, around it all
     paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which live as long as this has them
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    linen: dict[Path, Mapping[str, str | None]] = dataclasses.field(default_factory=dict)  # products of these modules
+    called: set[int] = dataclasses.field(default_factory=set)  # the ids of modules
+    linen: dict[Path, Sequence[Kept]] = dataclasses.field(default_factory=dict)  # of wrapped modules, all run
+
+    def uncalled(self, modules: Mapping[int, tuple[Any, Path]]) -> list[Path]:
+        """The paths of those of ``modules`` that have Params and were not called, nor was a copy that a transform made.
+
+        A Linen module that one wraps tells by itself what was called in it.
+        """
+        copies = {type(self.paths[key][0]) for key in self.called - modules.keys()}
+        return [
+            path
+            for key, (module, path) in modules.items()
+            if not (key in self.called or type(module) in copies or isinstance(module, nnx.bridge.ToNNX))
+            and is_module(module)
+            and any(isinstance(var, nnx.Param) for var in own_variables(module))
+        ]
+
+    def kept_by(self, half: HalfPolicy, modules: Mapping[int, tuple[Any, Path]]) -> list[Kept]:
+        """What a half policy of ``modules`` keeps; nothing if not all of them were called."""
+        if self.uncalled(modules) or not self.linen.keys() >= {*half.linen}:
+            return []
+        return [*half.kept, *(kept for path in half.linen for kept in self.linen[path])]
 
     def find(self, module: Any, path: Path) -> None:
         """Notes the paths of a module and of those below it."""
@@ -339,8 +356,8 @@ def is_running() -> bool:
     return _innermost.get() is not None
 
 
-def note_products(path: Path, kept: Mapping[str, str | None]) -> None:
-    """Notes why products of the Linen module that the one at ``path`` wraps are not in half; None if they are."""
+def note_kept(path: Path, kept: Sequence[Kept]) -> None:
+    """Notes what is kept in the Linen module that the one at ``path`` wraps, all of which has run."""
     if (frame := _innermost.get()) is not None:
         frame.run.linen[path] = kept
 
@@ -363,25 +380,33 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame | None, decision: Decision) -> Any:
     config: Any = jax.config
     ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
+    half = None if caller is not None or is_running_in("linen") else decision.half
+    check = half and ProductsCheck(half.policy)
+    decided = check.decided if check else id
 
     def fun(module: Any, args: Any, kwargs: Any) -> Any:  # copies of them that may change in this trace
         run = _Run(type(module), ambient, {})
         run.find(module, ())
-        with _half_params_widened([node for node, _ in run.paths.values()]):
+        modules = dict(run.paths)
+        with _half_params_widened([node for node, _ in modules.values()]):
             result = _run(run, module, method, args, kwargs)
-        if decision.open_products is not None:
-            decision.open_products.check(run.linen)
+        if decision.in_linen is not None:
+            adapter_of("linen").note_uncalled([decision.in_linen + path for path in run.uncalled(modules)])
+        if half and check:
+            check.ran(run.kept_by(half, modules))
         return result
 
     if decision.in_linen is not None:
         return fun(module, args, kwargs)
     if decision.mode == "autocast":
-        return autocast(fun, decision.policy, dict(decision.operations))(module, args, kwargs)
+        check_backend(policy := decision.policy)
+        rules = Rules(policy.compute_dtype, dict(decision.operations), matmul=policy.matmul, decided=decided)
+        return computed(fun, rules, (module, args, kwargs), {}, policy)
     carry = None if decision.is_root else carried_by(args, [])
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
-    key = method, call.key, numbers.get() is None
+    key = method, call.key, numbers.get() is None, check is None
     with noting_half((), bare_class(module), decision, "nnx"):
-        result = call.write(*remembered(programs, key, call.pure, Rules(None), call.arguments))
+        result = call.write(*remembered(programs, key, call.pure, Rules(None, decided=decided), call.arguments))
     if caller is not None and caller.decision.is_float32:
         result = _arrays(widen, result)
     return result if carry is None else as_carry(result, carry)
@@ -410,6 +435,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = _arrays(widen, (args, kwargs))
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
     own = decision.called_by(here.decision if here else None)
+    run.called.add(id(module))
     frame = _Frame(run, module, path, own, traces_around(), caller)
     with (
         frame.running(),

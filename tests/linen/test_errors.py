@@ -203,6 +203,62 @@ def test_a_model_with_a_half_product_or_without_any_is_let_pass(bare):
         shapes(apply_policy(bare, "mixed_bfloat16"), X)
 
 
+class Attends(nn.Module):
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm()(nn.Dense(4, dtype=self.dtype, name="l")(x))
+        return jax.nn.softmax(x @ x.T) @ x
+
+
+class Scaled(nn.Module):
+    """Has a param of two axes, and no product of it."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="l")(x * self.param("scale", nn.initializers.ones, x.shape))
+
+
+@pytest.mark.parametrize("under", [apply_policy, jaxmp.linen.autocast])
+def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program(under):
+    for bare in (Attends(), *([Attends("float32")] if under is apply_policy else ())):
+        model = under(bare, "mixed_bfloat16", {"l": "float32"} if bare.dtype is None else None)
+        with jax.numpy_dtype_promotion("standard"):
+            assert products(model.apply, shapes(model, X), X) == ["float32", "bfloat16", "bfloat16"]
+    model = under(Scaled(), "mixed_bfloat16", {"l": "float32"})
+    variables = zeros(shapes(Scaled(), X))
+    for call in (lambda: model.init(rngs(), X), lambda: model.apply(variables, X), lambda: model.bind(variables)(X)):
+        with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\); drop or narrow"):
+            call()
+
+
+def test_init_of_what_its_own_variables_are_not_taken_by_is_let_pass():
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.MultiHeadDotProductAttention(2, decode=True, deterministic=True)(x)
+
+    model = apply_policy(Decoder(), "mixed_bfloat16", {"**": "float32"})
+    variables = model.init(rngs(), data(1, 3, 4))  # of three tokens; one at a time is decoded
+    with pytest.raises(ValueError, match="every product stays as it was"):
+        model.apply(variables, data(1, 1, 4), mutable=["cache"])
+
+
+@pytest.mark.parametrize("under", [apply_policy, jaxmp.linen.autocast])
+def test_a_model_without_a_half_product_is_let_pass_as_a_part_of_another(under):
+    class Around(nn.Module):
+        part: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2)(self.part(x))
+
+    part = under(BodyAndHead(), "mixed_float16", {"**": "float32"})
+    assert model_products(apply_policy(Around(part), "mixed_float16"), X) == ["float32", "float32", "float16"]
+    message(Around(part))
+
+
 def test_a_method_that_calls_only_the_float32_part_is_let_pass():
     model = apply_policy(BodyAndHead(), "mixed_float16")
     apply = functools.partial(model.apply, method="logits")

@@ -228,9 +228,6 @@ def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed(
     ("overrides", "text"),
     [
         ({"heda": "float32"}, r"'heda' matched none; nearest paths: 'head'"),
-        ({"**": "float32"}, r"computes in float16, but every product stays .* head \(override '\*\*'\)"),
-        ({"class:half": "tensorfloat32"}, r"every product stays .* head \(override 'class:half'\)"),
-        ({"class:*": "float32"}, r"every product stays .* head \(override 'class:\*'\)"),
         ({"head": "bfloat16"}, r"computes in its policy's float16, .* 'head' computes in bfloat16; write 'float32' or"),
     ],
 )
@@ -241,6 +238,24 @@ def test_overrides_that_cannot_be_are_errors_at_once(overrides, text):
     ):
         with pytest.raises(ValueError, match=text):
             make()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"**": "float32"}, r"computes in float16, but every product stays .* head \(override '\*\*'\)"),
+        ({"class:half": "tensorfloat32"}, r"every product stays .* head \(override 'class:half'\)"),
+        ({"class:*": "float32"}, r"every product stays .* head \(override 'class:\*'\)"),
+    ],
+)
+def test_overrides_that_leave_no_product_half_are_errors_when_it_is_called(overrides, text):
+    for model in (autocast(Mlp(rngs()), "mixed_float16", overrides), apply_policy(Mlp(rngs()), "O1", overrides)):
+        with pytest.raises(ValueError, match=text):
+            model(data(2, 4))
+    kept = autocast(Mlp(rngs()), "mixed_float16", {"primitive:dot_general": "float32"})
+    assert {dtype for _, dtype in found(kept, data(2, 4))} == {"float32"}  # taken at its word
+    some = autocast(Mlp(rngs()), "mixed_float16", {"head": "half", **overrides})
+    assert [dtype for _, dtype in found(some, data(2, 4))].count("float16") == 1
 
 
 def test_what_autocast_cannot_take_is_refused():

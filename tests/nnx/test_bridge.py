@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 
@@ -338,6 +339,42 @@ def test_a_half_policy_that_changes_no_product_of_a_wrapped_nnx_module_raises():
     model = jaxmp.linen.apply_policy(bridge.ToLinen(nnx.Linear, (5, 4), {"dtype": jnp.float32}), "mixed_float16")
     with pytest.raises(ValueError, match=r"every product stays as it was: ToLinen \(its own dtype=float32\)"):
         model.init(jax.random.key(0), X)
+
+
+class TwoLayers(nnx.Module):
+    def __init__(self, rngs):
+        self.body, self.head = nnx.Linear(5, 5, rngs=rngs), nnx.Linear(5, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.body(x))
+
+    def logits(self, x):
+        return self.head(x)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_call_of_only_the_float32_part_of_a_wrapped_nnx_module_is_let_pass(adapter):
+    variables = bridge.ToLinen(TwoLayers).init(jax.random.key(0), X)
+    model = getattr(jaxmp.linen, adapter)(bridge.ToLinen(TwoLayers), "mixed_bfloat16", {"head": "float32"})
+    assert products(functools.partial(model.apply, nnx_method="logits"), variables, X) == ["float32"]
+    model = getattr(jaxmp.linen, adapter)(bridge.ToLinen(TwoLayers), "mixed_bfloat16", {bridge.ToLinen: "float32"})
+    with pytest.raises(ValueError, match=r"every product stays as it was: body \(override 'type:ToLinen'\), head"):
+        model.apply(variables, X)
+
+
+@pytest.mark.once
+def test_a_model_that_is_called_as_a_part_of_another_first_is_refused_when_it_is_called_by_itself():
+    class Around(nn.Module):
+        wrapped: nn.Module
+
+        def __call__(self, x):
+            return self.wrapped(x)
+
+    part = jaxmp.nnx.apply_policy(TwoLayers(nnx.Rngs(0)), "mixed_bfloat16", {"**": "float32"})
+    jaxmp.linen.apply_policy(Around(bridge.ToLinen(lambda rngs: part)), "mixed_bfloat16").init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"every product stays as it was: body \(override '\*\*'\), head"):
+        part(X)
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

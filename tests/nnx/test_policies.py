@@ -14,7 +14,7 @@ from linen_zoo import data, same_bits
 from nnx_zoo import Net, Scale, model_products, outcome, rngs, values
 
 import jaxmp
-from jaxmp.nnx import apply_policy
+from jaxmp.nnx import apply_policy, autocast
 
 IMAGE, VECTORS = data(2, 5, 5, 3), data(4, 8)
 
@@ -154,7 +154,7 @@ def test_another_policy_takes_the_place_of_the_first():
     kept = apply_policy(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), "mixed_float16", {"**": "mixed_float16"})
     assert apply_policy(kept, "float32").dtype == jnp.float32
     with pytest.raises(ValueError, match="its own dtype=float32"):
-        apply_policy(kept, "mixed_float16")
+        apply_policy(kept, "mixed_float16")(VECTORS)
 
 
 def test_a_part_with_a_policy_of_its_own_keeps_it_inside_another():
@@ -190,15 +190,126 @@ def test_a_pattern_that_matches_nothing_raises_with_the_nearest_paths_at_once():
 @pytest.mark.once
 def test_a_half_policy_that_changes_no_product_raises_and_names_the_modules_and_the_override():
     model = nnx.Sequential(nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs()), nnx.LayerNorm(8, rngs=rngs()))
-    with pytest.raises(
-        ValueError,
-        match=r"computes in float16, but every product stays as it was: layers/0 \(its own dtype=float32\); .*"
-        r"overrides=\{'\*\*': 'params=float32,compute=float16,output=float32'\}",
-    ):
-        apply_policy(model, "mixed_float16")
-    with pytest.raises(ValueError, match=r"layers/0 \(override 'layers/0'\)"):
-        apply_policy(model, "mixed_bfloat16", {"layers/0": "float32"})
-    apply_policy(nnx.LayerNorm(8, rngs=rngs()), "mixed_float16")  # nothing to multiply: nothing to say
+    under = apply_policy(model, "mixed_float16")
+    calls = [lambda: under(VECTORS), lambda: nnx.jit(lambda model: model(VECTORS))(under)]
+    calls += [lambda: nnx.grad(lambda model: model(VECTORS).sum())(under), lambda: jax.vmap(under)(VECTORS[None])]
+    for call in (*calls, *calls):  # a program that is refused is not remembered
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            pytest.raises(
+                ValueError,
+                match=r"computes in float16, but every product stays as it was: layers/0 \(its own dtype=float32\); .*"
+                r"overrides=\{'\*\*': 'params=float32,compute=float16,output=float32'\}",
+            ),
+        ):
+            call()
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=r"layers/0 \(override 'layers/0'\)"):
+        apply_policy(model, "mixed_bfloat16", {"layers/0": "float32"})(VECTORS)
+    norm = apply_policy(nnx.LayerNorm(8, rngs=rngs()), "mixed_float16", {"**": "float32"})
+    norm(VECTORS)  # nothing to multiply: nothing to say
+
+
+class Attends(nnx.Module):
+    """Has products of its own beside a module's."""
+
+    def __init__(self, rngs, dtype=None):
+        self.l, self.head = nnx.Linear(8, 8, dtype=dtype, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.head(self.l(x))
+        return jax.nn.softmax(x @ x.T) @ x
+
+
+class Layers(nnx.Module):
+    """Scans over layers of which each is a norm, and what its ``body`` makes of the rest."""
+
+    def __init__(self, rngs, body, linear=None):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def make(rngs):
+            return nnx.Dict(norm=nnx.LayerNorm(8, rngs=rngs), linear=linear and linear(8, 8, rngs=rngs))
+
+        self.layers, self.body = make(rngs), body
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def run(layers, x):
+            return x + self.body(layers, layers["norm"](x))
+
+        return run(self.layers, x)
+
+
+class Scaled(nnx.Module):
+    """Has a Param of two axes, and no product of it."""
+
+    def __init__(self, rngs):
+        self.scale, self.l = Table(rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.l(self.scale(x))
+
+
+class Table(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Param(jnp.ones((4, 8)))
+
+    def __call__(self, x):
+        return x * self.table[...]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("under", [apply_policy, autocast])
+def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program(under):
+    half, wide = ["bfloat16"] * 2, ["float32"]
+    for model in (Attends(rngs()), *([Attends(rngs(), jnp.float32)] if under is apply_policy else ())):
+        overrides = {"l": "float32"} if model.l.dtype is None else None
+        assert model_products(under(model, "mixed_bfloat16", overrides), VECTORS) == wide + half
+
+    def attend(_, x):
+        return jax.nn.softmax(x @ x.T) @ x
+
+    model = under(Layers(rngs(), attend), "mixed_bfloat16", {nnx.LayerNorm: "float32"})
+    assert model_products(model, VECTORS) == half  # though its norms, for three layers, have Params of two axes
+
+    def project(layers, x):
+        return layers["linear"](x)
+
+    model = under(Layers(rngs(), project, nnx.Linear), "mixed_bfloat16", {nnx.Linear: "float32"})
+    text = r"stays as it was: layers/linear \(override 'type:Linear'\); drop or narrow"
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=text):
+        model(VECTORS)
+    with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\); drop or narrow"):
+        under(Scaled(rngs()), "mixed_bfloat16", {"l": "float32"})(VECTORS)
+
+
+class BodyAndHead(nnx.Module):
+    def __init__(self, rngs):
+        self.body, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.body(x))
+
+    def logits(self, x):
+        return self.head(x)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("under", [apply_policy, autocast])
+def test_a_call_of_only_the_float32_part_is_let_pass_and_so_is_a_model_that_is_a_part_of_another(under):
+    def logits(model, x):
+        return model.logits(x)
+
+    assert model_products(under(BodyAndHead(rngs()), "mixed_float16", {"head": "float32"}), VECTORS, call=logits) == [
+        "float32"
+    ]
+    part = under(BodyAndHead(rngs()), "mixed_float16", {"**": "float32"})
+    assert model_products(part, VECTORS, call=logits) == ["float32"]
+    around = apply_policy(nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), part), "mixed_float16")
+    assert model_products(around, VECTORS) == ["float16", "float32", "float32"]
+    with jax.numpy_dtype_promotion("standard"):
+        around(VECTORS)
+    with pytest.raises(ValueError, match=r"stays as it was: body \(override '\*\*'\), head \(override '\*\*'\)"):
+        nnx.Sequential(nnx.Linear(8, 8, rngs=rngs()), part)(VECTORS)
 
 
 @pytest.mark.once
