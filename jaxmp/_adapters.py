@@ -26,7 +26,7 @@ from jaxmp._jaxpr.reading import loop_of
 from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
-from jaxmp.engine.classes import Class
+from jaxmp.engine.classes import Class, classify
 from jaxmp.engine.graph import Graph, Step
 from jaxmp.engine.rules import Rules
 from jaxmp.marks import computing, widened
@@ -180,14 +180,28 @@ def _are_kept(graph: Graph) -> bool:
     inside = [(step, eqn) for step in closed for jaxpr in jaxprs_in(step.eqn) for eqn in equations(jaxpr)]
     products += [(step, eqn) for step, eqn in inside if eqn.primitive.name in PRODUCTS]
     are_asked = any(step.region.level or (step.node and step.node.asked) for step, _ in products)
-    return are_asked and not any(_is_half(*product) for product in products)
+    are_half = any(_is_half(*product) for product in products) or any(_may_multiply(step.eqn) for step in closed)
+    return are_asked and not are_half
 
 
 def _is_half(step: Step, eqn: Any) -> bool:
     """Whether a product, that of a step or one inside of it, has half operands or a half result; float8 ones too."""
     compute = step.node.compute if step.node is not None and eqn is step.eqn else None
-    dtypes = [compute] if compute is not None else [atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars)]
-    return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2 for dtype in dtypes)
+    return _is_narrow(compute) if compute is not None else any(map(_is_narrow_array, (*eqn.invars, *eqn.outvars)))
+
+
+def _may_multiply(eqn: Any) -> bool:
+    """Whether an equation may be a product in half for all that is known: a kernel of several half arrays, cuDNN's."""
+    is_unknown = classify(eqn.primitive.name) in (Class.OPAQUE, None)
+    return is_unknown and sum(map(_is_narrow_array, eqn.invars)) > 1
+
+
+def _is_narrow_array(atom: Any) -> bool:
+    return _is_narrow(getattr(atom.aval, "dtype", None))
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
 
 
 def _unchanged(policy: Policy, kept: Sequence[Kept]) -> str:

@@ -147,9 +147,9 @@ def is_running() -> bool:
 
 def note_uncalled(paths: Iterable[Path]) -> None:
     """Notes the modules that a call of an NNX module, which one of the innermost run wraps, did not call."""
-    run = _running.runs[-1]
-    for path in paths:
-        run.called.pop(path[len(run.prefix) :], None)
+    for run in _running.runs[-1:]:
+        for path in paths:
+            run.called.pop(path[len(run.prefix) :], None)
 
 
 def run_with_root(module: nn.Module) -> Run | None:

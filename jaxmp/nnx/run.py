@@ -83,7 +83,7 @@ class Decision(Treatment):
         in another is told from a copy that a transform has made.
       operations: the exceptions of operations from autocast.
       in_linen: the path of the Linen module that wraps it, in the trace of which it runs.
-      half: of a root, whose calls shall have a product in half, what may leave none.
+      half: of a root under a half policy, what that leaves in another dtype; None if nothing.
     """
 
     is_root: bool

@@ -220,6 +220,15 @@ class Attends(nnx.Module):
         return jax.nn.softmax(x @ x.T) @ x
 
 
+class ByKernel(nnx.Module):
+    def __init__(self, rngs):
+        self.l = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.l(x).astype(jnp.bfloat16)
+        return jax.pure_callback(np.matmul, x, x, x)
+
+
 class Layers(nnx.Module):
     """Scans over layers of which each is a norm, and what its ``body`` makes of the rest."""
 
@@ -264,6 +273,9 @@ def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program(under):
     for model in (Attends(rngs()), *([Attends(rngs(), jnp.float32)] if under is apply_policy else ())):
         overrides = {"l": "float32"} if model.l.dtype is None else None
         assert model_products(under(model, "mixed_bfloat16", overrides), VECTORS) == wide + half
+
+    with jax.numpy_dtype_promotion("standard"):
+        jax.eval_shape(under(ByKernel(rngs()), "mixed_bfloat16", {"l": "float32"}), VECTORS)  # it may multiply in half
 
     def attend(_, x):
         return jax.nn.softmax(x @ x.T) @ x
