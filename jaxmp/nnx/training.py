@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jaxmp import _loss_functions, _placement, training
+from jaxmp._adapters import TO_COPY
 from jaxmp._jaxpr.invariant import passed_on
 from jaxmp.nnx.objects import with_remedy
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
@@ -124,6 +125,7 @@ class _State(training.TrainState):
     """
 
     _may_be_none = ()
+    _to_copy = TO_COPY["nnx"]
 
     def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
         gradients = with_remedy(gradients, _REMEDY)

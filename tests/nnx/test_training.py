@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from typing import Any
 
@@ -589,6 +590,34 @@ def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told
         make_train_step(lists)(model, optimizer, ROWS)
     with pytest.raises(ValueError, match=r"'3/layers/0/bias' had \(5,\) and has \(1,\); make it the same"):
         make_train_step(reshapes)(model, optimizer, ROWS)
+
+
+def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_to_make():
+    def distance(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean((model(batch["x"]) - batch["target"](batch["x"])) ** 2)
+
+    (model, optimizer), (target, other) = setup(mlp(), "mixed_bfloat16"), setup(mlp(1), "mixed_bfloat16")
+    step, follow, batch = make_train_step(loss_fn), make_train_step(distance), {**ROWS, "target": target}
+    helps = (
+        "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model))), or make "
+        "the step with make_train_step(..., donate=False)"
+    )
+    nnx.update(target, nnx.state(model))
+    with pytest.raises(RuntimeError, match=re.escape(f"is 'params/layers/0/bias' of this state; {helps}")):
+        follow(model, optimizer, batch)
+    step(model, optimizer, ROWS)
+    with pytest.raises(RuntimeError, match=re.escape(f"is gone with an earlier state; {helps}")):
+        follow(model, optimizer, batch)
+    with pytest.raises(RuntimeError, match=re.escape(f"or another state of the same arrays; {helps}")):
+        step(target, other, ROWS)
+    for call in (target, lambda x: nnx.grad(lambda target: jnp.mean(target(x)))(target)):
+        with pytest.raises(RuntimeError, match="has been deleted") as caught:
+            call(ROWS["x"])
+        (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
+        assert note == f"jaxmp: a donating train step deletes the arrays that it is given; {helps}"
+    nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))
+    follow(model, optimizer, batch)
+    assert np.all(np.isfinite(target(ROWS["x"])))
 
 
 @pytest.mark.parametrize("put", [apply_policy, jaxmp.nnx.autocast])
