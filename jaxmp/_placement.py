@@ -156,7 +156,14 @@ def require_arrays(batch: Any, error: Exception) -> None:
 
 
 def require_params(params: Any, model_state: Any) -> None:
-    """Raises if ``params`` are None or empty, or a leaf of them or of the model state is nothing that JAX takes."""
+    """Raises if ``params`` are None or empty, or a leaf of them or of the model state is no array."""
+    for path, leaf in jax.tree.leaves_with_path({"params": params, "model_state": model_state}):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"a state is made of arrays, got the shape {leaf} for {_tree.path_name(path)!r}; for the shapes of a "
+                "state, write jax.eval_shape(lambda: TrainState.create(params=model.init(key, x)['params'], tx=tx)), "
+                "with all that makes arrays in it"
+            )
     if (leaf := _no_array(model_state, "the model state")) is not None:
         raise TypeError(
             f"model_state is a tree of arrays, which the loss function returns anew, got {leaf}; leave all else out"

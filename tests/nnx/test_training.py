@@ -599,8 +599,8 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
     (model, optimizer), (target, other) = setup(mlp(), "mixed_bfloat16"), setup(mlp(1), "mixed_bfloat16")
     step, follow, batch = make_train_step(loss_fn), make_train_step(distance), {**ROWS, "target": target}
     helps = (
-        "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model))), or make "
-        "the step with make_train_step(..., donate=False)"
+        "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model))), or "
+        "make the step with make_train_step(..., donate=False)"
     )
     nnx.update(target, nnx.state(model))
     with pytest.raises(RuntimeError, match=re.escape(f"is 'params/layers/0/bias' of this state; {helps}")):
