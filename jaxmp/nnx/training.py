@@ -105,7 +105,10 @@ class TrainStep:
         return metrics
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
-        """The program of a step, as ``jax.jit(…).lower`` gives it."""
+        """The program that calls run, of arrays or shapes, for its memory, its cost and its text.
+
+        It takes and returns leaves, and changes neither model nor optimizer: to train, call the step.
+        """
         return self.of_trees.lower(state_of(model, optimizer), batch)
 
 
