@@ -229,7 +229,7 @@ def noting_half(path: Path, cls: type, own: Treatment, adapter: str, remedy: Cal
 
     Fourier transforms and factorisations take no half operands, and a module that has no ``dtype`` field gets them from
     those that have. Some are told so while the module is traced, others when the program of a whole call runs. If
-    the module itself has a ``remedy``, that is what helps.
+    the module itself has a ``remedy``, that is what helps. An array that a step has deleted has its own note.
     """
     try:
         yield
@@ -238,14 +238,31 @@ def noting_half(path: Path, cls: type, own: Treatment, adapter: str, remedy: Cal
     except (NotImplementedError, TypeError, ValueError) as error:
         _note_half(error, path, cls, own, adapter, remedy)
         raise
+    except RuntimeError as error:
+        if "has been deleted" in str(error) and not _is_noted(error):
+            error.add_note(
+                f"jaxmp: a donating train step deletes the arrays that it is given; {TO_COPY[adapter]}, or make the "
+                "step with make_train_step(..., donate=False)"
+            )
+        raise
+
+
+TO_COPY = {
+    "linen": "copy before the step what is used after it, jax.tree.map(jnp.copy, state.params), say",
+    "nnx": "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))",
+}
+"""What helps where a step deletes what is used after it."""
+
+
+def _is_noted(error: Exception) -> bool:
+    return any(note.startswith("jaxmp: ") for note in getattr(error, "__notes__", ()))
 
 
 def _note_half(
     error: Exception, path: Path, cls: type, own: Treatment, adapter: str, remedy: Callable[[], str]
 ) -> None:
     half = own.policy.compute_dtype
-    noted = any(note.startswith("jaxmp: ") for note in getattr(error, "__notes__", ()))
-    if noted or own.mode == "autocast" or not is_half(half) or half.name not in str(error):
+    if _is_noted(error) or own.mode == "autocast" or not is_half(half) or half.name not in str(error):
         return
     name = "/".join(path)
     where = f"the module {name!r} ({cls.__name__})" if path else f"the root ({cls.__name__})"

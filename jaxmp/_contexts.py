@@ -1,7 +1,8 @@
 """What jaxmp adds to the keys of JAX's own caches of traces.
 
 Each of these makes all keys longer from then on, so that what was jitted before is traced and compiled once more: so
-all are made when the first name of jaxmp is used.
+all are made together, when the first name of the package is used, ``jaxmp.get_policy`` say. What is imported from a
+module below it, by ``from jaxmp.loss_scale import …``, makes none before that.
 """
 
 from __future__ import annotations

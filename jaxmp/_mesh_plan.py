@@ -116,7 +116,6 @@ class Plan:
         """
 
         def placed(path: Any, leaf: Any) -> Any:
-            spec = self.rows if np.ndim(leaf) else PartitionSpec()
             parts = self.devices * microbatches
             if np.ndim(leaf) and (not np.shape(leaf)[0] or np.shape(leaf)[0] % parts):
                 each = f" for each of {microbatches} microbatches" if microbatches > 1 else ""
@@ -126,8 +125,9 @@ class Plan:
                     f"{np.shape(leaf)[0]} examples{entry}; use a batch of "
                     f"{parts * (np.shape(leaf)[0] // parts + 1)}, say"
                 )
-            is_traced = isinstance(leaf, jax.core.Tracer)
-            return self.put(leaf, spec) if is_traced else moved_to(leaf, NamedSharding(self.mesh, spec))
+            if isinstance(leaf, jax.core.Tracer):  # with axes that are split otherwise, a sequence's, left so
+                return self.by_rows(leaf) if np.ndim(leaf) else self.put(leaf, PartitionSpec())
+            return moved_to(leaf, NamedSharding(self.mesh, self.rows if np.ndim(leaf) else PartitionSpec()))
 
         return jax.tree.map_with_path(placed, batch)
 

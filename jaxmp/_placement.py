@@ -114,11 +114,13 @@ def require_not_deleted(state: Any, error: Exception | None = None) -> None:
     leaves = jax.tree.leaves_with_path(state)
     deleted = next((path for path, leaf in leaves if is_deleted(leaf)), None)
     if deleted is not None:
+        of_trees = (
+            "go on with the state that the step returned (state, metrics = step(state, batch)), copy what another run "
+            "is to start from (jax.tree.map(jnp.copy, params)) before the first one"
+        )
         raise RuntimeError(
             f"a state can be given to a donating step once only, but {_tree.path_name(deleted)!r} in this one is gone: "
-            "a step has had it, or another state of the same arrays; go on with the state that the step returned "
-            "(state, metrics = step(state, batch)), copy what another run is to start from (jax.tree.map(jnp.copy, "
-            "params)) before the first one, or make the step with make_train_step(..., donate=False)"
+            f"a step has had it, or another state of the same arrays; {_to_copy(state, of_trees)}"
         ) from error
 
 
@@ -134,9 +136,14 @@ def require_apart(state: Any, batch: Any, error: Exception) -> None:
         came = "is gone with an earlier state" if owner is None else f"is {_tree.path_name(owner)!r} of this state"
         raise RuntimeError(
             "a donating step deletes the arrays of the state that it is given, so that a batch must have none of them, "
-            f"but {entry} {came}; copy it before the step, jax.tree.map(jnp.copy, state.params), say, or make the step "
-            "with make_train_step(..., donate=False)"
+            f"but {entry} {came}; "
+            f"{_to_copy(state, 'copy it before the step, jax.tree.map(jnp.copy, state.params), say')}"
         ) from error
+
+
+def _to_copy(state: Any, of_trees: str) -> str:
+    """What helps where a step has deleted what is still needed: as a state of another kind says it, or ``of_trees``."""
+    return f"{getattr(state, '_to_copy', of_trees)}, or make the step with make_train_step(..., donate=False)"
 
 
 def require_arrays(batch: Any, error: Exception) -> None:
@@ -149,7 +156,14 @@ def require_arrays(batch: Any, error: Exception) -> None:
 
 
 def require_params(params: Any, model_state: Any) -> None:
-    """Raises if ``params`` are None or empty, or a leaf of them or of the model state is nothing that JAX takes."""
+    """Raises if ``params`` are None or empty, or a leaf of them or of the model state is no array."""
+    for path, leaf in jax.tree.leaves_with_path({"params": params, "model_state": model_state}):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"a state is made of arrays, got the shape {leaf} for {_tree.path_name(path)!r}; for the shapes of a "
+                "state, write jax.eval_shape(lambda: TrainState.create(params=model.init(key, x)['params'], tx=tx)), "
+                "with all that makes arrays in it"
+            )
     if (leaf := _no_array(model_state, "the model state")) is not None:
         raise TypeError(
             f"model_state is a tree of arrays, which the loss function returns anew, got {leaf}; leave all else out"

@@ -33,6 +33,7 @@ from jaxmp._loss_functions import (
     LossFn,
     as_key,
     noting_none,
+    noting_types,
     require_same_structure,
     under_policy,
     with_remat,
@@ -560,7 +561,8 @@ class TrainStep:
     def placed_gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """As ``gradients``, on the mesh of the step."""
         if self._plan is None:
-            return self.gradients(state, batch, rng)
+            with noting_types():
+                return self.gradients(state, batch, rng)
         whole = PartitionSpec()
         with self._on_mesh():
             specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)

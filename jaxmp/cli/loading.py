@@ -257,7 +257,18 @@ def check_count(name: str, fun: Callable[..., Any], operands: Sequence[Any], hin
         signature.bind(*operands)
     except TypeError as error:
         takes = ", ".join(signature.parameters)
+        hint = hint or _to_pass(name, fun, takes)
         raise UsageError(f"{name} takes ({takes}), got {len(operands)} by --arg or --args: {error}{hint}") from error
+
+
+def _to_pass(name: str, fun: Any, takes: str) -> str:
+    """What helps where a function takes another number of arguments than it was given."""
+    module, _, attribute = name.rpartition(":")
+    if isinstance(fun, type):
+        return f"; name a function that calls an instance, def forward(x): return {attribute}(…)(x): {module}:forward"
+    if not takes:
+        return "; leave them out"
+    return f"; name a function that returns these, def arguments(): return {takes}, as --args {module}:arguments"
 
 
 def levels(overrides: Sequence[str]) -> dict[str, str]:

@@ -143,7 +143,7 @@ _TABLE: dict[Class, tuple[str, ...]] = {
     ),
     Class.OPAQUE: (
         # the dtype is their meaning: bits, steps between neighbouring numbers, and what the author asked for by name
-        "convert_element_type bitcast_convert_type reduce_precision nextafter to_edtype from_edtype",
+        "convert_element_type cast_repeated bitcast_convert_type reduce_precision nextafter to_edtype from_edtype",
         # results of the dtype they were written with, from nothing or from a key: another dtype, other random numbers
         "iota empty empty2 random_* rng_* iota_2x32_shape philox*x32 threefry*x32",
         # code that is not JAX's

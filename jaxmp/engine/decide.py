@@ -15,7 +15,7 @@ from jaxmp.engine import groups
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, KEPT, SOURCE, STRICT, Kind
 from jaxmp.engine.graph import Graph, Node, inputs_of, users_of
 
-_FLOAT32, _JOINED = np.dtype(np.float32), frozenset({"concatenate", "stack"})
+_FLOAT32, _JOINED, _ROUNDING = np.dtype(np.float32), frozenset({"concatenate", "stack"}), frozenset({FULL, INFER})
 
 
 def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
@@ -79,26 +79,33 @@ def read_in(user: Node, operand: Node) -> np.dtype | None:
 def _hold_sums(graph: Graph, written: frozenset[Node]) -> None:
     """Makes float32 each carry that adds up, and all on its way round: half of the sum would be added to.
 
-    One adds up if no product lies on the way round its own loop, or if a way past them takes small steps or steps in
-    time, or is asked to be float32. What comes from ``written`` products, with none before the loop, is so as well.
+    One adds up if no product lies on the way round its own loop, but for ways by carries that a way past all products
+    makes float32: it takes small steps or steps in time, or is asked to be so. What comes from ``written`` products,
+    with none before the loop, is so as well.
     """
     nodes, steps = graph.nodes, {group.nodes[0].same for group in graph.groups if group.name == groups.SMALL_STEP}
     if not [node for node in nodes if node.kind is JOIN and node.name == "carry"]:
         return
-    for cycle in nested_cycles(nodes, inputs_of, lambda node: node.loop if node.name == "carry" else None):
-        kinds, joins = _kinds(cycle), [node for node in cycle if node.kind is JOIN]
-        is_written = not written.isdisjoint(cycle)
-        starts = {join.inputs[0] for join in joins}.difference(cycle) if is_written else ()
-        flows = any(start.is_cast_once for start in starts)  # no weight or argument: a stream of activations
-        if HALF not in kinds and not flows and not kinds.isdisjoint((FULL, INFER)):
-            _hold(joins if is_written else cycle, "a carry that adds up, with no product on its way round")
-    found = turns(nodes, _past_products, lambda node: node.name == "carry")
+    found, held = turns(nodes, _past_products, lambda node: node.name == "carry"), set[Node]()
     for cycle in [each for each in found if HALF not in _kinds(each)]:  # which a region or an override asks for
-        is_asked = any(node.asked for node in cycle)
-        if is_asked or not steps.isdisjoint([node.same for node in cycle]):
-            _hold(cycle, f"a carry that {'is computed with in float32, as asked' if is_asked else 'takes small steps'}")
-        elif not (graph.in_time.isdisjoint(cycle) or _kinds(cycle).isdisjoint((FULL, INFER))):
-            _hold(cycle, "a carry that is computed with in each step of time")
+        reasons = {
+            "is computed with in float32, as asked": any(node.asked for node in cycle),
+            "takes small steps": not steps.isdisjoint([node.same for node in cycle]),
+            "is computed with in each step of time": bool(_kinds(cycle) & _ROUNDING and graph.in_time & {*cycle}),
+        }
+        for reason in [each for each, holds in reasons.items() if holds][:1]:
+            _hold(cycle, f"a carry that {reason}")
+            held.update(cycle)
+
+    def made_of(node: Node) -> Sequence[Node]:
+        return () if node in held else inputs_of(node)
+
+    for cycle in nested_cycles(nodes, made_of, lambda node: node.loop if node.name == "carry" else None):
+        kinds, joins, is_written = _kinds(cycle), [node for node in cycle if node.kind is JOIN], written & {*cycle}
+        # What comes in from no weight or argument is a stream of activations.
+        flows = is_written and any(each.inputs[0].is_cast_once and each.inputs[0] not in cycle for each in joins)
+        if HALF not in kinds and not flows and not kinds.isdisjoint(_ROUNDING):
+            _hold(joins if is_written else cycle, "a carry that adds up, with no product on its way round")
 
 
 def _past_products(node: Node) -> Sequence[Node]:
@@ -197,14 +204,10 @@ def _state(node: Node) -> Kind:
         if node.name == "carry" and seen[-1] is not SOURCE:
             return seen[-1]
         return HALF if HALF in seen else highest
-    if node.name == "add" and highest is FULL and HALF in seen and _continues_stream(node):
-        return HALF
+    # A stream goes on in half beside a float32 operand, but for a statistic, a mean or a logarithm of a sum.
+    if node.name == "add" and highest is FULL and HALF in seen:
+        return HALF if all(each.is_activation or not each.after_product for each in node.inputs) else FULL
     return highest
-
-
-def _continues_stream(add: Node) -> bool:
-    """Whether a sum of a half and a float32 operand has no statistic in it, a mean or a logarithm of a sum."""
-    return all(operand.is_activation or not operand.after_product for operand in add.inputs)
 
 
 def _dtypes(node: Node, rounded: Collection[Node]) -> tuple[np.dtype | None, np.dtype]:

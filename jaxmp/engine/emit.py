@@ -246,7 +246,8 @@ def _shared(rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..
     """What was made of an equal step before, else what ``make`` makes."""
     if rules.programs is None:
         return make()
-    key = _signature(step, rules), same
+    names = step.names if rules.paths else ours(step.names)  # by which derivative rules are decided later
+    key = (step.eqn.primitive.name, *step.eqn.params.values(), names, _decisions(step), same)
     made = rules.programs.get(key) or make()
     if len(rules.programs) >= 256:  # each holds the constants of its program
         rules.programs.clear()
@@ -340,13 +341,6 @@ def _half_wanted(body: Body, position: int) -> np.dtype | None:
     var = body.jaxpr.invars[position]
     dtypes = body.wanted.get(var, set()) if var not in body.jaxpr.outvars else set()
     return next((dtype for dtype in dtypes if len(dtypes) == 1 and dtype and dtype.itemsize == 2), None)
-
-
-def _signature(step: Step, rules: Rules) -> Any:
-    """What the program of a step depends on, besides the dtypes of its operands."""
-    # Derivative rules are decided later, where these scopes have a say.
-    names = step.names if rules.paths else ours(step.names)
-    return (step.eqn.primitive.name, *step.eqn.params.values(), names, _decisions(step))
 
 
 def _decisions(step: Step) -> Any:

@@ -408,7 +408,7 @@ GROUPS = (
     (_near_one, {"sub", "add", *_OF_ONE}),
     (_differences, _SUMS),
     (_straight_through, {"add"}),
-    (_small_steps, {"add", "sub"}),
+    (_small_steps, {"add", "sub", "scatter-add", "scatter-sub"}),
     (_searches, {"while"}),
 )
 """The functions that recognise groups, and the operations they end in; coordinates need the whole graph."""
@@ -552,6 +552,8 @@ def _passed(node: Node, through: Collection[str], constant: bool = True) -> Node
     unknown = [operand for operand in inputs if operand not in numbers and not _is_given(operand, constant)]
     if name in ("select_n", "max"):  # `where(n > 0, variance, nan)`, whose NaN is no number to know it by
         unknown = [operand for operand in unknown if operand.origin.kind is not SOURCE]
+    elif len(unknown) > 1 and not constant and name in _SCALES:  # a number may stand in any factor: 1e-3 * m / (r + 1)
+        unknown = [operand for operand in unknown if operand.origin.name in through][:1]
     return unknown[0] if len(unknown) == 1 and (name != "div" or unknown[0] is inputs[0]) else None
 
 

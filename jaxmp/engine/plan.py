@@ -129,7 +129,7 @@ class Summary:
             not_so = [f", {why} ({count})" for why, count in self.float8.items() if why != "float8"]
             yield f"products in float8: {self.float8.get('float8', 0)} of {sum(self.float8.values())}{''.join(not_so)}"
         if not self.changes:
-            yield "no product in half: nothing changes"
+            yield f"no {'further ' if self.half_product_flops else ''}product in half: nothing changes"
         named = {"unknown primitives, which keep their dtypes": self.unknown, "FLOPs not counted": self.uncounted}
         yield from (f"{text}: {', '.join(names)}" for text, names in named.items() if names)
         if self.unknown_trips:

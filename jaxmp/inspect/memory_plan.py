@@ -271,7 +271,7 @@ def _peak(stats: Any) -> int:
     if stats is None:
         raise ValueError(
             "the compiler must tell how much memory a program takes, but this device's says nothing; name a GPU: "
-            f"device={', '.join(map(repr, targets.TARGETS))}"
+            + targets.choice()
         )
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return int(stats.argument_size_in_bytes + results + stats.temp_size_in_bytes)

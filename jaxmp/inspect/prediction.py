@@ -144,7 +144,7 @@ def _hardware(device: str | None) -> hardware.Hardware:
     if not known.peak_tflops or known.peak_bandwidth is None:
         raise ValueError(
             f"a roofline needs the device's peak rates, and jaxmp.hardware has none of {known.name!r}; name a GPU that "
-            f"it has: device={', '.join(map(repr, targets.TARGETS))}"
+            f"it has: {targets.choice()}"
         )
     return known
 

@@ -145,6 +145,11 @@ TARGETS = {
 """The GPUs that there are figures of, by name."""
 
 
+def choice() -> str:
+    """How a GPU that is not there is named, for an error."""
+    return f"device={', '.join(map(repr, TARGETS))}; of a command that is --device {next(iter(TARGETS))}, say"
+
+
 def missing() -> str | None:
     """What keeps this machine from compiling for a GPU, and the remedy; None if nothing does.
 
@@ -352,8 +357,7 @@ def traced(
         _topology(topology)
     if topology is not None and device is None:
         raise ValueError(
-            f"a topology is of GPUs that are not there, got {topology!r} without their name; add device=, one of "
-            f"{', '.join(map(repr, TARGETS))}"
+            f"a topology is of GPUs that are not there, got {topology!r} without their name; add {choice()}"
         )
     if topology is not None and mesh is None:
         raise ValueError(

@@ -11,8 +11,11 @@ import jax
 from flax import nnx
 
 from jaxmp import _loss_functions, _placement, training
+from jaxmp._adapters import TO_COPY
 from jaxmp._jaxpr.invariant import passed_on
+from jaxmp.nnx.objects import with_remedy
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
+from jaxmp.nnx.variables import PLAIN, items, modules_in
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name, select_tree
 
@@ -102,7 +105,10 @@ class TrainStep:
         return metrics
 
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
-        """The program of a step, as ``jax.jit(…).lower`` gives it."""
+        """The program that calls run, of arrays or shapes, for its memory, its cost and its text.
+
+        It takes and returns leaves, and changes neither model nor optimizer: to train, call the step.
+        """
         return self.of_trees.lower(state_of(model, optimizer), batch)
 
 
@@ -122,8 +128,10 @@ class _State(training.TrainState):
     """
 
     _may_be_none = ()
+    _to_copy = TO_COPY["nnx"]
 
     def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
+        gradients = with_remedy(gradients, _REMEDY)
         try:
             return gradients(self)
         except _TrainedWritten as found:  # which only a trace can tell; most loss functions write to none
@@ -190,6 +198,13 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
     )
 
 
+_REMEDY = (
+    "jaxmp: in a train step the loss function may write to its model, and other objects of NNX are only read, in the "
+    "batch as well: keep Rngs in the model, call teacher.eval() on another model, and update a metric after the step, "
+    "with what the loss function returns for it, return loss, {'accuracy': …}"
+)
+
+
 def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
     """``loss_fn`` of a model as one of its params and its other arrays."""
     _loss_functions.require_arguments(loss_fn, "model, batch")
@@ -209,12 +224,7 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
         loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         require_loss(loss, "return loss, or (loss, metrics), in this order")
         if graphdef != form.graphdef:
-            names = {*_names(after, *others)} ^ {*_names(params, *before)}
-            raise ValueError(
-                "a loss function must leave a model with the Variables and attributes that it had, but added, removed "
-                f"or changed {', '.join(map(repr, sorted(names))) or 'an attribute that is no array'}; remove what it "
-                "adds at its end, nnx.pop(model, nnx.Intermediate), say, and keep what changes in a Variable"
-            )
+            raise _changed_form(nnx.merge(form.graphdef, params, *before), nnx.merge(graphdef, after, *others))
         trained, values = _names(params), jax.tree.leaves(after)
         arrays = zip(trained, values, jax.tree.leaves(params), strict=True)
         if any(new is not old for name, new, old in arrays if name not in written):
@@ -228,6 +238,26 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
         return loss, (form, *others), metrics
 
     return of_arrays
+
+
+def _changed_form(before: Any, after: Any) -> ValueError:
+    """Says what a loss function has added to a model, removed or changed, apart from the values of Variables."""
+    old, new = ({*_names(nnx.as_pure(nnx.state(model, graph=True)))} for model in (before, after))
+    was, now = _attributes(before), _attributes(after)
+    changed = {name for name in was.keys() | now.keys() if was.get(name, ...) != now.get(name, ...)}
+    names = sorted((old ^ new) | changed)
+    return ValueError(
+        "a loss function must leave a model with the Variables and attributes that it had, but added, removed or "
+        f"changed {', '.join(map(repr, names[:4])) or 'an attribute that is no array'}{', …' if names[4:] else ''}; "
+        "call model.train() or model.eval() before the step and not in it, remove what it adds at its end, "
+        "nnx.pop(model, nnx.Intermediate), say, and keep what changes in a Variable"
+    )
+
+
+def _attributes(model: Any) -> dict[str, Any]:
+    """What modules in ``model`` have of numbers, texts and the like, by its path."""
+    found = [((*path, name), value) for path, node in modules_in(model) for name, value in items(node)]
+    return {"/".join(path): value for path, value in found if type(value) in PLAIN}
 
 
 def _names(*states: Any) -> list[str]:

@@ -208,6 +208,14 @@ def test_a_module_is_answered_with_the_function_to_write_and_how_it_is_named(her
 def test_wrong_arguments_are_told(here, capsys):
     text = error(capsys, "plan_cli_module:loss", "--arg", "float32[8]")
     assert text.startswith("plan_cli_module:loss takes (params, x), got 1 by --arg or --args: missing")
+    assert text.endswith(
+        "; name a function that returns these, def arguments(): return params, x, as --args plan_cli_module:arguments"
+    )
+    text = error(capsys, "plan_cli_module:Model", "--arg", "float32[4,4]")
+    assert text.endswith(
+        "; name a function that calls an instance, def forward(x): return Model(…)(x): plan_cli_module:forward"
+    )
+    assert error(capsys, "plan_cli_module:one", "--arg", "float32[8]").endswith("; leave them out")
     text = error(capsys, "jax.numpy:matmul", "--arg", "float32[8]", "--arg", "float32[9]")
     assert text.startswith("jax.numpy:matmul cannot be traced with these arguments: TypeError: ")
     text = error(capsys, "plan_cli_module:fails", "--arg", "float32[8]")

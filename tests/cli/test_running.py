@@ -99,6 +99,11 @@ def test_a_train_step_has_its_policy_already(command, capsys):
     ("arguments", "text"),
     [
         (("blame", "one"), "loss takes (params, x), got 1 by --arg or --args: missing a required argument: 'x'"),
+        (
+            ("blame", "one"),
+            "'x'; name a function that returns these, def arguments(): return params, x, as --args "
+            "planted_for_running:arguments",
+        ),
         (("compare", "made"), "of type 'tuple'; write a function that returns it (def arguments(): return made)"),
         (("numerics", "of_seed"), "is called without arguments, got planted_for_running:of_seed, which takes (seed); "),
         (

@@ -18,6 +18,6 @@ def test_the_examples_run():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for number, block in enumerate(blocks):
         exec(compile(block, f"{PAGE.name}, block {number}", "exec"), names)
-    assert len(blocks) == 3 and compiled_once(names["step"])
+    assert len(blocks) == 4 and compiled_once(names["step"])
     assert all(leaf.sharding.mesh.size == 8 for leaf in jax.tree.leaves(names["state"]))
     assert float(names["metrics"]["loss"]) > 0

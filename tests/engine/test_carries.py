@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from autocast_tools import HALVES, half, in_turn, normal
 from flax import nnx
@@ -170,6 +171,16 @@ STEPS = {
     "gradients that are bounded by their norm": lambda p: (
         X @ turns(lambda w, x: w - p["dt"] / (1 + jnp.linalg.norm(g := jax.grad(error)(w, x))) * g, p["w"], xs=XS)
     ),
+    "a small number before what a step is divided by": lambda p: (
+        X @ turns(lambda w, x: w - 1e-3 * (g := jax.grad(error)(w, x)) / (jnp.abs(g) + 0.1), p["w"], xs=XS)
+    ),
+    "a rate before factors that differ": lambda p: (
+        X @ turns(lambda w, x: w - p["dt"] * (g := jax.grad(error)(w, x)) * jax.lax.rsqrt(g**2 + 1), p["w"], xs=XS)
+    ),
+    "added by scatter": lambda p: X @ turns(lambda w, x: w.at[:].add(-5e-3 * jax.grad(error)(w, x)), p["w"], xs=XS),
+    "taken off by scatter": lambda p: (
+        X @ turns(lambda w, x: w.at[:].subtract(5e-3 * jax.grad(error)(w, x)), p["w"], xs=XS)
+    ),
     "minibatches by number": lambda p: (
         X @ jax.lax.fori_loop(0, TURNS, lambda n, w: w - p["dt"] * jax.grad(error)(w, XS[n]), p["w"])
     ),
@@ -195,6 +206,29 @@ def test_steps_in_time_are_added_in_float32(case, policy):
     hold(STEPS[case], policy)
     products = [row for row in jaxmp.cast_plan(STEPS[case], policy)(PARAMS).rows if row.primitive == "dot_general"]
     assert {row.result for row in products} == {HALVES[policy]}
+
+
+OPTIMIZERS = {"momentum": optax.sgd(1e-3, 0.9), "sums": optax.adagrad(1e-2), "means": optax.rmsprop(1e-3, 0.9)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_optimizers_add_up_beside_params_in_small_steps_is_float32(name):
+    """Their state reads the gradient, which reads the params: the products lie on the way round of these alone."""
+
+    def descended(p):
+        def turn(carry, x):
+            updates, state = OPTIMIZERS[name].update(jax.grad(error)(carry[0], x), carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.lax.scan(turn, (p["w"], OPTIMIZERS[name].init(p["w"])), jnp.tile(XS, (4, 1, 1)))[0]
+
+    rows = jaxmp.cast_plan(descended, "mixed_bfloat16")(PARAMS).rows
+    assert {row.result for row in rows if row.primitive == "scan"} == {"float32, float32"}
+    assert {row.result for row in rows if row.primitive == "dot_general"} == {"bfloat16"}
+    (weights, state), (expected, full) = (run(PARAMS) for run in (half(descended, "mixed_bfloat16"), descended))
+    assert off(weights - PARAMS["w"], expected - PARAMS["w"]) < 0.01
+    if name != "momentum":  # a sum of what has another sign in each turn
+        assert off(state, full) < 0.01
 
 
 @pytest.mark.parametrize("case", ["an operation", "a scope", "a region", "a region of a small step"])

@@ -8,7 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen
+from flax import linen, nnx
 from jax import lax
 from plan_tools import MLP, doubled, flops, mlp, plan, rows, shape
 
@@ -128,6 +128,13 @@ def test_a_function_without_products_keeps_every_operation_and_says_so():
     assert {row.why for row in found.rows} == {"no product in half: nothing changes"}
     assert (found.summary.changes, found.summary.casts, found.summary.half_flops) == (False, 0, 0)
     assert str(found).endswith("no product in half: nothing changes")
+
+
+def test_a_model_under_a_policy_has_no_further_product_and_nothing_unknown():
+    model = jaxmp.nnx.apply_policy(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    found = plan(lambda x: model(x).sum(), shape(4, 8))
+    assert (found.summary.unknown, found.summary.uncounted) == ((), ())
+    assert str(found).endswith("no further product in half: nothing changes")
 
 
 def test_a_function_without_operations_has_a_plan_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,3 +155,39 @@ class TestErrors:
             jaxmp.make_train_step(loss_fn, **options)(self.state(), batch)
         step = jaxmp.make_train_step(loss_fn, reduce_dtype="bfloat16", **options)
         assert not step(self.state(), batch)[1]["skipped"]
+
+    def test_types_that_the_loss_leaves_open_have_a_note_and_either_way_out_of_it_trains(self):
+        """Dropout of Flax makes a mask that lies on no axis."""
+
+        def loss_fn(params, model_state, batch, rng):
+            dropped = nn.Dropout(0.5).apply({}, batch @ params["w"], deterministic=False, rngs={"dropout": rng})
+            return jnp.mean(dropped**2), model_state
+
+        def loss_on(where, **options):
+            state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of(), rng=0)
+            batch = jax.device_put(np.ones((BATCH, WIDTH), np.float32), NamedSharding(where, P("fsdp")))
+            return jaxmp.make_train_step(loss_fn, **options)(state, batch)[1]["loss"]
+
+        explicit = mesh_of(AxisType.Explicit)
+        with pytest.raises(Exception, match="sharding") as caught:
+            loss_on(explicit)
+        (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
+        assert "make_train_step(…, mesh=mesh, specs=jax.tree.map(" in note and note.endswith("AxisType.Auto,)")
+        with_specs = loss_on(explicit, mesh=explicit, specs={"w": P()})
+        np.testing.assert_allclose(with_specs, loss_on(mesh_of()), rtol=1e-5)
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_a_jit_of_the_users_own_knows_the_mesh_by_the_state_or_by_what_is_around(self, kind):
+        mesh, batch = mesh_of(kind), np.ones((BATCH, WIDTH), np.float32)
+        step = self.step(mesh=mesh, donate=False)
+        placed = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh, {"w": P("fsdp")})
+        expected = step(placed, batch)[1]["loss"]
+
+        def loss(state, batch):
+            return step(state, batch)[1]["loss"]
+
+        assert jax.jit(loss)(placed, batch) == expected
+        with jax.set_mesh(mesh):
+            assert jax.jit(loss)(self.state(), batch) == expected
+        states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), placed)
+        np.testing.assert_allclose(jax.jit(jax.vmap(loss, (0, None)))(states, batch), [expected] * 2, rtol=1e-6)

@@ -347,6 +347,20 @@ class TestNumbers:
         if kind is AxisType.Explicit:
             assert set(seen) == {P("data", None)}
 
+    @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.once), AxisType.Explicit])
+    def test_sequences_that_are_split_stay_so_in_a_jit_around_a_step(self, kind):
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2), model_state
+
+        mesh, specs = mesh_of(kind, data=2, seq=2), {"w": P()}
+        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh, specs)
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs)
+        flops = {}
+        for spec in (P("data"), P("data", "seq")):
+            batch = jax.device_put(np.ones((4, 64, WIDTH), np.float32), NamedSharding(mesh, spec))
+            flops[spec] = jax.jit(step).lower(state, batch).compile().cost_analysis()["flops"]
+        assert flops[P("data", "seq")] < 0.8 * flops[P("data")]
+
     @pytest.mark.once
     def test_half_policies_stay_near_one_device(self):
         mesh = mesh_of()

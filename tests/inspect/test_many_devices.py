@@ -170,7 +170,11 @@ def test_a_cpu_which_sends_half_as_float32_has_no_findings_of_it():
             r"takes arguments that lie on a mesh, got '1x1x8' and none with a NamedSharding; pass "
             r"jax\.ShapeDtypeStruct\(shape, dtype, sharding=.*AbstractMesh\(\(8,\), \('fsdp',\)\)",
         ),
-        ((WEIGHTS, X), {"topology": "1x1x8"}, r"got '1x1x8' without their name; add device=, one of 'h200', 'h100'"),
+        (
+            (WEIGHTS, X),
+            {"topology": "1x1x8"},
+            r"got '1x1x8' without their name; add device='h200', 'h100'.*--device h200",
+        ),
         (
             (WEIGHTS, X),
             {"device": "h200", "topology": "8 GPUs"},

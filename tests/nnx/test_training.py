@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from linen_zoo import data, same_bits
 from nnx_zoo import Net, rngs, values
@@ -569,19 +571,88 @@ def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told
         model.calls = 1
         return loss_fn(model, batch)
 
+    def lists(model: Any, batch: Any) -> jax.Array:
+        model.seen = ("a",)
+        return loss_fn(model, batch)
+
     def reshapes(model: Any, batch: Any) -> jax.Array:
         loss = loss_fn(model, batch)
         model.layers[0].bias.set_value(jnp.ones(1))
         return loss
 
     model, optimizer = setup(mlp())
-    with pytest.raises(ValueError, match=r"added, removed or changed 'seen'; remove what it adds .*nnx.pop\(model"):
+    with pytest.raises(ValueError, match=r"added, removed or changed 'seen'; .*remove what it adds .*nnx.pop\(model"):
         make_train_step(sows)(model, optimizer, ROWS)
     make_train_step(pops)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"an attribute that is no array; .*keep what changes in a Variable"):
+    with pytest.raises(ValueError, match=r"changed 'calls'; .*keep what changes in a Variable"):
         make_train_step(counts)(model, optimizer, ROWS)
+    with pytest.raises(ValueError, match=r"an attribute that is no array; .*keep what changes in a Variable"):
+        make_train_step(lists)(model, optimizer, ROWS)
     with pytest.raises(ValueError, match=r"'3/layers/0/bias' had \(5,\) and has \(1,\); make it the same"):
         make_train_step(reshapes)(model, optimizer, ROWS)
+
+
+def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_to_make():
+    def distance(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean((model(batch["x"]) - batch["target"](batch["x"])) ** 2)
+
+    (model, optimizer), (target, other) = setup(mlp(), "mixed_bfloat16"), setup(mlp(1), "mixed_bfloat16")
+    step, follow, batch = make_train_step(loss_fn), make_train_step(distance), {**ROWS, "target": target}
+    helps = (
+        "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model))), or "
+        "make the step with make_train_step(..., donate=False)"
+    )
+    nnx.update(target, nnx.state(model))
+    with pytest.raises(RuntimeError, match=re.escape(f"is 'params/layers/0/bias' of this state; {helps}")):
+        follow(model, optimizer, batch)
+    step(model, optimizer, ROWS)
+    with pytest.raises(RuntimeError, match=re.escape(f"is gone with an earlier state; {helps}")):
+        follow(model, optimizer, batch)
+    with pytest.raises(RuntimeError, match=re.escape(f"or another state of the same arrays; {helps}")):
+        step(target, other, ROWS)
+    for call in (target, lambda x: nnx.grad(lambda target: jnp.mean(target(x)))(target)):
+        with pytest.raises(RuntimeError, match="has been deleted") as caught:
+            call(ROWS["x"])
+        (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
+        assert note == f"jaxmp: a donating train step deletes the arrays that it is given; {helps}"
+    nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))
+    follow(model, optimizer, batch)
+    assert np.all(np.isfinite(target(ROWS["x"])))
+
+
+@pytest.mark.parametrize("put", [apply_policy, jaxmp.nnx.autocast])
+def test_the_mode_of_a_model_is_chosen_before_the_step(put):
+    def trains(model: Any, batch: Any) -> jax.Array:
+        model.train()
+        return loss_fn(model, batch)
+
+    model = put(nnx.Sequential(mlp(), nnx.Dropout(0.5, rngs=rngs())), "mixed_bfloat16")
+    optimizer, step = Optimizer(model, optax.sgd(0.1)), make_train_step(trains)
+    model.eval()
+    with pytest.raises(
+        ValueError, match=r"changed 'layers/1/deterministic'; call model.train\(\) or model.eval\(\) before the step "
+    ):
+        step(model, optimizer, ROWS)
+    model.train()
+    assert np.isfinite(step(model, optimizer, ROWS)["loss"])
+
+
+def test_what_is_written_to_beside_the_model_has_a_note_of_what_helps():
+    def updates(model: Any, batch: Any) -> jax.Array:
+        loss = loss_fn(model, batch)
+        batch["metric"].update(values=loss)
+        return loss
+
+    def draws(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean(model(batch["x"])) * batch["rngs"].uniform()
+
+    batch = {**ROWS, "metric": nnx.metrics.Average(), "rngs": nnx.Rngs(0)}
+    for loss, options in ((updates, {}), (draws, {}), (updates, {"policy": "mixed_bfloat16"})):
+        model = mlp() if options else apply_policy(mlp(), "mixed_bfloat16")
+        with pytest.raises(TraceContextError, match="Cannot mutate") as caught:
+            make_train_step(loss, **options)(model, Optimizer(model, optax.sgd(0.1)), batch)
+        (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
+        assert "keep Rngs in the model" in note and "update a metric after the step" in note
 
 
 def test_the_products_of_a_model_under_a_policy_are_the_policys():

@@ -107,6 +107,22 @@ def test_a_state_can_be_made_under_jit_and_in_the_abstract():
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("field", ["params", "model_state"])
+def test_shapes_are_no_arrays_to_make_a_state_of_and_the_way_to_its_shapes_is_told(field):
+    def make() -> Any:
+        return {"w": jnp.zeros((3, 2))}
+
+    given = {"params": make(), "model_state": None, field: jax.eval_shape(make)}
+    with pytest.raises(
+        TypeError,
+        match=rf"a state is made of arrays, got the shape ShapeDtypeStruct.* for '{field}/w'; for the shapes of a "
+        r"state, write jax.eval_shape\(lambda: TrainState.create\(",
+    ):
+        TrainState.create(**given, tx=optax.adam(0.1))
+    shapes = jax.eval_shape(lambda: TrainState.create(params=make(), tx=optax.adam(0.1)))
+    assert shapes.params["w"].shape == (3, 2)
+
+
 @pytest.mark.parametrize("how", ["flax dict", "flax bytes", "pickled leaves"])
 def test_a_state_saved_in_mid_run_continues_bit_for_bit(how):
     params, batch = problem()
