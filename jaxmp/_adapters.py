@@ -235,15 +235,11 @@ def noting_half(path: Path, cls: type, own: Treatment, adapter: str, remedy: Cal
         yield
     except NothingInHalfError:
         raise
-    except (NotImplementedError, TypeError, ValueError) as error:
-        _note_half(error, path, cls, own, adapter, remedy)
-        raise
-    except RuntimeError as error:
-        if "has been deleted" in str(error) and not _is_noted(error):
-            error.add_note(
-                f"jaxmp: a donating train step deletes the arrays that it is given; {TO_COPY[adapter]}, or make the "
-                "step with make_train_step(..., donate=False)"
-            )
+    except (RuntimeError, TypeError, ValueError) as error:  # NotImplementedErrors are the first
+        if "has been deleted" in str(error):  # of either class: it depends on what JAX has cached
+            _note_deleted(error, adapter)
+        elif isinstance(error, (NotImplementedError, TypeError, ValueError)):
+            _note_half(error, path, cls, own, adapter, remedy)
         raise
 
 
@@ -252,6 +248,14 @@ TO_COPY = {
     "nnx": "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))",
 }
 """What helps where a step deletes what is used after it."""
+
+
+def _note_deleted(error: Exception, adapter: str) -> None:
+    if not _is_noted(error):
+        error.add_note(
+            f"jaxmp: a donating train step deletes the arrays that it is given; {TO_COPY[adapter]}, or make the step "
+            "with make_train_step(..., donate=False)"
+        )
 
 
 def _is_noted(error: Exception) -> bool:

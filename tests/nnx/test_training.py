@@ -611,7 +611,7 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
     with pytest.raises(RuntimeError, match=re.escape(f"or another state of the same arrays; {helps}")):
         step(target, other, ROWS)
     for call in (target, lambda x: nnx.grad(lambda target: jnp.mean(target(x)))(target)):
-        with pytest.raises(RuntimeError, match="has been deleted") as caught:
+        with pytest.raises((RuntimeError, ValueError), match="has been deleted") as caught:
             call(ROWS["x"])
         (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
         assert note == f"jaxmp: a donating train step deletes the arrays that it is given; {helps}"
