@@ -262,7 +262,7 @@ def _unscaled_float16(audited: Audited) -> Found:
         yield (
             backward[0].at,
             f"{len(backward)} products of the backward pass in float16 and no loss scale: small gradients become 0",
-            "scale the loss: jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()) with jaxmp.scaled_value_and_grad, or use "
+            "scale the loss: jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()) with jaxmp.value_and_grad, or use "
             "bfloat16",
         )
 

@@ -22,7 +22,7 @@ from jaxmp.inspect.evaluate import evaluate
 from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.statistics import Record, Statistics
 from jaxmp.inspect.values import returned
-from jaxmp.optimizer import get_loss_scale, has_loss_scale, require_loss, with_loss
+from jaxmp.optimizer import require_loss, with_loss
 
 TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 
@@ -253,8 +253,6 @@ def _measured(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Callable[...
             lambda leaf: leaf.astype(jnp.float32) / scale if _tree.is_float_array(leaf) else leaf, grads
         )
         state = tx.init(arrays) if opt_state is None else opt_state
-        if has_loss_scale(state):
-            true = get_loss_scale(state).scale(true)
         return found_in(loss, arrays, grads, updates_of(tx, true, state, arrays, loss), seen)
 
     return lambda params, args, opt_state, scale: of_arrays(*_arrays_of(params), args, opt_state, scale)

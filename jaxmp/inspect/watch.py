@@ -17,6 +17,7 @@ from jaxmp import tables
 from jaxmp.inspect.measuring import TENSORS, Found, Numerics, differentiated, found_in, numerics, updates_of
 from jaxmp.optimizer import get_loss_scale, scaled_loss
 from jaxmp.training import Metrics, S, TrainState, TrainStep
+from jaxmp.tree import widen
 
 FILE = "watch.jsonl"
 """What a run's folder calls the file with a :func:`line` for each step that was watched."""
@@ -144,8 +145,9 @@ class _CountingStep(TrainStep):
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
+        true_grads = get_loss_scale(state.opt_state).unscale(widen(grads))
         # The compiler finds that the step computes the same updates.
-        updates = updates_of(state.tx, grads, state.opt_state, state.params, loss, **self.clip)
+        updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss, **self.clip)
         metrics[_SEEN] = found_in(loss, state.params, grads, updates, metrics[_SEEN])
         return loss, grads, model_state, metrics
 

@@ -2,7 +2,7 @@
 
 :func:`apply_policy` returns a model that shares the Variables of the one it is given: the modules are copies whose
 ``dtype`` attributes are set and whose methods run under their policies (see ``jaxmp/nnx/run.py``). Transforms of NNX,
-``split`` and ``merge`` see an ordinary model. :class:`Optimizer` and :func:`scaled_value_and_grad` scale its loss.
+``split`` and ``merge`` see an ordinary model. :class:`Optimizer` and :func:`value_and_grad` scale its loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxmp._adapters import (
 from jaxmp._functions import require_order
 from jaxmp.dtypes import is_half
 from jaxmp.nnx.optimizer import Optimizer as Optimizer
-from jaxmp.nnx.optimizer import scaled_value_and_grad as scaled_value_and_grad
+from jaxmp.nnx.optimizer import value_and_grad as value_and_grad
 from jaxmp.nnx.run import Decision, HalfPolicy, bare_class, decision_of, follow, policied_class
 from jaxmp.nnx.run import note_kept as note_kept
 from jaxmp.nnx.training import make_train_step as make_train_step
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def __dir__() -> list[str]:
-    return ["Optimizer", "apply_policy", "autocast", "make_train_step", "scaled_value_and_grad"]
+    return ["Optimizer", "apply_policy", "autocast", "make_train_step", "value_and_grad"]
 
 
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:

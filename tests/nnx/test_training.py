@@ -23,7 +23,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp._jaxpr.walk import product_dtypes
-from jaxmp.nnx import Optimizer, apply_policy, make_train_step, scaled_value_and_grad
+from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
 
 BATCH = {"x": data(4, 5, 5, 3), "y": data(4, 8, seed=8)}
 BAD = {**BATCH, "x": BATCH["x"].at[1].set(jnp.nan)}
@@ -69,7 +69,7 @@ def test_a_step_gives_the_numbers_of_gradients_and_update_by_hand():
 
     @nnx.jit
     def by_hand(model: Any, optimizer: Any, batch: Any) -> jax.Array:
-        loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, batch)
+        loss, grads = value_and_grad(loss_fn, optimizer)(model, batch)
         optimizer.update(model, grads)
         return loss
 
@@ -144,7 +144,7 @@ def test_microbatches_give_the_step_of_the_whole_batch():
 def by_hand(model: Any, optimizer: Any, batch: Any, n: int) -> float:
     """A step of n microbatches, as NNX's own functions write it."""
     parts = [jax.tree.map(lambda leaf, k=k: leaf[k::n], batch) for k in range(n)]
-    losses, grads = zip(*(scaled_value_and_grad(loss_fn, optimizer)(model, part) for part in parts), strict=True)
+    losses, grads = zip(*(value_and_grad(loss_fn, optimizer)(model, part) for part in parts), strict=True)
     optimizer.update(model, jax.tree.map(lambda *each: sum(each) / n, *grads))
     return np.mean(losses)
 
@@ -550,7 +550,7 @@ def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
     model, optimizer = setup(mlp(), ema=True)
     with pytest.raises(ValueError, match="that this step would never update; pass make_train_step"):
         make_train_step(loss_fn)(model, optimizer, ROWS)
-    _, grads = scaled_value_and_grad(loss_fn, optimizer)(model, ROWS)
+    _, grads = value_and_grad(loss_fn, optimizer)(model, ROWS)
     with pytest.raises(
         ValueError, match=r"update would leave the moving average .*make_train_step\(loss_fn, ema_decay"
     ):
