@@ -70,10 +70,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     down before the policy comes: what equals the default of a module around it counts as default too. A module with a
     ``dtype`` attribute computes as it is written. The operations of one without are decided on the graph in the compute
     dtype of its policy, as :func:`jaxmp.autocast` decides; its code is traced in float32 if it has Params of its own,
-    and sees those. In the body of a loop with a carry (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) the first argument
-    of a module below the root is taken for the carry, and a result like it keeps its dtype. A module with a policy of
-    its own, nested in another, keeps it. An ``init_cache`` that is called without its ``dtype`` makes a cache in that
-    of its module.
+    and sees those. The carry of a loop in the model (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) keeps the dtype it
+    comes in with. A module with a policy of its own, nested in another, keeps it. An ``init_cache`` that is called
+    without its ``dtype`` makes a cache in that of its module.
 
     Gradients of Params are summed in float32. A call is traced as under ``jax.jit``, so that its Python code cannot
     branch on the values of arrays; without ``jit`` a call of equal shapes runs the program that was written by the

@@ -28,8 +28,6 @@ from jaxmp._adapters import (
     ProductsCheck,
     Treatment,
     adapter_of,
-    as_carry,
-    carried_by,
     handed_out,
     is_running_in,
     like,
@@ -39,7 +37,7 @@ from jaxmp._adapters import (
     widen,
 )
 from jaxmp._contexts import float32_caller
-from jaxmp._jaxpr.reading import traces_around
+from jaxmp._jaxpr.stand_ins import keeping_carries
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.rules import Rules
 from jaxmp.nnx.internals import FLATTEN, check_may_change, is_pytree_class
@@ -324,13 +322,12 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
-    """A method that runs, in which run and in which traces, and the one that called it."""
+    """A method that runs, in which run, and the one that called it."""
 
     run: _Run
     module: Any
     path: Path
     decision: Decision
-    traces: list[Any]
     caller: _Frame | None
 
     def is_in_run_of(self, cls: type) -> bool:
@@ -388,7 +385,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         run = _Run(type(module), ambient, {})
         run.find(module, ())
         modules = dict(run.paths)
-        with _half_params_widened([node for node, _ in modules.values()]):
+        with keeping_carries(), _half_params_widened([node for node, _ in modules.values()]):
             result = _run(run, module, method, args, kwargs)
         if decision.in_linen is not None:
             adapter_of("linen").note_uncalled([decision.in_linen + path for path in run.uncalled(modules)])
@@ -402,14 +399,11 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         check_backend(policy := decision.policy)
         rules = Rules(policy.compute_dtype, dict(decision.operations), matmul=policy.matmul, decided=decided)
         return computed(fun, rules, (module, args, kwargs), {}, policy)
-    carry = None if decision.is_root else carried_by(args, [])
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
     key = method, call.key, numbers.get() is None, check is None
     with noting_half((), bare_class(module), decision, "nnx"):
         result = call.write(*remembered(programs, key, call.pure, Rules(None, decided=decided), call.arguments))
-    if caller is not None and caller.decision.is_float32:
-        result = _arrays(widen, result)
-    return result if carry is None else as_carry(result, carry)
+    return _arrays(widen, result) if caller is not None and caller.decision.is_float32 else result
 
 
 def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
@@ -429,14 +423,13 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     if scope and numbers.get() is not None:
         scope += f"/jaxmp.call:{next(run.calls)}"
 
-    carry = carried_by(args, here.traces) if here is not None and not decision.is_root else None
     given = set[int]()
     if decision.is_float32:
         args, kwargs = _arrays(widen, (args, kwargs))
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
     own = decision.called_by(here.decision if here else None)
     run.called.add(id(module))
-    frame = _Frame(run, module, path, own, traces_around(), caller)
+    frame = _Frame(run, module, path, own, caller)
     with (
         frame.running(),
         jax.named_scope(scope) if scope else contextlib.nullcontext(),
@@ -450,10 +443,8 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     if decision.mode == "autocast":
         return result
     if here is None and decision.is_root and not decision.in_linen:
-        result = _arrays(decision.policy.cast_to_output, result)
-    else:
-        result = handed_out(result, decision, here.decision if here else None, given, _arrays)
-    return result if carry is None else as_carry(result, carry)
+        return _arrays(decision.policy.cast_to_output, result)
+    return handed_out(result, decision, here.decision if here else None, given, _arrays)
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:

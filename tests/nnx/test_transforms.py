@@ -140,11 +140,48 @@ def test_in_a_scan_over_layers_products_are_half_and_the_carry_keeps_its_dtype(k
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 
-def test_a_module_merged_in_the_body_of_a_jax_scan_keeps_the_carry():
-    layers = apply_policy(Stack(rngs()), "mixed_float16").layers
-    graphdef, state = nnx.split(layers)
-    out, _ = jax.lax.scan(lambda x, state: (nnx.merge(graphdef, state)(x), None), VECTORS, state)
-    assert out.dtype == jnp.float32
+class Looped(nnx.Module):
+    """A layer whose result is the carry of a loop, or a part of it, and a head that is called in the loop."""
+
+    def __init__(self, rngs: nnx.Rngs, loop: str = "scan") -> None:
+        self.loop, self.layer, self.head = loop, nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.loop == "scan":
+            return jax.lax.scan(lambda h, row: (self.layer(h), self.head(row)), x, self.layer(x))[1]
+        if self.loop == "fori_loop":
+            return jax.lax.fori_loop(0, 2, lambda n, carry: self.turn(*carry), (x, jnp.zeros((4, 5))))[1]
+        return jax.lax.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 1, *self.turn(*c[1:])), (0, x, jnp.zeros((4, 5)))
+        )[2]
+
+    def turn(self, h: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = self.layer(h)
+        return h, total + self.head(h)
+
+
+@pytest.mark.parametrize("loop", ["scan", "fori_loop", "while_loop"])
+def test_a_float32_head_in_a_loop_keeps_its_digits_and_the_carry_its_dtype(loop):
+    bare = Looped(rngs(), loop)
+    model, (layer, head) = apply_policy(bare, "mixed_bfloat16", {"head": "float32"}), (bare.layer, bare.head)
+
+    def half_layer(h):
+        kernel, bias = (param[...].astype("bfloat16") for param in (layer.kernel, layer.bias))
+        return (h.astype("bfloat16") @ kernel + bias).astype("float32")
+
+    def float32_head(h):
+        return np.asarray(h, np.float64) @ np.asarray(head.kernel[...], np.float64) + np.asarray(head.bias[...])
+
+    first = half_layer(VECTORS)
+    want = float32_head(first) if loop == "scan" else float32_head(first) + float32_head(half_layer(first))
+    np.testing.assert_allclose(model(VECTORS), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_float32_head_called_in_the_loop_of_a_loss_keeps_its_digits():
+    model = apply_policy(Looped(rngs()), "mixed_bfloat16", {"head": "float32"})
+    got = jax.lax.scan(lambda _, x: (None, model.head(x)), None, VECTORS.astype("bfloat16"))[1]
+    kernel, bias = (np.asarray(param[...], np.float64) for param in (model.head.kernel, model.head.bias))
+    np.testing.assert_allclose(got, np.asarray(VECTORS.astype("bfloat16"), np.float64) @ kernel + bias, rtol=1e-5)
 
 
 def test_in_a_map_products_are_half():
