@@ -259,38 +259,6 @@ def traces_around() -> list[Any]:
     return found
 
 
-_TURNS = ("scan", "fori_loop", "while_body")
-
-
-def loop_of(values: list[Any]) -> Any | None:
-    """The trace of the loop whose body is traced now, if ``values`` are inputs of it; None if there is no such loop.
-
-    A body under ``jax.checkpoint`` or ``jax.vmap`` is the loop's. Bodies are told by what JAX notes of a trace: what it
-    is made for.
-    """
-    traces = [trace for trace in traces_around() if hasattr(trace, "frame")]
-    inputs = [_in_program(value) for value in values if isinstance(value, core.Tracer)]
-    if not traces or not inputs or any(value._trace is not traces[0] or value.parent is not None for value in inputs):
-        return None
-    for trace in traces:
-        purpose = getattr(trace.frame.debug_info, "traced_for", "")
-        if purpose in _TURNS:
-            return trace
-        if purpose != "checkpoint / remat":
-            return None
-    return None
-
-
-def _in_program(value: Any) -> Any:
-    """What stands for a value in the program that is traced, below batches and tangents of it."""
-    while not hasattr(value._trace, "frame"):
-        below = getattr(value, "primal", getattr(value, "val", None))
-        if not isinstance(below, core.Tracer):
-            break
-        value = below
-    return value
-
-
 def batches_around() -> list[Any]:
     """The traces of each ``jax.vmap`` here, the innermost first, those around a derivative too."""
     return [trace for trace in traces_around() if isinstance(trace, BatchTrace)]
@@ -348,7 +316,7 @@ def manual_axes(value: Any) -> tuple[str, ...]:
 def may_be_skipped() -> bool:
     """Whether some shards of the ``shard_map`` that is traced may not run what is traced: a branch, or turns of a loop.
 
-    Told as in :func:`loop_of`. Whether a ``fori_loop`` has a fixed number of turns is not known.
+    JAX notes of a trace what it is made for. Whether a ``fori_loop`` has a fixed number of turns is not known.
     """
     traced = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
     around = (getattr(info, "traced_for", "") for info in traced)

@@ -20,6 +20,7 @@ from jaxmp._functions import require_flag
 from jaxmp._placement import copied_if_seen
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.nnx.objects import value_of
+from jaxmp.nnx.policy_check import needs_policy, require_policy
 from jaxmp.nnx.variables import is_module, is_node, is_object
 from jaxmp.optimizer import (
     get_loss_scale,
@@ -103,6 +104,7 @@ class Optimizer(_Object):
         super().__init__(model, tx, wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
         require_outermost(tx, self.opt_state)
+        self._needs_policy = needs_policy(model)
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
         # None of the model's own arrays: two that jax.device_put makes of one may share a buffer, which no step can
@@ -155,9 +157,11 @@ class Optimizer(_Object):
 
         Raises:
           TypeError: ``model`` is no NNX model: the gradients, say, where the two are swapped.
-          ValueError: the optimizer keeps a moving average, of which only a train step has the decay.
+          ValueError: ``model`` is the one that ``apply_policy`` was called with, not the one it returned; the optimizer
+            keeps a moving average, of which only a train step has the decay.
         """
         require_model(model, "optimizer.update", "(model, grads)")
+        require_policy(model, self)
         if self.ema is not None:
             raise ValueError(
                 "update would leave the moving average as it is, but this optimizer was made with ema=True; train with "
@@ -309,6 +313,7 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def unscaled(*args: Any, **kwargs: Any) -> Any:
         trained = args[wanted[0].argnum] if wanted[0].argnum < len(args) else None  # a module, or a tree of some
+        require_policy(trained, optimizer)
         others = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
         models = [trained, *(leaf for leaf in jax.tree.leaves(others, is_leaf=_is_module) if _is_module(leaf))]
         before = [_values(model) for model in models]
