@@ -23,6 +23,10 @@ Opened = tuple[Any, list[Any]]
 """An open jaxpr and its constants."""
 
 
+RESHARDS = frozenset({"reshard", "mesh_cast"})
+"""What says where an array lies, in types, and changes no number."""
+
+
 class Bodies(NamedTuple):
     """The jaxprs in an equation and how their values meet those outside.
 
