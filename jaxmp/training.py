@@ -38,7 +38,8 @@ from jaxmp._loss_functions import (
     under_policy,
     with_remat,
 )
-from jaxmp._mesh_plan import plan_of
+from jaxmp._mesh_plan import on_auto_axes, plan_of
+from jaxmp._mesh_types import typed
 from jaxmp._nonfinite import explanation
 from jaxmp._placement import (
     at,
@@ -391,7 +392,8 @@ def make_train_step(
     loss_fn = under_policy(loss_fn, policy, overrides)
     gathered = None
     if mesh is not None:
-        loss_fn = gathered = Gathered(plan_of(mesh, specs, reduce_dtype), loss_fn, remat is None or remat == "regather")
+        plan = plan_of(mesh, specs, reduce_dtype)
+        loss_fn = gathered = Gathered(plan, typed(loss_fn, mesh, plan.axes), remat is None or remat == "regather")
     loss_fn = with_remat(loss_fn, None if remat == "regather" else remat)
     return TrainStep(loss_fn, accumulate_steps, decay, norm, donate, max_consecutive_skips, gathered, reduce == "once")
 
@@ -549,7 +551,7 @@ class TrainStep:
             return with_loss(lambda **value: apply(extra_args={**value, **self.clip}), loss)
 
         if self._plan is not None:
-            updated = self._plan.typed(updated, self._plan.specs_of(state))
+            updated = on_auto_axes(updated, self._plan.specs_of(state))
         new_state = updated(state, grads, model_state, loss, rng)
         skipped = new_state.skipped > state.skipped
         own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
@@ -563,7 +565,7 @@ class TrainStep:
         whole = PartitionSpec()
         with self._on_mesh():
             specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)
-            return self._plan.typed(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
+            return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import linecache
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,10 @@ from jax.extend.core import Literal as Literal
 Names = tuple[str, ...]
 Opened = tuple[Any, list[Any]]
 """An open jaxpr and its constants."""
+
+
+RESHARDS = frozenset({"reshard", "mesh_cast"})
+"""What says where an array lies, in types, and changes no number."""
 
 
 class Bodies(NamedTuple):
@@ -162,19 +165,6 @@ def static_arguments(jitted: Any) -> tuple[int, ...]:
     """The numbers of the arguments that are static, of what ``jax.jit`` or ``nnx.jit`` returned."""
     numbers = getattr(getattr(jitted, "_jit_info", jitted), "static_argnums", None)
     return (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
-
-
-def user_code_of(eqn: Any) -> tuple[str, int, str]:
-    """The file and line of :func:`user_source_of`, and the text of the expression there, or of its whole line."""
-    frame = next(_frames(eqn, _is_users), None) or next(_frames(eqn), None)
-    if frame is None:
-        return "", 0, ""
-    last = max(frame.end_line, frame.start_line)
-    lines = [linecache.getline(frame.file_name, line) for line in range(frame.start_line, last + 1)]
-    if frame.end_column > 0:  # counted in bytes
-        lines[-1] = lines[-1].encode()[: frame.end_column].decode(errors="replace")
-        lines[0] = lines[0].encode()[frame.start_column :].decode(errors="replace")
-    return frame.file_name, frame.start_line, "".join(lines).strip()
 
 
 def _sources(eqn: Any, is_meant: Callable[[str], bool] = lambda file: True) -> Iterator[str]:

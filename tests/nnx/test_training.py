@@ -505,7 +505,7 @@ def own_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 
     @nnx.jit
     def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
-        loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, batch)
+        loss, grads = value_and_grad(loss_fn, optimizer)(model, batch)
         optimizer.update(model, grads)
         return loss
 
