@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +15,8 @@ import jax.numpy as jnp
 from jaxmp import tables
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp._placement import require_not_deleted
+from jaxmp.inspect import stepping
 from jaxmp.inspect.calls import (
-    AS_WRITTEN,
     Step,
     argument_paths,
     differentiated,
@@ -23,8 +25,9 @@ from jaxmp.inspect.calls import (
     named,
     require_arguments_not_deleted,
 )
-from jaxmp.inspect.evaluate import Records, evaluate, is_whole
+from jaxmp.inspect.evaluate import is_whole
 from jaxmp.inspect.program import Key, program_of
+from jaxmp.inspect.stepping import wide
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
 from jaxmp.loss_scale import StaticLossScale
 from jaxmp.optimizer import LossScalingState
@@ -217,112 +220,129 @@ def _differentiated(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
     return program
 
 
-class _Flags(NamedTuple):
-    """What is kept of an operation; with an axis before for each scan around it."""
+class _Origin(NamedTuple):
+    """Where the results of an operation that are not finite come from, element by element where it is elementwise."""
 
-    bad: jax.Array  # of each result, whether not all of it is finite
-    through: jax.Array  # of each operand, whether that is where it comes from; of a conditional, which branch it was
-    born: jax.Array  # whether finite operands gave what is not finite
-    nan: jax.Array  # whether they gave NaN
-    pole: jax.Array  # whether an infinity that they gave is the function's own
-    made: jax.Array  # whether operands without NaN, perhaps infinite, gave NaN
-    turn: jax.Array  # of the innermost while loop, the first bad one; -1 outside of one
-    ranges: Any  # of each operand, lowest and highest, if asked for
+    bad: Sequence[Any]  # of each result: whether an element is not finite
+    through: Sequence[Any]  # of each operand: whether it was not finite where the result is not
+    born: Any  # whether finite operands gave a result that is not finite
+    nan: Any  # whether finite operands gave NaN
+    pole: Any  # whether finite operands hit a pole of the function
+    made: Any  # whether operands without NaN, perhaps infinite, gave NaN
 
 
-class _Recorder:
-    def __init__(self, only: Key | None = None) -> None:
-        self.only = only
-
-    def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Any) -> tuple[list[Any], Any]:
-        if (self.only is not None and key != self.only) or not any(map(is_inexact, results)):
-            return results, None
-        name, bad = eqn.primitive.name, [~_finite(result) for result in results]
-        if name in ("scan", "while", "cond"):
-            # Of a loop from what goes in and from its body, of a conditional from one branch, not from what chose it.
-            branches = len(eqn.params.get("branches", ()))
-            through = jnp.arange(branches + 1) == operands[0] if branches else jnp.ones(2, bool)
-            born = nan = pole = made = jnp.array(False)
-        else:
-            through, born, nan, pole, made = _origin(eqn, operands, results, bad)
-        ranges = [_range(operand) for operand in operands] if self.only is not None else None
-        all_bad = jnp.stack([jnp.any(each) for each in bad])
-        return results, _Flags(all_bad, through, born, nan, pole, made, jnp.int32(-1), ranges)
-
-    def merged(self, key: Key, old: _Flags, new: _Flags, turn: jax.Array) -> _Flags:
-        """The flags of the first bad turn."""
-        was = jnp.any(old.bad, axis=-1)
-        new = new._replace(turn=jnp.where(new.turn < 0, turn, new.turn))
-        return jax.tree.map(lambda a, b: jnp.where(was.reshape(was.shape + (1,) * (a.ndim - was.ndim)), a, b), old, new)
-
-
-def _origin(eqn: Any, operands: Sequence[Any], results: Sequence[Any], bad: Sequence[Any]) -> tuple[jax.Array, ...]:
-    """``through``, ``born``, ``nan``, ``pole`` and ``made`` of an operation: element by element where it is so."""
-    name = eqn.primitive.name
-    is_bad, is_nan = [~_finite(operand) for operand in operands], [_nan(operand) for operand in operands]
-    if name not in _ELEMENTWISE:
-        is_bad, is_nan, bad = ([jnp.any(one) for one in each] for each in (is_bad, is_nan, bad))
-        bad = [jnp.any(jnp.stack(bad))]
-    elif name == "select_n":
+@functools.partial(jax.jit, static_argnums=0)
+def _origin(name: str, operands: Sequence[Any], results: Sequence[Any]) -> _Origin:
+    bad = [_not_finite(result) for result in results]
+    bad_operands, nan_operands = [_not_finite(operand) for operand in operands], [_nan(operand) for operand in operands]
+    nan = functools.reduce(operator.or_, (jnp.any(_nan(result)) for result in results))
+    any_bad = functools.reduce(operator.or_, map(jnp.any, bad))
+    if name in _ELEMENTWISE:
+        any_bad, nan = bad[0], _nan(results[0])
+    else:
+        bad_operands, nan_operands = list(map(jnp.any, bad_operands)), list(map(jnp.any, nan_operands))
+    if name == "select_n":
         which = jnp.asarray(operands[0], jnp.int32)  # a bool for two cases
-        chosen = [which == n for n in range(len(operands) - 1)]
-        for each in is_bad, is_nan:
-            each[1:] = [one & here for one, here in zip(each[1:], chosen, strict=True)]
-    nan = _nan(results[0])
-    if name not in _ELEMENTWISE:
-        nan = jnp.any(jnp.stack([jnp.any(_nan(result)) for result in results]))
-    none_bad, none_nan = (~_any(each) for each in (is_bad, is_nan))
-    born = bad[0] & none_bad
-    pole = born & _POLES[name](*operands) if name in _POLES else jnp.array(False)
-    through = [jnp.any(bad[0] & each) for each in is_bad]
-    found = (born, nan & none_bad, pole, nan & none_nan)
-    return jnp.stack(through) if through else jnp.zeros(0, bool), *map(jnp.any, found)
+        for case in range(len(operands) - 1):
+            bad_operands[case + 1] &= which == case
+            nan_operands[case + 1] &= which == case
+    none_bad = ~functools.reduce(operator.or_, bad_operands, jnp.array(False))
+    none_nan = ~functools.reduce(operator.or_, nan_operands, jnp.array(False))
+    born = any_bad & none_bad
+    pole = born & _POLES[name](*operands) if name in _POLES else False
+    return _Origin(
+        bad=list(map(jnp.any, bad)),
+        through=[jnp.any(any_bad & operand) for operand in bad_operands],
+        born=jnp.any(born),
+        nan=jnp.any(nan & none_bad),
+        pole=jnp.any(pole),
+        made=jnp.any(nan & none_nan),
+    )
 
 
-def _any(flags: Sequence[jax.Array]) -> jax.Array:
-    out = jnp.array(False)
-    for each in flags:
-        out = out | each
-    return out
-
-
-def _finite(value: Any) -> jax.Array:
-    return jnp.isfinite(_wide(value)) if is_inexact(value) else jnp.array(True)
+def _not_finite(value: Any) -> jax.Array:
+    return ~jnp.isfinite(wide(value)) if is_inexact(value) else jnp.array(False)
 
 
 def _nan(value: Any) -> jax.Array:
-    return jnp.isnan(_wide(value)) if is_inexact(value) else jnp.array(False)
+    return jnp.isnan(wide(value)) if is_inexact(value) else jnp.array(False)
 
 
-def _wide(value: Any) -> jax.Array:
-    value = jnp.asarray(value)
-    return value.astype(jnp.float32) if value.dtype.itemsize == 1 else value
+def _is_bad(value: Any) -> bool:
+    return bool(jnp.any(_not_finite(value)))
 
 
-def _range(value: Any) -> tuple[jax.Array, jax.Array] | None:
-    """Lowest and highest; None of what has none, a random key or an empty array."""
-    value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.number) or not value.size:
-        return None
-    value = jnp.abs(value) if jnp.issubdtype(value.dtype, jnp.complexfloating) else _wide(value)
-    return jnp.nanmin(value), jnp.nanmax(value)
+def _ranges(operands: Sequence[Any]) -> tuple[Range, ...]:
+    """The ranges of arrays of numbers that are not empty; a random key has none."""
+    ranges = []
+    for operand in map(jnp.asarray, operands):
+        if not jnp.issubdtype(operand.dtype, jnp.number) or not operand.size:
+            continue
+        is_complex = jnp.issubdtype(operand.dtype, jnp.complexfloating)
+        numbers = jnp.abs(operand) if is_complex else wide(operand)
+        low, high = float(jnp.nanmin(numbers)), float(jnp.nanmax(numbers))
+        ranges.append(Range(str(operand.dtype), operand.shape, low, high))
+    return tuple(ranges)
+
+
+class _Failure(NamedTuple):
+    """An operation at the first time that its results are not finite."""
+
+    origin: _Origin
+    while_turn: int  # -1 outside of while loops
+
+
+_At = tuple[Key, Turns]
+
+
+class _Run(NamedTuple):
+    """The results of a program, its operations that failed, and the branches that its conditionals took."""
+
+    results: list[Any]
+    failures: Mapping[_At, _Failure]
+    branches: Mapping[_At, set[int]]
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> _Run:
+    failures: dict[_At, _Failure] = {}
+
+    def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
+        at = moment.key, moment.turns
+        if at not in failures:
+            origin = jax.device_get(_origin(eqn.primitive.name, operands, results))
+            failures[at] = _Failure(origin, moment.while_turn)
+
+    results, branches = stepping.run(jaxpr, consts, inputs, visit)
+    return _Run(results, failures, branches)
+
+
+def _ranges_at(at: _At, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> tuple[Range, ...]:
+    """Run again for the ranges of the operands of one operation, the first time that it fails."""
+    ranges: list[tuple[Range, ...]] = []
+
+    def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
+        if not ranges and (moment.key, moment.turns) == at:
+            ranges.append(_ranges(operands))
+
+    stepping.run(jaxpr, consts, inputs, visit)
+    return ranges[0]
 
 
 def _find(program: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
     """The blame in a function that returns losses, whatever else, and gradients."""
     jaxpr, consts, structure = program_of(program, *args)
     inputs = jax.tree.leaves(tuple(args))
-    results, records = _run(jaxpr, consts, inputs)
+    run = _run(jaxpr, consts, inputs)
     values = values_of(jaxpr, consts, is_whole)
     roots = values.results
     losses, aux, _ = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(roots))))
-    bad = [n for n, result in enumerate(results) if _is_bad(result)]
+    bad = [n for n, result in enumerate(run.results) if _is_bad(result)]
     main = [roots[n] for n in bad if n not in aux]
     early = leading_to([roots[n] for n in (*losses, *aux)])
     # A mask that is returned is meant to be infinite; a loss is not.
     suspects = [
         suspect
-        for suspect in _suspects(main or [roots[n] for n in bad], records, inputs)
+        for suspect in _suspects(main or [roots[n] for n in bad], run, inputs)
         if main or suspect.rank is not _Rank.CONSTANT
     ]
     if not suspects:
@@ -334,29 +354,19 @@ def _find(program: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
         given, path = value.constant, "a constant"
         if value.name == "argument":
             given, path = inputs[value.position], paths[value.position]
-        return Blame("input", "", path, "", "input", _ranges([given], [_range(given)]), None, False)
+        return Blame("input", "", path, "", "input", _ranges([given]), None, False)
     kind, phase = "", "forward" if value in early else "backward"
     if found.reader is not None and not value.key:
         kind, phase, (value, turns) = "input", "input", found.reader
-    place = values.places[value.key]
-    name, flags = place.eqn.primitive.name, _at(_run(jaxpr, consts, inputs, value.key)[1][value.key], turns)
+    place, failure = values.places[value.key], run.failures[value.key, turns]
+    name = place.eqn.primitive.name
     turn = None
     if place.turns:
-        turn = int(flags.turn) if place.turns[-1] is None else turns[-1]
+        turn = failure.while_turn if place.turns[-1] is None else turns[-1]
         if place.turns[-1] is not None and value.scans[-1].reverse and phase == "forward":
             turn = place.turns[-1] - 1 - turn
-    operands = _ranges([atom.aval for atom in place.eqn.invars], flags.ranges)
-    return Blame(phase, name, place.path, place.source, kind or _kind(name, flags), operands, turn, False)
-
-
-def _run(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], only: Key | None = None
-) -> tuple[list[Any], Records]:
-    def run(consts: Any, inputs: Any) -> Any:
-        return evaluate(jaxpr, consts, inputs, _Recorder(only))
-
-    results, records = jax.jit(run, compiler_options=AS_WRITTEN)(list(consts), list(inputs))
-    return results, jax.device_get(records)
+    ranges = _ranges_at((value.key, turns), jaxpr, consts, inputs)
+    return Blame(phase, name, place.path, place.source, kind or _kind(name, failure.origin), ranges, turn, False)
 
 
 class _Rank(enum.IntEnum):
@@ -375,8 +385,8 @@ class _Suspect(NamedTuple):
     reader: tuple[Value, Turns] | None  # of an argument or a constant: which operation reads it, if one does
 
 
-def _suspects(starts: Sequence[Value], records: Mapping[Key, _Flags], inputs: Sequence[Any]) -> Iterator[_Suspect]:
-    """All that what is not finite comes from, as far as flags of whole arrays tell."""
+def _suspects(starts: Sequence[Value], run: _Run, inputs: Sequence[Any]) -> Iterator[_Suspect]:
+    """All that the values which are not finite come from, as far as :class:`_Origin` tells."""
     left: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]
     seen = set()
     while left:
@@ -384,44 +394,31 @@ def _suspects(starts: Sequence[Value], records: Mapping[Key, _Flags], inputs: Se
         if (value, turns) in seen:
             continue
         seen.add((value, turns))
-        through = None
+        followed = None  # the operands or branches that lead on; None: all
         if not value.key:
             is_argument = value.name == "argument"
             given = inputs[value.position] if is_argument else value.constant
             if _is_bad(given):
                 rank = _Rank.ARGUMENT if is_argument else _Rank.CONSTANT
                 yield _Suspect(_Rank.BORN if bool(jnp.any(_nan(given))) else rank, value, (), reader)
-        elif value.is_computed:
-            if value.key not in records or not (flags := _at(records[value.key], turns)).bad[value.position]:
+        elif value.place is not None:
+            failure = run.failures.get((value.key, turns))
+            if failure is None or not failure.origin.bad[value.position]:
                 continue
-            reader, through = (value, turns), flags.through
-            if flags.born or flags.made:
-                yield _Suspect(_Rank.BORN if flags.born else _Rank.MADE, value, turns, None)
+            origin, reader = failure.origin, (value, turns)
+            followed = {number for number, is_through in enumerate(origin.through) if is_through}
+            if origin.born or origin.made:
+                yield _Suspect(_Rank.BORN if origin.born else _Rank.MADE, value, turns, None)
+        else:
+            followed = run.branches.get((value.key, turns))
         left += [
             (source, other, reader)
             for number, source, other in value.sources(turns)
-            if through is None or through[number]
+            if followed is None or number in followed
         ]
 
 
-def _at(flags: _Flags, turns: Turns) -> _Flags:
-    at: _Flags = jax.tree.map(lambda each: each[turns], flags)
-    return at
-
-
-def _is_bad(value: Any) -> bool:
-    return not bool(jnp.all(_finite(value)))
-
-
-def _kind(name: str, flags: _Flags) -> str:
-    if not flags.born or (flags.nan and name not in _NEVER_INVALID):
+def _kind(name: str, origin: _Origin) -> str:
+    if not origin.born or (origin.nan and name not in _NEVER_INVALID):
         return "invalid"
-    return "division by zero" if flags.pole else "overflow"
-
-
-def _ranges(operands: Sequence[Any], ranges: Sequence[Any]) -> tuple[Range, ...]:
-    return tuple(
-        Range(str(jnp.result_type(operand)), jnp.shape(operand), float(bounds[0]), float(bounds[1]))
-        for operand, bounds in zip(operands, ranges, strict=True)
-        if bounds is not None
-    )
+    return "division by zero" if origin.pole else "overflow"
