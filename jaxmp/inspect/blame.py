@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from jaxmp import tables
 from jaxmp._jaxpr.walk import PRODUCTS
@@ -27,7 +28,6 @@ from jaxmp.inspect.calls import (
 )
 from jaxmp.inspect.evaluate import is_whole
 from jaxmp.inspect.program import Key, program_of
-from jaxmp.inspect.stepping import wide
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
 from jaxmp.loss_scale import StaticLossScale
 from jaxmp.optimizer import LossScalingState
@@ -44,7 +44,7 @@ _NEVER_INVALID |= {"reduce_sum", "reduce_window_sum", "scatter-add"}
 # Where a function is infinite by itself, of its operands.
 _POLES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("log", "log2", "rsqrt", "integer_pow"), lambda x: x == 0),
-    **dict.fromkeys(("atanh", "erf_inv"), lambda x: jnp.abs(x) == 1),
+    **dict.fromkeys(("atanh", "erf_inv"), lambda x: np.abs(x) == 1),
     **dict.fromkeys(("lgamma", "digamma"), lambda x: x <= 0),
     "div": lambda x, y: y == 0,
     "pow": lambda x, y: x == 0,
@@ -223,150 +223,147 @@ def _differentiated(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
 class _Origin(NamedTuple):
     """Where the results of an operation that are not finite come from, element by element where it is elementwise."""
 
-    bad: Sequence[Any]  # of each result: whether an element is not finite
-    through: Sequence[Any]  # of each operand: whether it was not finite where the result is not
-    born: Any  # whether finite operands gave a result that is not finite
-    nan: Any  # whether finite operands gave NaN
-    pole: Any  # whether finite operands hit a pole of the function
-    made: Any  # whether operands without NaN, perhaps infinite, gave NaN
+    through: list[bool]  # of each operand: whether it was not finite where the result is not
+    born: bool  # whether finite operands gave a result that is not finite
+    nan: bool  # whether finite operands gave NaN
+    pole: bool  # whether finite operands hit a pole of the function
+    made: bool  # whether operands without NaN, perhaps infinite, gave NaN
+    ranges: tuple[Range, ...]  # of the operands
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _origin(name: str, operands: Sequence[Any], results: Sequence[Any]) -> _Origin:
-    bad = [_not_finite(result) for result in results]
-    bad_operands, nan_operands = [_not_finite(operand) for operand in operands], [_nan(operand) for operand in operands]
-    nan = functools.reduce(operator.or_, (jnp.any(_nan(result)) for result in results))
-    any_bad = functools.reduce(operator.or_, map(jnp.any, bad))
+    operands, results = list(map(_on_host, operands)), list(map(_on_host, results))
+    bad_operands, nan_operands = list(map(_not_finite, operands)), list(map(_nan, operands))
     if name in _ELEMENTWISE:
-        any_bad, nan = bad[0], _nan(results[0])
+        bad, nan = _not_finite(results[0]), _nan(results[0])
     else:
-        bad_operands, nan_operands = list(map(jnp.any, bad_operands)), list(map(jnp.any, nan_operands))
+        bad = np.any([_not_finite(result).any() for result in results])
+        nan = np.any([_nan(result).any() for result in results])
+        bad_operands = [each.any() for each in bad_operands]
+        nan_operands = [each.any() for each in nan_operands]
     if name == "select_n":
-        which = jnp.asarray(operands[0], jnp.int32)  # a bool for two cases
         for case in range(len(operands) - 1):
-            bad_operands[case + 1] &= which == case
-            nan_operands[case + 1] &= which == case
-    none_bad = ~functools.reduce(operator.or_, bad_operands, jnp.array(False))
-    none_nan = ~functools.reduce(operator.or_, nan_operands, jnp.array(False))
-    born = any_bad & none_bad
-    pole = born & _POLES[name](*operands) if name in _POLES else False
+            is_chosen = operands[0] == case
+            bad_operands[case + 1] &= is_chosen
+            nan_operands[case + 1] &= is_chosen
+    born = bad & ~_any_of(bad_operands)
     return _Origin(
-        bad=list(map(jnp.any, bad)),
-        through=[jnp.any(any_bad & operand) for operand in bad_operands],
-        born=jnp.any(born),
-        nan=jnp.any(nan & none_bad),
-        pole=jnp.any(pole),
-        made=jnp.any(nan & none_nan),
+        through=[bool(np.any(bad & operand)) for operand in bad_operands],
+        born=bool(np.any(born)),
+        nan=bool(np.any(born & nan)),
+        pole=name in _POLES and bool(np.any(born & _POLES[name](*operands))),
+        made=bool(np.any(nan & ~_any_of(nan_operands))),
+        ranges=_ranges(operands),
     )
 
 
-def _not_finite(value: Any) -> jax.Array:
-    return ~jnp.isfinite(wide(value)) if is_inexact(value) else jnp.array(False)
+def _any_of(masks: Sequence[Any]) -> Any:
+    return functools.reduce(np.logical_or, masks, np.False_)
 
 
-def _nan(value: Any) -> jax.Array:
-    return jnp.isnan(wide(value)) if is_inexact(value) else jnp.array(False)
+def _on_host(value: Any) -> Any:
+    """Return an array of NumPy, float32 in place of a narrower dtype's numbers; a random key stays what it is."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        value = process_allgather(value, tiled=True)
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+        return value
+    return np.asarray(value)
 
 
-def _is_bad(value: Any) -> bool:
-    return bool(jnp.any(_not_finite(value)))
+def _not_finite(value: Any) -> Any:
+    return ~np.isfinite(value) if is_inexact(value) else np.False_
+
+
+def _nan(value: Any) -> Any:
+    return np.isnan(value) if is_inexact(value) else np.False_
 
 
 def _ranges(operands: Sequence[Any]) -> tuple[Range, ...]:
-    """The ranges of arrays of numbers that are not empty; a random key has none."""
+    """The ranges of arrays of numbers that are not empty."""
     ranges = []
-    for operand in map(jnp.asarray, operands):
+    for operand in operands:
         if not jnp.issubdtype(operand.dtype, jnp.number) or not operand.size:
             continue
-        is_complex = jnp.issubdtype(operand.dtype, jnp.complexfloating)
-        numbers = jnp.abs(operand) if is_complex else wide(operand)
-        low, high = float(jnp.nanmin(numbers)), float(jnp.nanmax(numbers))
-        ranges.append(Range(str(operand.dtype), operand.shape, low, high))
+        numbers = np.abs(operand) if np.iscomplexobj(operand) else np.asarray(operand, np.float64)
+        is_known = ~np.isnan(numbers)
+        low = numbers.min(where=is_known, initial=np.inf) if is_known.any() else np.nan
+        high = numbers.max(where=is_known, initial=-np.inf) if is_known.any() else np.nan
+        ranges.append(Range(str(operand.dtype), operand.shape, float(low), float(high)))
     return tuple(ranges)
 
 
-class _Failure(NamedTuple):
-    """An operation at the first time that its results are not finite."""
+_At = tuple[Key, Turns]
+"""An operation in one turn of each scan around it; in a while loop in the first turn in which it fails."""
 
-    origin: _Origin
+
+class _Failure(NamedTuple):
+    """An operation, some of whose results are not finite."""
+
+    name: str
+    bad: list[bool]  # of each result
     while_turn: int  # -1 outside of while loops
 
 
-_At = tuple[Key, Turns]
+class _Program:
+    """A program that was run once, with its operations that failed and the branches that its conditionals took."""
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> None:
+        self.jaxpr, self.consts, self.inputs = jaxpr, consts, inputs
+        self.failures: dict[_At, _Failure] = {}
+        self.origins: dict[_At, _Origin] = {}
+
+        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
+            bad = [not stepping.is_finite(result) for result in results]
+            self.failures.setdefault(moment[:2], _Failure(eqn.primitive.name, bad, moment.while_turn))
+
+        self.results, self.branches = stepping.run(jaxpr, consts, inputs, visit)
+
+    def look_at(self, wanted: set[_At]) -> None:
+        """Run again for the origins of some failures."""
+
+        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
+            at = moment[:2]
+            if at in wanted and at not in self.origins:
+                self.origins[at] = _origin(eqn.primitive.name, operands, results)
+
+        stepping.run(self.jaxpr, self.consts, self.inputs, visit)
 
 
-class _Run(NamedTuple):
-    """The results of a program, its operations that failed, and the branches that its conditionals took."""
-
-    results: list[Any]
-    failures: Mapping[_At, _Failure]
-    branches: Mapping[_At, set[int]]
-
-
-def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> _Run:
-    failures: dict[_At, _Failure] = {}
-
-    def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
-        at = moment.key, moment.turns
-        if at not in failures:
-            origin = jax.device_get(_origin(eqn.primitive.name, operands, results))
-            failures[at] = _Failure(origin, moment.while_turn)
-
-    results, branches = stepping.run(jaxpr, consts, inputs, visit)
-    return _Run(results, failures, branches)
-
-
-def _ranges_at(at: _At, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> tuple[Range, ...]:
-    """Run again for the ranges of the operands of one operation, the first time that it fails."""
-    ranges: list[tuple[Range, ...]] = []
-
-    def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
-        if not ranges and (moment.key, moment.turns) == at:
-            ranges.append(_ranges(operands))
-
-    stepping.run(jaxpr, consts, inputs, visit)
-    return ranges[0]
-
-
-def _find(program: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
+def _find(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
     """The blame in a function that returns losses, whatever else, and gradients."""
-    jaxpr, consts, structure = program_of(program, *args)
+    jaxpr, consts, structure = program_of(fun, *args)
     inputs = jax.tree.leaves(tuple(args))
-    run = _run(jaxpr, consts, inputs)
+    program = _Program(jaxpr, consts, inputs)
     values = values_of(jaxpr, consts, is_whole)
     roots = values.results
     losses, aux, _ = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(roots))))
-    bad = [n for n, result in enumerate(run.results) if _is_bad(result)]
+    bad = [n for n, result in enumerate(program.results) if not stepping.is_finite(result)]
     main = [roots[n] for n in bad if n not in aux]
     early = leading_to([roots[n] for n in (*losses, *aux)])
+    found = _first(main or [roots[n] for n in bad], program, early)
     # A mask that is returned is meant to be infinite; a loss is not.
-    suspects = [
-        suspect
-        for suspect in _suspects(main or [roots[n] for n in bad], run, inputs)
-        if main or suspect.rank is not _Rank.CONSTANT
-    ]
-    if not suspects:
+    if found is None or (found.rank is _Rank.CONSTANT and not main):
         return None
-    early |= {suspect.value for suspect in suspects if not suspect.value.key}
-    found = min(suspects, key=lambda it: (it.rank, it.value not in early, it.value.order(it.turns)))
     value, turns = found.value, found.turns
     if value.name == "argument" or (value.name == "constant" and found.reader is None):
         given, path = value.constant, "a constant"
         if value.name == "argument":
             given, path = inputs[value.position], paths[value.position]
-        return Blame("input", "", path, "", "input", _ranges([given]), None, False)
+        return Blame("input", "", path, "", "input", _ranges([_on_host(jnp.asarray(given))]), None, False)
     kind, phase = "", "forward" if value in early else "backward"
     if found.reader is not None and not value.key:
         kind, phase, (value, turns) = "input", "input", found.reader
-    place, failure = values.places[value.key], run.failures[value.key, turns]
-    name = place.eqn.primitive.name
+    at = value.key, turns
+    if at not in program.origins:
+        program.look_at({at})
+    place, failure, origin = values.places[value.key], program.failures[at], program.origins[at]
     turn = None
     if place.turns:
         turn = failure.while_turn if place.turns[-1] is None else turns[-1]
         if place.turns[-1] is not None and value.scans[-1].reverse and phase == "forward":
             turn = place.turns[-1] - 1 - turn
-    ranges = _ranges_at((value.key, turns), jaxpr, consts, inputs)
-    return Blame(phase, name, place.path, place.source, kind or _kind(name, failure.origin), ranges, turn, False)
+    kind = kind or _kind(failure.name, origin)
+    return Blame(phase, failure.name, place.path, place.source, kind, origin.ranges, turn, False)
 
 
 class _Rank(enum.IntEnum):
@@ -385,8 +382,33 @@ class _Suspect(NamedTuple):
     reader: tuple[Value, Turns] | None  # of an argument or a constant: which operation reads it, if one does
 
 
-def _suspects(starts: Sequence[Value], run: _Run, inputs: Sequence[Any]) -> Iterator[_Suspect]:
-    """All that the values which are not finite come from, as far as :class:`_Origin` tells."""
+def _first(starts: Sequence[Value], program: _Program, early: set[Value]) -> _Suspect | None:
+    """The first suspect among all that the values which are not finite come from.
+
+    The origins of failures are looked at in the order of the program, only until one is found that comes before all
+    others; so mostly that of one failure. A selection passes on only what it chooses: the origins of all are needed.
+    """
+    some = 1
+    while True:
+        suspects, unknown = _suspects(starts, program)
+        known_early = early | {suspect.value for suspect in suspects if not suspect.value.key}
+
+        def order(suspect: _Suspect, known_early: set[Value] = known_early) -> Any:
+            return suspect.rank, suspect.value not in known_early, suspect.value.order(suspect.turns)
+
+        first = min(suspects, key=order, default=None)
+        before = sorted((each for each in unknown if first is None or order(each) < order(first)), key=order)
+        selections = [each for each in unknown if each.value.name == "select_n"]
+        if not before and not selections:
+            return first
+        program.look_at({(each.value.key, each.turns) for each in (*before[:some], *selections)})
+        some *= 4
+
+
+def _suspects(starts: Sequence[Value], program: _Program) -> tuple[list[_Suspect], list[_Suspect]]:
+    """All that values which are not finite come from: suspects, and failures whose origin is not known yet."""
+    suspects: list[_Suspect] = []
+    unknown: list[_Suspect] = []
     left: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]
     seen = set()
     while left:
@@ -394,28 +416,35 @@ def _suspects(starts: Sequence[Value], run: _Run, inputs: Sequence[Any]) -> Iter
         if (value, turns) in seen:
             continue
         seen.add((value, turns))
-        followed = None  # the operands or branches that lead on; None: all
+        followed = None  # the numbers of the operands or branches that lead on; None: all
         if not value.key:
             is_argument = value.name == "argument"
-            given = inputs[value.position] if is_argument else value.constant
-            if _is_bad(given):
+            given = program.inputs[value.position] if is_argument else value.constant
+            if not stepping.is_finite(given):
                 rank = _Rank.ARGUMENT if is_argument else _Rank.CONSTANT
-                yield _Suspect(_Rank.BORN if bool(jnp.any(_nan(given))) else rank, value, (), reader)
+                is_nan = _nan(_on_host(jnp.asarray(given))).any()
+                suspects.append(_Suspect(_Rank.BORN if is_nan else rank, value, (), reader))
         elif value.place is not None:
-            failure = run.failures.get((value.key, turns))
-            if failure is None or not failure.origin.bad[value.position]:
+            failure = program.failures.get((value.key, turns))
+            if failure is None or not failure.bad[value.position]:
                 continue
-            origin, reader = failure.origin, (value, turns)
-            followed = {number for number, is_through in enumerate(origin.through) if is_through}
-            if origin.born or origin.made:
-                yield _Suspect(_Rank.BORN if origin.born else _Rank.MADE, value, turns, None)
+            reader = value, turns
+            suspect = _Suspect(_Rank.BORN, value, turns, None)
+            origin = program.origins.get((value.key, turns))
+            if origin is None:
+                unknown.append(suspect)
+            else:
+                followed = {number for number, is_through in enumerate(origin.through) if is_through}
+            if origin is not None and (origin.born or origin.made):
+                suspects.append(suspect._replace(rank=_Rank.BORN if origin.born else _Rank.MADE))
         else:
-            followed = run.branches.get((value.key, turns))
+            followed = program.branches.get((value.key, turns))
         left += [
             (source, other, reader)
             for number, source, other in value.sources(turns)
             if followed is None or number in followed
         ]
+    return suspects, unknown
 
 
 def _kind(name: str, origin: _Origin) -> str:
