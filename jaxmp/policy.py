@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmp import tree as _tree
+from jaxmp._contexts import policies_off
 from jaxmp._functions import printed
 from jaxmp.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest
 from jaxmp.float8 import Float8, get_recipe
@@ -124,6 +125,8 @@ class Policy:
 
         @functools.wraps(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if policies_off.value:
+                return fun(*args, **kwargs)
             args, kwargs = self.cast_to_compute((args, kwargs))
             with self.precision():
                 return self.cast_to_output(fun(*args, **kwargs))

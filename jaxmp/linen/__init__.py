@@ -32,6 +32,7 @@ from jaxmp._adapters import (
     noting_half,
     remembered,
 )
+from jaxmp._contexts import policies_off
 from jaxmp._functions import require_order
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
@@ -152,7 +153,7 @@ class _Policied(Hooks):
     def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        if self.scope is None or is_checked(self):
+        if policies_off.value or self.scope is None or is_checked(self):
             return call()
         if (run := run_with_root(self)) is not None:
             run.copy = weakref.ref(self)
@@ -181,6 +182,8 @@ class _Policied(Hooks):
     @functools.wraps(nn.Module.apply)
     def apply(self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
         bare = functools.partial(super().apply, method=_as_one_run(method))
+        if policies_off.value:
+            return bare(variables, *args, rngs=rngs, **kwargs)
         check = ProductsCheck(self.jaxmp_root.policies.root)
         if self.jaxmp_root.in_nnx and is_running_in("nnx"):
             with _in_engine.turned(check):
@@ -222,11 +225,11 @@ class _Policied(Hooks):
     # is the submodule under the same policies.
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        return value if is_running() else _view(self, name, value)
+        return value if is_running() or policies_off.value else _view(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return value if is_running() else _view(self, name, value)
+        return value if is_running() or policies_off.value else _view(self, name, value)
 
     def __copy__(self) -> Any:
         made: Any = object.__new__(type(self))  # what is bound stays so
