@@ -45,8 +45,11 @@ from jaxmp.policy import PolicyMap, is_o1
 M = TypeVar("M", bound=nn.Module)
 
 
+__all__ = ["apply_policy", "autocast"]
+
+
 def __dir__() -> list[str]:
-    return ["apply_policy", "autocast"]
+    return __all__
 
 
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -76,7 +79,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     Args:
       module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.
       policy: whatever :func:`jaxmp.get_policy` reads, or ``"O1"``.
-      overrides: pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`.
+      overrides: pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may begin with the
+        name of the root, as tools print it: ``Net/head`` is ``head``.
 
     Raises:
       TypeError: ``module`` is no instance of a Linen module.
@@ -133,6 +137,8 @@ def _under(module: M, root: Root, name: str) -> M:
             f"jaxmp.linen.{name} takes an instance of flax.linen.Module, got {described_model(module)}; make the "
             f"instance first (Model(...)), or use jaxmp.nnx.{name} for NNX modules"
         )
+    if not root.in_nnx:
+        root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
     scope = module.scope.rewound() if module.scope else None
     return _with_root(module, root, scope)
 
