@@ -390,7 +390,7 @@ def _parse(text: str) -> Policy | PolicyMap:
 
 
 def _nearest_presets(name: str) -> list[str]:
-    """Ten presets, the nearest to ``name`` first, also by what else they are called; without an 8 nobody means float8."""
+    """Ten presets, the nearest to ``name`` first, by their aliases too; without an 8 nobody means float8."""
     presets = {preset: preset for preset in (*PRESETS, "auto")}
     spellings = dict(presets)
     for alias, preset in _ALIASES.items():

@@ -3,21 +3,13 @@
 Nothing else of jaxmp depends on it, and ``import jaxmp`` does not load it: ``import jaxmp.inspect``.
 """
 
-from jaxmp.inspect.auditing import Audit
-from jaxmp.inspect.auditing import AuditError
-from jaxmp.inspect.auditing import Product
-from jaxmp.inspect.auditing import audit
-from jaxmp.inspect.blame import Blame
-from jaxmp.inspect.blame import first_nonfinite
-from jaxmp.inspect.comparing import Comparison
-from jaxmp.inspect.comparing import compare
+from jaxmp.inspect.auditing import Audit, AuditError, Product, audit
+from jaxmp.inspect.blame import Blame, first_nonfinite
+from jaxmp.inspect.comparing import Comparison, compare
 from jaxmp.inspect.findings import Finding
-from jaxmp.inspect.measuring import Numerics
-from jaxmp.inspect.measuring import numerics
-from jaxmp.inspect.memory_plan import Memory
-from jaxmp.inspect.memory_plan import memory
-from jaxmp.inspect.prediction import Roofline
-from jaxmp.inspect.prediction import roofline
+from jaxmp.inspect.measuring import Numerics, numerics
+from jaxmp.inspect.memory_plan import Memory, memory
+from jaxmp.inspect.prediction import Roofline, roofline
 from jaxmp.inspect.statistics import Statistics
 from jaxmp.inspect.watch import Watch
 
