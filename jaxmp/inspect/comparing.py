@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxmp import tables
 from jaxmp._contexts import policies_off
+from jaxmp._gathering import Gathered
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.dtypes import is_half
 from jaxmp.engine.autocast import autocast
-from jaxmp.inspect import targets
 from jaxmp.inspect.calls import (
     AS_WRITTEN,
     StepCall,
@@ -138,8 +138,8 @@ def compare(
       rounding to half included (``xla_allow_excess_precision=False``), and all values come to the host.
 
     Raises:
-      ValueError: another reference; nothing floating to compare; ``overrides`` without a policy; a train step on a
-        mesh; or what :func:`jaxmp.autocast` raises.
+      ValueError: another reference; nothing floating to compare; ``overrides`` without a policy; a train step with
+        a mesh; or what :func:`jaxmp.autocast` raises.
       TypeError: with ``grad``, ``fun`` returns no floating scalar first.
       RuntimeError: a donating step has had what the function is called with.
 
@@ -192,9 +192,9 @@ class _LossOnly(TrainStep):
 def _loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The loss that a train step differentiates, as a function of what it may depend on."""
     step, state, batch = call
-    if targets.mesh_of((state, batch)) is not None:
+    if any(isinstance(part, Gathered) for part in step.made_of):
         raise ValueError(
-            "compare takes a train step on one device, got a state or a batch on a mesh; compare the loss function, "
+            "compare takes a train step without a mesh, got one with mesh=; compare its loss function, "
             "compare(loss_fn)(params, model_state, batch, rng)"
         )
     looked_at = _LossOnly(*step.made_of)

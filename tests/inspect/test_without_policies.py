@@ -248,6 +248,58 @@ def test_settings_that_a_step_has_itself_are_refused():
             numerics(step, **settings)
 
 
+def test_a_step_with_a_mesh_is_refused_with_what_to_compare():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), PARAMS)
+    step = jaxmp.make_train_step(_loss_fn(Net()), policy="mixed_float16", mesh=mesh, specs=specs)
+    with pytest.raises(ValueError, match=r"without a mesh, got one with mesh=; compare its loss function, compare\("):
+        compare(step)(_state(), BATCH)
+
+
+class ScannedNet(nnx.Module):
+    """Layers in a scan, whose modules are copies, and a Linen layer."""
+
+    def __init__(self):
+        make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
+        self.layers = make(jax.random.split(jax.random.key(3), 3))
+        self.wrapped = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(1)).lazy_init(X)
+
+    def __call__(self, x):
+        scan = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.wrapped(scan(x, self.layers))
+
+
+class ScannedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(nn.Dense(8, name="layer")(x)), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.scan(nn.remat(ScannedBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return nn.jit(nn.Dense)(4)(stack(name="layers")(x, None)[0])
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_transformed_modules_are_without_policies_too(library):
+    if library == "linen":
+        bare = Scanned()
+        params = bare.init(jax.random.key(0), X)
+        model = jaxmp.linen.apply_policy(bare, "mixed_bfloat16")
+        fun, args, exact = model.apply, (params, X), bare.apply(params, X)
+    else:
+        bare = ScannedNet()
+        model = jaxmp.nnx.apply_policy(bare, "mixed_bfloat16")
+        fun, args, exact = (lambda model, x: model(x)), (model, X), bare(X)
+    found = compare(fun, grad=False)(*args)
+    (result,) = [row for row in found.rows if row.path == ""]
+    expected = np.linalg.norm(fun(*args) - exact) / np.linalg.norm(exact)
+    np.testing.assert_allclose(result.relative_error, expected, rtol=1e-3)
+    assert expected > 2**-10 and found.is_changed
+
+
 def test_a_loss_scale_keeps_small_gradients_and_the_rows_are_without_it():
     def loss_fn(params, x):
         with jax.named_scope("small"):
