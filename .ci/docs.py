@@ -21,4 +21,5 @@ for kind in tuple.__subclasses__():  # a NamedTuple's own methods are of no modu
 # Others stand as they are written: an alias of optax's that contains itself, and fields that come from another file.
 warnings.filterwarnings("ignore", r"Error parsing type annotation (?!ForwardRef)")
 pdoc.render.configure(docformat="google")
-pdoc.pdoc("jaxmp", output_directory=Path("build/docs"))
+# Of a package with __all__ those names are shown, the modules among them too.
+pdoc.pdoc("jaxmp", "jaxmp.inspect.plots", "jaxmp.inspect.targets", output_directory=Path("build/docs"))

@@ -79,6 +79,9 @@ _EXPORTS = {
 }
 
 
+__all__ = sorted(_EXPORTS)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")

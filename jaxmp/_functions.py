@@ -50,7 +50,7 @@ def require_order(model: Any, policy: Any, call: str) -> None:
 def printed(value: Any) -> str:
     """What came, for an error; of what prints more than a line, as a model does with all its arrays, its class."""
     text = repr(value)
-    return f"an instance of {type(value).__name__}" if "\n" in text or len(text) > 300 else text
+    return f"an instance of {type(value).__name__}" if "\n" in text or len(text) > 120 else text
 
 
 def require_flag(name: str, value: Any, remedy: str) -> None:

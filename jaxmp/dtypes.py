@@ -100,11 +100,16 @@ def _numpy_dtype(dtype: Any) -> np.dtype | None:
     return None if dtype is None or (isinstance(dtype, str) and result.name != dtype.strip().lower()) else result
 
 
-def nearest(word: str, known: Iterable[str], most: int = 8) -> str:
-    """``known`` as a comma-separated list, the names closest to ``word`` first (at most ``most`` of them)."""
+def nearest_first(word: str, known: Iterable[str]) -> list[str]:
+    """Return ``known``, each name once, the closest to ``word`` first."""
     names = list(dict.fromkeys(known))
     similarity = {name: difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio() for name in names}
-    ranked = sorted(names, key=lambda name: -similarity[name])
+    return sorted(names, key=lambda name: -similarity[name])
+
+
+def nearest(word: str, known: Iterable[str], most: int = 8) -> str:
+    """``known`` as a comma-separated list, the names closest to ``word`` first (at most ``most`` of them)."""
+    ranked = nearest_first(word, known)
     return ", ".join(repr(name) for name in ranked[:most]) + (", …" if len(ranked) > most else "")
 
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxmp._functions import printed
 from jaxmp._scale_state import HUGE, TINY, ScaleState, is_concrete, register, require
 from jaxmp.dtypes import canonical_dtype, is_half
 
@@ -383,8 +384,8 @@ def as_loss_scale(x: Any) -> LossScale:
     if name == "DynamicLossScale":  # jmp has no maximum
         return DynamicLossScale(x.loss_scale, x.counter, x.period, x.factor, x.min_loss_scale, max_loss_scale=HUGE)
     raise TypeError(
-        f"a loss scale must be one of jaxmp's or jmp's, got {x!r}: pass DynamicLossScale(), StaticLossScale(2.0**15), "
-        "HeadroomLossScale() or NoOpLossScale()"
+        f"a loss scale must be one of jaxmp's or jmp's, got {printed(x)}: pass DynamicLossScale(), "
+        "StaticLossScale(2.0**15), HeadroomLossScale() or NoOpLossScale()"
     )
 
 

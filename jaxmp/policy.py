@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from jaxmp import tree as _tree
+from jaxmp._contexts import policies_off
 from jaxmp._functions import printed
-from jaxmp.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest
+from jaxmp.dtypes import UnknownDtypeError, canonical_dtype, is_half, nearest, nearest_first
 from jaxmp.float8 import Float8, get_recipe
 from jaxmp.patterns import Path, Pattern, check_pattern, is_class_pattern, matches, pairs_of, pattern_text
 
@@ -124,6 +125,8 @@ class Policy:
 
         @functools.wraps(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if policies_off.value:
+                return fun(*args, **kwargs)
             args, kwargs = self.cast_to_compute((args, kwargs))
             with self.precision():
                 return self.cast_to_output(fun(*args, **kwargs))
@@ -229,6 +232,17 @@ class PolicyMap:
                 return policy, pattern
         return self.root, None
 
+    def below(self, root: str) -> PolicyMap:
+        """Return this map with paths from the model's root on, where they may begin with the name of the root itself.
+
+        That is how :mod:`jaxmp.inspect` and cast plans print paths in a Linen model: ``Net/head`` is ``head``.
+        """
+        default = self.default.below(root) if isinstance(self.default, PolicyMap) else self.default
+        overrides: dict[Pattern, Policy] = {}
+        for pattern, policy in self.overrides:
+            overrides.setdefault(_below(pattern, root), policy)
+        return PolicyMap(default, overrides, strict=self.strict)
+
     def check(self, modules: Mapping[Path, type], variables: Collection[Path], complete: bool = True) -> None:
         """Raises if a pattern of a strict map matched nothing.
 
@@ -277,6 +291,14 @@ class PolicyMap:
         default, *after = str(self.default).split("; ")
         rules = [f"{pattern_text(pattern)} -> {policy}" for pattern, policy in self.overrides]
         return "; ".join([default, *rules, *after])
+
+
+def _below(pattern: Pattern, root: str) -> Pattern:
+    """A pattern without the name of the root that it begins with, or that of one of the root's methods."""
+    if is_class_pattern(pattern):
+        return pattern
+    first, _, rest = str(pattern).partition("/")
+    return (rest or "**") if first == root or first.startswith(f"{root}.") else pattern
 
 
 def get_policy(policy: Any) -> Policy | PolicyMap:
@@ -361,11 +383,21 @@ def _parse(text: str) -> Policy | PolicyMap:
     try:
         dtype = canonical_dtype(name)
     except UnknownDtypeError:
-        known = [*PRESETS, "auto"]
         raise ValueError(
-            f"unknown policy {text!r}; known policies, nearest first: {nearest(name, known, 10)}"
+            f"unknown policy {text!r}; known policies, nearest first: {', '.join(_nearest_presets(name))}, …"
         ) from None
     return presets.get(dtype.name, Policy(dtype, dtype, dtype))
+
+
+def _nearest_presets(name: str) -> list[str]:
+    """Ten presets, the nearest to ``name`` first, by their aliases too; without an 8 nobody means float8."""
+    presets = {preset: preset for preset in (*PRESETS, "auto")}
+    spellings = dict(presets)
+    for alias, preset in _ALIASES.items():
+        if preset in presets and (preset != "mixed_float8" or "8" in name):
+            spellings[alias] = preset
+    near = dict.fromkeys(spellings[spelling] for spelling in nearest_first(name, spellings))
+    return [repr(preset) for preset in near][:10]
 
 
 def _parse_rules(rules: list[str]) -> Iterator[tuple[str, str]]:

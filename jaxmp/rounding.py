@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxmp._functions import printed
 from jaxmp.dtypes import nearest
 from jaxmp.tree import is_float_array, path_name, widen
 
@@ -243,8 +244,8 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"an optimizer must be one of optax's, got {tx!r}; write optax.adam(1e-3), say, and for one with a loss "
-            "scale jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())"
+            f"an optimizer must be one of optax's, got {printed(tx)}; write optax.adam(1e-3), say, and for one with a "
+            "loss scale jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())"
         )
     return optax.with_extra_args_support(tx)
 

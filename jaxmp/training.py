@@ -486,6 +486,11 @@ class TrainStep:
     @staticmethod
     def require_state(state: Any) -> None:
         """Raises if what came is no :class:`TrainState`: Flax's, whose fields are others, or the params alone."""
+        if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
+            raise TypeError(
+                "a step takes a jaxmp.TrainState and a batch, got the tuple that a step returned as the state; unpack "
+                "it: state, metrics = step(state, batch)"
+            )
         if not isinstance(state, TrainState):
             kind, is_known = type(state), is_number(state) or type(state).__module__ == "builtins"
             name = described(state) if is_known else f"{kind.__module__}.{kind.__name__}"

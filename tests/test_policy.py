@@ -264,6 +264,16 @@ def test_what_is_proposed_in_place_of_an_integer_is_no_float8():
         get_policy("int8")
 
 
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("fp16_mixed", "mixed_float16"), ("bf16_mixed", "mixed_bfloat16"), ("amp", "mixed_float16"),
+     ("fp8", "mixed_float8"), ("mixed_flaot16", "mixed_float16")],
+)  # fmt: skip
+def test_the_nearest_preset_comes_first_by_its_aliases_too(name, preset):
+    with pytest.raises(ValueError, match=rf"unknown policy '{name}'; known policies, nearest first: '{preset}', "):
+        get_policy(name)
+
+
 HAS_A_DTYPE = [jnp.ones(2), np.float16(1), jax.ShapeDtypeStruct((2,), jnp.bfloat16), nn.Dense(3, dtype=jnp.float16)]
 
 

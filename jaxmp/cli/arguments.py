@@ -45,11 +45,9 @@ RUN = _named("run", metavar="RUN", help="the run's folder")
 DEVICE = _named("--device", metavar="NAME", help="a GPU that is not there: h200, h100, a100, b200, l4, t4")
 TOPOLOGY = _named("--topology", metavar="1x2x4", help=_TOPOLOGY)
 POLICY = _named("--policy", help="default: none, the function as it is written")
-AUTOCAST = (
-    _named("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16")
-    | _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
-)  # fmt: skip
-REFERENCE = _named("--reference", default="float32", help="float32, as written, or float64; default: float32")
+OVERRIDE = _named("--override", metavar="KEY=LEVEL", help=_OVERRIDE, **_REPEATED)
+AUTOCAST = _named("--policy", default="mixed_bfloat16", help="default: mixed_bfloat16") | OVERRIDE
+REFERENCE = _named("--reference", default="float32", help="float32 or float64, without policies; default: float32")
 LOSS_SCALE = _named("--loss-scale", type=loss_scale, default=1.0, metavar="NUMBER", help="default: 1")
 NO_GRAD = _named("--no-grad", action="store_true", help="look at the results, not at gradients")
 PLOT = _named("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg; needs matplotlib")

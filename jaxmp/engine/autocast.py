@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
+from jaxmp._contexts import policies_off
 from jaxmp._functions import require_function, takes_a_function
 from jaxmp._jaxpr import reading
 from jaxmp.engine.emit import evaluated
@@ -79,6 +80,8 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if policies_off.value:
+            return fun(*args, **kwargs)
         if one_policy.compute_dtype == np.float32 and not exceptions:
             with precision(level_of(one_policy)), one_policy.precision():
                 return one_policy.cast_to_output(fun(*args, **kwargs))

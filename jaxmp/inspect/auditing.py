@@ -24,7 +24,7 @@ from jaxmp.inspect.calls import names_of_arguments
 from jaxmp.inspect.evidence import Argument, Audited, Sent
 from jaxmp.inspect.findings import FINDERS, Finding, findings
 from jaxmp.inspect.memory_plan import Memory, batch_axes, leaves_of, of_call, on_mesh
-from jaxmp.inspect.products import unaligned, weights_in, work
+from jaxmp.inspect.products import multiplied, unaligned, weights_in, work
 from jaxmp.inspect.values import Read, Value, same_turn, values_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
@@ -328,7 +328,7 @@ def _kinds(jitted: Any, inputs: tuple[Any, ...]) -> list[str | None]:
 
 def _product(value: Value, ran: str | None, chip: hardware.Hardware, weights: Sequence[int]) -> Product:
     place, (left, right) = value.at, value.inputs[:2]
-    operands = _multiplied(left), _multiplied(right)
+    operands = multiplied(left), multiplied(right)
     flops = flops_of(place.eqn, counts_padding=False) or 0
     names = zip((left, right, value), (*operands, value.dtype.name), strict=True)
     size = sum(math.prod(each.shape) * np.dtype(name).itemsize for each, name in names)
@@ -346,12 +346,6 @@ def _product(value: Value, ran: str | None, chip: hardware.Hardware, weights: Se
         aligned=not unaligned(value, weights),
         phase=place.phase,
     )
-
-
-def _multiplied(operand: Value) -> str:
-    """The dtype of what a product multiplies: float8, where the operand is float8 values times their scale."""
-    factors = [each.inputs[0].dtype for each in operand.inputs if operand.name == "mul" and each.is_cast]
-    return next((dtype.name for dtype in factors if dtype.name.startswith("float8")), operand.dtype.name)
 
 
 def _inside_kernels(values: Any, chip: hardware.Hardware) -> tuple[Product, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,16 +15,16 @@ from jax.experimental.multihost_utils import process_allgather
 
 from jaxmp import tables
 from jaxmp._jaxpr.walk import PRODUCTS
-from jaxmp._placement import require_not_deleted
 from jaxmp.inspect import stepping
 from jaxmp.inspect.calls import (
-    Step,
     argument_paths,
     differentiated,
     is_inexact,
+    is_step,
     loss_and_rest,
     named,
     require_arguments_not_deleted,
+    step_call,
 )
 from jaxmp.inspect.evaluate import is_whole
 from jaxmp.inspect.program import Key, program_of
@@ -124,8 +124,8 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
 
     Args:
       fun: returns the loss, a floating scalar, or a tuple that begins with it; under :func:`jaxmp.autocast` or with
-        modules under policies if so trained. Or a :class:`jaxmp.training.TrainStep`, called with state and batch: then
-        its gradients are looked at, with the loss scale of the state, for the state's rng.
+        modules under policies if so trained. Or a train step, called with what it takes: then its gradients are looked
+        at, with the loss scale of the state, for the state's rng.
       grad: whether to look at the gradients too, with respect to the floating arrays of the first argument that has
         any, as ``jax.grad`` takes them. Without them ``fun`` may return anything.
       loss_scale: what the loss is multiplied with before it is differentiated.
@@ -150,8 +150,8 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
         raise ValueError(f"loss_scale must be a positive finite number, got {loss_scale!r}; 1.0 is none")
 
     def find(*args: Any) -> Blame | None:
-        if isinstance(fun, Step):
-            return _of_step(fun, *args)
+        if is_step(fun):
+            return _of_step(*step_call(fun, args))
         require_arguments_not_deleted(fun, args)
         paths = argument_paths(fun, args)
         if not grad:
@@ -167,10 +167,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     return find
 
 
-def _of_step(step: Step, state: Any, batch: Any) -> Blame | None:
-    step.require_state(state)
-    require_not_deleted(state)
-
+def _of_step(step: Any, state: Any, batch: Any) -> Blame | None:
     def program_for(state: Any) -> Callable[..., Any]:
         def program(params: Any, model_state: Any, batch: Any) -> Any:
             given = state.replace(params=params, model_state=model_state)

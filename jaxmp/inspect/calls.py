@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from jaxmp._placement import require_not_deleted
 from jaxmp.inspect import nnx_models
-from jaxmp.optimizer import require_loss
+from jaxmp.optimizer import get_loss_scale, require_loss
 from jaxmp.tree import path_name
 
 AS_WRITTEN = {"xla_allow_excess_precision": False}
@@ -27,6 +27,55 @@ class Step(Protocol):
 
     def placed_gradients(self, state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
         """Loss, gradients of the scaled loss, new model state and metrics of a batch, on the mesh of the step."""
+
+
+@runtime_checkable
+class NNXStep(Protocol):
+    """A :class:`jaxmp.nnx.training.TrainStep`."""
+
+    of_trees: Any
+
+    def state_of(self, model: Any, optimizer: Any) -> Any:
+        """The state that the step of trees takes of a model and its optimizer."""
+
+
+class StepCall(NamedTuple):
+    """A call of a train step that is looked into: the step of trees, its state and its batch."""
+
+    step: Any
+    state: Any
+    batch: Any
+
+    @property
+    def rng(self) -> Any:
+        """The key that the loss function gets in this step."""
+        return None if self.state.rng is None else jax.random.split(self.state.rng)[1]
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of this step."""
+        return float(get_loss_scale(self.state.opt_state).loss_scale)
+
+
+def is_step(fun: Any) -> bool:
+    """Whether a function is a train step, of Linen's kind or NNX's."""
+    return isinstance(fun, (Step, NNXStep))
+
+
+def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
+    """A call of the train step ``fun``.
+
+    Raises:
+      TypeError: the arguments are not those of a step.
+      RuntimeError: a donating step has had the state.
+    """
+    if isinstance(fun, NNXStep):
+        call = StepCall(fun.of_trees, fun.state_of(*args[:2]), *args[2:])
+    else:
+        call = StepCall(fun, *args)
+    call.step.require_state(call.state)
+    require_not_deleted(call.state)
+    return call
 
 
 def named(args: Any) -> Any:

@@ -1,10 +1,12 @@
-"""A function under a policy beside itself in float32 or float64: what each layer returns, and its gradients."""
+"""A function under its policies beside itself without them: what each layer returns, and its gradients."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,19 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import tables
+from jaxmp._contexts import policies_off
+from jaxmp._gathering import Gathered
+from jaxmp._jaxpr.walk import PRODUCTS
+from jaxmp.dtypes import is_half
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect.calls import (
     AS_WRITTEN,
+    StepCall,
     argument_paths,
     differentiated,
+    is_step,
     loss_and_rest,
     named,
     require_arguments_not_deleted,
+    step_call,
 )
 from jaxmp.inspect.evaluate import evaluate, is_whole
+from jaxmp.inspect.products import multiplied
 from jaxmp.inspect.program import Key, program_of
-from jaxmp.inspect.values import Turns, Value, leading_to, returned, values_of
-from jaxmp.overrides import policy_and_exceptions
+from jaxmp.inspect.values import AtBorder, Turns, Value, leading_to, passed_in, returned, values_of
+from jaxmp.training import TrainState, TrainStep
 from jaxmp.tree import widen
 
 _REFERENCES = ("float32", "float64")
@@ -33,16 +43,18 @@ _REFERENCES = ("float32", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A value under the policy beside the reference, all turns of loops together.
+    """A value under the policies beside the reference, all turns of loops together.
 
     Attributes:
       path: the module or scope that returns it; empty for the result; of a gradient of an argument that argument's.
       phase: ``"forward"``, or ``"backward"`` for the gradient with respect to it.
-      dtype: under the policy.
+      dtype: the dtype that the module or scope computes in under the policies: that of its products' operands, several
+        with commas between; without products that of the value before its last cast. Of a gradient of an argument the
+        gradient's own.
       relative_error: the L2 norm of the difference, over that of the reference.
       mean_absolute_difference: of its elements.
       cosine: of the angle between the two, taken as vectors.
-      ulps: the median of the differences in units of the spacing of the policy's compute dtype at the reference.
+      ulps: the median of the differences in units of the spacing of the comparison's dtype at the reference.
     """
 
     path: str
@@ -59,18 +71,23 @@ _COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(tables.Shown):
-    """What a policy changes in a function.
+    """What policies change in a function.
 
     Attributes:
+      dtype: the half dtype that most of the function's products have; ``"float32"`` where nothing is half.
+      is_changed: whether the policies change the dtype of a product.
       rows: what modules and named scopes return and the result, in program order, then the gradients with respect to
         them in the order of the backward pass, then those of the arguments.
       entered: where the relative error first exceeds 4 times the larger of its inputs' and one rounding to half: the
-        path of the scope, also if it is its derivative that does it; empty for code in no scope, None if nowhere.
+        path of the code that computes the value, also if it is its derivative that does it. Of code between modules
+        that is the module around; empty for code in no scope, None if nowhere.
       worst: the row with the largest relative error.
       total: the row of the result and of all gradients of arguments together.
-      unmatched: paths of scopes that return other values under the policy, so that they have no row.
+      unmatched: paths of scopes that return other values under the policies, so that they have no row.
     """
 
+    dtype: str
+    is_changed: bool
     rows: tuple[Row, ...]
     entered: str | None
     worst: Row
@@ -84,34 +101,45 @@ class Comparison(tables.Shown):
             (row.path or "result", row.phase, row.dtype, *(f"{number:.2e}" for number in dataclasses.astuple(row)[3:]))
             for row in (*self.rows, dataclasses.replace(self.total, path="total"))
         ]
-        missing = [f"no row, because they return other values: {', '.join(self.unmatched)}"] if self.unmatched else []
-        return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, missing
+        notes = [f"no row, because they return other values: {', '.join(self.unmatched)}"] if self.unmatched else []
+        if not self.is_changed:
+            notes.append("No policy, region or autocast changes a product here; casts in the code itself are in both.")
+        return f"The error enters {where}; worst: {worst}", _COLUMNS, cells, notes
 
 
 def compare(
     fun: Callable[..., Any],
-    policy: Any,
+    policy: Any = None,
     *,
     reference: str = "float32",
     overrides: Mapping[str, str] | None = None,
     grad: bool = True,
+    loss_scale: float = 1.0,
 ) -> Callable[..., Comparison]:
-    """Compares a function under :func:`jaxmp.autocast` with itself, layer by layer, forward and backward.
+    """Compare a function with itself without policies, layer by layer, forward and backward.
+
+    One side is ``fun`` as it is, with the policies of its modules and its autocasts. In the reference every policy,
+    :func:`jaxmp.precision` region and autocast is off. Casts that the code of ``fun`` makes itself, and dtypes that its
+    author gave to modules, are in both.
 
     Args:
-      fun: returns the loss, a floating scalar, or a tuple that begins with it; without ``grad`` anything.
-      policy, overrides: as for :func:`jaxmp.autocast`.
-      reference: ``"float32"``, the function as written with products in true float32, or ``"float64"``, traced under
-        ``jax.enable_x64`` with floating arguments in float64 (random numbers are others then: leave dropout out).
+      fun: returns the loss, a floating scalar, or a tuple that begins with it; without ``grad`` anything. Or a train
+        step, called with what it takes: then its loss is compared, under the loss scale of the state.
+      policy, overrides: puts ``fun`` as it is under :func:`jaxmp.autocast`, too.
+      reference: ``"float32"``, with half arguments widened to float32 and products in true float32; or ``"float64"``,
+        traced under ``jax.enable_x64`` with floating arguments in float64 (random numbers are others then: leave
+        dropout out).
       grad: whether to compare gradients too, with respect to all that scopes return and to the floating arrays of the
         first argument that has any.
+      loss_scale: what the loss is multiplied with before it is differentiated. The rows are those without it.
 
     Returns:
       A function of ``fun``'s arguments that returns a :class:`Comparison`. Both are compiled as written, every
       rounding to half included (``xla_allow_excess_precision=False``), and all values come to the host.
 
     Raises:
-      ValueError: another reference; nothing floating to compare; or what :func:`jaxmp.autocast` raises.
+      ValueError: another reference; nothing floating to compare; ``overrides`` without a policy; a train step with
+        a mesh; or what :func:`jaxmp.autocast` raises.
       TypeError: with ``grad``, ``fun`` returns no floating scalar first.
       RuntimeError: a donating step has had what the function is called with.
 
@@ -126,23 +154,56 @@ def compare(
     """
     if reference not in _REFERENCES:
         raise ValueError(
-            f"a reference is 'float32' or 'float64', got {reference!r}; 'float32' is the function as written"
+            f"a reference is 'float32' or 'float64', got {reference!r}; 'float32' is the function without policies"
         )
-    dtype = policy_and_exceptions(policy, overrides)[0].compute_dtype
-    cast = autocast(fun, policy, overrides)
+    if overrides and policy is None:
+        raise ValueError(f"overrides are exceptions from a policy, got {overrides} and policy=None; name the policy")
 
     def run(*args: Any) -> Comparison:
-        require_arguments_not_deleted(fun, args)
-        paths = argument_paths(fun, args)
-        half = _measured(cast, args, paths, grad)
+        loss_fn, scale = fun, loss_scale
+        if is_step(fun):
+            call = step_call(fun, args)
+            loss_fn, args = _loss_of(call)
+            scale = call.loss_scale
+        require_arguments_not_deleted(loss_fn, args)
+        paths = argument_paths(loss_fn, args)
+        cast = loss_fn if policy is None else autocast(loss_fn, policy, overrides)
+        half = _measured(cast, args, paths, grad, scale)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(policies_off(True))
             stack.enter_context(jax.default_matmul_precision("highest"))
             if reference == "float64":
                 stack.enter_context(jax.enable_x64(True))
                 args = jax.tree.map(_double, args)
-            return _compared(half, _measured(fun, args, paths, grad), jnp.finfo(dtype))
+            return _compared(half, _measured(loss_fn, widen(args), paths, grad, scale))
 
     return run
+
+
+class _LossOnly(TrainStep):
+    """A train step whose loss is looked at, and differentiated from outside."""
+
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, dict[str, Any]]:
+        loss, (model_state, metrics) = loss_fn(state.params)
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        return (loss, (jax.lax.stop_gradient(model_state), metrics)), zeros, {}
+
+
+def _loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The loss that a train step differentiates, as a function of what it may depend on."""
+    step, state, batch = call
+    if any(isinstance(part, Gathered) for part in step.made_of):
+        raise ValueError(
+            "compare takes a train step without a mesh, got one with mesh=; compare its loss function, "
+            "compare(loss_fn)(params, model_state, batch, rng)"
+        )
+    looked_at = _LossOnly(*step.made_of)
+
+    def loss_fn(params: Any, model_state: Any, batch: Any) -> Any:
+        at = state.replace(params=params, model_state=model_state)
+        return looked_at.gradients(at, batch, call.rng)[0]
+
+    return loss_fn, (state.params, state.model_state, batch)
 
 
 def _double(leaf: Any) -> Any:
@@ -181,17 +242,33 @@ _Slot = tuple[Key, int]
 
 
 class _Measured(NamedTuple):
-    """A program, and what its scopes return: arrays of NumPy in float64 by equation and result."""
+    """A program, and what its scopes return: arrays of NumPy in float64 by equation and result.
+
+    Slots are in program order, with their paths: those that scopes return, and those that are passed into scopes.
+    """
 
     values: dict[_Slot, Value]
-    slots: list[tuple[str, _Slot]]  # by path, in program order
+    returned: list[tuple[str, _Slot]]
+    passed_in: list[tuple[str, _Slot]]
     forward: dict[_Slot, np.ndarray]
     backward: dict[_Slot, np.ndarray]
     results: list[tuple[Value, np.ndarray]]
     gradients: dict[int, tuple[str, np.ndarray, str]]  # by number of the argument's leaf
+    products: list[tuple[str, str]]  # of each product in the forward pass its path and the dtype of its operands
+
+    def computed_in(self, path: str, value: Value) -> str:
+        """The dtype that the code of a scope computes a value in."""
+        inside = [dtype for other, dtype in self.products if path and (other == path or other.startswith(f"{path}/"))]
+        if inside:
+            return ", ".join(sorted(set(inside)))
+        while value.is_cast:
+            (value,) = value.inputs
+        return value.dtype.name
 
 
-def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str], grad: bool) -> _Measured:
+def _measured(
+    fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str], grad: bool, loss_scale: float
+) -> _Measured:
     def counted(*args: Any) -> Any:
         result = fun(*named(args))
         return loss_and_rest(result) if grad else ((), result)
@@ -199,9 +276,10 @@ def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
     jaxpr, consts, structure = program_of(counted, *args)
     loss, rest = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(jaxpr.outvars))))
     ends = [n for n in loss or rest if jnp.issubdtype(jaxpr.outvars[n].aval.dtype, jnp.floating)]
-    found = returned(jaxpr, [n in ends for n in range(len(jaxpr.outvars))])
+    is_end = [n in ends for n in range(len(jaxpr.outvars))]
+    leaving, entering = returned(jaxpr, is_end), passed_in(jaxpr, is_end)
     positions: dict[Key, list[int]] = {}
-    for each in found:
+    for each in (*leaving, *entering):
         positions[each.key] = [*dict.fromkeys((*positions.get(each.key, ()), each.position))]
     inputs, wanted = jax.tree.leaves(tuple(args)), differentiated(args) if grad else []
 
@@ -210,12 +288,14 @@ def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
         for n, leaf in zip(wanted, some, strict=True):
             inputs[n] = leaf
         results, records = evaluate(jaxpr, consts, inputs, _Tapped(positions), given, keeps_rules=True)
-        return results[0] if grad else 0.0, (results, records)
+        if not grad:
+            return 0.0, (results, records)
+        return results[0] if loss_scale == 1 else widen(results[0]) * loss_scale, (results, records)
 
     some = [inputs[n] for n in wanted]
     if grad:
         shapes = jax.eval_shape(run, some, None, consts, inputs)[1][1]
-        in_while = {each.key for each in found if None in each.turns}
+        in_while = {each.key for each in (*leaving, *entering) if None in each.turns}
         wide = {key: jax.tree.map(_zeros, shape) for key, shape in shapes.items() if key not in in_while}
         call = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), compiler_options=AS_WRITTEN)
         (_, (results, records)), (grads, cotangents) = call(some, wide, consts, inputs)
@@ -226,15 +306,33 @@ def _measured(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]
         {(key, n): value for key, values in record.items() for n, value in values.items()}
         for record in (records, cotangents)
     )
-    roots = values_of(jaxpr, consts, functools.partial(is_whole, keeps_rules=True)).results
+    values = values_of(jaxpr, consts, functools.partial(is_whole, keeps_rules=True))
+    leading = [value for value in leading_to(values.results) if value.is_computed]
     return _Measured(
-        {(value.key, value.position): value for value in leading_to(roots) if value.is_computed},
-        [(each.path, (each.key, each.position)) for each in found],
+        {(value.key, value.position): value for value in leading},
+        _slots(leaving),
+        _slots(entering),
         {slot: _array(value) for slot, value in forward.items()},
-        {slot: _array(value) for slot, value in backward.items()},
-        [(roots[n], _array(results[n])) for n in ends],
-        {n: (paths[n], _array(ct), str(ct.dtype)) for n, ct in zip(wanted, grads, strict=True)},
+        {slot: _array(value) / loss_scale for slot, value in backward.items()},
+        [(values.results[n], _array(results[n])) for n in ends],
+        {n: (paths[n], _array(ct) / loss_scale, str(ct.dtype)) for n, ct in zip(wanted, grads, strict=True)},
+        [(value.at.path, _multiplied_in(value)) for value in values.all if value.name in PRODUCTS],
     )
+
+
+def _slots(found: Sequence[AtBorder]) -> list[tuple[str, _Slot]]:
+    return [(each.path, (each.key, each.position)) for each in found]
+
+
+def _multiplied_in(product: Value) -> str:
+    """The dtype that a product is computed in: the wider one of its operands'."""
+    return max(map(multiplied, product.inputs[:2]), key=lambda name: np.dtype(name).itemsize)
+
+
+def _half_dtype(products: Sequence[tuple[str, str]]) -> str:
+    """The half dtype that most products have; float32 without any."""
+    halves = collections.Counter(dtype for _, dtype in products if is_half(dtype))
+    return halves.most_common(1)[0][0] if halves else "float32"
 
 
 def _zeros(shape: Any) -> jax.Array:
@@ -245,17 +343,18 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value).astype(np.float64)
 
 
-def _compared(half: _Measured, full: _Measured, finfo: jnp.finfo) -> Comparison:
-    pairs, unmatched = _pairs(half, full)
+def _compared(half: _Measured, full: _Measured) -> Comparison:
+    dtype = _half_dtype(half.products)
+    finfo = jnp.finfo(dtype)
+    pairs, unmatched = _pairs(half, full, half.returned, full.returned)
+    between, _ = _pairs(half, full, half.passed_in, full.passed_in)
     ends = [(value, a, b) for (value, a), (_, b) in zip(half.results, full.results, strict=True)]
     grads = [(path, a, full.gradients[n][1], dtype) for n, (path, a, dtype) in half.gradients.items()]
-    rows = [
-        _row(path, "forward", half.values[a].dtype.name, half.forward[a], full.forward[b], finfo)
-        for path, a, b in pairs
-    ]
-    rows += [_row("", "forward", value.dtype.name, a, b, finfo) for value, a, b in ends]
+    computed = {path: half.computed_in(path, half.values[a]) for path, a, _ in pairs}
+    rows = [_row(path, "forward", computed[path], half.forward[a], full.forward[b], finfo) for path, a, b in pairs]
+    rows += [_row("", "forward", half.computed_in("", value), a, b, finfo) for value, a, b in ends]
     rows += [
-        _row(path, "backward", half.values[a].dtype.name, half.backward[a], full.backward[b], finfo)
+        _row(path, "backward", computed[path], half.backward[a], full.backward[b], finfo)
         for path, a, b in reversed(pairs)
         if b in full.backward
     ]
@@ -272,20 +371,28 @@ def _compared(half: _Measured, full: _Measured, finfo: jnp.finfo) -> Comparison:
     told = {n for n, is_told in zip(half.gradients, tells, strict=True) if is_told}
     both = [(a, b) for _, a, b in ends] + [(a, b) for _, a, b, _ in grads]
     together = [np.concatenate([each.ravel() for each in side] or [np.zeros(0)]) for side in zip(*both, strict=True)]
+    counts = (collections.Counter(dtype for _, dtype in measured.products) for measured in (half, full))
     return Comparison(
+        dtype,
+        operator.ne(*counts),
         (*rows, *gradients),
-        _entered(half, full, pairs, told, float(finfo.eps) / 2),
+        _entered(half, full, [*pairs, *between], told, float(finfo.eps) / 2),
         max(counting, key=lambda row: np.nan_to_num(row.relative_error, nan=np.inf)),
         _row("", "backward" if grads else "forward", "", together[0], together[1], finfo),
         unmatched,
     )
 
 
-def _pairs(half: _Measured, full: _Measured) -> tuple[list[tuple[str, _Slot, _Slot]], tuple[str, ...]]:
-    """What the two return at the same path, call by call, in program order; and the paths where that cannot be told."""
+_Pair = tuple[str, _Slot, _Slot]
+
+
+def _pairs(
+    half: _Measured, full: _Measured, halves: Sequence[tuple[str, _Slot]], fulls: Sequence[tuple[str, _Slot]]
+) -> tuple[list[_Pair], tuple[str, ...]]:
+    """Slots of the two at the same path, call by call, in program order; and the paths where that cannot be told."""
     groups: dict[tuple[str, Any], tuple[list[_Slot], list[_Slot]]] = {}
-    for side, measured in enumerate((half, full)):
-        for path, slot in measured.slots:
+    for side, (measured, slots) in enumerate(((half, halves), (full, fulls))):
+        for path, slot in slots:
             groups.setdefault((path, measured.forward[slot].shape), ([], []))[side].append(slot)
     pairs, unmatched = [], []
     for (path, _), (own, others) in groups.items():
@@ -304,7 +411,7 @@ _Node = tuple[Value, Turns]
 
 
 def _entered(
-    half: _Measured, full: _Measured, pairs: Sequence[tuple[str, _Slot, _Slot]], told: Collection[int], rounding: float
+    half: _Measured, full: _Measured, pairs: Sequence[_Pair], told: Collection[int], rounding: float
 ) -> str | None:
     """The path where the error enters, turn by turn of scans: forward, else backward, arguments' gradients last."""
     paths: dict[Value, str] = {}
@@ -382,7 +489,8 @@ def _relative(half: np.ndarray, full: np.ndarray) -> float:
 def _row(path: str, phase: str, dtype: str, half: np.ndarray, full: np.ndarray, finfo: jnp.finfo) -> Row:
     half, full, difference = _difference(half, full)
     norms = np.linalg.norm(half.ravel()) * np.linalg.norm(full.ravel())
-    cosine = float(np.vdot(half, full) / norms) if norms else float(not half.any() and not full.any())
+    with np.errstate(invalid="ignore"):  # of an infinity there is no angle
+        cosine = float(np.vdot(half, full) / norms) if norms else float(not half.any() and not full.any())
     exponents = np.maximum(np.frexp(full)[1] - 1, int(finfo.minexp))
     away = np.abs(difference)
     ulps = away / 2.0 ** (exponents - int(finfo.nmant))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +19,13 @@ from jaxmp import tree as _tree
 from jaxmp._placement import require_not_deleted
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect import statistics
+from jaxmp.inspect.calls import is_step, step_call
 from jaxmp.inspect.evaluate import evaluate
 from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.statistics import Record, Statistics
 from jaxmp.inspect.values import returned
-from jaxmp.optimizer import require_loss, with_loss
+from jaxmp.optimizer import get_loss_scale, require_loss, scaled_loss, with_loss
+from jaxmp.training import Metrics, S, TrainState, TrainStep
 
 TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 
@@ -117,14 +120,15 @@ def numerics(
     loss_scale: float = 1.0,
     tx: optax.GradientTransformation | None = None,
 ) -> Callable[..., Numerics]:
-    """Counts what the values of one training step are, layer by layer, on the device.
+    """Count what the values of one training step are, layer by layer, on the device.
 
     The function that it returns, ``(params, *args, opt_state=None) -> Numerics``, computes the gradients of the loss
     once and changes nothing. It is compiled once for equal shapes, and brings some 20 kB back for each tensor.
 
     Args:
       loss_fn: ``loss_fn(params, *args)`` returning a floating scalar, or a tuple that begins with one. ``params`` is a
-        pytree of arrays or an ``nnx.Module``, whose Params are meant; ``args`` are pytrees of arrays.
+        pytree of arrays or an ``nnx.Module``, whose Params are meant; ``args`` are pytrees of arrays. Or a train step,
+        called with what it takes: then the step that would come next is counted, and not taken.
       policy: what :func:`jaxmp.autocast` takes, to run the loss function under it; None runs it as it is.
       loss_scale: a power of two that the loss is multiplied by before it is differentiated, so that half gradients
         underflow as they do in training. :class:`Numerics` has them without it.
@@ -132,7 +136,7 @@ def numerics(
         from ``opt_state``, or, where that is None, at its first step.
 
     Raises (here, or from the function):
-      ValueError: ``loss_scale`` is no power of two.
+      ValueError: ``loss_scale`` is no power of two; ``policy``, ``tx`` or ``loss_scale`` with a train step.
       TypeError: the loss is no floating scalar.
       RuntimeError: a donating step has had the params, or what else it is called with.
 
@@ -149,6 +153,9 @@ def numerics(
     >>> found.recommended_scale("float16")
     4.0
     """
+    if is_step(loss_fn):
+        require_own_settings(policy=policy, tx=tx, loss_scale=None if loss_scale == 1 else loss_scale)
+        return _of_step(loss_fn)
     statistics.exponent_of(loss_scale)
     measured = _measured(loss_fn, policy, tx)
 
@@ -158,6 +165,15 @@ def numerics(
         return measured(params, args, opt_state, np.float32(loss_scale)).read(exponent)
 
     return run
+
+
+def require_own_settings(**settings: Any) -> None:
+    """Raise if a setting that a train step has itself came with one."""
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(
+                f"a train step has its policy, its optimizer and its loss scale itself, got {name}; leave it out"
+            )
 
 
 @jax.tree_util.register_static
@@ -312,6 +328,54 @@ def updates_of(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any, **mo
     """What an optimizer makes of the gradients that it takes."""
     update = optax.with_extra_args_support(tx).update
     return with_loss(lambda **value: update(grads, opt_state, params, **value, **more)[0], loss)
+
+
+_SEEN = "jaxmp.inspect"
+
+
+class CountingStep(TrainStep):
+    """A train step that counts what its values are. Microbatches are counted together."""
+
+    def __init__(self, step: TrainStep) -> None:
+        super().__init__(*step.made_of)
+        self.found: Any = None
+
+    def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
+        """Take a step, and keep what was counted in ``found``."""
+        state, metrics = super().__call__(state, batch)
+        self.found = metrics.pop(_SEEN), metrics["loss_scale"]
+        return state, metrics
+
+    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
+        """See :class:`jaxmp.training.TrainStep`."""
+        fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
+        result, grads, seen = differentiated(fun, state.params)
+        return result, grads, {_SEEN: seen}
+
+    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
+        """See :class:`jaxmp.training.TrainStep`."""
+        loss, grads, model_state, metrics = super().gradients(state, batch, rng)
+        true_grads = get_loss_scale(state.opt_state).unscale(_tree.widen(grads))
+        # The compiler finds that the step computes the same updates.
+        updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss, **self.clip)
+        metrics[_SEEN] = found_in(loss, state.params, grads, updates, metrics[_SEEN])
+        return loss, grads, model_state, metrics
+
+
+def _of_step(step: Any) -> Callable[..., Numerics]:
+    """Count what the values of a train step's next call are; see :func:`jaxmp.inspect.numerics`."""
+
+    @functools.cache
+    def program(of_trees: TrainStep) -> Callable[..., Found]:
+        counting = CountingStep(of_trees)
+        return jax.jit(lambda state, batch, rng: counting.placed_gradients(state, batch, rng)[-1][_SEEN])
+
+    def run(*args: Any) -> Numerics:
+        call = step_call(step, args)
+        found = program(call.step)(call.state, call.batch, call.rng)
+        return found.read(math.floor(math.log2(call.loss_scale)))
+
+    return run
 
 
 class _Taps:

@@ -388,7 +388,7 @@ def errors(comparison: Comparison) -> Any:
     parts = [part for part in (scopes, given) if part]
     page = figure(9, min(2 + 0.19 * (len(scopes) + len(given)), 16))
     panels = page.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=[len(part) + 1.5 for part in parts])
-    half = next((row.dtype for row in comparison.rows if row.dtype in _HALF), None)
+    half = comparison.dtype if comparison.dtype in _HALF else None
     rounding = formats.format_of(half or "bfloat16").eps / 2
     finite = [row.relative_error for row in comparison.rows if 0 < row.relative_error < math.inf]
     low, high = min([*finite, rounding]) / 2, max([*finite, rounding]) * 3

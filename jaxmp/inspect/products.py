@@ -190,3 +190,9 @@ def _half_of(audited: Audited, place: Place) -> str | None:
     dtypes = {each.compute_dtype for each in audited.policies_of(tuple(place.path.split("/")))}
     half = next((dtype for dtype in dtypes if dtype.itemsize == 2), None)
     return None if half is None or np.dtype(np.float32) in dtypes else half.name
+
+
+def multiplied(operand: Value) -> str:
+    """The dtype of what a product multiplies: float8, where the operand is float8 values times their scale."""
+    factors = [each.inputs[0].dtype for each in operand.inputs if operand.name == "mul" and each.is_cast]
+    return next((dtype.name for dtype in factors if dtype.name.startswith("float8")), operand.dtype.name)

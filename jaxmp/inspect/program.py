@@ -159,6 +159,11 @@ def paths_left(names: reading.Names, readers: Iterable[reading.Names]) -> list[s
     return [path_in(names[:stop]) for stop in range(len(names), inside, -1) if _is_left(names, stop)]
 
 
+def is_entered(names: reading.Names, reader: reading.Names) -> bool:
+    """Whether ``reader`` stands in a module or a named scope that ``names`` does not stand in."""
+    return any(map(_is_named, reader[_shared(names, reader) :]))
+
+
 def _is_left(names: reading.Names, stop: int) -> bool:
     """Whether who leaves the scope ``names[stop - 1]`` leaves a module or a named scope: of a module its call."""
     own, inner = names[stop - 1], names[stop : stop + 1]

@@ -19,7 +19,7 @@ from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.primitives import COMBINES, PICKS
 from jaxmp._jaxpr.walk import interpreted
 from jaxmp.inspect.evaluate import is_whole
-from jaxmp.inspect.program import Key, Place, paths_left, places
+from jaxmp.inspect.program import Key, Place, is_entered, paths_left, places
 
 Turns = tuple[int, ...]
 """Of each scan around a place, outermost first, the index into what it runs over; those of while loops are one."""
@@ -213,13 +213,13 @@ def is_zero(value: Value) -> bool:
     return const is not None and not np.any(const)
 
 
-class Returned(NamedTuple):
-    """A floating value that a module or a named scope returns.
+class AtBorder(NamedTuple):
+    """A floating value at the border of a module or a named scope.
 
     Attributes:
       key: that of the equation that computes it.
       position: which of its results.
-      path: the scope. Of nested scopes that return the same value each has a ``Returned``.
+      path: the scope. Of nested scopes that return the same value each has an ``AtBorder``.
       turns: as those of a :class:`jaxmp.inspect.program.Place`.
     """
 
@@ -229,7 +229,7 @@ class Returned(NamedTuple):
     turns: tuple[int | None, ...]
 
 
-def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[Returned]:
+def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
     """What each scope returns, in program order: values that are computed in it and used outside of it.
 
     ``jit`` and ``checkpoint`` are no border: a value is that of the equation which computes it. What a loop or a branch
@@ -241,6 +241,27 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[Returned]:
       roots: which results of the program count. A value that leads to none of them is not what a scope returns, but
         statistics for the next step, say. None: all count.
     """
+    return [
+        AtBorder(place.key, position, path, place.turns)
+        for place, position, readers in _read_floats(jaxpr, roots)
+        for path in paths_left(place.names, readers)
+    ]
+
+
+def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
+    """The values that a scope reads and code outside of it computes, in program order, with the path of that code.
+
+    A value that a scope returns is not among them. Arguments as :func:`returned` takes them.
+    """
+    return [
+        AtBorder(place.key, position, place.path, place.turns)
+        for place, position, readers in _read_floats(jaxpr, roots)
+        if not paths_left(place.names, readers) and any(is_entered(place.names, names) for names in readers)
+    ]
+
+
+def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Place, int, list[reading.Names]]]:
+    """The floating values that lead to a root: their equation, which result, and the scopes of all that reads them."""
     values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
     by_key, readers = values.places, collections.defaultdict[Value, list[Any]](list)
@@ -250,12 +271,9 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[Returned]:
     for value in found:
         for _, source, _ in value.reads:
             readers[source].append(by_key[value.key].names)
-    return [
-        Returned(value.key, value.position, path, by_key[value.key].turns)
-        for value in sorted(found, key=lambda each: (each.key, each.position))
-        if value.is_computed and value.is_float
-        for path in paths_left(by_key[value.key].names, readers[value])
-    ]
+    for value in sorted(found, key=lambda each: (each.key, each.position)):
+        if value.is_computed and value.is_float:
+            yield by_key[value.key], value.position, readers[value]
 
 
 def _constant(aval: Any, value: Any) -> Value:

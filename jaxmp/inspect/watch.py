@@ -11,13 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxmp import tables
-from jaxmp.inspect.measuring import TENSORS, Found, Numerics, differentiated, found_in, numerics, updates_of
-from jaxmp.optimizer import get_loss_scale, scaled_loss
-from jaxmp.training import Metrics, S, TrainState, TrainStep
-from jaxmp.tree import widen
+from jaxmp.inspect.measuring import TENSORS, CountingStep, Found, Numerics, numerics, require_own_settings
+from jaxmp.training import TrainStep
 
 FILE = "watch.jsonl"
 """What a run's folder calls the file with a :func:`line` for each step that was watched."""
@@ -62,20 +58,17 @@ class Watch:
         self.every = every
         self._steps: dict[int, Numerics] = {}
         self._unread: dict[int, tuple[Found, Any]] = {}
-        self.counting: _CountingStep | None = None
+        self.counting: CountingStep | None = None
         own, nnx = loss_fn, sys.modules.get("jaxmp.nnx.training")
         if nnx and isinstance(loss_fn, nnx.TrainStep):
-            self.counting = _CountingStep(loss_fn.of_trees)
+            self.counting = CountingStep(loss_fn.of_trees)
             own = nnx.TrainStep(self.counting)
         elif isinstance(loss_fn, TrainStep):
-            own = self.counting = _CountingStep(loss_fn)
+            own = self.counting = CountingStep(loss_fn)
         if self.counting is None:
             own = numerics(loss_fn, policy=policy, tx=tx)
-        elif policy is not None or tx is not None:
-            raise ValueError(
-                "a train step has its policy and its optimizer itself, got "
-                f"{'policy' if policy is not None else 'tx'}; leave it out"
-            )
+        else:
+            require_own_settings(policy=policy, tx=tx)
         self._plain, self._own = loss_fn, own
 
     @property
@@ -121,35 +114,6 @@ class Watch:
         """Of each path the share of values that vanish in ``dtype`` under the scale of the step, step by step."""
         paths = dict.fromkeys(path for found in self.steps.values() for path in getattr(found, kind))
         return {path: [_shares(found, kind, dtype).get(path, 0.0) for found in self.steps.values()] for path in paths}
-
-
-_SEEN = "jaxmp.inspect"
-
-
-class _CountingStep(TrainStep):
-    """A train step that counts what its values are. Microbatches are counted together."""
-
-    def __init__(self, step: TrainStep) -> None:
-        super().__init__(*step.made_of)
-        self.found: Any = None
-
-    def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
-        state, metrics = super().__call__(state, batch)
-        self.found = metrics.pop(_SEEN), metrics["loss_scale"]
-        return state, metrics
-
-    def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
-        fun = scaled_loss(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
-        result, grads, seen = differentiated(fun, state.params)
-        return result, grads, {_SEEN: seen}
-
-    def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        loss, grads, model_state, metrics = super().gradients(state, batch, rng)
-        true_grads = get_loss_scale(state.opt_state).unscale(widen(grads))
-        # The compiler finds that the step computes the same updates.
-        updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss, **self.clip)
-        metrics[_SEEN] = found_in(loss, state.params, grads, updates, metrics[_SEEN])
-        return loss, grads, model_state, metrics
 
 
 def _shares(found: Numerics, kind: str, dtype: Any) -> dict[str, float]:

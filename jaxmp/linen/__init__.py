@@ -32,6 +32,7 @@ from jaxmp._adapters import (
     noting_half,
     remembered,
 )
+from jaxmp._contexts import policies_off
 from jaxmp._functions import require_order
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
@@ -44,8 +45,11 @@ from jaxmp.policy import PolicyMap, is_o1
 M = TypeVar("M", bound=nn.Module)
 
 
+__all__ = ["apply_policy", "autocast"]
+
+
 def __dir__() -> list[str]:
-    return ["apply_policy", "autocast"]
+    return __all__
 
 
 def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
@@ -76,7 +80,8 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     Args:
       module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.
       policy: whatever :func:`jaxmp.get_policy` reads, or ``"O1"``.
-      overrides: pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`.
+      overrides: pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may begin with the
+        name of the root, as tools print it: ``Net/head`` is ``head``.
 
     Raises:
       TypeError: ``module`` is no instance of a Linen module.
@@ -133,6 +138,8 @@ def _under(module: M, root: Root, name: str) -> M:
             f"jaxmp.linen.{name} takes an instance of flax.linen.Module, got {described_model(module)}; make the "
             f"instance first (Model(...)), or use jaxmp.nnx.{name} for NNX modules"
         )
+    if not root.in_nnx:
+        root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
     scope = module.scope.rewound() if module.scope else None
     return _with_root(module, root, scope)
 
@@ -153,7 +160,7 @@ class _Policied(Hooks):
     def jaxmp_call(
         self, call: Callable[[], Any], method: Callable[..., Any], args: Any, kwargs: Any, name: str | None
     ) -> Any:
-        if self.scope is None or is_checked(self):
+        if policies_off.value or self.scope is None or is_checked(self):
             return call()
         if (run := run_with_root(self)) is not None:
             run.copy = weakref.ref(self)
@@ -182,6 +189,8 @@ class _Policied(Hooks):
     @functools.wraps(nn.Module.apply)
     def apply(self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
         bare = functools.partial(super().apply, method=_as_one_run(method))
+        if policies_off.value:
+            return bare(variables, *args, rngs=rngs, **kwargs)
         check = ProductsCheck(self.jaxmp_root.policies.root)
         if self.jaxmp_root.in_nnx and is_running_in("nnx"):
             with _in_engine.turned(check):
@@ -223,11 +232,11 @@ class _Policied(Hooks):
     # is the submodule under the same policies.
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        return value if is_running() else _view(self, name, value)
+        return value if is_running() or policies_off.value else _view(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return value if is_running() else _view(self, name, value)
+        return value if is_running() or policies_off.value else _view(self, name, value)
 
     def __copy__(self) -> Any:
         made: Any = object.__new__(type(self))  # what is bound stays so

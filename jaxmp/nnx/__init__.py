@@ -43,8 +43,11 @@ from jaxmp.policy import PolicyMap, is_o1
 M = TypeVar("M", bound=nnx.Module)
 
 
+__all__ = ["Optimizer", "apply_policy", "autocast", "make_train_step", "value_and_grad"]
+
+
 def __dir__() -> list[str]:
-    return ["Optimizer", "apply_policy", "autocast", "make_train_step", "value_and_grad"]
+    return __all__
 
 
 def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:

@@ -34,7 +34,7 @@ from jaxmp._adapters import (
     remembered,
     widen,
 )
-from jaxmp._contexts import float32_caller
+from jaxmp._contexts import float32_caller, policies_off
 from jaxmp._jaxpr.stand_ins import keeping_carries
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.rules import Rules
@@ -148,7 +148,7 @@ def _entrance(name: str, method: Any) -> Callable[..., Any]:
 
     @functools.wraps(getattr(method, "func", method), updated=())
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = _dtype_of_cache(self) if makes_cache else None
+        dtype = _dtype_of_cache(self) if makes_cache and not policies_off.value else None
         if dtype is not None and "dtype" not in own.bind_partial(self, *args, **kwargs).arguments:
             kwargs["dtype"] = dtype
         return _call(self, method, args, kwargs)
@@ -258,7 +258,7 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
     A module below a root that is called by itself, ``model.head(x)``, is a root of its own meanwhile.
     """
-    caller, decision = _innermost.get(), type(module).jaxmp_decision
+    caller, decision = _innermost.get(), _decision_now(module)
     if caller is not None and not (decision.is_root and not caller.is_in_run_of(type(module))):
         return _run(caller.run, module, method, args, kwargs)
 
@@ -268,9 +268,20 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         return _outermost(module, method, args, kwargs, caller, decision)
 
 
+def _decision_now(module: Any) -> Any:
+    """How a method of a module under a policy runs: while policies are off, its scope has a name and that is all."""
+    decision: Decision = type(module).jaxmp_decision
+    return dataclasses.replace(decision, mode="autocast", asked=None) if policies_off.value else decision
+
+
 def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame | None, decision: Decision) -> Any:
     config: Any = jax.config
     ambient = caller.run.ambient_precision if caller else config.jax_default_matmul_precision
+    if policies_off.value:
+        run = _Run(type(module), ambient, {})
+        run.find(module, ())
+        with _dtypes_as_given([node for node, _ in run.paths.values()]):
+            return _run(run, module, method, args, kwargs)
     half = None if caller is not None or is_running_in("linen") else decision.half
     check = half and ProductsCheck(half.policy)
     decided = check.decided if check else id
@@ -302,7 +313,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
 
 def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     """Calls a method of ``module`` in a run; one that another of its methods calls just runs, in a transform too."""
-    decision, caller = type(module).jaxmp_decision, _innermost.get()
+    decision, caller = _decision_now(module), _innermost.get()
     bound = method.__get__(module, type(module))
     known, here = run.paths.get(id(module)), caller if caller is not None and caller.run is run else None
     if here is not None and (module is here.module or (known is None and type(module) is type(here.module))):
@@ -344,6 +355,20 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:
     """``convert`` on the arrays of ``tree`` outside modules, rngs and other objects of NNX, which are left alone."""
     return jax.tree.map(lambda leaf: leaf if is_object(leaf) else convert(leaf), tree, is_leaf=is_object)
+
+
+@contextlib.contextmanager
+def _dtypes_as_given(modules: list[Any]) -> Iterator[None]:
+    """While this lasts, the dtype attributes of modules are those that their author gave."""
+    filled = [(vars(module), dict(decision.given)) for module in modules if (decision := decision_of(module))]
+    before = [{name: attributes[name] for name in given} for attributes, given in filled]
+    for attributes, given in filled:
+        attributes.update(given)
+    try:
+        yield
+    finally:
+        for (attributes, _), old in zip(filled, before, strict=True):
+            attributes.update(old)
 
 
 @contextlib.contextmanager

@@ -107,6 +107,11 @@ class TrainStep:
         optimizer._take(state)
         return metrics
 
+    @staticmethod
+    def state_of(model: Any, optimizer: Optimizer) -> training.TrainState:
+        """The state that ``of_trees`` takes of a model and its optimizer."""
+        return state_of(model, optimizer)
+
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """The program that calls run, of arrays or shapes, for its memory, its cost and its text.
 

@@ -63,3 +63,19 @@ def test_every_link_between_pages_leads_somewhere():
     for page in pages:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), f"{page}: {link}"
+
+
+def test_the_first_lines_of_the_inspect_page_run_after_the_readme_and_change_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (example,) = _blocks("README.md")
+    scope: dict[str, object] = {}
+    with jax.numpy_dtype_promotion("standard"):
+        exec(example, scope)
+        before = jax.tree.map(str, scope["state"])
+        capsys.readouterr()
+        exec(_blocks("docs/inspect.md")[0], scope)
+    shown = capsys.readouterr().out
+    assert "2 products" not in shown and shown.count("The error enters") == 3 and "\nNone\n" in shown
+    assert "No policy, region or autocast" not in shown and "worst: 0.00e+00" not in shown
+    assert jax.tree.map(str, scope["state"]) == before

@@ -279,7 +279,7 @@ def test_a_watched_step_of_nnx_changes_model_and_optimizer():
 
 def test_a_train_step_has_its_policy_and_its_optimizer_itself():
     step, _, _ = problem(None)
-    with pytest.raises(ValueError, match="a train step has its policy and its optimizer itself, got tx; leave it out"):
+    with pytest.raises(ValueError, match="its policy, its optimizer and its loss scale itself, got tx; leave it out"):
         Watch(step, every=1, tx=optax.sgd(0.1))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from flax.training import train_state as flax_train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -541,8 +541,30 @@ def test_a_policy_for_recomputation_that_is_none_is_refused():
 
 
 def test_a_loss_scale_in_place_of_the_optimizer_is_refused():
-    with pytest.raises(TypeError, match=r"an optimizer must be one of optax's, got Dyn.*; write optax.adam\(1e-3"):
+    with pytest.raises(TypeError, match=r"must be one of optax's, got an instance of DynamicLossScale; write optax"):
         TrainState.create(params=jnp.ones(2), tx=DynamicLossScale())
+
+
+def test_a_loss_scale_is_never_printed_whole():
+    scale, model = DynamicLossScale(), linen.Dense(2)
+    for call in (
+        lambda: jaxmp.loss_scaling(scale, optax.sgd(0.1)),
+        lambda: jaxmp.low_precision(scale),
+        lambda: jaxmp.linen.apply_policy(model, scale),
+        lambda: jaxmp.autocast(train_loss, scale),
+        lambda: make_train_step(train_loss, policy=scale),
+    ):
+        with pytest.raises(TypeError, match="got an instance of DynamicLossScale;") as raised:
+            call()
+        assert "period" not in str(raised.value) and len(str(raised.value)) < 300
+
+
+def test_what_a_step_returned_is_to_be_unpacked():
+    step, (params, batch) = make_train_step(train_loss, donate=False), problem()
+    returned = step(state_of(params), batch)
+    for use in (step, jaxmp.inspect.first_nonfinite(step), jaxmp.inspect.compare(step)):
+        with pytest.raises(TypeError, match=r"a step returned .*; unpack it: state, metrics = step\(state, batch\)$"):
+            use(returned, batch)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,386 @@
+"""What the tools say of models under policies, and of train steps, beside casts by hand and NumPy."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp.inspect import audit, compare, first_nonfinite, memory, numerics
+
+X = np.asarray(jax.random.normal(jax.random.key(0), (16, 8)))
+Y = np.asarray(jax.random.normal(jax.random.key(1), (16, 4)))
+W = np.asarray(jax.random.normal(jax.random.key(2), (8, 4)) / 3)
+BATCH = {"x": X, "y": Y}
+
+
+def _by_hand(half):
+    """The relative errors of the layer, of the loss and of the kernel's gradient, in casts by hand."""
+
+    def loss_of(w, dtype):
+        y = (jnp.asarray(X, dtype) @ w.astype(dtype)).astype(jnp.float32)
+        return jnp.mean((y - Y) ** 2), y
+
+    def error(a, b):
+        a, b = (np.asarray(each, np.float64) for each in (a, b))
+        return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+    sides = [jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(W), dtype) for dtype in (half, jnp.float32)]
+    (((loss, y), grad), ((exact, z), other)) = sides
+    return error(y, z), error(loss, exact), error(grad, other)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, use_bias=False, name="layer")(x)
+
+
+class NNXNet(nnx.Module):
+    def __init__(self):
+        self.layer = nnx.Linear(8, 4, use_bias=False, rngs=nnx.Rngs(0))
+        self.layer.kernel[...] = jnp.asarray(W)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+PARAMS = {"layer": {"kernel": jnp.asarray(W)}}
+
+
+def _loss_fn(model):
+    def loss_fn(params, model_state, batch, rng):
+        y = model.apply({"params": params}, batch["x"])
+        return jnp.mean((y.astype(jnp.float32) - batch["y"]) ** 2), model_state
+
+    return loss_fn
+
+
+def _nnx_loss(model, batch):
+    return jnp.mean((model(batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
+
+
+def _state():
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(2.0**10))
+    return jaxmp.TrainState.create(params=jax.tree.map(jnp.copy, PARAMS), tx=tx)
+
+
+def _linen(policy):
+    return _loss_fn(jaxmp.linen.apply_policy(Net(), policy)), (PARAMS, None, BATCH, None)
+
+
+def _linen_autocast(policy):
+    return _loss_fn(jaxmp.linen.autocast(Net(), policy)), (PARAMS, None, BATCH, None)
+
+
+def _autocast(policy):
+    return jaxmp.autocast(_loss_fn(Net()), policy), (PARAMS, None, BATCH, None)
+
+
+def _region(policy):
+    def loss_fn(params, batch):
+        with jaxmp.precision("half"):
+            y = Net().apply({"params": params}, batch["x"])
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    return jaxmp.autocast(loss_fn, policy, {"class:half": "float32"}), (PARAMS, BATCH)
+
+
+def _wrapped(policy):
+    policy = jaxmp.get_policy(policy)
+
+    def loss_fn(params, batch):
+        y = policy.wrap(lambda w, x: Net().apply({"params": {"layer": {"kernel": w}}}, x))(
+            params["layer"]["kernel"], batch["x"]
+        )
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    return loss_fn, (PARAMS, BATCH)
+
+
+def _jitted_before(policy):
+    model = jaxmp.linen.apply_policy(Net(), policy)
+    forward = jax.jit(lambda params, x: model.apply({"params": params}, x))
+    forward(PARAMS, jnp.asarray(X))
+    return lambda params, batch: jnp.mean((forward(params, batch["x"]) - batch["y"]) ** 2), (PARAMS, BATCH)
+
+
+def _step(policy):
+    return jaxmp.make_train_step(_loss_fn(jaxmp.linen.apply_policy(Net(), policy))), (_state(), BATCH)
+
+
+def _accumulating_step(policy):
+    step = jaxmp.make_train_step(_loss_fn(Net()), policy=policy, accumulate_steps=2, remat="full")
+    return step, (_state(), BATCH)
+
+
+def _nnx(policy):
+    return _nnx_loss, (jaxmp.nnx.apply_policy(NNXNet(), policy), BATCH)
+
+
+def _nnx_autocast(policy):
+    return _nnx_loss, (jaxmp.nnx.autocast(NNXNet(), policy), BATCH)
+
+
+def _nnx_jitted_before(policy):
+    model, forward = jaxmp.nnx.apply_policy(NNXNet(), policy), nnx.jit(lambda model, x: model(x))
+    forward(model, X)
+    return lambda model, batch: jnp.mean((forward(model, batch["x"]) - batch["y"]) ** 2), (model, BATCH)
+
+
+def _nnx_step(policy):
+    model = jaxmp.nnx.apply_policy(NNXNet(), policy)
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(2.0**10))
+    return jaxmp.nnx.make_train_step(_nnx_loss), (model, optimizer, BATCH)
+
+
+WAYS = [_linen, _linen_autocast, _autocast, _region, _wrapped, _jitted_before, _step, _accumulating_step]
+WAYS += [_nnx, _nnx_autocast, _nnx_jitted_before, _nnx_step]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_function_under_a_policy_is_compared_with_itself_without(way, policy):
+    fun, args = way(policy)
+    found = compare(fun)(*args)
+    half = policy.removeprefix("mixed_")
+    layer, loss, gradient = _by_hand(half)
+    result = next(row for row in found.rows if row.path == "")
+    np.testing.assert_allclose(result.relative_error, loss, rtol=1e-2, atol=3e-7)
+    kernel = next(row for row in found.rows if "kernel" in row.path)
+    # Under autocast and with a loss scale the cotangent may be rounded too.
+    assert 0.3 * gradient < kernel.relative_error < 2 * gradient + 2.0 ** (-9 if half == "bfloat16" else -12)
+    returned = [row for row in found.rows if row.phase == "forward" and row.path.endswith("layer")]
+    for row in returned:
+        assert row.dtype == half and 0.7 * layer < row.relative_error < 1.3 * layer
+    assert returned or way in (_nnx_jitted_before,)
+    assert found.is_changed and found.dtype == half and "No policy" not in str(found)
+
+
+def test_a_function_without_a_policy_is_said_to_have_none():
+    found = compare(_loss_fn(Net()))(PARAMS, None, BATCH, None)
+    assert not found.is_changed and found.dtype == "float32" and found.worst.relative_error < 1e-6
+    assert "No policy, region or autocast changes a product here" in str(found)
+
+
+def test_a_policy_is_added_to_those_that_the_function_has():
+    fun = _loss_fn(Net())
+    added, own = compare(fun, "mixed_bfloat16")(PARAMS, None, BATCH, None), compare(*[_autocast("mixed_bfloat16")[0]])
+    assert added.rows == own(PARAMS, None, BATCH, None).rows
+    with pytest.raises(ValueError, match="overrides are exceptions from a policy"):
+        compare(fun, overrides={"**/layer": "float32"})
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_params_that_are_stored_in_half_are_widened_in_the_reference(policy):
+    model = jaxmp.linen.apply_policy(nn.Embed(8, 4), policy)
+    params = model.init(jax.random.key(0), jnp.arange(8))["params"]
+    found = compare(lambda params, i: jnp.sum(model.apply({"params": params}, i).astype(jnp.float32) ** 2))
+    assert params["embedding"].dtype == policy
+    rows = found(params, jnp.arange(8)).rows
+    gradient = next(row for row in rows if "embedding" in row.path)
+    assert gradient.relative_error < jnp.finfo(policy).eps  # of equal values: only the gradient's own rounding
+
+
+class Casting(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.ones, (8, 4))
+        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("model", [Casting(), nn.Dense(4, dtype=jnp.bfloat16)])
+def test_what_the_author_cast_stays_in_the_reference(model):
+    params = model.init(jax.random.key(0), X)["params"]
+    model = jaxmp.linen.apply_policy(model, "mixed_bfloat16")
+    found = compare(lambda params, x: jnp.sum(model.apply({"params": params}, x)))(params, X)
+    assert not found.is_changed and found.rows[0].dtype == "bfloat16"
+
+
+def test_policies_are_back_after_a_comparison_also_if_it_fails():
+    linen, _ = _linen("mixed_float16")
+    model = jaxmp.nnx.apply_policy(NNXNet(), "mixed_float16")
+
+    def products():
+        of_linen = jax.make_jaxpr(linen)(PARAMS, None, BATCH, None)
+        return [of_linen, jax.make_jaxpr(lambda x: model(x))(X)]
+
+    before = [str(jaxpr) for jaxpr in products()]
+
+    def fails(model, x):
+        model(x)
+        if model(x).dtype == jnp.float32 and jaxmp._contexts.policies_off.value:
+            raise ZeroDivisionError
+        return jnp.sum(model(x))
+
+    compare(_nnx_loss)(model, BATCH)
+    with pytest.raises(ZeroDivisionError):
+        compare(lambda x: fails(model, x))(X)
+    compare(linen)(PARAMS, None, BATCH, None)
+    assert [str(jaxpr) for jaxpr in products()] == before and "f16" in before[0] and "f16" in before[1]
+    assert model.layer.dtype == jnp.float16
+
+
+@pytest.mark.parametrize("way", [_linen, _step, _nnx, _nnx_step])
+def test_every_tool_takes_a_step_and_a_loss_function(way):
+    fun, args = way("mixed_float16")
+    scale = 2.0**10 if way in (_step, _nnx_step) else 1.0
+    exact = jax.grad(lambda w: jnp.mean((X @ w - Y) ** 2))(jnp.asarray(W))
+    found = numerics(fun)(*args)
+    (kernel,) = found.gradients.values()
+    assert found.loss_scale == scale
+    np.testing.assert_allclose(kernel.amax, np.max(np.abs(exact)), rtol=5e-3)
+    np.testing.assert_allclose(found.loss, np.mean((X @ W - Y) ** 2), rtol=5e-3)
+    assert first_nonfinite(fun)(*args) is None
+    assert {product.operands for product in audit(fun, compile=False)(*args).products} == {("float16", "float16")}
+    assert memory(fun)(*args).peak > X.nbytes
+    compare(fun)(*args)
+    assert numerics(fun)(*args).to_json() == found.to_json()  # nothing was donated, and no step was taken
+
+
+def test_settings_that_a_step_has_itself_are_refused():
+    step, _ = _step("mixed_float16")
+    for settings in ({"policy": "mixed_float16"}, {"tx": optax.sgd(0.1)}, {"loss_scale": 8.0}):
+        with pytest.raises(ValueError, match="a train step has its policy, its optimizer and its loss scale itself"):
+            numerics(step, **settings)
+
+
+def test_a_step_with_a_mesh_is_refused_with_what_to_compare():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), PARAMS)
+    step = jaxmp.make_train_step(_loss_fn(Net()), policy="mixed_float16", mesh=mesh, specs=specs)
+    with pytest.raises(ValueError, match=r"without a mesh, got one with mesh=; compare its loss function, compare\("):
+        compare(step)(_state(), BATCH)
+
+
+class ScannedNet(nnx.Module):
+    """Layers in a scan, whose modules are copies, and a Linen layer."""
+
+    def __init__(self):
+        make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
+        self.layers = make(jax.random.split(jax.random.key(3), 3))
+        self.wrapped = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(1)).lazy_init(X)
+
+    def __call__(self, x):
+        scan = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.wrapped(scan(x, self.layers))
+
+
+class ScannedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(nn.Dense(8, name="layer")(x)), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.scan(nn.remat(ScannedBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return nn.jit(nn.Dense)(4)(stack(name="layers")(x, None)[0])
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_transformed_modules_are_without_policies_too(library):
+    if library == "linen":
+        bare = Scanned()
+        params = bare.init(jax.random.key(0), X)
+        model = jaxmp.linen.apply_policy(bare, "mixed_bfloat16")
+        fun, args, exact = model.apply, (params, X), bare.apply(params, X)
+    else:
+        bare = ScannedNet()
+        model = jaxmp.nnx.apply_policy(bare, "mixed_bfloat16")
+        fun, args, exact = (lambda model, x: model(x)), (model, X), bare(X)
+    found = compare(fun, grad=False)(*args)
+    (result,) = [row for row in found.rows if row.path == ""]
+    expected = np.linalg.norm(fun(*args) - exact) / np.linalg.norm(exact)
+    np.testing.assert_allclose(result.relative_error, expected, rtol=1e-3)
+    assert expected > 2**-10 and found.is_changed
+
+
+def test_a_loss_scale_keeps_small_gradients_and_the_rows_are_without_it():
+    def loss_fn(params, x):
+        with jax.named_scope("small"):
+            y = x @ params
+        return jnp.mean(y) * 1e-6
+
+    unscaled = compare(loss_fn, "mixed_float16")(jnp.asarray(W), X)
+    scaled = compare(loss_fn, "mixed_float16", loss_scale=2.0**15)(jnp.asarray(W), X)
+    errors = [found.rows[-1].relative_error for found in (unscaled, scaled)]
+    assert errors[0] > 0.05 and errors[1] < 2e-3
+    assert scaled.rows[-1].mean_absolute_difference < 1e-9
+
+
+class Energy(nn.Module):
+    """Overflows in float16 between its two layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(4, name="first")(x)
+        with jaxmp.precision("half"):
+            y = y * 300 * 300
+        return nn.Dense(1, name="second")(jnp.tanh(y * 1e-5))
+
+
+@pytest.mark.parametrize("adapter", [None, "apply_policy"])
+def test_an_overflow_between_two_layers_enters_in_the_module_around(adapter):
+    model = Energy()
+    params = model.init(jax.random.key(0), X)["params"]
+    under = jaxmp.linen.apply_policy(model, "mixed_float16") if adapter else model
+    found = compare(
+        lambda params, x: jnp.sum(under.apply({"params": params}, x)), None if adapter else "mixed_float16", grad=False
+    )(params, X)
+    first, second = (row.relative_error for row in found.rows[:2])
+    assert first < 1e-3 and second > 0.01 and found.entered == "Energy"
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="dense")(x)
+        x = nn.LayerNorm(name="norm", dtype=jnp.float32)(x.astype(jnp.float32))
+        return nn.Dense(4, name="head", dtype=jnp.float32)(x)
+
+
+def test_the_dtype_of_a_row_is_what_the_module_computes_in():
+    model = jaxmp.linen.apply_policy(Normed(), "mixed_float16")
+    params = model.init(jax.random.key(0), X)["params"]
+    found = compare(lambda params, x: jnp.sum(model.apply({"params": params}, x)), grad=False)(params, X)
+    dtypes = {row.path: row.dtype for row in found.rows}
+    assert dtypes["Normed/dense"] == "float16" and dtypes["Normed/norm"] == "float32"
+    assert dtypes["Normed/head"] == "float32" and dtypes["Normed"] == "float16, float32"
+
+
+def _paths_in_float32(found):
+    return {product.path for product in found.products if product.operands == ("float32", "float32")}
+
+
+def test_the_path_that_a_tool_prints_is_what_an_override_takes():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="head")(nn.Dense(8, name="energy")(x))
+
+    variables = Two().init(jax.random.key(0), X)
+
+    def applied(model):
+        return lambda variables, x: model.apply(variables, x)
+
+    def paths(fun):
+        return audit(fun, compile=False)(variables, X)
+
+    path = paths(applied(Two())).products[0].path
+    assert path == "Two/energy"
+    overrides = {path: "float32"}
+    for fun in (
+        applied(jaxmp.linen.apply_policy(Two(), "mixed_bfloat16", overrides)),
+        applied(jaxmp.linen.apply_policy(Two(), f"mixed_bfloat16; {path} -> float32")),
+        applied(jaxmp.linen.apply_policy(Two(), "mixed_bfloat16", {"energy": "float32"})),
+        applied(jaxmp.linen.autocast(Two(), "mixed_bfloat16", overrides)),
+        jaxmp.autocast(applied(Two()), "mixed_bfloat16", overrides),
+    ):
+        assert _paths_in_float32(paths(fun)) == {path}
+    with pytest.raises(ValueError, match="'enrgy' matched none; nearest paths: 'energy'"):
+        jaxmp.linen.apply_policy(Two(), "mixed_bfloat16", {"Two/enrgy": "float32"}).apply(variables, X)
