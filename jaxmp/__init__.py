@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from jaxmp.marks import precision as precision
     from jaxmp.optimizer import LossScalingState as LossScalingState
     from jaxmp.optimizer import get_loss_scale as get_loss_scale
+    from jaxmp.optimizer import keep_if_skipped as keep_if_skipped
     from jaxmp.optimizer import loss_scaling as loss_scaling
     from jaxmp.optimizer import scale_loss as scale_loss
-    from jaxmp.optimizer import scaled_value_and_grad as scaled_value_and_grad
     from jaxmp.optimizer import unscale as unscale
+    from jaxmp.optimizer import value_and_grad as value_and_grad
     from jaxmp.optimizer import wrap_opt_state as wrap_opt_state
     from jaxmp.overrides import UnknownOperationError as UnknownOperationError
     from jaxmp.policy import Policy as Policy
@@ -71,7 +72,7 @@ _EXPORTS = {
     **dict.fromkeys(("NoOpLossScale", "StaticLossScale"), "loss_scale"),
     "low_precision": "rounding",
     **dict.fromkeys(("LossScalingState", "get_loss_scale", "loss_scaling", "scale_loss"), "optimizer"),
-    **dict.fromkeys(("scaled_value_and_grad", "unscale", "wrap_opt_state"), "optimizer"),
+    **dict.fromkeys(("keep_if_skipped", "unscale", "value_and_grad", "wrap_opt_state"), "optimizer"),
     **dict.fromkeys(("Policy", "PolicyMap", "get_policy"), "policy"),
     **dict.fromkeys(("NonFiniteTrainingError", "TrainState", "make_train_step"), "training"),
     "make_eval_step": "evaluation",

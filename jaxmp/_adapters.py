@@ -22,7 +22,6 @@ import numpy as np
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.program import Program, arrays_in, is_array
-from jaxmp._jaxpr.reading import loop_of
 from jaxmp._jaxpr.walk import PRODUCTS, equations, jaxprs_in
 from jaxmp.dtypes import CASTABLE, is_half
 from jaxmp.engine.autocast import computed
@@ -356,25 +355,6 @@ def narrow(value: Any, dtype: np.dtype) -> Any:
     """A leaf as code that is traced in float32 hands it out: in the compute dtype of its module, where that is half."""
     is_rounded = _tree.is_float_array(value) and value.dtype == np.float32 and is_half(dtype)
     return value.astype(dtype) if is_rounded else value
-
-
-def carried_by(args: Any, around: list[Any]) -> Any | None:
-    """The carry of the loop whose body the call of a module's method is: its first positional argument; or None.
-
-    ``around`` are the traces in which the calling method was called. If the loop is one of them, that method was the
-    body, and this one is only called by it.
-    """
-    loop = loop_of(jax.tree.leaves(args[0])) if args else None
-    return args[0] if loop is not None and all(loop is not trace for trace in around) else None
-
-
-def as_carry(result: Any, carry: Any) -> Any:
-    """The ``result`` of a loop's body with the new carry, all of it or its first part, in the dtypes of ``carry``."""
-    if same_structure(result, carry):
-        return jax.tree.map(like, result, carry)
-    if isinstance(result, tuple) and result and same_structure(result[0], carry):
-        return (jax.tree.map(like, result[0], carry), *result[1:])
-    return result
 
 
 def same_structure(tree: Any, other: Any) -> bool:

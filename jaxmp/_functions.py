@@ -1,4 +1,4 @@
-"""What is given in the place of a function, or in any wrong one, told in a sentence."""
+"""Error messages for wrong arguments in place of a function, a model or a policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 class ModuleGiven(NamedTuple):
@@ -68,11 +66,6 @@ def require_function(fun: Any, name: str) -> None:
         adapter = f"{'linen' if given.is_linen else 'nnx'}." if name == "autocast" else ""
         remedy = f"use jaxmp.{adapter}{name}({model}, policy)"
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {given.what}; {remedy}")
-    if any(is_later(fun) for is_later in _RUN_LATER):
-        raise TypeError(
-            f"jaxmp.{name} takes a function that returns arrays, got {fun!r}, whose code runs when its coroutine or "
-            "generator does; give it what computes in it, a loss say"
-        )
     if not callable(fun):
         raise TypeError(f"jaxmp.{name} takes a function of arrays, got {fun!r}; give it what computes, a loss say")
 
@@ -91,8 +84,8 @@ def takes_a_function(make: F) -> F:
                 require_function(args[0], make.__name__)
             got = ", ".join([*map(_shown, args), *(f"{key}={_shown(value)}" for key, value in kwargs.items())])
             raise TypeError(
-                f"{name} takes ({', '.join(signature.parameters)}) and returns a function, and is no context manager "
-                f'and no decorator, got {name}({got}); write half = {name}(fun, "mixed_bfloat16") and call half'
+                f"{name}(fun, policy) returns a function, got {name}({got}); write half = {name}(fun, "
+                '"mixed_bfloat16") and call half; the context manager is jaxmp.precision("float32")'
             ) from None
         return make(*args, **kwargs)
 

@@ -8,9 +8,9 @@ in a pass.
 What a device adds to the gradient of a weight (by its rows of a product, of a lookup, of a fused loss) is computed in
 float32 from the rows that it has, and stays where it is until all uses have added theirs: this is what the *tap* of a
 weight is for, zeros that nobody reads and whose cotangent has a part for each device. Then it is reduced once, in the
-dtype that was asked for. XLA by itself would reduce each gradient in the dtype of the product that makes it. That a
-part is of some rows is known of axes of type Explicit by their types; elsewhere the first axis of the activations that
-the devices divide is taken, as the batch is: another would cost time, but give the same numbers.
+dtype that was asked for. XLA by itself would reduce each gradient in the dtype of the product that makes it. The first
+axis of the activations that the devices divide is taken for the batch's: another would cost time, but give the same
+numbers. All this is on axes of type Auto; a loss on Explicit ones is rebuilt for them before (``_mesh_types``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxmp import float8
 from jaxmp import tree as _tree
@@ -113,13 +113,10 @@ class Gathered:
 
     def _uses(self, params: Any, rest: tuple[Any, ...]) -> tuple[Program, list[Use]]:
         """What was traced, and each floating param in it."""
-        plan, shapes = self.plan, params
+        plan = self.plan
         require_specs(params, plan.specs)
-        if plan.is_explicit:  # as whole arrays, which they are where the loss uses them
-            on_all = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_all), params)
         with while_tracing(plan):
-            program = Program(self.loss_fn, (shapes, *rest))
+            program = Program(self.loss_fn, (params, *rest))
         jaxpr, _ = program.jaxpr
         products = map(np.dtype, product_dtypes(jaxpr))
         halves, uses = {dtype for dtype in products if is_half(dtype)}, []

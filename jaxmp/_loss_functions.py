@@ -91,9 +91,8 @@ def noting_types() -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
             error.add_note(
-                "jaxmp: the state or the batch lies on a mesh whose axes are of type Explicit, where some operations "
-                "must be told where their results lie; let the step tell them, make_train_step(…, mesh=mesh, "
-                "specs=jax.tree.map(lambda _: jax.sharding.PartitionSpec(), params)), or make the mesh with "
+                "jaxmp: the mesh has axes of type Explicit, where JAX wants to be told where some results lie; write "
+                "out_sharding= there, or jax.sharding.auto_axes around the model, or make the mesh with "
                 "axis_types=(jax.sharding.AxisType.Auto,)"
             )
         raise

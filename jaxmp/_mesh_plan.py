@@ -131,14 +131,6 @@ class Plan:
 
         return jax.tree.map_with_path(placed, batch)
 
-    def typed(self, fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
-        """As :func:`typed`, on axes of type Explicit."""
-        if not self.is_explicit:
-            return fun
-        # What is split over others shard_map cannot type, and the program of its author has no word of it.
-        is_split = any(set(names_of(spec)) - set(self.axes) for spec in specs_in(self.specs))
-        return jax.sharding.auto_axes(fun, out_sharding=out) if is_split else typed(fun, out)
-
     def put(self, value: Any, spec: PartitionSpec) -> Any:
         """``value``, laid out so."""
         return jax.sharding.reshard(value, spec) if self.is_explicit else jax.lax.with_sharding_constraint(value, spec)
@@ -220,10 +212,6 @@ class Plan:
     def parts(self, array: Any) -> Any:
         """``array`` (rows, …) as (devices, rows of each, …)."""
         shape = (self.devices, array.shape[0] // self.devices, *array.shape[1:])
-        if self.is_explicit:
-            return jax.lax.reshape(
-                array, shape, out_sharding=NamedSharding(jax.sharding.get_abstract_mesh(), self.rows)
-            )
         return self.put(array.reshape(shape), self.rows)
 
     def copies(self, weight: Any) -> Any:
@@ -268,31 +256,16 @@ def wide(dtype: Any) -> np.dtype:
     return max(_FLOAT32, np.dtype(dtype), key=lambda dtype: dtype.itemsize)
 
 
-def typed(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
-    """``fun``; where JAX cannot type it (it types no embedding of Flax's, no carry of zeros), with axes of type Auto.
+def on_auto_axes(fun: Callable[..., Any], out: Any) -> Callable[..., Any]:
+    """Return ``fun`` run on axes of type Auto, whatever the type of those of the current mesh.
 
     Args:
-      fun: to be traced.
-      out: where its results lie then, a spec or a tree of them.
+      fun: a function of arrays.
+      out: where its results lie, a spec or a tree of them.
     """
-
-    def run(*args: Any) -> Any:
-        try:
-            # Nothing of it is left in what is traced if it fails. Another function each time: nothing is cached.
-            return jax.jit(lambda *args: fun(*args), inline=True)(*args)
-        except HalfSumError:
-            raise
-        except Exception:  # each primitive has errors of its own for types; what is none of types comes again
-            pass
-        return jax.sharding.auto_axes(fun, out_sharding=out)(*args)
-
-    return run
-
-
-def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
-    """The mesh with axes of type Explicit that an array of ``tree`` lies on, by its type; None if none does."""
-    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))
-    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return fun
+    return jax.sharding.auto_axes(fun, out_sharding=out)
 
 
 @contextlib.contextmanager

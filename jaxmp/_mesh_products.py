@@ -17,7 +17,6 @@ from jaxmp._jaxpr.rebuild import bound, params_in_dtype
 from jaxmp._jaxpr.walk import PRODUCTS, equations, interpreted
 from jaxmp._mesh_plan import Plan, wide
 from jaxmp._mesh_weights import Use, anywhere
-from jaxmp._specs import as_tuple
 from jaxmp.dtypes import is_half
 
 _FLOAT32 = np.dtype(np.float32)
@@ -34,7 +33,7 @@ def product_by_rows(eqn: Any, position: int, use: Use, given: Sequence[Any]) -> 
     plan, name = use.source.plan, eqn.primitive.name
     aval, out = eqn.invars[position].aval, eqn.outvars[0].aval
     others = [value for n, value in enumerate(given) if n != position]
-    dims = _rows_of(eqn, position, others[0], plan)
+    dims = _rows_of(eqn, position, plan)
     half, tap = use.source.gathered()
 
     def computed(weight: Any, others: Sequence[Any], params: Any) -> Any:
@@ -101,7 +100,7 @@ def in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
         return None
     side, use = sides[0], given[3 * sides[0]]
     other, *cast = operands[3 - 3 * side :][:3]
-    plan, dims = use.source.plan, _rows_of(product, side, other, use.source.plan)
+    plan, dims = use.source.plan, _rows_of(product, side, use.source.plan)
     if dims is None:
         return None
     operands[3 * side] = jax.lax.stop_gradient(operands[3 * side])
@@ -139,7 +138,7 @@ def in_float8(eqn: Any, recipe: Any, given: Sequence[Any]) -> Any | None:
     return adding(bound(eqn, operands, eqn.params)[0], use.source.gathered()[1], *kept)
 
 
-def _rows_of(eqn: Any, position: int, other: Any, plan: Plan) -> tuple[int, int] | None:
+def _rows_of(eqn: Any, position: int, plan: Plan) -> tuple[int, int] | None:
     """The axis of the result, and that of the operand that is no weight, along which the batch is split."""
     name, params = eqn.primitive.name, eqn.params
     shape = eqn.invars[1 - position].aval.shape
@@ -159,10 +158,6 @@ def _rows_of(eqn: Any, position: int, other: Any, plan: Plan) -> tuple[int, int]
         numbers = params["dimension_numbers"]
         pairs = [(numbers.out_spec[0], numbers.lhs_spec[0])]
     pairs = [pair for pair in pairs if shape[pair[1]] % plan.devices == 0]
-    if plan.is_explicit:
-        spec = jax.typeof(other).sharding.spec
-        known = [pair for pair in pairs if set(as_tuple(spec[pair[1]])) & set(plan.axes)]
-        pairs = known or pairs
     return pairs[0] if pairs else None
 
 

@@ -112,7 +112,7 @@ class Use:
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
             # XLA reduces what reaches a made weight where it reaches one that is split.
-            cotangent = cotangent if source.is_made and not plan.is_explicit else plan.put(cotangent, spec)
+            cotangent = cotangent if source.is_made else plan.put(cotangent, spec)
             return cotangent.astype(param.dtype), None
 
         value.defvjp(lambda param, half: (value(param, half), None), backward)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmp import tree as _tree
 from jaxmp.loss_scale import LossScale
-from jaxmp.optimizer import unscaled_norm
+from jaxmp.optimizer import global_norm
 
 
 def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
@@ -27,7 +27,7 @@ def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch
     ]
     if not np.isfinite(loss):
         found.insert(0, f"the loss ({loss})")
-    if not _tree.non_finite(grads) and not np.isfinite(unscaled_norm(grads, loss_scale)):
+    if not _tree.non_finite(grads) and not np.isfinite(global_norm(loss_scale.unscale(_tree.widen(grads)))):
         found.append(
             "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
             "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,15 +61,11 @@ class Report:
     training: str  # what was tried, and what came of it
     versions: dict[str, str | None]  # by package, None where it is missing
     findings: tuple[Finding, ...]  # what to fix, or to know; empty is best
-    float8: str = ""  # what mixed_float8 would gain on the device
+    float8: str = ""  # what mixed_float8 does on the device
 
 
-def diagnose(widths: Sequence[int] = (768, 1024, 2048, 4096)) -> Report:
-    """Looks at the packages, the settings and the device, and trains one step.
-
-    Args:
-      widths: of the transformers that ``float8`` is about.
-    """
+def diagnose() -> Report:
+    """Look at the packages, the settings and the device, and train one step."""
     versions = _versions()
     findings = [*_check_versions(versions), *_check_platforms()]
     try:
@@ -82,27 +78,22 @@ def diagnose(widths: Sequence[int] = (768, 1024, 2048, 4096)) -> Report:
         return Report(None, 0, False, "not tried: JAX does not start", versions, tuple(findings))
     findings += [*_check_driver(found.platform, versions), *_check_settings()]
     trains, training, failures = _try_training(found.recommended_policy)
-    return Report(found, devices, trains, training, versions, (*findings, *failures), gain_of_float8(found, widths))
+    return Report(found, devices, trains, training, versions, (*findings, *failures), float8_on(found))
 
 
-def gain_of_float8(found: Hardware, widths: Sequence[int]) -> str:
-    """What the policy mixed_float8 would gain on a device, by the width of a transformer; "auto" never picks it.
+def float8_on(device: Hardware) -> str:
+    """Return what the policy mixed_float8 does on a device.
 
-    >>> gain_of_float8(jaxmp.hardware.detect("a100"), [2048])
-    'nothing: NVIDIA A100-SXM4-80GB has no float8 products, mixed_float8 computes in bfloat16 there'
+    >>> float8_on(jaxmp.hardware.detect("a100"))
+    'NVIDIA A100-SXM4-80GB has no float8 products: mixed_float8 computes in bfloat16 there'
     """
-    if "float8_e4m3fn" not in found.tensor_cores:
-        return f"nothing: {found.name} has no float8 products, mixed_float8 computes in bfloat16 there"
-    if "float8_e4m3fn" not in found.peak_tflops or found.peak_bandwidth is None:
-        return f"not known: jaxmp has no peak rates of {found.name}; measure mixed_float8 against mixed_bfloat16"
-    said = []
-    for width in widths:
-        gain = jaxmp.float8.speedup(width, found)
-        if width >= jaxmp.Float8().min_dim:
-            said.append(f"{gain:.2f}× at {width}")
-        else:
-            said.append(f"nothing at {width}, where products stay bfloat16 (in float8 {gain:.2f}×)")
-    return f"by a model of a transformer's layers, not measured, by their width: {', '.join(said)}; auto never picks it"
+    if "float8_e4m3fn" not in device.tensor_cores:
+        return f"{device.name} has no float8 products: mixed_float8 computes in bfloat16 there"
+    least = jaxmp.Float8().min_dim
+    return (
+        f"mixed_float8 computes products of weights from {least:,} × {least:,} on in float8; measure it against "
+        "mixed_bfloat16, auto never picks it"
+    )
 
 
 def train_one_step(policy: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from jax.sharding import PartitionSpec
 from jaxmp import tree as _tree
 from jaxmp._functions import require_flag
 from jaxmp._loss_functions import LossFn, under_policy
-from jaxmp._mesh_plan import explicit_mesh_of, typed
+from jaxmp._mesh_plan import BATCH_AXES, on_auto_axes
+from jaxmp._mesh_types import explicit_mesh_of, typed
 from jaxmp._placement import require_apart, require_arrays, require_examples, require_not_deleted, tell_of_devices
 from jaxmp.training import Metrics, TrainState, TrainStep
 
@@ -53,15 +55,16 @@ def make_eval_step(
                 raise ValueError("use_ema needs a state with a moving average: TrainState.create(..., ema=True)")
             params = jax.tree.map(lambda ema, param: ema.astype(param.dtype), state.ema_params, params)
 
-        def metrics(*args: Any) -> Metrics:
-            loss, (_, metrics) = loss_fn(*args)
+        def metrics(of: LossFn, *args: Any) -> Metrics:
+            loss, (_, metrics) = of(*args)
             return {"loss": _tree.widen(loss), **metrics}
 
         args, mesh = (params, state.model_state, batch, state.rng), explicit_mesh_of(params)
         if mesh is None:
-            return metrics(*args)
+            return metrics(loss_fn, *args)
+        of_types = functools.partial(metrics, typed(loss_fn, mesh, BATCH_AXES))
         with jax.sharding.use_abstract_mesh(mesh):
-            return typed(metrics, PartitionSpec())(*args)
+            return on_auto_axes(of_types, PartitionSpec())(*args)
 
     return EvalStep(jitted)
 

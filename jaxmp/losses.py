@@ -36,8 +36,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from jaxmp._mesh_plan import Plan, spread
+from jaxmp._mesh_plan import Plan, on_auto_axes, spread
 from jaxmp.engine.trace import autocast_dtype
 from jaxmp.marks import precision
 
@@ -179,12 +180,13 @@ def projected_cross_entropy(
     options = _Options(classes, label_smoothing, z_loss)
     labels = _targets(labels, classes, ignore_index)
     if (plan := spread()) is not None and len(x) % plan.devices == 0:
-        return _spread(plan, x, weights, bias, labels, options, chunks, dtypes)
+        spread_loss = functools.partial(_spread, plan, options, chunks, dtypes)
+        return on_auto_axes(spread_loss, PartitionSpec())(x, weights, bias, labels)
     return _projected(x, weights, bias, labels, options, min(chunks, max(len(x), 1)), dtypes)
 
 
 def _spread(
-    plan: Plan, x: Any, weights: Any, bias: Any, labels: Any, options: _Options, chunks: int, dtypes: Any
+    plan: Plan, options: _Options, chunks: int, dtypes: Any, x: Any, weights: Any, bias: Any, labels: Any
 ) -> jax.Array:
     """The mean of tokens that a train step has spread over devices: each adds up what its own give the weights."""
     x, labels = plan.parts(x), plan.parts(labels)

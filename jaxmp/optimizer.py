@@ -1,8 +1,9 @@
-"""Loss scaling as an optax transform: unscale in float32, check, skip a non-finite step whole, adapt the scale.
+"""Loss scaling as an optax transform: test the gradients, skip a non-finite step whole, adapt the scale.
 
-The transform wraps an optimizer; the scale lives in the optimizer's state, and :func:`scaled_value_and_grad` reads it
-from there. Nothing here talks to the host: a skipped step is a select on the device, and a branch in a train step on a
-CPU. After Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
+The transform wraps an optimizer and keeps the loss scale in the optimizer's state. :func:`value_and_grad` reads it from
+there, differentiates the scaled loss and returns the true gradients, so that scaled gradients never leave it. Nothing
+here talks to the host: a skipped step is a select on the device, and a branch in a train step on a CPU. After
+Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, with the semantics of torch's GradScaler.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxmp._placement import require_not_deleted
 from jaxmp._scale_state import changed_fields
 from jaxmp.loss_scale import LossScale, as_loss_scale, require_scalar
 from jaxmp.rounding import BEHIND_LOW_PRECISION, LowPrecision, LowPrecisionState, as_optimizer, decoded, rounds_params
-from jaxmp.tree import all_finite, max_abs, path_name, select_tree, sum_of_squares, widen
+from jaxmp.tree import all_finite, is_float_array, max_abs, path_name, select_tree, sum_of_squares, widen
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class LossScalingState(NamedTuple):
       loss_scale: the loss-scale object that the next loss is to be scaled with.
       skipped: int32 scalar, the steps skipped so far.
       consecutive_skipped: int32 scalar, the steps skipped since the last one that was not.
-      grad_norm: float32 scalar, the global norm of the last unscaled gradients; None unless asked for.
+      grad_norm: float32 scalar, the global norm of the last gradients; None unless asked for.
     """
 
     inner_state: Any
@@ -60,35 +61,22 @@ def loss_scaling(
     grad_norm: bool = False,
     check_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that it takes gradients of a scaled loss and skips steps that are not finite.
+    """Wrap an optimizer so that it skips steps that are not finite, and adapts the loss scale.
 
-    One update casts half gradients to float32, divides them by the scale that the loss was multiplied with, runs
-    ``inner`` (which sees true gradients and float32 params, so that its state is float32 whatever the params are, but
-    for :func:`jaxmp.low_precision`, which sees them as they are), and tests one number, the float32 sum of squares of
-    the true gradients. It is finite only if every gradient is, and if clipping by their norm and second moments stay
-    finite too. If it is finite, the updates pass and the scale may grow. If not, the updates are -0.0 (adding that
-    changes no bit of a param), ``inner``'s state is bit for bit what it was, and the scale backs off. With
-    ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32 training.
+    An update takes the true gradients that :func:`value_and_grad` returns, casts half ones to float32, and tests one
+    number, the float32 sum of their squares. If it is finite, ``inner``'s updates pass and the scale may grow. If not,
+    the updates are -0.0 (adding that changes no bit of a param), ``inner``'s state is bit for bit what it was, and the
+    scale backs off. ``inner`` sees float32 gradients and params, so that its state is float32 whatever the params are;
+    :func:`jaxmp.low_precision` sees them as they are.
 
-    Two lines look right, raise nothing, and with SGD train almost not at all, because the gradients are divided by a
-    scale that they never had, or because what stands before ``loss_scaling`` in a chain sees them with the scale::
+    Gradients of plain ``jax.value_and_grad`` train too, but without a loss scale small float16 gradients become zero.
+    With ``NoOpLossScale`` only the skipping remains, for bfloat16 and float32 training.
 
-        loss, grads = jax.value_and_grad(loss_fn)(params)                                   # wrong
-        loss, grads = jaxmp.scaled_value_and_grad(loss_fn, opt_state)(params)               # right
-        tx = optax.chain(optax.clip_by_global_norm(1.0), loss_scaling(adam, loss_scale))    # wrong
-        tx = loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), adam), loss_scale)    # right
-
-    ``TrainState.create``, ``jaxmp.nnx.Optimizer`` and a train step can see the last but one, and warn.
-
-    Around and inside other transforms: put it outside ``clip_by_global_norm`` (clipping must see true gradients),
-    outside ``multi_transform`` (one loss has one scale) and outside ``apply_if_finite`` (which would hide bad gradients
-    from the scale, and wants updates of the gradients' dtype). What stands after it in a chain goes on when it skips:
-    momentum, weight decay and schedules belong inside. Put it around ``optax.MultiSteps``: a bad microbatch then drops
-    that microbatch. Inside MultiSteps a bad microbatch drops the window, and a NaN stays in its accumulator for ever,
-    unless it has ``should_skip_update_fn=optax.skip_not_finite``; that drops bad microbatches before the scale hears of
-    them, so that only a static scale is of use there. Extra arguments go to ``inner`` as they come, but ``grad=`` is
-    unscaled like the gradients themselves, and ``clip_norm=`` stays here: ``inner`` then sees the gradients as behind
-    ``optax.clip_by_global_norm``, cut with the norm that is tested anyway.
+    Clipping may stand inside, before ``loss_scaling`` in a chain, or in your own code. Momentum, weight decay and
+    schedules belong inside: what stands after ``loss_scaling`` in a chain goes on when a step is skipped. Do not hide
+    non-finite gradients from it (``optax.zero_nans`` or ``optax.apply_if_finite`` before or around it). Wrap
+    ``optax.MultiSteps`` in ``loss_scaling``: a non-finite microbatch is then dropped on its own. Extra arguments of an
+    update go to ``inner``. Only ``clip_norm=`` stays here: ``inner`` then sees gradients clipped by their global norm.
 
     Args:
       inner: any optax transform; its ``init`` and ``update`` take the params that it takes by itself, such as the pair
@@ -96,7 +84,7 @@ def loss_scaling(
       loss_scale: ``DynamicLossScale()``, ``StaticLossScale``, ``HeadroomLossScale``, ``NoOpLossScale`` or one of jmp's.
       axis_name: name or names of mapped axes (``pmap``, ``vmap``, ``shard_map``) whose members must all agree to apply
         or skip a step. Not needed under plain ``jit`` with sharded arrays.
-      grad_norm: whether to keep the global norm of the unscaled gradients in the state; its square is what is tested.
+      grad_norm: whether to keep the global norm of the gradients in the state; its square is what is tested.
       check_updates: whether the updates are tested as well, for infinities and NaN: for optimizers that divide by what
         may be zero, or overflow on gradients of a finite norm. It costs further passes over the optimizer's state,
         which is what an elementwise optimizer spends its time on.
@@ -113,9 +101,9 @@ def loss_scaling(
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale(loss_scale=2.0**10))
     >>> params = {"w": jnp.array([2.0])}
     >>> opt_state = tx.init(params)
-    >>> loss, grads = scaled_value_and_grad(lambda p: jnp.sum(p["w"] ** 2), opt_state)(params)
-    >>> grads["w"]  # 2 * w * 2**10
-    Array([4096.], dtype=float32)
+    >>> loss, grads = value_and_grad(lambda p: jnp.sum(p["w"] ** 2), opt_state)(params)
+    >>> grads["w"]  # 2 * w: the gradient of the true loss
+    Array([4.], dtype=float32)
     >>> updates, opt_state = tx.update(grads, opt_state, params)
     >>> optax.apply_updates(params, updates)["w"]
     Array([1.6], dtype=float32)
@@ -155,10 +143,8 @@ def loss_scaling(
         """As ``update``, but in place of the updates comes what is made of them, if anything is."""
         _check_state(state)
         _check_gradients(updates)
-        grads = state.loss_scale.unscale(widen(updates))
+        grads = widen(updates)
         squares = sum_of_squares(grads)
-        if "grad" in extra_args:
-            extra_args["grad"] = state.loss_scale.unscale(widen(extra_args["grad"]))
         clipped = grads if clip_norm is None else _clip(grads, jnp.sqrt(squares), clip_norm)
 
         def of_inner() -> tuple[Any, Any]:
@@ -220,7 +206,7 @@ def require_one_tree(opt_state: Any, who: str) -> None:
         raise ValueError(
             f"{who} has one tree of params, which the loss function takes and the optimizer updates, got "
             "optax.lookahead, which updates a pair of trees by gradients of one; call tx.init(pair) and tx.update "
-            "by hand, tx in jaxmp.loss_scaling, with jaxmp.scaled_value_and_grad(loss_fn, opt_state)(pair.fast)"
+            "by hand, tx in jaxmp.loss_scaling, with jaxmp.value_and_grad(loss_fn, opt_state)(pair.fast)"
         )
 
 
@@ -339,13 +325,40 @@ def _at_hand(opt_state: optax.OptState) -> LossScale:
     return loss_scale
 
 
+def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
+    """Return ``new`` if the last step was taken, and ``old`` bit for bit if it was skipped.
+
+    Use it in a step of your own for everything that a skipped step must leave as it was, such as batch statistics,
+    moving averages of params or target networks.
+
+    Args:
+      opt_state: the optimizer's state that ``tx.update`` returned, with :func:`loss_scaling` anywhere in it.
+      new: any pytree of arrays, computed in this step.
+      old: the same pytree before this step; its dtypes are kept.
+
+    Raises:
+      ValueError: ``opt_state`` has no loss scale, or several; the trees differ in structure.
+      TypeError: two leaves differ in shape.
+
+    >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
+    >>> params, mean = jnp.ones(2), jnp.zeros(())
+    >>> _, opt_state = tx.update(jnp.array([jnp.inf, 0.0]), tx.init(params), params)
+    >>> keep_if_skipped(opt_state, jnp.array(jnp.nan), mean)
+    Array(0., dtype=float32)
+    """
+    return select_tree(get_loss_scaling_state(opt_state).last_finite, new, old)
+
+
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
-    """``loss`` in float32 times the scale in ``opt_state``, for use inside a function that is differentiated by hand.
+    """Return the loss in float32 times the scale in ``opt_state``, for a function that you differentiate yourself.
+
+    Divide the gradients by the scale with :func:`unscale` before you do anything else with them.
+    :func:`value_and_grad` does both.
 
     Raises:
       TypeError: the loss is not floating, or float16.
       ValueError: ``opt_state`` has no loss scale, or several.
-      RuntimeError: a donating step has had ``opt_state``.
+      RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> jax.grad(lambda params: scale_loss(jnp.sum(params), opt_state))(jnp.ones(2))
@@ -355,59 +368,99 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
 
 
 def unscale(grads: T, opt_state: optax.OptState) -> T:
-    """The true gradients in float32, for logging; ``loss_scaling`` itself takes the scaled ones.
+    """Return the true gradients, in float32, of a loss that was multiplied by :func:`scale_loss`.
+
+    A gradient that overflowed comes back as NaN, never as an infinity, so that clipping by value cannot hide it from
+    :func:`loss_scaling`.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
-      RuntimeError: a donating step has had ``opt_state``.
+      RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
     >>> unscale({"w": jnp.array([8.0, 4.0], jnp.float16)}, opt_state)
     {'w': Array([1. , 0.5], dtype=float32)}
     """
-    return _at_hand(opt_state).unscale(widen(grads))
+    return true_gradients(grads, _at_hand(opt_state))
 
 
-def unscaled_norm(grads: Any, loss_scale: LossScale) -> jax.Array:
-    """The norm of the true gradients, of scaled ``grads``: a scalar that is finite where :func:`loss_scaling` steps."""
-    return jnp.sqrt(sum_of_squares(loss_scale.unscale(widen(grads))))
+def true_gradients(grads: Any, loss_scale: LossScale) -> Any:
+    """Return gradients of the scaled loss divided by the scale, in float32, NaN in place of infinities."""
+    return nan_if_infinite(loss_scale.unscale(widen(grads)))
 
 
-def scaled_value_and_grad(
+def nan_if_infinite(grads: Any) -> Any:
+    """Return ``grads`` with NaN in place of infinities, which clipping by value would make finite."""
+
+    def nan_in_place(grad: Any) -> Any:
+        return jnp.where(jnp.isinf(grad), jnp.nan, grad) if is_float_array(grad) else grad
+
+    return jax.tree.map(nan_in_place, grads)
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """Return the global norm of true gradients, finite if and only if :func:`loss_scaling` takes the step."""
+    return jnp.sqrt(sum_of_squares(widen(grads)))
+
+
+def value_and_grad(
     fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Like ``jax.value_and_grad``, but the gradients are those of the loss times the scale in ``opt_state``.
+    """Return a function of the true loss and the true gradients, computed with the loss scale in ``opt_state``.
+
+    It takes the place of ``jax.value_and_grad`` in a step of your own. The loss is multiplied by the scale before the
+    backward pass, and the gradients are divided by it after, in float32: small float16 gradients survive, and nothing
+    outside of this function sees the scale. Gradients of several losses may be added, clipped and logged.
 
     Args:
       fun: returns the loss, a floating scalar, or ``(loss, aux)`` with ``has_aux``.
       opt_state: the state of an optimizer in :func:`loss_scaling`, wherever that is nested.
-      argnums, has_aux: as for ``jax.value_and_grad``.
+      argnums: the arguments to differentiate, as for ``jax.value_and_grad``.
+      has_aux: whether ``fun`` returns ``(loss, aux)``.
 
     Returns:
-      A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``:
-      the true loss in float32, and scaled gradients of the params' dtypes for ``tx.update``.
+      A function with ``fun``'s arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
+      The loss is float32. The gradients are float32 for half and float32 params, with NaN where one overflowed: pass
+      them to ``tx.update``, which skips the step.
 
     Raises:
       ValueError: ``opt_state`` has no loss scale, or several.
-      TypeError: the loss is no floating scalar, or float16 (its cotangent would be the scale itself and overflow); or
-        an argument to differentiate has leaves that are not floating; ``argnums`` are no whole numbers.
-      RuntimeError: a donating step has had ``opt_state``.
+      TypeError: the loss is no floating scalar, or float16 (the scale itself would overflow); an argument to
+        differentiate has leaves that are not floating; ``argnums`` are no whole numbers.
+      RuntimeError: ``opt_state`` was donated to an earlier step.
 
     >>> opt_state = loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(8.0)).init(jnp.ones(2))
-    >>> scaled_value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
-    (Array(2., dtype=float32), Array([8., 8.], dtype=float32))
+    >>> value_and_grad(jnp.sum, opt_state)(jnp.ones(2))
+    (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
     """
-    scaled_fun, places = scaled_loss(fun, _at_hand(opt_state), has_aux), places_of(argnums)
+    loss_scale = _at_hand(opt_state)
+    scaled = scaled_value_and_grad(fun, loss_scale, argnums, has_aux)
 
     @functools.wraps(fun)
-    def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+    def unscaled(*args: Any, **kwargs: Any) -> Any:
+        loss, grads = scaled(*args, **kwargs)
+        return loss, true_gradients(grads, loss_scale)
+
+    return unscaled
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any], loss_scale: LossScale, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function like that of :func:`value_and_grad` whose gradients are not divided by the scale yet.
+
+    A train step sums the gradients of its microbatches first.
+    """
+    scaled_fun, places = scaled_loss(fun, loss_scale, has_aux), places_of(argnums)
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
         for argnum in places:
             if -len(args) <= argnum < len(args):  # JAX says it when there is no such argument
                 _check_differentiable(args[argnum])
         (_, (loss, aux)), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), grads
 
-    return value_and_grad
+    return scaled
 
 
 def is_list(argnums: Any) -> bool:
@@ -454,7 +507,7 @@ def take_step(
     extra_args: Mapping[str, Any],
     made: Made | None = None,
 ) -> tuple[Any, Any, jax.Array]:
-    """One step of an optimizer with ``loss_scaling`` in it.
+    """Take one step of an optimizer with ``loss_scaling`` in it; ``grads`` are the true gradients.
 
     Returns:
       The updates, or what is made of them; the new state, of which only the loss scale changed if the step was skipped;
@@ -473,11 +526,12 @@ def take_step(
     if is_outermost:
         result, new_state = tx.stepped(grads, opt_state, params, made, **extra_args)
     else:
-        result, new_state = tx.update(grads, opt_state, params, **extra_args)
+        # Before loss_scaling a transform may clip by value: a NaN stays one.
+        result, new_state = tx.update(nan_if_infinite(grads), opt_state, params, **extra_args)
     skipped = get_loss_scaling_state(new_state).skipped - get_loss_scaling_state(opt_state).skipped
     if not is_outermost:
         # A transform around loss_scaling may drop bad gradients before it (MultiSteps), or go on when it skips.
-        finite = jnp.isfinite(unscaled_norm(grads, get_loss_scale(opt_state)))
+        finite = jnp.isfinite(global_norm(grads))
         skipped = jnp.maximum(skipped, 1 - finite.astype(jnp.int32))
         new_state = _keep_scale(skipped == 0, new_state, opt_state)
         result = result if made is None else select_tree(skipped == 0, made.of(result), made.before)
@@ -526,7 +580,7 @@ def with_loss(step: Callable[..., T], loss: Any) -> T:
                 "a train step gives an optimizer the gradients, the params and value=loss, but this one says: "
                 f"{str(error).rstrip('.')}; a line search (optax.lbfgs, say) needs a step of your own: "
                 "tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=loss_of_params) with tx in "
-                "jaxmp.loss_scaling and grads from jaxmp.scaled_value_and_grad; so do an estimate of the Hessian "
+                "jaxmp.loss_scaling and grads from jaxmp.value_and_grad; so do an estimate of the Hessian "
                 "(optax.contrib.sophia), with obj_fn=loss_of_params, and optax.contrib.sam(opaque_mode=True), with "
                 "grad_fn= of the loss itself"
             ) from error

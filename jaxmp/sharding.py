@@ -26,7 +26,6 @@ from jaxmp import hlo, tables
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._mesh_plan import reduced_in, spread, to_reduce_in
-from jaxmp._order import warn_if_behind
 from jaxmp._specs import (
     Mesh,
     as_tuple,
@@ -137,8 +136,6 @@ def init_state(
       ValueError: the specs are of another tree than the params, or do not fit them.
       TypeError: ``make_params`` is no function.
 
-    Warns when the optimizer is a chain with another transform before ``loss_scaling``.
-
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
     >>> specs = fsdp_specs(jax.eval_shape(make_params), mesh)
@@ -159,7 +156,6 @@ def init_state(
         return created(TrainState, params=make_params(), tx=tx, **static, **arrays)
 
     shapes = jax.eval_shape(make, arrays)
-    warn_if_behind(shapes.tx, shapes.params, stacklevel=2)
     describe(shapes.params, specs, mesh)  # raises if they do not fit
     shardings = [NamedSharding(mesh, spec) for spec in specs_in(following(shapes, shapes.params, specs, mesh))]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if reading.is_tracing() else jax.set_mesh(mesh):

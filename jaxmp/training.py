@@ -38,9 +38,9 @@ from jaxmp._loss_functions import (
     under_policy,
     with_remat,
 )
-from jaxmp._mesh_plan import plan_of
+from jaxmp._mesh_plan import on_auto_axes, plan_of
+from jaxmp._mesh_types import typed
 from jaxmp._nonfinite import explanation
-from jaxmp._order import warn_if_behind
 from jaxmp._placement import (
     at,
     at_home,
@@ -65,6 +65,7 @@ from jaxmp.optimizer import (
     described,
     get_loss_scale,
     get_loss_scaling_state,
+    global_norm,
     has_loss_scale,
     in_precision_of,
     is_number,
@@ -73,7 +74,6 @@ from jaxmp.optimizer import (
     require_outermost,
     scaled_value_and_grad,
     take_step,
-    unscaled_norm,
     with_loss,
 )
 from jaxmp.rounding import as_optimizer, in_dtype_of, with_compensation
@@ -147,14 +147,10 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
           ValueError: it has several loss scales; or it is ``optax.lookahead``, whose params are a pair; or another
             transform than ``loss_scaling`` stands around ``low_precision``.
           RuntimeError: a donating step has had the params.
-
-        Warns when the optimizer is a chain with another transform before ``loss_scaling``.
         """
-        state = created(
+        return created(
             cls, params=params, tx=tx, apply_fn=apply_fn, model_state=model_state, rng=rng, ema=ema, **fields
         )
-        warn_if_behind(state.tx, params, stacklevel=2)
-        return state
 
     def with_tx(self, tx: optax.GradientTransformation) -> Self:
         """This state under the same optimizer in another precision: to :func:`jaxmp.low_precision`, or back.
@@ -196,7 +192,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
         extra_args: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> Self:
-        """The state after one optimizer step with ``grads``, the gradients of the scaled loss.
+        """Return the state after one optimizer step with ``grads``, the gradients of :func:`jaxmp.value_and_grad`.
 
         When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and
         the moving average are those of before, bit for bit. Other ``changes`` are set in any case. ``extra_args`` go to
@@ -257,7 +253,7 @@ _CALLED = {  # what Flax's examples, Haiku and others call what `create` takes
 def created(
     cls: type[S], *, params: Any, tx: Any, model_state: Any = None, rng: Any = None, ema: bool = False, **fields: Any
 ) -> S:
-    """As :meth:`TrainState.create`, without its warning."""
+    """See :meth:`TrainState.create`."""
     names = {field.name for field in dataclasses.fields(cls)}.difference(_MADE)
     if unknown := [name for name in fields if name not in names]:
         raise TypeError(
@@ -306,14 +302,15 @@ def make_train_step(
 ) -> TrainStep:
     """A jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
 
-    Gradients are those of the scaled loss; a step in which their norm is not finite changes nothing but the loss scale,
-    the counters and the rng (see :func:`jaxmp.loss_scaling`, which can test the updates too). The step is compiled once
-    for equal shapes and never waits for the device. The state comes back in the shardings that it came with; what of
-    it was put on no device goes where the rest or the batch is, to all devices of a mesh. A state that a step returned
-    is taken to lie where it was put: move a param by ``state.replace(params=…)``; one that is moved in place
+    The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
+    loss scale, the counters and the rng change (:func:`jaxmp.loss_scaling` can test the updates too). The step is
+    compiled once for equal shapes and never waits for the device.
+
+    The state comes back in the shardings that it came with. Uncommitted arrays move to the device of the others, or to
+    all devices of a mesh. To move a param later, write ``state.replace(params=…)``: a param that is moved in place
     (``state.params["w"] = …``) comes back where it was.
 
-    ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the unscaled gradients), ``loss_scale`` (the
+    ``metrics`` holds ``loss`` (the true one, float32), ``grad_norm`` (of the true gradients), ``loss_scale`` (the
     one this step used), ``skipped`` (bool, whether this step was) and what the loss function returned, by its names.
 
     Args:
@@ -327,7 +324,7 @@ def make_train_step(
         axis 0 stays where it is, and a scalar into each; gradients are summed in float32 and averaged, like loss and
         metrics; one bad microbatch skips the step.
       ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
-      clip_norm: the largest global norm of the unscaled gradients that reach the optimizer; longer ones are shortened
+      clip_norm: the largest global norm of the gradients that reach the optimizer; longer ones are shortened
         to it, after the test for finiteness. ``grad_norm`` is the norm before. The numbers are those of
         ``loss_scaling(optax.chain(optax.clip_by_global_norm(clip_norm), …), …)``. Take that in place of this where
         something comes before the clipping (a mask, a sum over steps as ``optax.MultiSteps`` makes it) or stands around
@@ -359,7 +356,7 @@ def make_train_step(
       NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: a counter is read
         once the device has computed it, and only where it may have reached the limit.
 
-    Warns once when the loss has float16 products and the optimizer no loss scale, or has it behind another transform.
+    Warns once when the loss has float16 products and the optimizer no loss scale.
 
     >>> def loss_fn(params, model_state, batch, rng):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), model_state
@@ -395,7 +392,8 @@ def make_train_step(
     loss_fn = under_policy(loss_fn, policy, overrides)
     gathered = None
     if mesh is not None:
-        loss_fn = gathered = Gathered(plan_of(mesh, specs, reduce_dtype), loss_fn, remat is None or remat == "regather")
+        plan = plan_of(mesh, specs, reduce_dtype)
+        loss_fn = gathered = Gathered(plan, typed(loss_fn, mesh, plan.axes), remat is None or remat == "regather")
     loss_fn = with_remat(loss_fn, None if remat == "regather" else remat)
     return TrainStep(loss_fn, accumulate_steps, decay, norm, donate, max_consecutive_skips, gathered, reduce == "once")
 
@@ -543,12 +541,13 @@ class TrainStep:
                 "the state keeps a moving average that this step would never update; pass "
                 "make_train_step(ema_decay=0.999), say, or leave ema=True out"
             )
-        warn_if_behind(state.tx, state.params, stacklevel=2, again=False)
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         with noting_none(**{name: getattr(state, name) for name in state._may_be_none}):
-            loss, grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
+            loss, scaled_grads, model_state, metrics = self.placed_gradients(state, batch, step_rng)
         loss_scale = get_loss_scale(state.opt_state)
-        scale, norm = jnp.asarray(loss_scale.loss_scale, jnp.float32), unscaled_norm(grads, loss_scale)
+        scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
+        grads = loss_scale.unscale(_tree.widen(scaled_grads))
+        norm = global_norm(grads)
 
         def updated(state: TrainState, grads: Any, model_state: Any, loss: Any, rng: Any) -> TrainState:
             apply = functools.partial(
@@ -557,7 +556,7 @@ class TrainStep:
             return with_loss(lambda **value: apply(extra_args={**value, **self.clip}), loss)
 
         if self._plan is not None:
-            updated = self._plan.typed(updated, self._plan.specs_of(state))
+            updated = on_auto_axes(updated, self._plan.specs_of(state))
         new_state = updated(state, grads, model_state, loss, rng)
         skipped = new_state.skipped > state.skipped
         own = dict(zip(OWN_METRICS, (loss, norm, scale, skipped), strict=True))
@@ -571,7 +570,7 @@ class TrainStep:
         whole = PartitionSpec()
         with self._on_mesh():
             specs, batch = self._plan.specs_of(state).params, self._plan.batch(batch, self._accumulate_steps)
-            return self._plan.typed(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
+            return on_auto_axes(self.gradients, (whole, specs, whole, whole))(state, batch, rng)
 
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """True loss, gradients of the scaled loss, new model state and metrics of a whole batch."""
@@ -622,7 +621,8 @@ class TrainStep:
 
     def differentiated(self, loss_fn: Callable[[Any], Any], state: TrainState) -> tuple[Any, Any, Metrics]:
         """What ``loss_fn`` returns for the params, their gradients, and what was seen meanwhile: here nothing."""
-        return *scaled_value_and_grad(loss_fn, state.opt_state, has_aux=True)(state.params), {}
+        gradients = scaled_value_and_grad(loss_fn, get_loss_scale(state.opt_state), has_aux=True)
+        return *gradients(state.params), {}
 
     def _warn_if_unscaled(self, state: TrainState, *args: Any) -> None:
         if self._warned or not isinstance(get_loss_scale(state.opt_state), NoOpLossScale):

@@ -233,12 +233,6 @@ class TestInitialState:
         np.testing.assert_array_equal(jax.random.key_data(state.rng), jax.random.key_data(jax.random.key(3)))
         assert state.ema_params is not None
 
-    def test_a_transform_before_loss_scaling_is_warned_of_once_where_the_state_is_made(self):
-        tx = optax.chain(optax.clip(1.0), jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.DynamicLossScale()))
-        with pytest.warns(UserWarning, match="loss_scaling must be the first transform of a chain") as caught:
-            sharding.init_state(make_params, tx, mesh_of(), SPECS)
-        assert [each.filename for each in caught] == [__file__]
-
 
 def reshards(jaxpr):
     """The dtypes of all reshards of a program that move data, bodies too."""

@@ -69,5 +69,5 @@ def gradients(loss_fn: Callable[..., Any], state: jaxmp.TrainState, batch: Any) 
 
     jax.eval_shape(lambda params: run(params, None), state.params)
     probes = [jnp.zeros(output.shape, output.dtype) for output in outputs]
-    _, grads = jax.jit(jaxmp.scaled_value_and_grad(run, state.opt_state, argnums=(0, 1)))(state.params, probes)
+    _, grads = jax.jit(jaxmp.value_and_grad(run, state.opt_state, argnums=(0, 1)))(state.params, probes)
     return grads

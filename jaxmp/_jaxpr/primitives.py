@@ -11,7 +11,7 @@ MONOTONE = frozenset(
 # Each element of the result is an element of the operand: to cast before or after gives the same bits.
 PICKS = frozenset(
     {"reshape", "transpose", "squeeze", "rev", "copy", "name", "broadcast_in_dim", "slice", "dynamic_slice", "gather"}
-    | {"tile", "split", "unstack", "optimization_barrier", "sharding_constraint"}
+    | {"tile", "split", "unstack", "optimization_barrier", "sharding_constraint", "pvary"}
 )
 COMBINES = frozenset(
     {"concatenate", "select_n", "pad", "dynamic_update_slice", "stack", "max", "min", "clamp"}

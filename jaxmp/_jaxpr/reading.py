@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import linecache
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,10 @@ from jax.extend.core import Literal as Literal
 Names = tuple[str, ...]
 Opened = tuple[Any, list[Any]]
 """An open jaxpr and its constants."""
+
+
+RESHARDS = frozenset({"reshard", "mesh_cast"})
+"""What says where an array lies, in types, and changes no number."""
 
 
 class Bodies(NamedTuple):
@@ -164,19 +167,6 @@ def static_arguments(jitted: Any) -> tuple[int, ...]:
     return (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
 
 
-def user_code_of(eqn: Any) -> tuple[str, int, str]:
-    """The file and line of :func:`user_source_of`, and the text of the expression there, or of its whole line."""
-    frame = next(_frames(eqn, _is_users), None) or next(_frames(eqn), None)
-    if frame is None:
-        return "", 0, ""
-    last = max(frame.end_line, frame.start_line)
-    lines = [linecache.getline(frame.file_name, line) for line in range(frame.start_line, last + 1)]
-    if frame.end_column > 0:  # counted in bytes
-        lines[-1] = lines[-1].encode()[: frame.end_column].decode(errors="replace")
-        lines[0] = lines[0].encode()[frame.start_column :].decode(errors="replace")
-    return frame.file_name, frame.start_line, "".join(lines).strip()
-
-
 def _sources(eqn: Any, is_meant: Callable[[str], bool] = lambda file: True) -> Iterator[str]:
     for frame in _frames(eqn, is_meant):
         yield f"{_from_package(frame.file_name)}:{frame.start_line}"
@@ -259,38 +249,6 @@ def traces_around() -> list[Any]:
     return found
 
 
-_TURNS = ("scan", "fori_loop", "while_body")
-
-
-def loop_of(values: list[Any]) -> Any | None:
-    """The trace of the loop whose body is traced now, if ``values`` are inputs of it; None if there is no such loop.
-
-    A body under ``jax.checkpoint`` or ``jax.vmap`` is the loop's. Bodies are told by what JAX notes of a trace: what it
-    is made for.
-    """
-    traces = [trace for trace in traces_around() if hasattr(trace, "frame")]
-    inputs = [_in_program(value) for value in values if isinstance(value, core.Tracer)]
-    if not traces or not inputs or any(value._trace is not traces[0] or value.parent is not None for value in inputs):
-        return None
-    for trace in traces:
-        purpose = getattr(trace.frame.debug_info, "traced_for", "")
-        if purpose in _TURNS:
-            return trace
-        if purpose != "checkpoint / remat":
-            return None
-    return None
-
-
-def _in_program(value: Any) -> Any:
-    """What stands for a value in the program that is traced, below batches and tangents of it."""
-    while not hasattr(value._trace, "frame"):
-        below = getattr(value, "primal", getattr(value, "val", None))
-        if not isinstance(below, core.Tracer):
-            break
-        value = below
-    return value
-
-
 def batches_around() -> list[Any]:
     """The traces of each ``jax.vmap`` here, the innermost first, those around a derivative too."""
     return [trace for trace in traces_around() if isinstance(trace, BatchTrace)]
@@ -348,7 +306,7 @@ def manual_axes(value: Any) -> tuple[str, ...]:
 def may_be_skipped() -> bool:
     """Whether some shards of the ``shard_map`` that is traced may not run what is traced: a branch, or turns of a loop.
 
-    Told as in :func:`loop_of`. Whether a ``fori_loop`` has a fixed number of turns is not known.
+    JAX notes of a trace what it is made for. Whether a ``fori_loop`` has a fixed number of turns is not known.
     """
     traced = (getattr(getattr(trace, "frame", None), "debug_info", None) for trace in traces_around())
     around = (getattr(info, "traced_for", "") for info in traced)

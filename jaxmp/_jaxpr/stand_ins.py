@@ -1,15 +1,19 @@
-"""What stands in for functions of JAX while the engine traces: attention on cuDNN, and scopes on special functions.
+"""Replace functions of JAX while a model or a function is traced: attention, special functions, and loops.
 
 ``jax.nn.dot_product_attention`` chooses its implementation while a function is traced, by the dtypes it sees then, and
 cuDNN's takes half operands only: in the finished program it would be too late. And of a function of
 ``jax.scipy.special`` or ``jax.scipy.stats`` only its polynomials and series are left there. So for as long as the
 engine traces a function, these names stand for functions that cast first, and that put a scope around theirs.
+
+A loop's body must return the carry in the dtypes it came in, and a module under a policy may return another dtype than
+its author wrote the loop for. Only the loop knows what the carry is, so the loop casts it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -23,8 +27,10 @@ import jax.scipy.stats
 import numpy as np
 
 from jaxmp._contexts import decided
+from jaxmp.dtypes import is_castable
 
 _deciding: ContextVar[tuple[Callable[[], np.dtype | None], str] | None] = ContextVar("jaxmp_stand_ins", default=None)
+_keeps_carries: ContextVar[bool] = ContextVar("jaxmp_keeps_carries", default=False)
 _lock = threading.Lock()
 _originals: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of modules, all and those that stand-ins stand for
 _depth = 0
@@ -42,25 +48,48 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
       dtype: asked by each call of the attention for the dtype to cast to; None leaves the call as it is.
       scope: the name of the scope around special functions.
     """
-    global _depth
     token = _deciding.set((dtype, scope))
+    try:
+        with _replacing(), decided(key):
+            yield
+    finally:
+        _deciding.reset(token)
+
+
+@contextlib.contextmanager
+def keeping_carries() -> Iterator[None]:
+    """Within it ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` cast each new carry to the dtypes of the old one.
+
+    They do so only where JAX would raise. Other threads see the functions that they know.
+    """
+    token = _keeps_carries.set(True)
+    try:
+        with _replacing():
+            yield
+    finally:
+        _keeps_carries.reset(token)
+
+
+@contextlib.contextmanager
+def _replacing() -> Iterator[None]:
+    """Put the stand-ins in the place of JAX's functions; the last of several to end puts these back."""
+    global _depth
     with _lock:
         if _depth == 0:
-            _originals[:] = [(own, {name: own[name] for name in names}) for own, names in _replaced()]
-            for own, originals in _originals:
-                stand_in = _attention if own is vars(jax.nn) else _special
+            _originals.clear()
+            for own, names, stand_in in _replaced():
+                originals = {name: own[name] for name in names}
+                _originals.append((own, originals))
                 own.update({name: stand_in(original) for name, original in originals.items()})
         _depth += 1
     try:
-        with decided(key):
-            yield
+        yield
     finally:
         with _lock:
             _depth -= 1
             if _depth == 0:
                 for own, originals in _originals:
                     own.update(originals)
-        _deciding.reset(token)
 
 
 @contextlib.contextmanager
@@ -81,16 +110,66 @@ def with_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
 
 
 @functools.cache
-def _replaced() -> list[tuple[dict[str, Any], list[str]]]:
-    """The functions that stand-ins stand for: what the modules hold that have them, and their names."""
+def _replaced() -> list[tuple[dict[str, Any], list[str], Callable[[Any], Any]]]:
+    """Return the functions to replace: what their modules hold, their names, and the maker of a stand-in."""
     stats = (value for value in vars(jax.scipy.stats).values() if isinstance(value, types.ModuleType))
 
     def functions_in(module: Any) -> list[str]:
         public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
         return [name for name, value in public if callable(value) and not isinstance(value, type)]
 
-    special = [(vars(module), functions_in(module)) for module in (jax.scipy.special, *stats)]
-    return [(vars(jax.nn), ["dot_product_attention"]), *special]
+    special = [(vars(module), functions_in(module), _special) for module in (jax.scipy.special, *stats)]
+    return [(vars(jax.nn), ["dot_product_attention"], _attention), (vars(jax.lax), [*_BODIES], _loop), *special]
+
+
+_BODIES = {"scan": ("f", 0), "while_loop": ("body_fun", 0), "fori_loop": ("body_fun", 1)}
+"""For each loop, the parameter that holds its body, and the position of the carry among the body's arguments."""
+
+
+@functools.cache
+def _loop(original: Any) -> Any:
+    name, position = _BODIES[original.__name__]
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def loop(*args: Any, **kwargs: Any) -> Any:
+        if not _keeps_carries.get():
+            return original(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.arguments[name] = _keeping_carry(call.arguments[name], position, is_scan=original.__name__ == "scan")
+        return original(*call.args, **call.kwargs)
+
+    return loop
+
+
+def _keeping_carry(body: Callable[..., Any], position: int, is_scan: bool) -> Callable[..., Any]:
+    """Return ``body`` with its new carry in the dtypes of the old one, which is its argument at ``position``."""
+
+    @functools.wraps(body)
+    def run(*args: Any) -> Any:
+        structure: Any = jax.tree.structure(args[position])
+        old = jax.tree.leaves(args[position])  # before the body, which may empty a container of Flax's
+
+        def in_old_dtypes(carry: Any) -> Any:
+            if jax.tree.structure(carry) != structure:
+                return carry  # an error of JAX
+            return jax.tree.unflatten(structure, map(_in_dtype_of, jax.tree.leaves(carry), old))
+
+        result = body(*args)
+        if not is_scan:
+            return in_old_dtypes(result)
+        if isinstance(result, (tuple, list)) and len(result) == 2:
+            return in_old_dtypes(result[0]), result[1]
+        return result  # an error of JAX
+
+    return run
+
+
+def _in_dtype_of(new: Any, old: Any) -> Any:
+    new_type, old_type = jax.typeof(new), jax.typeof(old)
+    if not (is_castable(new_type) and is_castable(old_type)) or old_type.weak_type:  # JAX itself casts a weak type
+        return new
+    return new if new_type.dtype == old_type.dtype else jax.lax.convert_element_type(new, old_type.dtype)
 
 
 @functools.cache

@@ -51,10 +51,11 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def jaxprs_in(eqn: Any) -> Iterator[Any]:
     """The jaxprs in an equation's parameters."""
-    yield from filter(_is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr))
+    yield from filter(is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr))
 
 
-def _is_jaxpr(param: Any) -> bool:
+def is_jaxpr(param: Any) -> bool:
+    """Return whether a parameter of an equation is a jaxpr, open or closed."""
     # `ClosedJaxpr` and `Jaxpr` became one class in JAX 0.11: told by what they have.
     return hasattr(param, "eqns") or hasattr(getattr(param, "jaxpr", None), "eqns")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import re
 from typing import Any
 
 Arguments = dict[str, dict[str, Any]]
@@ -23,13 +22,6 @@ _TOPOLOGY = "of so many: slices x hosts x GPUs of each host; the arguments lie o
 _OVERRIDE = "such as '**/head=float32' or 'primitive:exp=half'; repeat for more"
 
 
-def width(text: str) -> int:
-    """A positive integer."""
-    if re.fullmatch(r"0*[1-9]\d*", text) is None:
-        raise argparse.ArgumentTypeError(f"a width is a positive integer, got {text!r}; write 2048, say")
-    return int(text)
-
-
 def loss_scale(text: str) -> float:
     """A positive finite number."""
     with contextlib.suppress(ValueError):
@@ -38,8 +30,6 @@ def loss_scale(text: str) -> float:
     raise argparse.ArgumentTypeError(f"a loss scale is a positive finite number, got {text!r}; write 1024, say")
 
 
-WIDTHS = _named("--width", type=width, metavar="N", help="default: 768, 1024, 2048, 4096; repeat for more", **_REPEATED)
-"""Widths of transformers."""
 SHAPES = (
     _named("function", metavar="MODULE:FUNCTION", help="any function that JAX can trace")
     | _named("--arg", metavar="DTYPE[SHAPE]", help=_SHAPE, **_REPEATED)

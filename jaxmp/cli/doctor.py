@@ -6,22 +6,20 @@ import argparse
 import dataclasses
 from typing import Any
 
-from jaxmp.cli.arguments import WIDTHS
+from jaxmp.cli.arguments import Arguments
 from jaxmp.cli.printing import print_json, print_pairs
 
-ARGUMENTS = WIDTHS
+ARGUMENTS: Arguments = {}
 
 
 def run(options: argparse.Namespace) -> int:
     """Say what this machine computes fast, which policy suits it, whether training works, and what to fix.
 
-    What float8 would gain is told by a model of transformers of some widths; --width names others.
-
     Exit code 0 if a mixed-precision training step ran on the device and gave the right numbers, else 1.
     """
     from jaxmp.doctor import diagnose
 
-    report = diagnose(*[options.width] * bool(options.width))
+    report = diagnose()
     if options.json:
         print_json(dataclasses.asdict(report))
         return 0 if report.trains else 1

@@ -46,7 +46,7 @@ def of_shapes(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
 
 def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
     """What ``make`` of the function says of the arrays that another function returns; both are run."""
-    from jaxmp.cli.loading import arguments_function, check_arguments, check_count, function, in_current_folder, told
+    from jaxmp.cli.loading import check_count, function, in_current_folder, told
 
     with in_current_folder():
         fun = function(options.function)
@@ -54,14 +54,10 @@ def of_arrays(options: argparse.Namespace, make: Callable[[Callable[..., Any]], 
             run = make(fun)
         given: Any = ()
         if options.args is not None:
-            make_args = arguments_function(options.args)
+            make_args = function(options.args)
             with told(Exception, of=f"{options.args} failed"):
                 given = make_args()
         args = given if isinstance(given, tuple) else (given,)
-        check_count(options.function, fun, args, "")
+        check_count(options.function, fun, args)
         with told(Exception, of=f"{options.function} failed with these arguments"):
-            try:
-                return run(*args)
-            except TypeError:
-                check_arguments(options.args, given, may_be_shapes=False)
-                raise
+            return run(*args)

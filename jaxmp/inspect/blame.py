@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from jaxmp import tables
 from jaxmp._jaxpr.walk import PRODUCTS
+from jaxmp.inspect import stepping
 from jaxmp.inspect.calls import (
-    AS_WRITTEN,
     argument_paths,
     differentiated,
     is_inexact,
@@ -23,7 +26,7 @@ from jaxmp.inspect.calls import (
     require_arguments_not_deleted,
     step_call,
 )
-from jaxmp.inspect.evaluate import Records, evaluate, is_whole
+from jaxmp.inspect.evaluate import is_whole
 from jaxmp.inspect.program import Key, program_of
 from jaxmp.inspect.values import Turns, Value, leading_to, values_of
 from jaxmp.loss_scale import StaticLossScale
@@ -41,7 +44,7 @@ _NEVER_INVALID |= {"reduce_sum", "reduce_window_sum", "scatter-add"}
 # Where a function is infinite by itself, of its operands.
 _POLES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("log", "log2", "rsqrt", "integer_pow"), lambda x: x == 0),
-    **dict.fromkeys(("atanh", "erf_inv"), lambda x: jnp.abs(x) == 1),
+    **dict.fromkeys(("atanh", "erf_inv"), lambda x: np.abs(x) == 1),
     **dict.fromkeys(("lgamma", "digamma"), lambda x: x <= 0),
     "div": lambda x, y: y == 0,
     "pow": lambda x, y: x == 0,
@@ -214,146 +217,150 @@ def _differentiated(fun: Any, args: Sequence[Any]) -> Callable[..., Any]:
     return program
 
 
-class _Flags(NamedTuple):
-    """What is kept of an operation; with an axis before for each scan around it."""
+class _Origin(NamedTuple):
+    """Where the results of an operation that are not finite come from, element by element where it is elementwise."""
 
-    bad: jax.Array  # of each result, whether not all of it is finite
-    through: jax.Array  # of each operand, whether that is where it comes from; of a conditional, which branch it was
-    born: jax.Array  # whether finite operands gave what is not finite
-    nan: jax.Array  # whether they gave NaN
-    pole: jax.Array  # whether an infinity that they gave is the function's own
-    made: jax.Array  # whether operands without NaN, perhaps infinite, gave NaN
-    turn: jax.Array  # of the innermost while loop, the first bad one; -1 outside of one
-    ranges: Any  # of each operand, lowest and highest, if asked for
+    through: list[bool]  # of each operand: whether it was not finite where the result is not
+    born: bool  # whether finite operands gave a result that is not finite
+    nan: bool  # whether finite operands gave NaN
+    pole: bool  # whether finite operands hit a pole of the function
+    made: bool  # whether operands without NaN, perhaps infinite, gave NaN
+    ranges: tuple[Range, ...]  # of the operands
 
 
-class _Recorder:
-    def __init__(self, only: Key | None = None) -> None:
-        self.only = only
-
-    def at(self, key: Key, eqn: Any, operands: Sequence[Any], results: list[Any], given: Any) -> tuple[list[Any], Any]:
-        if (self.only is not None and key != self.only) or not any(map(is_inexact, results)):
-            return results, None
-        name, bad = eqn.primitive.name, [~_finite(result) for result in results]
-        if name in ("scan", "while", "cond"):
-            # Of a loop from what goes in and from its body, of a conditional from one branch, not from what chose it.
-            branches = len(eqn.params.get("branches", ()))
-            through = jnp.arange(branches + 1) == operands[0] if branches else jnp.ones(2, bool)
-            born = nan = pole = made = jnp.array(False)
-        else:
-            through, born, nan, pole, made = _origin(eqn, operands, results, bad)
-        ranges = [_range(operand) for operand in operands] if self.only is not None else None
-        all_bad = jnp.stack([jnp.any(each) for each in bad])
-        return results, _Flags(all_bad, through, born, nan, pole, made, jnp.int32(-1), ranges)
-
-    def merged(self, key: Key, old: _Flags, new: _Flags, turn: jax.Array) -> _Flags:
-        """The flags of the first bad turn."""
-        was = jnp.any(old.bad, axis=-1)
-        new = new._replace(turn=jnp.where(new.turn < 0, turn, new.turn))
-        return jax.tree.map(lambda a, b: jnp.where(was.reshape(was.shape + (1,) * (a.ndim - was.ndim)), a, b), old, new)
-
-
-def _origin(eqn: Any, operands: Sequence[Any], results: Sequence[Any], bad: Sequence[Any]) -> tuple[jax.Array, ...]:
-    """``through``, ``born``, ``nan``, ``pole`` and ``made`` of an operation: element by element where it is so."""
-    name = eqn.primitive.name
-    is_bad, is_nan = [~_finite(operand) for operand in operands], [_nan(operand) for operand in operands]
-    if name not in _ELEMENTWISE:
-        is_bad, is_nan, bad = ([jnp.any(one) for one in each] for each in (is_bad, is_nan, bad))
-        bad = [jnp.any(jnp.stack(bad))]
-    elif name == "select_n":
-        which = jnp.asarray(operands[0], jnp.int32)  # a bool for two cases
-        chosen = [which == n for n in range(len(operands) - 1)]
-        for each in is_bad, is_nan:
-            each[1:] = [one & here for one, here in zip(each[1:], chosen, strict=True)]
-    nan = _nan(results[0])
-    if name not in _ELEMENTWISE:
-        nan = jnp.any(jnp.stack([jnp.any(_nan(result)) for result in results]))
-    none_bad, none_nan = (~_any(each) for each in (is_bad, is_nan))
-    born = bad[0] & none_bad
-    pole = born & _POLES[name](*operands) if name in _POLES else jnp.array(False)
-    through = [jnp.any(bad[0] & each) for each in is_bad]
-    found = (born, nan & none_bad, pole, nan & none_nan)
-    return jnp.stack(through) if through else jnp.zeros(0, bool), *map(jnp.any, found)
+def _origin(name: str, operands: Sequence[Any], results: Sequence[Any]) -> _Origin:
+    operands, results = list(map(_on_host, operands)), list(map(_on_host, results))
+    bad_operands, nan_operands = list(map(_not_finite, operands)), list(map(_nan, operands))
+    if name in _ELEMENTWISE:
+        bad, nan = _not_finite(results[0]), _nan(results[0])
+    else:
+        bad = np.any([_not_finite(result).any() for result in results])
+        nan = np.any([_nan(result).any() for result in results])
+        bad_operands = [each.any() for each in bad_operands]
+        nan_operands = [each.any() for each in nan_operands]
+    if name == "select_n":
+        for case in range(len(operands) - 1):
+            is_chosen = operands[0] == case
+            bad_operands[case + 1] &= is_chosen
+            nan_operands[case + 1] &= is_chosen
+    born = bad & ~_any_of(bad_operands)
+    return _Origin(
+        through=[bool(np.any(bad & operand)) for operand in bad_operands],
+        born=bool(np.any(born)),
+        nan=bool(np.any(born & nan)),
+        pole=name in _POLES and bool(np.any(born & _POLES[name](*operands))),
+        made=bool(np.any(nan & ~_any_of(nan_operands))),
+        ranges=_ranges(operands),
+    )
 
 
-def _any(flags: Sequence[jax.Array]) -> jax.Array:
-    out = jnp.array(False)
-    for each in flags:
-        out = out | each
-    return out
+def _any_of(masks: Sequence[Any]) -> Any:
+    return functools.reduce(np.logical_or, masks, np.False_)
 
 
-def _finite(value: Any) -> jax.Array:
-    return jnp.isfinite(_wide(value)) if is_inexact(value) else jnp.array(True)
+def _on_host(value: Any) -> Any:
+    """Return an array of NumPy, float32 in place of a narrower dtype's numbers; a random key stays what it is."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        value = process_allgather(value, tiled=True)
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+        return value
+    return np.asarray(value)
 
 
-def _nan(value: Any) -> jax.Array:
-    return jnp.isnan(_wide(value)) if is_inexact(value) else jnp.array(False)
+def _not_finite(value: Any) -> Any:
+    return ~np.isfinite(value) if is_inexact(value) else np.False_
 
 
-def _wide(value: Any) -> jax.Array:
-    value = jnp.asarray(value)
-    return value.astype(jnp.float32) if value.dtype.itemsize == 1 else value
+def _nan(value: Any) -> Any:
+    return np.isnan(value) if is_inexact(value) else np.False_
 
 
-def _range(value: Any) -> tuple[jax.Array, jax.Array] | None:
-    """Lowest and highest; None of what has none, a random key or an empty array."""
-    value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.number) or not value.size:
-        return None
-    value = jnp.abs(value) if jnp.issubdtype(value.dtype, jnp.complexfloating) else _wide(value)
-    return jnp.nanmin(value), jnp.nanmax(value)
+def _ranges(operands: Sequence[Any]) -> tuple[Range, ...]:
+    """The ranges of arrays of numbers that are not empty."""
+    ranges = []
+    for operand in operands:
+        if not jnp.issubdtype(operand.dtype, jnp.number) or not operand.size:
+            continue
+        numbers = np.abs(operand) if np.iscomplexobj(operand) else np.asarray(operand, np.float64)
+        is_known = ~np.isnan(numbers)
+        low = numbers.min(where=is_known, initial=np.inf) if is_known.any() else np.nan
+        high = numbers.max(where=is_known, initial=-np.inf) if is_known.any() else np.nan
+        ranges.append(Range(str(operand.dtype), operand.shape, float(low), float(high)))
+    return tuple(ranges)
 
 
-def _find(program: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
+_At = tuple[Key, Turns]
+"""An operation in one turn of each scan around it; in a while loop in the first turn in which it fails."""
+
+
+class _Failure(NamedTuple):
+    """An operation, some of whose results are not finite."""
+
+    name: str
+    bad: list[bool]  # of each result
+    while_turn: int  # -1 outside of while loops
+
+
+class _Program:
+    """A program that was run once, with its operations that failed and the branches that its conditionals took."""
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> None:
+        self.jaxpr, self.consts, self.inputs = jaxpr, consts, inputs
+        self.failures: dict[_At, _Failure] = {}
+        self.origins: dict[_At, _Origin] = {}
+
+        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
+            bad = [not stepping.is_finite(result) for result in results]
+            self.failures.setdefault(moment[:2], _Failure(eqn.primitive.name, bad, moment.while_turn))
+
+        self.results, self.branches = stepping.run(jaxpr, consts, inputs, visit)
+
+    def look_at(self, wanted: set[_At]) -> None:
+        """Run again for the origins of some failures."""
+
+        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
+            at = moment[:2]
+            if at in wanted and at not in self.origins:
+                self.origins[at] = _origin(eqn.primitive.name, operands, results)
+
+        stepping.run(self.jaxpr, self.consts, self.inputs, visit)
+
+
+def _find(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
     """The blame in a function that returns losses, whatever else, and gradients."""
-    jaxpr, consts, structure = program_of(program, *args)
+    jaxpr, consts, structure = program_of(fun, *args)
     inputs = jax.tree.leaves(tuple(args))
-    results, records = _run(jaxpr, consts, inputs)
+    program = _Program(jaxpr, consts, inputs)
     values = values_of(jaxpr, consts, is_whole)
     roots = values.results
     losses, aux, _ = map(jax.tree.leaves, jax.tree.unflatten(structure, range(len(roots))))
-    bad = [n for n, result in enumerate(results) if _is_bad(result)]
+    bad = [n for n, result in enumerate(program.results) if not stepping.is_finite(result)]
     main = [roots[n] for n in bad if n not in aux]
     early = leading_to([roots[n] for n in (*losses, *aux)])
+    found = _first(main or [roots[n] for n in bad], program, early)
     # A mask that is returned is meant to be infinite; a loss is not.
-    suspects = [
-        suspect
-        for suspect in _suspects(main or [roots[n] for n in bad], records, inputs)
-        if main or suspect.rank is not _Rank.CONSTANT
-    ]
-    if not suspects:
+    if found is None or (found.rank is _Rank.CONSTANT and not main):
         return None
-    early |= {suspect.value for suspect in suspects if not suspect.value.key}
-    found = min(suspects, key=lambda it: (it.rank, it.value not in early, it.value.order(it.turns)))
     value, turns = found.value, found.turns
     if value.name == "argument" or (value.name == "constant" and found.reader is None):
         given, path = value.constant, "a constant"
         if value.name == "argument":
             given, path = inputs[value.position], paths[value.position]
-        return Blame("input", "", path, "", "input", _ranges([given], [_range(given)]), None, False)
+        return Blame("input", "", path, "", "input", _ranges([_on_host(jnp.asarray(given))]), None, False)
     kind, phase = "", "forward" if value in early else "backward"
     if found.reader is not None and not value.key:
         kind, phase, (value, turns) = "input", "input", found.reader
-    place = values.places[value.key]
-    name, flags = place.eqn.primitive.name, _at(_run(jaxpr, consts, inputs, value.key)[1][value.key], turns)
+    at = value.key, turns
+    if at not in program.origins:
+        program.look_at({at})
+    place, failure, origin = values.places[value.key], program.failures[at], program.origins[at]
     turn = None
     if place.turns:
-        turn = int(flags.turn) if place.turns[-1] is None else turns[-1]
+        turn = failure.while_turn if place.turns[-1] is None else turns[-1]
         if place.turns[-1] is not None and value.scans[-1].reverse and phase == "forward":
             turn = place.turns[-1] - 1 - turn
-    operands = _ranges([atom.aval for atom in place.eqn.invars], flags.ranges)
-    return Blame(phase, name, place.path, place.source, kind or _kind(name, flags), operands, turn, False)
-
-
-def _run(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], only: Key | None = None
-) -> tuple[list[Any], Records]:
-    def run(consts: Any, inputs: Any) -> Any:
-        return evaluate(jaxpr, consts, inputs, _Recorder(only))
-
-    results, records = jax.jit(run, compiler_options=AS_WRITTEN)(list(consts), list(inputs))
-    return results, jax.device_get(records)
+    kind = kind or _kind(failure.name, origin)
+    return Blame(phase, failure.name, place.path, place.source, kind, origin.ranges, turn, False)
 
 
 class _Rank(enum.IntEnum):
@@ -372,8 +379,33 @@ class _Suspect(NamedTuple):
     reader: tuple[Value, Turns] | None  # of an argument or a constant: which operation reads it, if one does
 
 
-def _suspects(starts: Sequence[Value], records: Mapping[Key, _Flags], inputs: Sequence[Any]) -> Iterator[_Suspect]:
-    """All that what is not finite comes from, as far as flags of whole arrays tell."""
+def _first(starts: Sequence[Value], program: _Program, early: set[Value]) -> _Suspect | None:
+    """The first suspect among all that the values which are not finite come from.
+
+    The origins of failures are looked at in the order of the program, only until one is found that comes before all
+    others; so mostly that of one failure. A selection passes on only what it chooses: the origins of all are needed.
+    """
+    some = 1
+    while True:
+        suspects, unknown = _suspects(starts, program)
+        known_early = early | {suspect.value for suspect in suspects if not suspect.value.key}
+
+        def order(suspect: _Suspect, known_early: set[Value] = known_early) -> Any:
+            return suspect.rank, suspect.value not in known_early, suspect.value.order(suspect.turns)
+
+        first = min(suspects, key=order, default=None)
+        before = sorted((each for each in unknown if first is None or order(each) < order(first)), key=order)
+        selections = [each for each in unknown if each.value.name == "select_n"]
+        if not before and not selections:
+            return first
+        program.look_at({(each.value.key, each.turns) for each in (*before[:some], *selections)})
+        some *= 4
+
+
+def _suspects(starts: Sequence[Value], program: _Program) -> tuple[list[_Suspect], list[_Suspect]]:
+    """All that values which are not finite come from: suspects, and failures whose origin is not known yet."""
+    suspects: list[_Suspect] = []
+    unknown: list[_Suspect] = []
     left: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]
     seen = set()
     while left:
@@ -381,44 +413,38 @@ def _suspects(starts: Sequence[Value], records: Mapping[Key, _Flags], inputs: Se
         if (value, turns) in seen:
             continue
         seen.add((value, turns))
-        through = None
+        followed = None  # the numbers of the operands or branches that lead on; None: all
         if not value.key:
             is_argument = value.name == "argument"
-            given = inputs[value.position] if is_argument else value.constant
-            if _is_bad(given):
+            given = program.inputs[value.position] if is_argument else value.constant
+            if not stepping.is_finite(given):
                 rank = _Rank.ARGUMENT if is_argument else _Rank.CONSTANT
-                yield _Suspect(_Rank.BORN if bool(jnp.any(_nan(given))) else rank, value, (), reader)
-        elif value.is_computed:
-            if value.key not in records or not (flags := _at(records[value.key], turns)).bad[value.position]:
+                is_nan = _nan(_on_host(jnp.asarray(given))).any()
+                suspects.append(_Suspect(_Rank.BORN if is_nan else rank, value, (), reader))
+        elif value.place is not None:
+            failure = program.failures.get((value.key, turns))
+            if failure is None or not failure.bad[value.position]:
                 continue
-            reader, through = (value, turns), flags.through
-            if flags.born or flags.made:
-                yield _Suspect(_Rank.BORN if flags.born else _Rank.MADE, value, turns, None)
+            reader = value, turns
+            suspect = _Suspect(_Rank.BORN, value, turns, None)
+            origin = program.origins.get((value.key, turns))
+            if origin is None:
+                unknown.append(suspect)
+            else:
+                followed = {number for number, is_through in enumerate(origin.through) if is_through}
+            if origin is not None and (origin.born or origin.made):
+                suspects.append(suspect._replace(rank=_Rank.BORN if origin.born else _Rank.MADE))
+        else:
+            followed = program.branches.get((value.key, turns))
         left += [
             (source, other, reader)
             for number, source, other in value.sources(turns)
-            if through is None or through[number]
+            if followed is None or number in followed
         ]
+    return suspects, unknown
 
 
-def _at(flags: _Flags, turns: Turns) -> _Flags:
-    at: _Flags = jax.tree.map(lambda each: each[turns], flags)
-    return at
-
-
-def _is_bad(value: Any) -> bool:
-    return not bool(jnp.all(_finite(value)))
-
-
-def _kind(name: str, flags: _Flags) -> str:
-    if not flags.born or (flags.nan and name not in _NEVER_INVALID):
+def _kind(name: str, origin: _Origin) -> str:
+    if not origin.born or (origin.nan and name not in _NEVER_INVALID):
         return "invalid"
-    return "division by zero" if flags.pole else "overflow"
-
-
-def _ranges(operands: Sequence[Any], ranges: Sequence[Any]) -> tuple[Range, ...]:
-    return tuple(
-        Range(str(jnp.result_type(operand)), jnp.shape(operand), float(bounds[0]), float(bounds[1]))
-        for operand, bounds in zip(operands, ranges, strict=True)
-        if bounds is not None
-    )
+    return "division by zero" if origin.pole else "overflow"

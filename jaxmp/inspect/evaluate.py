@@ -92,6 +92,8 @@ class _Evaluation:
         bodies = reading.bodies_of(eqn)
         if bodies is None or is_whole(eqn, self.keeps_rules):
             results = bound(eqn, operands, eqn.params)
+            # The same numbers, of the type that can be looked at where the result lies.
+            operands = results if eqn.primitive.name in reading.RESHARDS else operands
         elif bodies.kind == "call" and not (self.keeps_rules and eqn.primitive.name == "remat2"):
             opened = reading.opened(bodies.jaxprs[0])
             results, inner = self.body(*opened, operands, (*key, 0), given)

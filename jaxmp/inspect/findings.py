@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxmp import tables
 from jaxmp._jaxpr import reading
+from jaxmp.inspect.constants import inexact_integers, overflowing_constants, vanishing_constants
 from jaxmp.inspect.evidence import Argument, Audited, Found, Sent
-from jaxmp.inspect.integers import inexact_integers
-from jaxmp.inspect.lost_numbers import overflowing_constants, vanishing_constants
 from jaxmp.inspect.products import compiled_otherwise, float32_products, mixed_products, unaligned_products
 from jaxmp.inspect.program import Place
 from jaxmp.inspect.sums import half_sums, terms
@@ -262,7 +261,7 @@ def _unscaled_float16(audited: Audited) -> Found:
         yield (
             backward[0].at,
             f"{len(backward)} products of the backward pass in float16 and no loss scale: small gradients become 0",
-            "scale the loss: jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()) with jaxmp.scaled_value_and_grad, or use "
+            "scale the loss: jaxmp.loss_scaling(tx, jaxmp.DynamicLossScale()) with jaxmp.value_and_grad, or use "
             "bfloat16",
         )
 

@@ -24,7 +24,7 @@ from jaxmp.inspect.evaluate import evaluate
 from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.statistics import Record, Statistics
 from jaxmp.inspect.values import returned
-from jaxmp.optimizer import get_loss_scale, has_loss_scale, require_loss, scaled_loss, with_loss
+from jaxmp.optimizer import get_loss_scale, require_loss, scaled_loss, with_loss
 from jaxmp.training import Metrics, S, TrainState, TrainStep
 
 TENSORS = ("weights", "activations", "activation_gradients", "gradients", "updates")
@@ -269,8 +269,6 @@ def _measured(loss_fn: Callable[..., Any], policy: Any, tx: Any) -> Callable[...
             lambda leaf: leaf.astype(jnp.float32) / scale if _tree.is_float_array(leaf) else leaf, grads
         )
         state = tx.init(arrays) if opt_state is None else opt_state
-        if has_loss_scale(state):
-            true = get_loss_scale(state).scale(true)
         return found_in(loss, arrays, grads, updates_of(tx, true, state, arrays, loss), seen)
 
     return lambda params, args, opt_state, scale: of_arrays(*_arrays_of(params), args, opt_state, scale)
@@ -357,8 +355,9 @@ class CountingStep(TrainStep):
     def gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
         """See :class:`jaxmp.training.TrainStep`."""
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
+        true_grads = get_loss_scale(state.opt_state).unscale(_tree.widen(grads))
         # The compiler finds that the step computes the same updates.
-        updates = updates_of(state.tx, grads, state.opt_state, state.params, loss, **self.clip)
+        updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss, **self.clip)
         metrics[_SEEN] = found_in(loss, state.params, grads, updates, metrics[_SEEN])
         return loss, grads, model_state, metrics
 

@@ -27,7 +27,7 @@ Step = Callable[[Turns], list[Turns]]
 Read = tuple[int, "Value", Step]
 TURN, TURNS, JOIN, _HELD = "turn", "turns", "join", "held"
 MOVES = PICKS | COMBINES | {TURN, TURNS, "stop_gradient", "reduce_max", "reduce_min"}
-MOVES |= {"reduce_window_max", "reduce_window_min", "sort", "top_k", "pvary", "reshard"}
+MOVES |= {"reduce_window_max", "reduce_window_min", "sort", "top_k", "reshard"}
 """Operations whose results are elements of their operands; of ``top_k`` the first result."""
 _ONE_BY_ONE = frozenset({"optimization_barrier"})
 

@@ -31,8 +31,6 @@ from jaxmp._adapters import (
     Mode,
     Treatment,
     adapter_of,
-    as_carry,
-    carried_by,
     handed_out,
     is_default,
     is_floating,
@@ -42,7 +40,7 @@ from jaxmp._adapters import (
     policies_below,
     widen,
 )
-from jaxmp._jaxpr.reading import traces_around
+from jaxmp._jaxpr.stand_ins import keeping_carries
 from jaxmp._jaxpr.walk import equations
 from jaxmp.dtypes import is_half
 from jaxmp.engine.classes import Class, classify
@@ -110,13 +108,12 @@ class _Decision(Treatment):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
-    """A method that is running, and the traces that it was called in."""
+    """A method that is running."""
 
     run: Run
     module: nn.Module
     path: Path
     decision: Treatment
-    traces: list[Any]
 
     def is_around(self, run: Run, module: nn.Module) -> bool:
         """Whether a method of ``module`` that is called now is a helper, or the body of a lifted transform."""
@@ -171,7 +168,7 @@ def running(run: Run) -> Iterator[Run]:
     _running.runs.append(run)
     try:
         run.decide(run.module)
-        with nn.intercept_methods(_intercept) if first else contextlib.nullcontext():
+        with nn.intercept_methods(_intercept) if first else contextlib.nullcontext(), keeping_carries():
             yield run
         run.finish()
     finally:
@@ -322,13 +319,11 @@ class Run:
                 return next_fun(*args, **kwargs)
         caller = _running.frames[-1] if _running.frames else None
         inside = caller is not None and caller.is_around(self, module)
-        carry = None if inside else carried_by(args, caller.traces if caller else [])
         own = decision.called_by(caller.decision if caller is not None and caller.run is self else None)
         if own.is_float32 and not inside:
             args, kwargs = jax.tree.map(widen, (args, kwargs))
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))} if own.is_float32 else set()
-        traces = caller.traces if caller is not None and inside else traces_around()
-        _running.frames.append(_Frame(self, module, module.path, own, traces))
+        _running.frames.append(_Frame(self, module, module.path, own))
         try:
             with (
                 noting_half(self.prefix + path, type(module), own, "linen"),
@@ -346,7 +341,7 @@ class Run:
         elif self.method is not None and (module is self.module or module is self.copy()):
             result = handed_out(result, own, None, given) if self.prefix else result
             result = self.cast_output(result)  # before Linen captures it as an intermediate
-        return result if carry is None else as_carry(result, carry)
+        return result
 
     def _call_nnx(
         self, module: Any, path: Path, next_fun: Callable[..., Any], *args: Any, nnx_method: Any = None, **kwargs: Any

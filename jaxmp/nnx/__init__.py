@@ -2,7 +2,7 @@
 
 :func:`apply_policy` returns a model that shares the Variables of the one it is given: the modules are copies whose
 ``dtype`` attributes are set and whose methods run under their policies (see ``jaxmp/nnx/run.py``). Transforms of NNX,
-``split`` and ``merge`` see an ordinary model. :class:`Optimizer` and :func:`scaled_value_and_grad` scale its loss.
+``split`` and ``merge`` see an ordinary model. :class:`Optimizer` and :func:`value_and_grad` scale its loss.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from jaxmp._adapters import (
 from jaxmp._functions import require_order
 from jaxmp.dtypes import is_half
 from jaxmp.nnx.optimizer import Optimizer as Optimizer
-from jaxmp.nnx.optimizer import scaled_value_and_grad as scaled_value_and_grad
-from jaxmp.nnx.run import Decision, HalfPolicy, bare_class, decision_of, follow, policied_class
+from jaxmp.nnx.optimizer import value_and_grad as value_and_grad
+from jaxmp.nnx.policy_check import note_copy
+from jaxmp.nnx.run import Decision, HalfPolicy, bare_class, decision_of, policied_class
 from jaxmp.nnx.run import note_kept as note_kept
 from jaxmp.nnx.training import make_train_step as make_train_step
 from jaxmp.nnx.variables import cast_variable, change_own, is_module, items, own_variables, submodules
@@ -42,7 +43,7 @@ from jaxmp.policy import PolicyMap, is_o1
 M = TypeVar("M", bound=nnx.Module)
 
 
-__all__ = ["Optimizer", "apply_policy", "autocast", "make_train_step", "scaled_value_and_grad"]
+__all__ = ["Optimizer", "apply_policy", "autocast", "make_train_step", "value_and_grad"]
 
 
 def __dir__() -> list[str]:
@@ -56,12 +57,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
     unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it.
 
-    Modes are followed: ``eval``, ``train``, ``set_attributes`` of True, False or None on the model that was given reach
-    the copy too, when it is called, split, cloned or pickled; an attribute of it that is read before shows the old
-    mode. Called on the copy they switch the given model with it, at once, so that of the two the last call counts.
-    Other copies of it keep theirs, until the given model is switched to a mode that it is not in. A clone, a pickle, a
-    view (``nnx.view(copy, deterministic=True)``) or a merged copy has modes of its own, and a switch of the copy inside
-    of a transform does not reach the given model.
+    From then on use the copy: ``eval()`` and ``train()`` on ``model`` do not reach it, and a train step or an optimizer
+    of the copy refuses ``model``, which computes in float32.
 
     What is shared is a Variable, with each value that is written to it (``model.head.kernel[...] = value``), not the
     attribute that holds it: a module or a Variable that is put into ``model`` afterwards (a new head,
@@ -73,10 +70,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     down before the policy comes: what equals the default of a module around it counts as default too. A module with a
     ``dtype`` attribute computes as it is written. The operations of one without are decided on the graph in the compute
     dtype of its policy, as :func:`jaxmp.autocast` decides; its code is traced in float32 if it has Params of its own,
-    and sees those. In the body of a loop with a carry (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) the first argument
-    of a module below the root is taken for the carry, and a result like it keeps its dtype. A module with a policy of
-    its own, nested in another, keeps it. An ``init_cache`` that is called without its ``dtype`` makes a cache in that
-    of its module.
+    and sees those. The carry of a loop in the model (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) keeps the dtype it
+    comes in with. A module with a policy of its own, nested in another, keeps it. An ``init_cache`` that is called
+    without its ``dtype`` makes a cache in that of its module.
 
     Gradients of Params are summed in float32. A call is traced as under ``jax.jit``, so that its Python code cannot
     branch on the values of arrays; without ``jit`` a call of equal shapes runs the program that was written by the
@@ -157,9 +153,7 @@ def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping
         policies.check(graph.classes, graph.variables, complete=not wrappers)
     is_checked = is_half(policies.root.compute_dtype) and not graph.nested
     _put_under(graph, policies, by_autocast, is_checked, operations=tuple((operations or {}).items()))
-    pair = (nnx.iter_modules(each, graph=True) for each in (model, copy))
-    for (_, given), (_, module) in zip(*pair, strict=True):
-        follow(module, given)
+    note_copy(model)
     return copy
 
 

@@ -8,8 +8,6 @@ from typing import Any
 OWN = "_pytree__"
 """How the names of attributes begin in which NNX keeps what it knows of an object."""
 NODES, STATE = f"{OWN}nodes", f"{OWN}state"
-FLATTEN = ("_graph_node_flatten", f"{OWN}flatten", f"{OWN}flatten_with_paths")
-"""Where Flax reads the attributes of a module: for a transform, a split, a clone, ``set_attributes``."""
 
 
 def are_data(node: Any) -> Mapping[str, bool]:

@@ -198,7 +198,6 @@ def _parts_of(node: Any) -> list[tuple[str, Any]] | None:
     """The attributes that a copy of an object has copies of; None if others hold arrays, objects or what may change."""
     if not is_pytree(node):
         return None
-    getattr(type(node), "jaxmp_follow", id)(node)
     found, data = list[tuple[str, Any]](), are_data(node)
     for name, value in vars(node).items():
         if type(value) in PLAIN or name == NODES:

@@ -17,13 +17,14 @@ from flax.errors import TraceContextError
 from jaxmp import tree as _tree
 from jaxmp._adapters import described_model
 from jaxmp._functions import require_flag
-from jaxmp._order import warn_if_behind
 from jaxmp._placement import copied_if_seen
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.nnx.objects import value_of
+from jaxmp.nnx.policy_check import needs_policy, require_policy
 from jaxmp.nnx.variables import is_module, is_node, is_object
 from jaxmp.optimizer import (
     get_loss_scale,
+    global_norm,
     has_loss_scale,
     is_list,
     loss_scaling,
@@ -32,7 +33,7 @@ from jaxmp.optimizer import (
     require_outermost,
     scaled_loss,
     take_step,
-    unscaled_norm,
+    true_gradients,
 )
 from jaxmp.rounding import as_optimizer
 from jaxmp.training import TrainState
@@ -43,7 +44,7 @@ _Object: Any = nnx.Optimizer  # its type parameters are of no use here
 class Optimizer(_Object):
     """``nnx.Optimizer`` with loss scaling: a step whose gradients' norm is not finite changes nothing but the scale.
 
-    With gradients of :func:`scaled_value_and_grad`, a skipped step leaves every Variable of the model bit for bit as it
+    With gradients of :func:`value_and_grad`, a skipped step leaves every Variable of the model bit for bit as it
     was when the last step ended, batch statistics included; only random number generators move on. So do other modules
     among the loss function's arguments, when the gradients' norm is not finite. The optimizer's ``step`` counts calls,
     ``skipped`` those that changed nothing.
@@ -67,7 +68,7 @@ class Optimizer(_Object):
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
     >>> @nnx.jit
     ... def step(model, optimizer, x):
-    ...     loss, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+    ...     loss, grads = jaxmp.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
     ...     optimizer.update(model, grads)
     ...     return loss
     >>> loss = step(model, optimizer, jnp.full((4, 2), jnp.inf))
@@ -100,10 +101,10 @@ class Optimizer(_Object):
             )
         if not has_one:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
-        warn_if_behind(tx, params, stacklevel=5)  # three are of NNX
         super().__init__(model, tx, wrt=wrt, **kwargs)
         get_loss_scale(self.opt_state)  # raises if there are several
         require_outermost(tx, self.opt_state)
+        self._needs_policy = needs_policy(model)
         self._before: Any = nnx.data(None)
         self._skipped, self._stuck = (nnx.OptState(jnp.zeros((), jnp.int32)) for _ in range(2))
         # None of the model's own arrays: two that jax.device_put makes of one may share a buffer, which no step can
@@ -139,16 +140,16 @@ class Optimizer(_Object):
     def _remember(self, values: dict[str, Any]) -> None:
         """Keeps ``values`` for the next :meth:`update` to put back if it skips; of several for a path the first.
 
-        :func:`scaled_value_and_grad` calls this with what the loss function has changed in the model.
+        :func:`value_and_grad` calls this with what the loss function has changed in the model.
         """
         self._before = nnx.data({**values, **(self._before or {})})
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Takes a step with ``grads``, the gradients of the scaled loss, or skips it.
+        """Take a step with ``grads``, the true gradients, or skip it if they are not finite.
 
         Args:
           model: changed in place.
-          grads: of :func:`scaled_value_and_grad`.
+          grads: of :func:`value_and_grad`.
           **kwargs: extra arguments of the optax optimizer, and ``clip_norm``, see :func:`jaxmp.loss_scaling`.
 
         Returns:
@@ -156,9 +157,11 @@ class Optimizer(_Object):
 
         Raises:
           TypeError: ``model`` is no NNX model: the gradients, say, where the two are swapped.
-          ValueError: the optimizer keeps a moving average, of which only a train step has the decay.
+          ValueError: ``model`` is the one that ``apply_policy`` was called with, not the one it returned; the optimizer
+            keeps a moving average, of which only a train step has the decay.
         """
         require_model(model, "optimizer.update", "(model, grads)")
+        require_policy(model, self)
         if self.ema is not None:
             raise ValueError(
                 "update would leave the moving average as it is, but this optimizer was made with ema=True; train with "
@@ -266,13 +269,16 @@ def _is_alike(new: Any, old: Any) -> bool:
     return [(path, jnp.shape(leaf)) for path, leaf in leaves] == [(path, jnp.shape(leaf)) for path, leaf in others]
 
 
-def scaled_value_and_grad(
+def value_and_grad(
     loss_fn: Callable[..., Any],
     optimizer: Optimizer,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """Like ``nnx.value_and_grad``, but the gradients are those of the loss times the scale of ``optimizer``.
+    """Return a function of the true loss and the true gradients, computed with the loss scale of ``optimizer``.
+
+    It takes the place of ``nnx.value_and_grad`` in a step of your own; see :func:`jaxmp.value_and_grad`. What the loss
+    function writes to the model (batch statistics, say) is put back by ``optimizer.update`` if the step is skipped.
 
     Args:
       loss_fn: returns the loss, or ``(loss, aux)`` with ``has_aux``.
@@ -283,7 +289,7 @@ def scaled_value_and_grad(
 
     Returns:
       A function with ``loss_fn``'s arguments that returns ``(loss, grads)`` or ``((loss, aux), grads)``: the true loss
-      in float32, and scaled gradients for ``optimizer.update``.
+      and the true gradients in float32, with NaN where one overflowed, for ``optimizer.update``.
 
     Raises:
       TypeError: the optimizer is not this module's; the loss is no floating scalar, or float16, in which the scale
@@ -291,11 +297,11 @@ def scaled_value_and_grad(
 
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(8.0))
-    >>> loss, grads = scaled_value_and_grad(lambda model: jnp.sum(model(jnp.ones((1, 2)))), optimizer)(model)
+    >>> loss, grads = value_and_grad(lambda model: jnp.sum(model(jnp.ones((1, 2)))), optimizer)(model)
     >>> grads["bias"][...]
-    Array([8.], dtype=float32)
+    Array([1.], dtype=float32)
     """
-    require_optimizer(optimizer, "scaled_value_and_grad")
+    require_optimizer(optimizer, "value_and_grad")
     places = places_of(argnums, nnx.DiffState)
     wanted = [one if isinstance(one, nnx.DiffState) else nnx.DiffState(int(one), optimizer.wrt) for one in places]
     gradient = nnx.value_and_grad(
@@ -305,18 +311,20 @@ def scaled_value_and_grad(
     )
 
     @functools.wraps(loss_fn)
-    def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+    def unscaled(*args: Any, **kwargs: Any) -> Any:
         trained = args[wanted[0].argnum] if wanted[0].argnum < len(args) else None  # a module, or a tree of some
+        require_policy(trained, optimizer)
         others = [arg for arg in (*args, *kwargs.values()) if arg is not trained]
         models = [trained, *(leaf for leaf in jax.tree.leaves(others, is_leaf=_is_module) if _is_module(leaf))]
         before = [_values(model) for model in models]
-        (_, (loss, aux)), grads = gradient(*args, **kwargs)
+        (_, (loss, aux)), scaled_grads = gradient(*args, **kwargs)
+        grads = true_gradients(scaled_grads, optimizer.loss_scale)
         for model, values in zip(models, before, strict=True):
             if changed := _changed(model, values):
                 _keep(model, changed, grads, optimizer, is_trained=model is trained)
         return ((loss, aux) if has_aux else loss), grads
 
-    return value_and_grad
+    return unscaled
 
 
 def _is_module(node: Any) -> bool:
@@ -328,4 +336,4 @@ def _keep(model: Any, changed: dict[str, Any], grads: Any, optimizer: Optimizer,
     if is_trained:
         with contextlib.suppress(TraceContextError):  # in a loop or a function that was not given the optimizer
             return optimizer._remember(changed)
-    _put_back(jnp.isfinite(unscaled_norm(nnx.as_pure(grads), optimizer.loss_scale)), model, changed)
+    _put_back(jnp.isfinite(global_norm(nnx.as_pure(grads))), model, changed)

@@ -13,14 +13,12 @@ import functools
 import inspect
 import itertools
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 from flax import nnx
-from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import (
@@ -28,8 +26,6 @@ from jaxmp._adapters import (
     ProductsCheck,
     Treatment,
     adapter_of,
-    as_carry,
-    carried_by,
     handed_out,
     is_running_in,
     like,
@@ -39,10 +35,10 @@ from jaxmp._adapters import (
     widen,
 )
 from jaxmp._contexts import float32_caller, policies_off
-from jaxmp._jaxpr.reading import traces_around
+from jaxmp._jaxpr.stand_ins import keeping_carries
 from jaxmp.engine.autocast import computed
 from jaxmp.engine.rules import Rules
-from jaxmp.nnx.internals import FLATTEN, check_may_change, is_pytree_class
+from jaxmp.nnx.internals import is_pytree_class
 from jaxmp.nnx.objects import of_arrays
 from jaxmp.nnx.variables import is_module, is_object, modules_in, own_variables
 from jaxmp.patterns import Path
@@ -110,117 +106,13 @@ def policied_class(bare: Any, decision: Decision) -> Any:
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace |= {"jaxmp_decision": decision, "jaxmp_bare_class": bare, "jaxmp_programs": {}, "__reduce__": _reduce}
-        namespace |= {"jaxmp_follow": _follow}
         namespace |= {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "__doc__": bare.__doc__}
         namespace |= {name: _entrance(name, method) for name, method in _methods(bare)}
-        namespace |= {name: _following(getattr(bare, name)) for name in FLATTEN}
-        namespace["__setattr__"] = _setting(bare.__setattr__)
 
     return types.new_class(bare.__name__, (bare,), {"pytree": is_pytree_class(bare)}, fill)
 
 
-class _Given:
-    """The attributes of a module that was given, as long as it lives, and its modes from then on."""
-
-    def __init__(self, module: Any) -> None:
-        self.attributes = vars(module)
-        self.known = dict[str, Any]()  # its modes as they were when they were last read
-        self.said = dict[str, list[Any]]()  # the same, without what copies set; each change is a new list
-        self.module = weakref.ref(module, functools.partial(self._end, id(module)))
-
-    def _end(self, key: int, _: Any) -> None:
-        _givens.pop(key, None)
-        self.attributes = _modes(self.attributes)  # lets go of its Variables and submodules
-
-    def read(self) -> None:
-        """Notes which modes were set on the module itself since this was last called."""
-        now = _modes(self.attributes)
-        self.said.update({name: [now[name]] for name in now if self.known.get(name, ...) is not now[name]})
-        self.known.update(now)
-
-    def accepts(self, mode: dict[str, Any]) -> bool:
-        """Sets a mode as a copy has it, if the module has one too, and was made in no other trace than runs now."""
-        module = self.module()
-        try:
-            if module is not None:
-                check_may_change(module)
-        except TraceContextError:
-            return False
-        if mode.keys() <= _modes(self.attributes).keys():
-            self.attributes.update(mode)
-            self.known.update(mode)
-            return True
-        return False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Link:
-    """What a module follows, which is read when the module is used and may be gone by then."""
-
-    given: _Given
-    heard: dict[str, list[Any]]  # of what was said to that, what the module took over or was told otherwise after
-    further: _Link | None  # what it follows itself
-
-
-_links: dict[int, _Link] = {}  # by the ids of modules
-_givens: weakref.WeakValueDictionary[int, _Given] = weakref.WeakValueDictionary()  # by theirs, as long as they live
-
-
-def follow(module: Any, given: Any) -> None:
-    """Has ``module`` take over each mode of ``given``, such as ``deterministic``, that changes there from now on.
-
-    Setting one to what it is leaves no trace: a mode that is set on ``module`` is set on ``given`` too, so that what is
-    set there afterwards is a change. Others that follow ``given`` keep theirs then.
-    """
-    known = _givens.get(id(given)) or _Given(given)
-    known.read()
-    _givens[id(given)] = known
-    _links[id(module)] = _Link(known, dict(known.said), _links.get(id(given)))
-    weakref.finalize(module, _links.pop, id(module), None)
-
-
-def _modes(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if value is None or isinstance(value, bool)}
-
-
-def _follow(module: Any) -> None:
-    chain, link = list[tuple[dict[str, Any], _Link]](), _links.get(id(module))
-    attributes = vars(module)
-    while link is not None:
-        chain.append((attributes, link))
-        attributes, link = link.given.attributes, link.further
-    for attributes, link in reversed(chain):
-        link.given.read()
-        said, heard = link.given.said, link.heard
-        attributes.update({name: said[name][0] for name in said if heard.get(name, said[name]) is not said[name]})
-        heard.update(said)
-
-
-def _setting(set_attribute: Any) -> Callable[..., None]:
-    @functools.wraps(set_attribute)
-    def run(self: Any, name: str, value: Any) -> None:
-        link = _links.get(id(self))
-        if link is not None:
-            _follow(self)  # what was set before this
-        set_attribute(self, name, value)
-        own = _modes({name: vars(self).get(name, ...)})
-        while own and link is not None and link.given.accepts(own):
-            link = link.further
-
-    return run
-
-
-def _following(flatten: Any) -> Callable[..., Any]:
-    @functools.wraps(flatten)
-    def run(self: Any) -> Any:
-        _follow(self)
-        return flatten(self)
-
-    return run
-
-
-def _reduce(self: Any) -> Any:
-    _follow(self)  # for pickle and copy.copy
+def _reduce(self: Any) -> Any:  # for pickle and copy.copy
     return _unpickle, (bare_class(self), decision_of(self)), dict(vars(self))
 
 
@@ -324,13 +216,12 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
-    """A method that runs, in which run and in which traces, and the one that called it."""
+    """A method that runs, in which run, and the one that called it."""
 
     run: _Run
     module: Any
     path: Path
     decision: Decision
-    traces: list[Any]
     caller: _Frame | None
 
     def is_in_run_of(self, cls: type) -> bool:
@@ -399,7 +290,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         run = _Run(type(module), ambient, {})
         run.find(module, ())
         modules = dict(run.paths)
-        with _half_params_widened([node for node, _ in modules.values()]):
+        with keeping_carries(), _half_params_widened([node for node, _ in modules.values()]):
             result = _run(run, module, method, args, kwargs)
         if decision.in_linen is not None:
             adapter_of("linen").note_uncalled([decision.in_linen + path for path in run.uncalled(modules)])
@@ -413,14 +304,11 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         check_backend(policy := decision.policy)
         rules = Rules(policy.compute_dtype, dict(decision.operations), matmul=policy.matmul, decided=decided)
         return computed(fun, rules, (module, args, kwargs), {}, policy)
-    carry = None if decision.is_root else carried_by(args, [])
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
     key = method, call.key, numbers.get() is None, check is None
     with noting_half((), bare_class(module), decision, "nnx"):
         result = call.write(*remembered(programs, key, call.pure, Rules(None, decided=decided), call.arguments))
-    if caller is not None and caller.decision.is_float32:
-        result = _arrays(widen, result)
-    return result if carry is None else as_carry(result, carry)
+    return _arrays(widen, result) if caller is not None and caller.decision.is_float32 else result
 
 
 def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
@@ -440,14 +328,13 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     if scope and numbers.get() is not None:
         scope += f"/jaxmp.call:{next(run.calls)}"
 
-    carry = carried_by(args, here.traces) if here is not None and not decision.is_root else None
     given = set[int]()
     if decision.is_float32:
         args, kwargs = _arrays(widen, (args, kwargs))
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_object)}
     own = decision.called_by(here.decision if here else None)
     run.called.add(id(module))
-    frame = _Frame(run, module, path, own, traces_around(), caller)
+    frame = _Frame(run, module, path, own, caller)
     with (
         frame.running(),
         jax.named_scope(scope) if scope else contextlib.nullcontext(),
@@ -461,10 +348,8 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
     if decision.mode == "autocast":
         return result
     if here is None and decision.is_root and not decision.in_linen:
-        result = _arrays(decision.policy.cast_to_output, result)
-    else:
-        result = handed_out(result, decision, here.decision if here else None, given, _arrays)
-    return result if carry is None else as_carry(result, carry)
+        return _arrays(decision.policy.cast_to_output, result)
+    return handed_out(result, decision, here.decision if here else None, given, _arrays)
 
 
 def _arrays(convert: Callable[[Any], Any], tree: Any) -> Any:

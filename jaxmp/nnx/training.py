@@ -15,6 +15,7 @@ from jaxmp._adapters import TO_COPY
 from jaxmp._jaxpr.invariant import passed_on
 from jaxmp.nnx.objects import with_remedy
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
+from jaxmp.nnx.policy_check import require_policy
 from jaxmp.nnx.variables import PLAIN, items, modules_in
 from jaxmp.optimizer import require_loss
 from jaxmp.tree import path_name, select_tree
@@ -60,7 +61,8 @@ def make_train_step(
 
     Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
       TypeError: the model is no NNX model; the optimizer is not this module's.
-      ValueError: the loss function adds or removes Variables, or changes an attribute that is no array.
+      ValueError: the model is the one that ``apply_policy`` was called with, not the one it returned, and the step has
+        no policy either; the loss function adds or removes Variables, or changes an attribute that is no array.
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
@@ -84,19 +86,20 @@ def make_train_step(
         reduce_dtype=reduce_dtype,
         reduce=reduce,
     )
-    return TrainStep(step)
+    return TrainStep(step, has_policy=policy is not None)
 
 
 class TrainStep:
     """What :func:`make_train_step` returns; ``of_trees`` is the step that it runs, of a state of :func:`state_of`."""
 
-    def __init__(self, step: training.TrainStep) -> None:
+    def __init__(self, step: training.TrainStep, has_policy: bool = False) -> None:
         self.of_trees = step
+        self._has_policy = has_policy
         self._settled: Callable[[], Any] = lambda: None
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> training.Metrics:
         """One step; see :func:`make_train_step`."""
-        state: training.TrainState = state_of(model, optimizer)
+        state: training.TrainState = self._state_of(model, optimizer)
         if self._settled() is not optimizer:
             state, self._settled = _placement.settled(state), weakref.ref(optimizer)
         state, metrics = self.of_trees(state, batch)
@@ -114,7 +117,13 @@ class TrainStep:
 
         It takes and returns leaves, and changes neither model nor optimizer: to train, call the step.
         """
-        return self.of_trees.lower(state_of(model, optimizer), batch)
+        return self.of_trees.lower(self._state_of(model, optimizer), batch)
+
+    def _state_of(self, model: Any, optimizer: Optimizer) -> _State:
+        state = state_of(model, optimizer)
+        if not self._has_policy:
+            require_policy(model, optimizer)
+        return state
 
 
 @jax.tree_util.register_static

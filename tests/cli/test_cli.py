@@ -271,23 +271,11 @@ def test_a_loss_scale_that_is_none_is_told_with_what_is_one(command, capsys):
 
 
 @pytest.mark.once
-def test_doctor_says_what_float8_would_gain_and_at_which_width_it_is_nothing(healthy, monkeypatch, capsys):
+def test_doctor_says_what_float8_does(healthy, monkeypatch, capsys):
     monkeypatch.setattr(hardware.jax, "local_devices", lambda: [H200])
     assert main(["doctor", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["float8"]
-    assert "not measured" in said and "nothing at 768, where products stay bfloat16 (in float8 0.9" in said
-    assert re.search(r"1\.[12]\d× at 2048, 1\.3\d× at 4096; auto never picks it", said)
-    assert main(["doctor", "--json", "--width", "8192"]) == 0
-    assert re.search(r"by their width: 1\.[45]\d× at 8192;", json.loads(capsys.readouterr().out)["float8"])
-    for name, found in (("a100", "nothing: NVIDIA A100-SXM4-80GB has no float8 products"), ("l4", "nothing at 768")):
-        assert found in doctor.gain_of_float8(hardware.detect(name), [768])
-    unknown = hardware.detect(types.SimpleNamespace(**{**vars(H200), "device_kind": "NVIDIA H300"}))
-    assert doctor.gain_of_float8(unknown, [768]).startswith("not known: jaxmp has no peak rates of NVIDIA H300")
-    for text in ("0", "-5", "abc", "1.5"):
-        with pytest.raises(SystemExit):
-            main(["doctor", "--width", text])
-        expected = f"error: argument --width: a width is a positive integer, got {text!r}; write 2048, say\n"
-        assert capsys.readouterr().err.endswith(expected)
+    assert "products of weights from 1,536 × 1,536 on in float8" in json.loads(capsys.readouterr().out)["float8"]
+    assert "has no float8 products" in doctor.float8_on(hardware.detect("a100"))
 
 
 @pytest.mark.once

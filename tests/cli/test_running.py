@@ -99,22 +99,10 @@ def test_a_train_step_has_its_policy_already(command, capsys):
     ("arguments", "text"),
     [
         (("blame", "one"), "loss takes (params, x), got 1 by --arg or --args: missing a required argument: 'x'"),
-        (
-            ("blame", "one"),
-            "'x'; name a function that returns these, def arguments(): return params, x, as --args "
-            "planted_for_running:arguments",
-        ),
-        (("compare", "made"), "of type 'tuple'; write a function that returns it (def arguments(): return made)"),
-        (("numerics", "of_seed"), "is called without arguments, got planted_for_running:of_seed, which takes (seed); "),
-        (
-            ("blame", "text"),
-            "each argument is an array or a number, as the function is run, got one of type 'str' in "
-            "planted_for_running:text()[1]; name a function that takes the others and passes this one on",
-        ),
-        (
-            ("numerics", "shapes"),
-            "got one of type 'ShapeDtypeStruct' in planted_for_running:shapes()[0]['w']; return the array",
-        ),
+        (("compare", "made"), "a function is needed, got planted_for_running:made, which is of type 'tuple'"),
+        (("numerics", "of_seed"), "planted_for_running:of_seed failed: TypeError: "),
+        (("blame", "text"), "loss failed with these arguments: TypeError: "),
+        (("numerics", "shapes"), "loss failed with these arguments: TypeError: "),
         (("blame", "broken"), "planted_for_running:broken failed: OSError: no file"),
         (
             ("compare", "good", "--override", "layer"),

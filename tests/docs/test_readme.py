@@ -15,13 +15,16 @@ def _blocks(page: str) -> list[str]:
 
 def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = _blocks("README.md")
-    own_step, in_nnx, nnx_step_of_jaxmp, decoding, unedited, less, float8, assumed = _blocks("docs/guide.md")
+    blocks = _blocks("docs/guide.md")
+    own_step, with_statistics, in_nnx, nnx_step_of_jaxmp, decoding, unedited, less, float8, assumed = blocks
     scope: dict[str, object] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not strict about dtypes
         exec(example, scope)
         exec(own_step, scope)
         state, batch, step = scope["state"], scope["batch"], scope["step"]
         params, opt_state, loss = step(state.params, state.opt_state, batch)
+        exec(with_statistics, scope)
+        own_statistics = scope["opt_state"], scope["statistics"]
         exec(in_nnx, scope)
         net, optimizer, nnx_step = scope["net"], scope["optimizer"], scope["step"]
         nnx_losses = [nnx_step(net, optimizer, batch) for _ in range(3)]
@@ -41,6 +44,7 @@ def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsy
     assert {leaf.dtype.name for leaf in jax.tree.leaves(scope["grads"])} == {"float32"}
     assert jax.tree.structure(params) == jax.tree.structure(state.params)
     assert float(loss) < 0.1 and int(opt_state.skipped) == 0
+    assert int(own_statistics[0].skipped) == 0 and bool((own_statistics[1]["BatchNorm_0"]["mean"] != 0).any())
     assert float(nnx_losses[2]) < float(nnx_losses[0]) and int(optimizer.skipped) == 0
     assert net.layers[0].dtype == "float16" and net.layers[1].dtype == "float32"
 

@@ -367,11 +367,8 @@ def test_autocast_called_like_a_context_manager_or_a_decorator_says_what_to_writ
         (lambda: autocast("cuda", enabled=True), "'cuda', enabled=True"),
         (lambda: autocast(loss, "O1", override={}), "loss, 'O1', override=dict"),
     ):
-        text = (
-            "jaxmp.autocast takes (fun, policy, overrides) and returns a function, and is no context manager and no "
-            f'decorator, got jaxmp.autocast({came}); write half = jaxmp.autocast(fun, "mixed_bfloat16") and call half'
-        )
-        with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        text = f"jaxmp.autocast(fun, policy) returns a function, got jaxmp.autocast({came}); write half = "
+        with pytest.raises(TypeError, match=f"^{re.escape(text)}.*context manager is jaxmp.precision"):
             call()
     with pytest.raises(TypeError, match=r"got an instance Dense of .*; use jaxmp.linen.autocast\(model, policy\)"):
         autocast(nn.Dense(3))
@@ -409,21 +406,6 @@ def test_what_cannot_be_called_is_refused_and_modules_that_can_are_taken():
     bound = nn.Dense(2).bind({"params": {"kernel": model.kernel[...], "bias": model.bias[...]}})
     for fun in (model, bound):
         assert "bfloat16" in str(jax.make_jaxpr(jaxmp.autocast(fun, "mixed_bfloat16"))(x))
-
-
-async def later(x, w):
-    return x @ w
-
-
-def one_by_one(x, w):
-    yield x @ w
-
-
-@pytest.mark.parametrize("fun", [later, one_by_one])
-@pytest.mark.parametrize("transform", [jaxmp.autocast, jaxmp.cast_plan])
-def test_code_that_runs_later_is_no_function(transform, fun):
-    with pytest.raises(TypeError, match=r"takes a function that returns arrays, got <function .* its coroutine or gen"):
-        transform(fun, "mixed_bfloat16")
 
 
 @pytest.mark.parametrize("overrides", [["**/encoder"], "**/encoder", {"**/encoder"}, 3, [("**/encoder", "float32")]])

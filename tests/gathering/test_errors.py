@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mesh_steps import BATCH, WIDTH, mesh_of, tx_of
+from mesh_steps import BATCH, WIDTH, mesh_of, tx_of, untyped
 
 import jaxmp
 from jaxmp import sharding
@@ -156,25 +156,37 @@ class TestErrors:
         step = jaxmp.make_train_step(loss_fn, reduce_dtype="bfloat16", **options)
         assert not step(self.state(), batch)[1]["skipped"]
 
-    def test_types_that_the_loss_leaves_open_have_a_note_and_either_way_out_of_it_trains(self):
+    @pytest.mark.parametrize("has_specs", [False, True])
+    def test_types_that_the_loss_leaves_open_are_jaxs_error_with_a_note_and_each_way_out_of_it_trains(self, has_specs):
         """Dropout of Flax makes a mask that lies on no axis."""
 
         def loss_fn(params, model_state, batch, rng):
             dropped = nn.Dropout(0.5).apply({}, batch @ params["w"], deterministic=False, rngs={"dropout": rng})
             return jnp.mean(dropped**2), model_state
 
-        def loss_on(where, **options):
+        def loss_on(mesh, loss_fn=loss_fn):
             state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of(), rng=0)
-            batch = jax.device_put(np.ones((BATCH, WIDTH), np.float32), NamedSharding(where, P("fsdp")))
-            return jaxmp.make_train_step(loss_fn, **options)(state, batch)[1]["loss"]
+            batch = jax.device_put(np.ones((BATCH, WIDTH), np.float32), NamedSharding(mesh, P("fsdp")))
+            options = {"mesh": mesh, "specs": {"w": P("fsdp")}} if has_specs else {}
+            with jax.set_mesh(mesh):
+                return jaxmp.make_train_step(loss_fn, **options)(state, batch)[1]["loss"]
 
         explicit = mesh_of(AxisType.Explicit)
-        with pytest.raises(Exception, match="sharding") as caught:
+        with pytest.raises(Exception, match=r"select `which` must .* have the same sharding as cases") as caught:
             loss_on(explicit)
+        assert type(caught.value).__name__ == "ShardingTypeError"
         (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
-        assert "make_train_step(…, mesh=mesh, specs=jax.tree.map(" in note and note.endswith("AxisType.Auto,)")
-        with_specs = loss_on(explicit, mesh=explicit, specs={"w": P()})
-        np.testing.assert_allclose(with_specs, loss_on(mesh_of()), rtol=1e-5)
+        assert "out_sharding=" in note and "jax.sharding.auto_axes" in note and note.endswith("AxisType.Auto,)")
+        np.testing.assert_allclose(loss_on(explicit, untyped(loss_fn)), loss_on(mesh_of()), rtol=1e-5)
+
+    def test_a_lookup_that_leaves_its_type_open_is_jaxs_error(self):
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean(params["table"][batch] ** 2), model_state
+
+        mesh, params = mesh_of(AxisType.Explicit), {"table": jnp.ones((WIDTH, WIDTH))}
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs={"table": P("fsdp")})
+        with pytest.raises(Exception, match=r"Use `.at\[...\].get\(out_sharding=\)`"):
+            step(jaxmp.TrainState.create(params=params, tx=tx_of()), np.zeros(BATCH, np.int32))
 
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
     def test_a_jit_of_the_users_own_knows_the_mesh_by_the_state_or_by_what_is_around(self, kind):

@@ -31,6 +31,7 @@ from mesh_steps import (
     stacked_params,
     tokens,
     tx_of,
+    untyped,
 )
 
 import jaxmp
@@ -47,7 +48,7 @@ class TestNumbers:
 
     def require_one_devices(self, mesh, specs, more, options):
         """Of a small GPT-2, and each param lies where its spec says."""
-        steps, states = pair(linen_params, linen_loss(), mesh, specs, more, **options)
+        steps, states = pair(linen_params, untyped(linen_loss()), mesh, specs, more, **options)
         one, many = after_five(steps, states, tokens())
         assert differences(one.params, many.params) <= 2e-6
         for leaf, spec in zip(jax.tree.leaves(many.params), sharding.specs_in(specs), strict=True):
@@ -56,7 +57,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("kind", "sizes", "options", "more"),
         [
-            (AxisType.Explicit, {"fsdp": 4}, {}, {}),  # by Auto: JAX has no types for Flax's embeddings
+            (AxisType.Explicit, {"fsdp": 4}, {}, {}),
             pytest.param(AxisType.Auto, {"data": 2, "fsdp": 2}, {}, {"remat": "full"}, marks=once),
             pytest.param(AxisType.Auto, {"fsdp": 4}, {"reduce": "once"}, {"accumulate_steps": 2}, marks=once),
             pytest.param(AxisType.Auto, {"fsdp": 4}, {}, {"accumulate_steps": 2, "remat": "dots"}, marks=once),
@@ -260,13 +261,18 @@ class TestNumbers:
 
     @pytest.mark.parametrize("how", ["float64", "a derivative", "an axis of tensors", "an optimizer"])
     def test_explicit_axes(self, how):
-        """What JAX cannot type, be it of the derivative or of the optimizer alone, runs on axes of type Auto."""
+        """JAX types the loss and the author's derivatives, but neither the step's derivatives nor the optimizer."""
 
         @jax.custom_vjp
         def product(x, w):
             return x @ w
 
-        product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
+        def backward(kept, ct):
+            x, w = kept
+            whole = P() if jax.sharding.get_abstract_mesh().explicit_axes else None
+            return ct @ w.T, jnp.matmul(x.T, ct, out_sharding=whole)
+
+        product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
 
         def loss_fn(params, model_state, batch, rng):
             x = product(batch, params["up"]) if how == "a derivative" else batch @ params["up"]
@@ -289,6 +295,37 @@ class TestNumbers:
             many, _ = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs)(many, batch)
         assert differences(one.params, many.params) <= (1e-14 if how == "float64" else 2e-6)
         assert all(many.params[name].sharding == NamedSharding(mesh, spec) for name, spec in specs.items())
+
+    @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"accumulate_steps": 2, "reduce": "once"}])
+    @pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()], ids=str)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_lookups_and_sums_on_explicit_axes_in_jaxs_own_spelling(self, dtype, spec, options):
+        """The gradient, the loss and an evaluation; integers, which bfloat16 sums wrongly from 257 on."""
+
+        def loss_fn(params, model_state, batch, rng):
+            table, w = params["table"].astype(dtype), params["w"].astype(dtype)
+            rows = table.at[batch["ids"]].get(out_sharding=P("fsdp"))
+            rows = jax.sharding.reshard(rows, P("fsdp", None, None))
+            h = (rows @ w).astype("float32")
+            return jnp.einsum("bse,bse->", h, batch["times"], out_sharding=P()), model_state
+
+        def exact(params, ids, times):
+            return jnp.sum((params["table"][ids] @ params["w"]) * times)
+
+        rng, mesh = np.random.default_rng(0), mesh_of(AxisType.Explicit)
+        params = {"table": jnp.ones((8, 4)), "w": jnp.ones((4, 4))}
+        batch = {"ids": rng.integers(0, 8, (512, 2)), "times": rng.integers(0, 3, (512, 2, 4)).astype(np.float32)}
+        loss, gradient = jax.value_and_grad(exact)(params, **batch)
+        specs, scale = {"table": spec, "w": P("fsdp")}, options.get("accumulate_steps", 1)
+        state = sharding.init_state(lambda: params, optax.sgd(float(scale)), mesh, specs)
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, donate=False, **options)
+        new, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], loss / scale, rtol=1e-6)
+        np.testing.assert_allclose(jaxmp.make_eval_step(loss_fn)(state, batch)["loss"], loss, rtol=1e-6)
+        for name, leaf in new.params.items():
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), leaf.ndim)
+            np.testing.assert_array_equal(params[name] - np.asarray(leaf), gradient[name], err_msg=name)
+            assert np.max(gradient[name]) > 257
 
     def test_evaluation_on_explicit_axes(self):
         def loss_fn(params, model_state, batch, rng):
@@ -428,7 +465,7 @@ class TestNumbers:
 
         rng = np.random.default_rng(0)
         params = {"w": jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)}
-        steps, states = pair(lambda: params, loss_fn, mesh_of(kind), {"w": P("fsdp")})
+        steps, states = pair(lambda: params, untyped(loss_fn), mesh_of(kind), {"w": P("fsdp")})
         one, many = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
         jax.effects_barrier()
         assert differences(one.params, many.params) <= 2e-6 and capfd.readouterr().out.count("the mean is") == 10

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from mesh_steps import BATCH, WIDTH, mesh_of, tx_of
+from mesh_steps import BATCH, WIDTH, mesh_of, tx_of, untyped
 
 import jaxmp
 from jaxmp import _gathering, sharding
@@ -83,7 +83,7 @@ def test_the_gradient_of_a_repeated_weight_is_exact(kind, options):
     exact = jax.tree.map(lambda *each: np.mean(each, axis=0), *(gradient(params, part) for part in parts))
     mesh, specs = mesh_of(kind), {name: P("fsdp" if n % 2 else None) for n, name in enumerate(SPELLINGS)}
     state = sharding.init_state(lambda: params, optax.sgd(1.0), mesh, specs)
-    state, _ = jaxmp.make_train_step(loss_in(jnp.bfloat16), mesh=mesh, specs=specs, **options)(state, batch)
+    state, _ = jaxmp.make_train_step(untyped(loss_in(jnp.bfloat16)), mesh=mesh, specs=specs, **options)(state, batch)
     for name, leaf in state.params.items():
         np.testing.assert_array_equal(1 - np.asarray(leaf), exact[name], err_msg=name)
         assert exact[name].max() * steps > 257, name

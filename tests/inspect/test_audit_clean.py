@@ -113,7 +113,7 @@ def test_nnx_models_are_clean(name: str, under: str, policy: str) -> None:
         return cross_entropy(model(batch["x"], train=True), batch["y"])
 
     def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
-        loss, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: loss_fn(model, batch), optimizer)(model)
+        loss, grads = jaxmp.nnx.value_and_grad(lambda model: loss_fn(model, batch), optimizer)(model)
         optimizer.update(model, grads)
         return loss
 

@@ -256,6 +256,27 @@ class Residual(nn.Module):
         return x + nn.Dense(4)(x), None
 
 
+class Looped(nn.Module):
+    """A layer and a head that are both called in the body of a loop of JAX's own."""
+
+    def setup(self) -> None:
+        self.layer, self.head = nn.Dense(4), nn.Dense(3)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.is_initializing():
+            return self.head(self.layer(x))
+        return jax.lax.scan(lambda h, row: (self.layer(h), self.head(row)), x, self.layer(x))[1]
+
+
+def test_a_float32_head_in_a_loop_keeps_its_digits_and_the_carry_its_dtype():
+    model = apply_policy(Looped(), "mixed_bfloat16", {"head": "float32"})
+    variables = model.init(jax.random.key(0), X)
+    layer, head = (variables["params"][name] for name in ("layer", "head"))
+    rows = X.astype("bfloat16") @ layer["kernel"].astype("bfloat16") + layer["bias"].astype("bfloat16")
+    want = np.asarray(rows, np.float64) @ np.asarray(head["kernel"], np.float64) + np.asarray(head["bias"])
+    np.testing.assert_allclose(model.apply(variables, X), want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_stream_with_no_products_but_those_of_layers_is_half_in_a_loop_too():
     class Deep(nn.Module):
         @nn.compact

@@ -178,7 +178,7 @@ def test_an_nnx_optimizer_carries_it(make):
 
     @nnx.jit
     def step(model, optimizer, x):
-        _, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+        _, grads = jaxmp.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
         optimizer.update(model, grads)
 
     for x in (jnp.ones((3, 2)), jnp.full((3, 2), jnp.nan), jnp.ones((3, 2))):

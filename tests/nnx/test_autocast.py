@@ -152,7 +152,7 @@ def test_it_trains_with_loss_scaling_one_trace_and_whole_skips():
     def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
         nonlocal traces
         traces += 1
-        loss, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+        loss, grads = jaxmp.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
         optimizer.update(model, grads)
         return loss
 

@@ -48,7 +48,7 @@ def by_optimizer(loss: Any) -> Callable[..., Any]:
     @nnx.jit
     def step(model: Any, x: jax.Array) -> Any:
         optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.StaticLossScale(2.0**8))
-        return jaxmp.nnx.scaled_value_and_grad(loss, optimizer)(model, x)[1]
+        return jaxmp.nnx.value_and_grad(loss, optimizer)(model, x)[1]
 
     return step
 
@@ -91,7 +91,7 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     ),
     "nnx.grad of a filter": lambda loss: nnx.grad(loss, argnums=nnx.DiffState(0, nnx.PathContains("first"))),
     "nnx.jit of nnx.value_and_grad": lambda loss: nnx.jit(nnx.value_and_grad(loss)),
-    "scaled_value_and_grad": by_optimizer,
+    "value_and_grad": by_optimizer,
     "nnx.scan": in_a_scan,
     "jax.jit of split state": of_split_state,
 }
@@ -111,7 +111,7 @@ def state_of(model: Any) -> Any:
     return arrays(model, nnx.BatchStat), arrays(model, nnx.Not(nnx.BatchStat))
 
 
-IN_FLOAT16 = ("nothing", "nnx.jit of nnx.value_and_grad", "scaled_value_and_grad")
+IN_FLOAT16 = ("nothing", "nnx.jit of nnx.value_and_grad", "value_and_grad")
 
 
 @pytest.mark.parametrize(

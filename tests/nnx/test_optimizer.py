@@ -1,4 +1,4 @@
-"""jaxmp.nnx.Optimizer and scaled_value_and_grad: loss scaling and skipped steps for NNX."""
+"""jaxmp.nnx.Optimizer and value_and_grad: loss scaling and skipped steps for NNX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nnx_zoo import Net, rngs, values
 from optimizer_tools import bits, standard
 
 import jaxmp
-from jaxmp.nnx import Optimizer, apply_policy, scaled_value_and_grad
+from jaxmp.nnx import Optimizer, apply_policy, value_and_grad
 
 pytestmark = pytest.mark.once
 
@@ -36,7 +36,7 @@ def loss_fn(model: Any, x: jax.Array) -> jax.Array:
 
 
 def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
-    loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x)
+    loss, grads = value_and_grad(loss_fn, optimizer)(model, x)
     optimizer.update(model, grads)
     return loss
 
@@ -87,7 +87,7 @@ def test_gradients_whose_norm_overflows_put_the_statistics_of_every_module_back(
         return 1e20 * (jnp.mean(model(x).astype(jnp.float32) ** 2) + jnp.mean(other(jnp.ones((2, 4)))))
 
     before = jax.tree.map(np.asarray, (values(model), values(other)))
-    _, grads = scaled_value_and_grad(loss_fn, optimizer)(model, other, IMAGE)
+    _, grads = value_and_grad(loss_fn, optimizer)(model, other, IMAGE)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.as_pure(grads)))
     optimizer.update(model, grads)
     same_bits((values(model), values(other)), before)
@@ -109,7 +109,7 @@ def test_steps_compile_once():
 
 
 def test_gradients_and_update_in_two_jits_skip_whole_as_well():
-    gradients = nnx.jit(lambda model, optimizer, x: scaled_value_and_grad(loss_fn, optimizer)(model, x))
+    gradients = nnx.jit(lambda model, optimizer, x: value_and_grad(loss_fn, optimizer)(model, x))
     update = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))
     model, optimizer = setup()
     for x, skipped in ((IMAGE, 0), (BAD, 1), (IMAGE, 1)):
@@ -123,7 +123,7 @@ def test_gradients_and_update_in_two_jits_skip_whole_as_well():
 def test_over_several_microbatches_a_skipped_step_goes_back_to_before_the_first():
     model, optimizer = setup()
     before = jax.tree.map(np.asarray, values(model))
-    grads = [scaled_value_and_grad(loss_fn, optimizer)(model, x)[1] for x in (IMAGE, BAD, IMAGE)]
+    grads = [value_and_grad(loss_fn, optimizer)(model, x)[1] for x in (IMAGE, BAD, IMAGE)]
     optimizer.update(model, jax.tree.map(lambda *leaves: sum(leaves) / 3, *grads))
     same_bits(values(model), before)
     assert int(optimizer.skipped) == 1
@@ -153,7 +153,7 @@ def test_with_a_power_of_two_the_scaled_run_is_bit_for_bit_the_unscaled_one_of_f
     optimizer = Optimizer(model, tx, loss_scale=jaxmp.StaticLossScale(2.0**7))
     flax_optimizer = nnx.Optimizer(twin, tx, wrt=nnx.Param)
     for _ in range(3):
-        loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, IMAGE)
+        loss, grads = value_and_grad(loss_fn, optimizer)(model, IMAGE)
         optimizer.update(model, grads)
         want, grads = nnx.value_and_grad(loss_fn)(twin, IMAGE)
         flax_optimizer.update(twin, grads)
@@ -162,13 +162,13 @@ def test_with_a_power_of_two_the_scaled_run_is_bit_for_bit_the_unscaled_one_of_f
     same_bits(without_scale(optimizer), nnx.as_pure(flax_optimizer.opt_state))
 
 
-def test_gradients_are_scaled_and_the_loss_is_the_true_one():
+def test_loss_and_gradients_are_the_true_ones():
     model, optimizer = setup(scale=8.0, policy="float32")
     twin = apply_policy(Net(rngs()), "float32")
-    loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, IMAGE)
+    loss, grads = value_and_grad(loss_fn, optimizer)(model, IMAGE)
     want, true = nnx.value_and_grad(loss_fn)(twin, IMAGE)
     same_bits(loss, want)
-    same_bits(nnx.as_pure(grads), jax.tree.map(lambda g: 8 * g, nnx.as_pure(true)))
+    same_bits(nnx.as_pure(grads), nnx.as_pure(true))
 
 
 def test_aux_argnums_and_a_diff_state_are_passed_on():
@@ -177,12 +177,12 @@ def test_aux_argnums_and_a_diff_state_are_passed_on():
     def with_aux(x: jax.Array, model: Any) -> Any:
         return loss_fn(model, x), {"mean": x.mean()}
 
-    (loss, aux), grads = scaled_value_and_grad(with_aux, optimizer, argnums=1, has_aux=True)(IMAGE, model)
+    (loss, aux), grads = value_and_grad(with_aux, optimizer, argnums=1, has_aux=True)(IMAGE, model)
     only = nnx.DiffState(1, nnx.PathContains("conv"))
     for argnums, is_one in ((jnp.int32(1), True), (np.array([1]), False)):
-        _, same = scaled_value_and_grad(with_aux, optimizer, argnums=argnums, has_aux=True)(IMAGE, model)
+        _, same = value_and_grad(with_aux, optimizer, argnums=argnums, has_aux=True)(IMAGE, model)
         assert isinstance(same, nnx.State) is is_one
-    (_, _), part = scaled_value_and_grad(with_aux, optimizer, argnums=only, has_aux=True)(IMAGE, model)
+    (_, _), part = value_and_grad(with_aux, optimizer, argnums=only, has_aux=True)(IMAGE, model)
     assert loss.dtype == jnp.float32 and float(aux["mean"]) == float(IMAGE.mean())
     assert set(nnx.as_pure(part)) == {"conv"} < set(nnx.as_pure(grads))
 
@@ -192,7 +192,7 @@ def test_only_the_variables_named_are_trained():
     model = apply_policy(nnx.LoRA(8, 2, 8, base_module=base, rngs=rngs()), "mixed_bfloat16")
     optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
     before = np.asarray(base.kernel[...])
-    _, grads = scaled_value_and_grad(lambda model: jnp.mean(model(TARGET) ** 2), optimizer)(model)
+    _, grads = value_and_grad(lambda model: jnp.mean(model(TARGET) ** 2), optimizer)(model)
     optimizer.update(model, grads)
     assert set(nnx.as_pure(grads)) == {"lora_a", "lora_b"} and np.any(model.lora_b[...] != 0)
     same_bits(base.kernel[...], before)
@@ -219,7 +219,7 @@ def test_half_params_are_updated_in_float32_and_rounded_once():
     model, optimizer = setup(optax.sgd(0.5), policy="float16", scale=1.0)
     twin = apply_policy(Net(rngs()), "float16")
     _, grads = nnx.value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float32"))(twin)
-    _, scaled = scaled_value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float32"), optimizer)(model)
+    _, scaled = value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float32"), optimizer)(model)
     optimizer.update(model, scaled)
     want = jax.tree.map(
         lambda p, g: (p.astype("float32") - 0.5 * g.astype("float32")).astype("float16"),
@@ -257,17 +257,17 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="one loss has one scale, but the optimizer given has a loss scale"):
         Optimizer(model, jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()), loss_scale=jaxmp.NoOpLossScale())
     with pytest.raises(TypeError, match=r"from a jaxmp\.nnx\.Optimizer, got flax.nnx's Optimizer; make it with"):
-        scaled_value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
+        value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
     with pytest.raises(TypeError, match=r"ema is True or False, got 0\.99; pass ema=True, and the decay"):
         Optimizer(nnx.Linear(2, 1, rngs=rngs()), optax.sgd(0.1), ema=0.99)
     with pytest.raises(TypeError, match="must be float32, got float16"):
-        scaled_value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float16"), optimizer)(model)
+        value_and_grad(lambda model: loss_fn(model, IMAGE).astype("float16"), optimizer)(model)
     for wrong in ("w", None, (0, "w")):
         with pytest.raises(TypeError, match="argnums are places of arguments, whole numbers, got"):
-            scaled_value_and_grad(loss_fn, optimizer, wrong)
+            value_and_grad(loss_fn, optimizer, wrong)
     with pytest.raises(TypeError, match=r"a pair \(loss, aux\)"):
-        scaled_value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer, has_aux=True)(model)
+        value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer, has_aux=True)(model)
 
 
 @pytest.mark.once
@@ -291,7 +291,7 @@ def test_an_update_whose_arguments_are_swapped_is_refused(wrap):
 
     @wrap
     def step(model, optimizer, swap):
-        _, grads = scaled_value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer)(model)
+        _, grads = value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer)(model)
         return optimizer.update(*(grads, model) if swap is None else (model, grads))
 
     text = (
@@ -340,7 +340,7 @@ def test_arrays_that_are_no_variables_are_put_back_too(wrap):
 
     @wrap
     def step(model: Any, optimizer: Any, x: jax.Array) -> None:
-        _, grads = scaled_value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+        _, grads = value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
         optimizer.update(model, grads)
 
     step(model, optimizer, TARGET)
@@ -355,12 +355,12 @@ def test_keyword_arguments_reach_the_loss_function():
         return factor * loss_fn(model, x)
 
     twin, _ = setup()
-    loss, _ = scaled_value_and_grad(with_options, optimizer)(model, x=IMAGE, factor=2.0)
+    loss, _ = value_and_grad(with_options, optimizer)(model, x=IMAGE, factor=2.0)
     same_bits(loss, 2.0 * loss_fn(twin, IMAGE))
-    loss, _ = scaled_value_and_grad(functools.partial(with_options, factor=2.0), optimizer)(model, IMAGE)
+    loss, _ = value_and_grad(functools.partial(with_options, factor=2.0), optimizer)(model, IMAGE)
     assert loss.dtype == jnp.float32
     before = jax.tree.map(np.asarray, values(model))
-    scaled_value_and_grad(with_options, optimizer)(model=model, x=BAD)
+    value_and_grad(with_options, optimizer)(model=model, x=BAD)
     same_bits(values(model), before)
 
 
@@ -374,7 +374,7 @@ def test_a_step_that_is_skipped_leaves_the_other_network_of_a_gan_as_it_was():
         def critic_loss(critic: Any, generator: Any) -> jax.Array:
             return jnp.mean(critic(generator(noise)))
 
-        _, grads = scaled_value_and_grad(critic_loss, optimizer)(critic, generator)
+        _, grads = value_and_grad(critic_loss, optimizer)(critic, generator)
         optimizer.update(critic, grads)
 
     step(critic, generator, optimizer, TARGET)
@@ -391,7 +391,7 @@ def test_microbatches_in_a_scan_that_was_not_given_the_optimizer_keep_statistics
     def step(model: Any, optimizer: Any, xs: jax.Array) -> None:
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
         def body(model: Any, x: jax.Array) -> Any:
-            _, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x)
+            _, grads = value_and_grad(loss_fn, optimizer)(model, x)
             return model, grads
 
         _, grads = body(model, xs)
@@ -406,7 +406,7 @@ def test_a_jitted_update_may_be_donated_what_eager_gradients_left():
     model, optimizer = setup()
     update = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads), donate_argnums=(0, 1))
     for x in (IMAGE, BAD):
-        _, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x)
+        _, grads = value_and_grad(loss_fn, optimizer)(model, x)
         update(model, optimizer, grads)
     assert int(optimizer.skipped) == 1 and np.all(np.isfinite(model.norm.mean[...]))
 
@@ -423,7 +423,7 @@ def test_a_variable_of_another_shape_than_before_is_left_as_the_step_made_it():
     model = Remembers(rngs())
     optimizer = Optimizer(model, optax.sgd(0.1))
     for x in (TARGET, TARGET[:2]):
-        _, grads = scaled_value_and_grad(lambda model, x=x: jnp.mean(model(x) ** 2), optimizer)(model)
+        _, grads = value_and_grad(lambda model, x=x: jnp.mean(model(x) ** 2), optimizer)(model)
         optimizer.update(model, grads)
     assert model.last[...].shape == (2, 8)
 
@@ -440,7 +440,7 @@ def test_models_in_a_tree_are_put_back_as_those_that_are_arguments():
         return jnp.mean(trained[0](x) * other["other"](x))
 
     before = jax.tree.map(np.asarray, (values(trained[0]), values(other["other"])))
-    _, grads = scaled_value_and_grad(both, optimizer)(trained, other, TARGET.at[0].set(jnp.inf))
+    _, grads = value_and_grad(both, optimizer)(trained, other, TARGET.at[0].set(jnp.inf))
     optimizer.update(trained, grads)
     same_bits((values(trained[0]), values(other["other"])), before)
     assert int(optimizer.skipped) == 1
@@ -456,7 +456,7 @@ def test_models_in_a_tree_are_put_back_as_those_that_are_arguments():
 )
 def test_a_loss_that_is_no_floating_scalar_is_described(result, text):
     model = nnx.Linear(8, 8, rngs=rngs())
-    gradient = scaled_value_and_grad(lambda model: result(jnp.mean(model(TARGET))), Optimizer(model, optax.sgd(0.1)))
+    gradient = value_and_grad(lambda model: result(jnp.mean(model(TARGET))), Optimizer(model, optax.sgd(0.1)))
     with pytest.raises(TypeError, match=f"a loss must be a floating scalar, {text}"):
         gradient(model)
 
@@ -464,7 +464,7 @@ def test_a_loss_that_is_no_floating_scalar_is_described(result, text):
 def test_an_update_by_hand_clips_true_gradients_and_refuses_where_it_might_not():
     model = nnx.Linear(8, 8, rngs=rngs())
     optimizer = Optimizer(model, optax.sgd(1.0), loss_scale=jaxmp.StaticLossScale(8.0))
-    _, grads = scaled_value_and_grad(lambda model: jnp.mean(model(TARGET) ** 2), optimizer)(model)
+    _, grads = value_and_grad(lambda model: jnp.mean(model(TARGET) ** 2), optimizer)(model)
     updates = optimizer.update(model, grads, clip_norm=1e-3)
     np.testing.assert_allclose(optax.tree.norm(updates), 1e-3, rtol=1e-5)
     tx = optax.chain(jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.StaticLossScale(8.0)), optax.scale(0.5))

@@ -23,7 +23,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp._jaxpr.walk import product_dtypes
-from jaxmp.nnx import Optimizer, apply_policy, make_train_step, scaled_value_and_grad
+from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
 
 BATCH = {"x": data(4, 5, 5, 3), "y": data(4, 8, seed=8)}
 BAD = {**BATCH, "x": BATCH["x"].at[1].set(jnp.nan)}
@@ -69,7 +69,7 @@ def test_a_step_gives_the_numbers_of_gradients_and_update_by_hand():
 
     @nnx.jit
     def by_hand(model: Any, optimizer: Any, batch: Any) -> jax.Array:
-        loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, batch)
+        loss, grads = value_and_grad(loss_fn, optimizer)(model, batch)
         optimizer.update(model, grads)
         return loss
 
@@ -144,7 +144,7 @@ def test_microbatches_give_the_step_of_the_whole_batch():
 def by_hand(model: Any, optimizer: Any, batch: Any, n: int) -> float:
     """A step of n microbatches, as NNX's own functions write it."""
     parts = [jax.tree.map(lambda leaf, k=k: leaf[k::n], batch) for k in range(n)]
-    losses, grads = zip(*(scaled_value_and_grad(loss_fn, optimizer)(model, part) for part in parts), strict=True)
+    losses, grads = zip(*(value_and_grad(loss_fn, optimizer)(model, part) for part in parts), strict=True)
     optimizer.update(model, jax.tree.map(lambda *each: sum(each) / n, *grads))
     return np.mean(losses)
 
@@ -500,6 +500,76 @@ def test_the_step_has_the_options_of_the_step_for_trees():
         make_train_step(loss_fn, accumulate=2)
 
 
+def own_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+    """A step as the guide writes it."""
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+        loss, grads = value_and_grad(loss_fn, optimizer)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    return step(model, optimizer, batch)
+
+
+def flax_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+    """A step with the gradients of Flax's own function."""
+    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+    return loss
+
+
+STEPS = [lambda *args: make_train_step(loss_fn)(*args)["loss"], own_step, flax_step]
+"""Three ways to write a step."""
+
+
+@pytest.mark.parametrize("adapter", [apply_policy, jaxmp.nnx.autocast])
+@pytest.mark.parametrize("step", STEPS, ids=["make_train_step", "own step", "Flax's gradients"])
+def test_the_model_that_apply_policy_was_called_with_is_refused_where_its_copy_is_meant(step, adapter):
+    net = mlp()
+    model, scale = adapter(net, "mixed_bfloat16"), jaxmp.NoOpLossScale()
+    before = host(values(net))
+    for optimizer in (
+        Optimizer(model, optax.sgd(0.1), loss_scale=scale),
+        Optimizer(net, optax.sgd(0.1), loss_scale=scale),
+    ):
+        with pytest.raises(ValueError, match="training needs the model that apply_policy or autocast returned"):
+            step(net, optimizer, ROWS)
+        same_bits(host(values(net)), before)
+        loss_in_half = loss_fn(model, ROWS)
+        assert step(model, optimizer, ROWS) == pytest.approx(float(loss_in_half), rel=1e-3)
+        before = host(values(net))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=["make_train_step", "own step", "Flax's gradients"])
+def test_a_model_with_a_copy_for_evaluation_trains_in_float32_where_that_is_written(step):
+    net, twin = mlp(), mlp()
+    apply_policy(net, "bfloat16")
+    model = apply_policy(net, "float32")
+    for trained in (model, twin):
+        step(trained, Optimizer(trained, optax.sgd(0.1)), ROWS)
+    close(values(net), values(twin))
+
+
+@pytest.mark.once
+def test_a_step_refuses_a_model_that_got_a_copy_after_its_optimizer_was_made():
+    net = mlp()
+    optimizer = Optimizer(net, optax.sgd(0.1))
+    apply_policy(net, "mixed_bfloat16")
+    with pytest.raises(ValueError, match="training needs the model that apply_policy or autocast returned"):
+        make_train_step(loss_fn)(net, optimizer, ROWS)
+
+
+@pytest.mark.once
+def test_a_step_that_has_a_policy_itself_takes_a_model_with_a_copy_under_another():
+    net = mlp()
+    apply_policy(net, "bfloat16")
+    optimizer, step = Optimizer(net, optax.sgd(0.1)), make_train_step(loss_fn, policy="mixed_bfloat16")
+    assert np.isfinite(step(net, optimizer, ROWS)["loss"])
+    clone = nnx.clone(net)  # has arrays of its own
+    assert np.isfinite(make_train_step(loss_fn)(clone, Optimizer(clone, optax.sgd(0.1)), ROWS)["loss"])
+
+
 @pytest.mark.once
 def test_a_tree_of_models_or_of_variables_is_a_model():
     for model in ([nnx.Linear(2, 1, rngs=nnx.Rngs(0))], {"kernel": nnx.Param(jnp.ones((2, 1)))}):
@@ -550,7 +620,7 @@ def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
     model, optimizer = setup(mlp(), ema=True)
     with pytest.raises(ValueError, match="that this step would never update; pass make_train_step"):
         make_train_step(loss_fn)(model, optimizer, ROWS)
-    _, grads = scaled_value_and_grad(loss_fn, optimizer)(model, ROWS)
+    _, grads = value_and_grad(loss_fn, optimizer)(model, ROWS)
     with pytest.raises(
         ValueError, match=r"update would leave the moving average .*make_train_step\(loss_fn, ema_decay"
     ):

@@ -14,7 +14,7 @@ from optimizer_tools import loss_fn, problem, same_bits, standard
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp import DynamicLossScale, loss_scaling, scaled_value_and_grad
+from jaxmp import DynamicLossScale, loss_scaling, value_and_grad
 
 SCALES = [jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(2.0**10), DynamicLossScale(), jaxmp.HeadroomLossScale()]
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -22,7 +22,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "
 
 def make_step(tx):
     def step(params, state, batch):
-        loss, grads = scaled_value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = value_and_grad(loss_fn, state)(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -175,7 +175,7 @@ def test_gradients_averaged_by_shard_map_keep_a_replicated_state():
     specs = (PartitionSpec(), PartitionSpec(), PartitionSpec("d"))
 
     def step(params, state, batch):
-        _, grads = scaled_value_and_grad(lambda p, b: jax.lax.pmean(loss_fn(p, b), "d"), state)(params, batch)
+        _, grads = value_and_grad(lambda p, b: jax.lax.pmean(loss_fn(p, b), "d"), state)(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

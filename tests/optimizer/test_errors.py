@@ -13,7 +13,7 @@ from flax import nnx
 from optimizer_tools import standard
 
 import jaxmp
-from jaxmp import DynamicLossScale, loss_scaling, scaled_value_and_grad
+from jaxmp import DynamicLossScale, loss_scaling, value_and_grad
 
 pytestmark = pytest.mark.once
 
@@ -67,7 +67,7 @@ def test_a_state_without_a_loss_scale_is_refused_by_every_reader():
         lambda: jaxmp.get_loss_scale(state),
         lambda: jaxmp.scale_loss(1.0, state),
         lambda: jaxmp.unscale(jnp.ones(2), state),
-        lambda: scaled_value_and_grad(jnp.sum, state),
+        lambda: value_and_grad(jnp.sum, state),
     ]
     for read in readers:
         with pytest.raises(ValueError, match=text):
@@ -86,7 +86,7 @@ def test_a_float16_loss_is_refused():
     state = tx_of().init(jnp.ones(2))
     text = r"must be float32, got float16, .*overflows; compute the loss from float32 values, e.g. from logits.astype"
     with pytest.raises(TypeError, match=text):
-        scaled_value_and_grad(lambda p: jnp.sum(p.astype(jnp.float16)), state)(jnp.ones(2))
+        value_and_grad(lambda p: jnp.sum(p.astype(jnp.float16)), state)(jnp.ones(2))
     with pytest.raises(TypeError, match=text):
         jaxmp.scale_loss(jnp.float16(1), state)
 
@@ -95,15 +95,15 @@ def test_params_that_are_not_floating_are_named():
     state = tx_of().init(jnp.ones(2))
     params = {"w": jnp.ones(2), "table": {"ids": jnp.arange(3)}}
     with pytest.raises(TypeError, match="only floating params have gradients, got 'table/ids' of dtype int32; move it"):
-        scaled_value_and_grad(lambda p: jnp.sum(p["w"]), state)(params)
+        value_and_grad(lambda p: jnp.sum(p["w"]), state)(params)
     with pytest.raises(TypeError, match="'table/ids'"):
-        scaled_value_and_grad(lambda a, p: jnp.sum(a), state, argnums=(0, 1))(jnp.ones(2), params)
+        value_and_grad(lambda a, p: jnp.sum(a), state, argnums=(0, 1))(jnp.ones(2), params)
 
 
 @pytest.mark.parametrize("argnums", ["w", None, 0.5, (0, "w"), jnp.ones((40, 40))])
 def test_argnums_are_places(argnums):
     with pytest.raises(TypeError, match=r"argnums are places of arguments, whole numbers, got .*; pass 0 for"):
-        scaled_value_and_grad(jnp.sum, tx_of().init(jnp.ones(2)), argnums)
+        value_and_grad(jnp.sum, tx_of().init(jnp.ones(2)), argnums)
 
 
 @pytest.mark.parametrize("wrong", [1.0, "yes", None, jnp.ones(2)])
@@ -113,7 +113,7 @@ def test_flags_are_true_or_false(wrong):
     with pytest.raises(TypeError, match=r"^check_updates is True or False, got .*; pass True to test the updates"):
         loss_scaling(optax.sgd(0.1), DynamicLossScale(), check_updates=wrong)
     with pytest.raises(TypeError, match=r"^has_aux is True or False, got .*; pass has_aux=True for a function"):
-        scaled_value_and_grad(jnp.sum, tx_of().init(jnp.ones(2)), has_aux=wrong)
+        value_and_grad(jnp.sum, tx_of().init(jnp.ones(2)), has_aux=wrong)
     with pytest.raises(TypeError, match=r"^use_ema is True or False, got .*; pass True to evaluate the moving average"):
         jaxmp.make_eval_step(lambda *_: 0, use_ema=wrong)
 
@@ -210,13 +210,13 @@ def test_a_function_with_aux_must_return_a_pair():
             TypeError,
             match=r"with has_aux the function must return a pair \(loss, aux\), got .*; write return loss, aux, or",
         ):
-            scaled_value_and_grad(result, state, has_aux=True)(jnp.ones(2))
+            value_and_grad(result, state, has_aux=True)(jnp.ones(2))
 
 
 def test_what_jax_refuses_it_refuses_in_its_own_words():
     state = tx_of().init(jnp.ones(2))
     with pytest.raises(TypeError, match="requires at least 1 positional arguments"):
-        scaled_value_and_grad(lambda p: jnp.sum(p), state)(p=jnp.ones(2))
+        value_and_grad(lambda p: jnp.sum(p), state)(p=jnp.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -233,18 +233,18 @@ def test_what_jax_refuses_it_refuses_in_its_own_words():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_loss_that_is_no_floating_scalar_is_described_with_what_to_write(wrap, loss, text):
     with pytest.raises(TypeError, match=f"a loss must be a floating scalar, {text}"):
-        wrap(scaled_value_and_grad(loss, tx_of().init(jnp.ones(2))))(jnp.ones(2))
+        wrap(value_and_grad(loss, tx_of().init(jnp.ones(2))))(jnp.ones(2))
 
 
 def test_a_loss_with_aux_that_is_no_floating_scalar_is_told_the_order():
     with pytest.raises(TypeError, match=r"got dict; return \(loss, aux\), in this order"):
-        scaled_value_and_grad(lambda p: ({}, jnp.sum(p)), tx_of().init(jnp.ones(2)), has_aux=True)(jnp.ones(2))
+        value_and_grad(lambda p: ({}, jnp.sum(p)), tx_of().init(jnp.ones(2)), has_aux=True)(jnp.ones(2))
 
 
 def test_a_loss_per_example_under_vmap_and_one_of_a_python_number_are_scalars():
     state = tx_of().init(jnp.ones(2))
-    losses, _ = jax.vmap(scaled_value_and_grad(lambda p: jnp.sum(p), state))(jnp.ones((3, 2)))
-    assert losses.shape == (3,) and scaled_value_and_grad(lambda p: 1.0, state)(jnp.ones(2))[0] == 1
+    losses, _ = jax.vmap(value_and_grad(lambda p: jnp.sum(p), state))(jnp.ones((3, 2)))
+    assert losses.shape == (3,) and value_and_grad(lambda p: 1.0, state)(jnp.ones(2))[0] == 1
 
 
 def test_errors_come_while_tracing_too():
@@ -252,7 +252,7 @@ def test_errors_come_while_tracing_too():
     with pytest.raises(ValueError, match="got an empty tree"):
         jax.jit(tx.update)({}, tx.init({}), {})
     with pytest.raises(TypeError, match="must be float32, got float16"):
-        jax.jit(lambda s: scaled_value_and_grad(lambda p: p.astype(jnp.float16), s)(1.0))(tx.init(jnp.ones(2)))
+        jax.jit(lambda s: value_and_grad(lambda p: p.astype(jnp.float16), s)(1.0))(tx.init(jnp.ones(2)))
 
 
 def test_a_loss_scale_that_a_step_has_deleted_is_named():
@@ -260,7 +260,7 @@ def test_a_loss_scale_that_a_step_has_deleted_is_named():
     state = jaxmp.TrainState.create(params=jnp.ones(2), tx=tx)
     jaxmp.make_train_step(lambda p, s, b, r: (jnp.sum(p), s))(state, jnp.ones(2))
     uses = [
-        lambda opt_state: scaled_value_and_grad(jnp.sum, opt_state)(jnp.ones(2)),
+        lambda opt_state: value_and_grad(jnp.sum, opt_state)(jnp.ones(2)),
         lambda opt_state: jaxmp.scale_loss(jnp.float32(1), opt_state),
         lambda opt_state: jaxmp.unscale(jnp.ones(2), opt_state),
     ]

@@ -94,7 +94,7 @@ def nnx_training(traces):
     @nnx.jit
     def update(model, optimizer, x):
         traces.append(1)
-        loss, grads = jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2), optimizer)(model)
+        loss, grads = jaxmp.nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2), optimizer)(model)
         optimizer.update(model, grads)
         return loss
 
@@ -225,8 +225,8 @@ def test_a_float16_loss_is_refused_with_what_to_write_instead(api):
     with pytest.raises(TypeError, match=text):
         if api is NNX:
             optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=loss_scale)
-            jaxmp.nnx.scaled_value_and_grad(lambda model: jnp.mean(model(X)), optimizer)(model)
+            jaxmp.nnx.value_and_grad(lambda model: jnp.mean(model(X)), optimizer)(model)
         else:
             apply, params = pure(model, X)
             state = jaxmp.loss_scaling(optax.sgd(0.1), loss_scale).init(params)
-            jaxmp.scaled_value_and_grad(lambda params: jnp.mean(apply(params, X)), state)(params)
+            jaxmp.value_and_grad(lambda params: jnp.mean(apply(params, X)), state)(params)

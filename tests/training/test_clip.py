@@ -89,7 +89,7 @@ def test_the_program_has_one_sum_of_squares():
 def test_clipping_goes_with_an_update_by_hand_too():
     params, batch = problem()
     tx = loss_scaling(optax.sgd(1.0), StaticLossScale(8.0))
-    _, grads = jaxmp.scaled_value_and_grad(loss_fn, tx.init(params))(params, batch)
+    _, grads = jaxmp.value_and_grad(loss_fn, tx.init(params))(params, batch)
     updates, _ = tx.update(grads, tx.init(params), params, clip_norm=SHORT)
     np.testing.assert_allclose(optax.tree.norm(updates), SHORT, rtol=1e-6)
 

@@ -173,7 +173,7 @@ def test_lookahead_is_refused_with_the_way_by_hand_which_works(wrap):
         TrainState.create(params=pair, tx=tx)
     if isinstance(opt_state := tx.init(pair), optax.LookaheadState):
         return
-    _, grads = jaxmp.scaled_value_and_grad(lambda params: jnp.sum(params["w"] ** 2), opt_state)(pair.fast)
+    _, grads = jaxmp.value_and_grad(lambda params: jnp.sum(params["w"] ** 2), opt_state)(pair.fast)
     updates, _ = tx.update(grads, opt_state, pair)
     new = optax.apply_updates(pair, updates)
     assert new.fast["w"] == new.slow["w"] == 1.0  # half of the way from 2 to 2 - 0.5 * 4
@@ -189,7 +189,7 @@ def test_a_line_search_is_refused_with_the_way_by_hand_which_works():
     with pytest.raises(TypeError, match=said):
         step(TrainState.create(params=params, tx=tx), jnp.ones(2))
     opt_state = tx.init(params)
-    loss, grads = jaxmp.scaled_value_and_grad(loss_of, opt_state)(params)
+    loss, grads = jaxmp.value_and_grad(loss_of, opt_state)(params)
     updates, _ = tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=loss_of)
     assert loss_of(optax.apply_updates(params, updates)) < loss
 
@@ -205,7 +205,7 @@ def test_an_estimate_of_the_hessian_is_refused_with_the_way_by_hand_which_works(
             TrainState.create(params=params, tx=tx), jnp.ones(2)
         )
     opt_state = tx.init(params)
-    loss, grads = jaxmp.scaled_value_and_grad(loss_of, opt_state)(params)
+    loss, grads = jaxmp.value_and_grad(loss_of, opt_state)(params)
     updates, _ = tx.update(grads, opt_state, params, obj_fn=loss_of)
     assert loss_of(optax.apply_updates(params, updates)) < loss
 
@@ -224,7 +224,7 @@ def test_an_optimizer_that_makes_gradients_itself_is_refused_with_the_way_by_han
             TrainState.create(params=params, tx=tx), jnp.ones(2)
         )
     opt_state = tx.init(params)
-    loss, grads = jaxmp.scaled_value_and_grad(loss_of, opt_state)(params)
+    loss, grads = jaxmp.value_and_grad(loss_of, opt_state)(params)
     updates, _ = tx.update(grads, opt_state, params, grad_fn=jax.grad(loss_of))
     assert loss_of(optax.apply_updates(params, updates)) < loss
 
@@ -527,108 +527,6 @@ def test_an_optimizer_with_several_loss_scales_is_refused_when_the_state_is_made
     tx = optax.multi_transform(parts, {"x": "a", "y": "b"})
     with pytest.raises(ValueError, match="one loss has one scale, but this optimizer's state has 2"):
         TrainState.create(params={"x": jnp.ones(()), "y": jnp.ones(())}, tx=tx)
-
-
-def clipped_first(tx):
-    return optax.chain(optax.clip_by_global_norm(1.0), tx)
-
-
-BEHIND = {
-    "chain": clipped_first,
-    "chain in a chain": lambda tx: optax.chain(optax.chain(clipped_first(tx)), optax.scale(0.5)),
-    "named chain": lambda tx: optax.named_chain(("z", optax.clip(1.0)), ("a", tx)),
-    "masked": lambda tx: optax.masked(clipped_first(tx), {"x": True}),
-    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: clipped_first(tx))(rate=0.1),
-    "partition": lambda tx: optax.partition({"a": optax.sgd(0.1), "b": clipped_first(tx)}, {"x": "b"}),
-}
-BEFORE = {
-    "chain": lambda tx: optax.chain(tx, optax.scale(0.5), optax.trace(0.9)),
-    "named chain": lambda tx: optax.named_chain(("z", tx), ("a", optax.scale(0.5))),
-    "partition": lambda tx: optax.partition({"a": optax.sgd(0.1), "b": tx}, {"x": "b"}),
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "inside": lambda tx: tx,
-}
-
-
-@pytest.mark.parametrize("name", BEHIND)
-def test_a_loss_scale_behind_another_transform_of_a_chain_is_warned_of_once(name):
-    text = (
-        r"must be the first transform of a chain, but another stands before it here, .*\(optax.chain\(…, tx\), loss_s"
-    )
-    tx = BEHIND[name](loss_scaling(optax.sgd(0.1), DynamicLossScale()))
-    with pytest.warns(UserWarning, match=text) as caught:
-        state = TrainState.create(params={"x": jnp.ones(2)}, tx=tx)
-    assert len(caught) == 1 and caught[0].filename == __file__
-    step = make_train_step(lambda p, s, b, r: (jnp.sum(p["x"]), s))
-    for _ in range(2):  # nothing more to hear: a warning would be an error
-        state, _ = step(state, 1.0)
-    if "chain" in name:  # the others name a param, which NNX's params are not
-        with pytest.warns(UserWarning, match=text) as caught:
-            jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx)
-        assert len(caught) == 1 and caught[0].filename == __file__
-    for one in (jaxmp.NoOpLossScale(), jaxmp.StaticLossScale(1)):  # gradients as they are, that is
-        TrainState.create(params={"x": jnp.ones(2)}, tx=BEHIND[name](loss_scaling(optax.sgd(0.1), one)))
-    with pytest.warns(UserWarning, match=text):
-        TrainState.create(
-            params={"x": jnp.ones(2)}, tx=BEHIND[name](loss_scaling(optax.sgd(0.1), jaxmp.StaticLossScale(2)))
-        )
-
-
-AROUND = {
-    r"around optax.contrib.sam, .*write jaxmp.loss_scaling\(optax.contrib.sam": lambda tx: optax.contrib.sam(
-        tx, optax.sgd(0.05)
-    ),
-    r"around optax.MultiSteps with .*write jaxmp.loss_scaling\(optax.MultiSteps": lambda tx: optax.MultiSteps(
-        tx, 2, should_skip_update_fn=lambda *args: optax.skip_large_updates(*args, 100.0)
-    ).gradient_transformation(),
-}
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("text", AROUND)
-def test_a_transform_around_loss_scaling_that_measures_the_gradients_is_warned_of_and_right_inside_of_it(text):
-    def trained(tx):
-        state = TrainState.create(params={"x": jnp.ones(2)}, tx=tx)
-        step = make_train_step(lambda p, s, b, r: (jnp.mean((p["x"] - b) ** 2), s))
-        for _ in range(4):
-            state, _ = step(state, 3.0)
-        return state.params["x"]
-
-    with pytest.warns(UserWarning, match=text) as caught:
-        trained(AROUND[text](loss_scaling(optax.sgd(0.1), DynamicLossScale())))
-    assert len(caught) == 1 and caught[0].filename == __file__
-    plain = trained(AROUND[text](loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())))  # and nothing to warn of
-    assert jnp.allclose(trained(loss_scaling(AROUND[text](optax.sgd(0.1)), DynamicLossScale())), plain)
-
-
-def test_a_train_step_warns_once_of_a_loss_scale_behind_another_transform_that_came_by_replace():
-    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale())
-    behind, params = clipped_first(tx), {"x": jnp.ones(2)}
-    state = TrainState.create(params=params, tx=tx).replace(tx=behind, opt_state=behind.init(params))
-    step = make_train_step(lambda p, s, b, r: (jnp.sum(p["x"]), s), donate=False)
-    with pytest.warns(UserWarning, match="must be the first transform of a chain") as caught:
-        step(state, 1.0)
-    assert len(caught) == 1
-    step(state, jnp.ones(2))  # compiled again, and nothing more to hear
-
-
-def test_a_train_step_warns_once_of_a_loss_scale_behind_another_transform_that_an_nnx_optimizer_was_given():
-    model, behind = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), clipped_first(loss_scaling(optax.sgd(0.1), DynamicLossScale()))
-    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
-    optimizer.tx, optimizer.opt_state = behind, nnx.Optimizer(model, behind, wrt=nnx.Param).opt_state
-    step = jaxmp.nnx.make_train_step(lambda model, x: jnp.sum(model(x)))
-    with pytest.warns(UserWarning, match="must be the first transform of a chain") as caught:
-        step(model, optimizer, jnp.ones((1, 2)))
-    step(model, optimizer, jnp.ones((2, 2)))
-    assert len(caught) == 1
-
-
-@pytest.mark.parametrize("name", BEFORE)
-def test_a_loss_scale_before_the_others_is_not_warned_of(name):
-    tx = BEFORE[name](loss_scaling(clipped_first(optax.sgd(0.1)), DynamicLossScale()))
-    TrainState.create(params={"x": jnp.ones(2)}, tx=standard(tx))
-    if "chain" in name:
-        jaxmp.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx)
 
 
 def test_what_training_stops_with_is_an_arithmetic_error():

@@ -48,7 +48,7 @@ def with_jaxmp(
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, model_state = state
-        gradients = jaxmp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
+        gradients = jaxmp.value_and_grad(loss_fn, opt_state, has_aux=True)
         (loss, model_state), grads = gradients(params, model_state, batch, None)
         updates, opt_state = scaled.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, model_state), loss

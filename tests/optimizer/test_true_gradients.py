@@ -1,0 +1,145 @@
+"""Outside of value_and_grad nobody sees the loss scale: gradients are the true ones wherever they are used."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from optimizer_tools import bits, loss_fn, problem, same_bits, train_loss
+
+import jaxmp
+from jaxmp import DynamicLossScale, TrainState, keep_if_skipped, loss_scaling, make_train_step, value_and_grad
+
+pytestmark = pytest.mark.once
+
+SCALED = DynamicLossScale(2.0**15)
+
+
+def clip(tx):
+    return optax.chain(optax.clip_by_global_norm(0.1), tx)
+
+
+def step_of_plain_jax(tx, params, batch):
+    updates, _ = tx.update(jax.grad(loss_fn)(params, batch), tx.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+def step_by_update(tx, params, batch):
+    opt_state = tx.init(params)
+    _, grads = value_and_grad(loss_fn, opt_state)(params, batch)
+    updates, _ = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates)
+
+
+def step_by_apply_gradients(tx, params, batch):
+    state = TrainState.create(params=params, tx=tx)
+    _, grads = value_and_grad(loss_fn, state.opt_state)(params, batch)
+    return state.apply_gradients(grads=grads).params
+
+
+def train_step(tx, params, batch):
+    state = TrainState.create(params=params, tx=tx)
+    return make_train_step(train_loss, donate=False)(state, batch)[0].params
+
+
+STEPS = (step_of_plain_jax, step_by_update, step_by_apply_gradients, train_step)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_clipping_inside_and_before_loss_scaling_clips_the_true_gradients(step):
+    params, batch = problem()
+    expected = step_of_plain_jax(clip(optax.sgd(0.5)), params, batch)
+    inside = step(loss_scaling(clip(optax.sgd(0.5)), SCALED), params, batch)
+    before = step(clip(loss_scaling(optax.sgd(0.5), SCALED)), params, batch)
+    for clipped in (inside, before):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), clipped, expected)
+
+
+def test_gradients_of_plain_jax_train_a_wrapped_optimizer():
+    params, batch = problem()
+    expected = step_of_plain_jax(optax.sgd(0.5), params, batch)
+    tx = loss_scaling(optax.sgd(0.5), SCALED)
+    assert same_bits(step_of_plain_jax(tx, params, batch), expected)
+    state = TrainState.create(params=params, tx=tx)
+    assert same_bits(state.apply_gradients(grads=jax.grad(loss_fn)(params, batch)).params, expected)
+
+
+@pytest.mark.parametrize("gradient", [nnx.grad, lambda loss: lambda model: nnx.value_and_grad(loss)(model)[1]])
+def test_gradients_of_plain_nnx_train_a_jaxmp_optimizer(gradient):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    before = model.bias[...]
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=SCALED)
+    optimizer.update(model, gradient(lambda model: jnp.sum(model(jnp.ones((1, 2)))))(model))
+    assert model.bias[...] == before - 0.5
+
+
+def test_gradients_of_several_losses_are_added_and_logged_as_they_are():
+    params, batch = problem()
+    tx = loss_scaling(optax.sgd(0.5), SCALED)
+    opt_state = tx.init(params)
+    _, first = value_and_grad(loss_fn, opt_state)(params, batch)
+    _, second = value_and_grad(lambda params: optax.tree.norm(params, squared=True), opt_state)(params)
+    total = jax.tree.map(jnp.add, first, second)
+    expected = jax.grad(lambda params: loss_fn(params, batch) + optax.tree.norm(params, squared=True))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), total, expected)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        lambda tx: optax.chain(optax.clip(1.0), tx),
+        clip,
+        lambda tx: optax.chain(optax.adaptive_grad_clip(0.1), tx),
+    ],
+)
+@pytest.mark.parametrize("by_train_step", [False, True])
+def test_clipping_before_loss_scaling_hides_no_overflow(before, by_train_step):
+    """In float16 the gradient 8 times the scale 2**15 is an infinity, which clipping by value would make 1."""
+    tx = before(loss_scaling(optax.sgd(0.5), SCALED))
+    params = {"w": jnp.ones(2)}
+
+    def loss_of(params):
+        return 8 * jnp.sum(params["w"].astype(jnp.float16)).astype(jnp.float32)
+
+    if by_train_step:
+        state = TrainState.create(params=params, tx=tx)
+        step = make_train_step(lambda params, model_state, batch, rng: (loss_of(params), model_state), donate=False)
+        new, _ = step(state, jnp.ones(1))
+        after, opt_state = new.params, new.opt_state
+    else:
+        opt_state = tx.init(params)
+        _, grads = value_and_grad(loss_of, opt_state)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        after = optax.apply_updates(params, updates)
+    assert same_bits(after, params)
+    assert jaxmp.get_loss_scale(opt_state).loss_scale == 2.0**14
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, clip])
+def test_keep_if_skipped_keeps_statistics_bit_for_bit(wrap):
+    tx = wrap(loss_scaling(optax.sgd(0.5), SCALED))
+    params = {"w": jnp.ones(2)}
+
+    @jax.jit
+    def step(params, statistics, opt_state, x):
+        def loss_of(params):
+            return jnp.sum(params["w"] * x), {"mean": jnp.mean(x), "count": statistics["count"] + 1}
+
+        (_, new), grads = value_and_grad(loss_of, opt_state, has_aux=True)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), keep_if_skipped(opt_state, new, statistics), opt_state
+
+    old = {"mean": jnp.array(-0.0, jnp.bfloat16), "count": jnp.array(0)}
+    skipped = step(params, old, tx.init(params), jnp.array([1.0, jnp.inf]))
+    assert bits(skipped[:2]) == bits((params, old))
+    _, taken, _ = step(skipped[0], skipped[1], skipped[2], jnp.array([1.0, 2.0]))
+    assert taken["mean"] == 1.5 and taken["mean"].dtype == jnp.bfloat16 and taken["count"] == 1
+
+
+def test_keep_if_skipped_refuses_another_structure():
+    opt_state = loss_scaling(optax.sgd(0.5), SCALED).init(jnp.ones(2))
+    with pytest.raises(ValueError, match="pytree structure error"):
+        keep_if_skipped(opt_state, {"mean": jnp.ones(()), "var": jnp.ones(())}, {"mean": jnp.ones(())})
