@@ -63,9 +63,11 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     A ``dtype`` or ``param_dtype`` field that has its class's default is filled; one that differs is the author's word
     and stays, unless an override covers the module. A module with a ``dtype`` field computes as it is written. The
     operations of one without are decided on the graph in the compute dtype of its policy, as :func:`jaxmp.autocast`
-    decides; its code is traced in float32 if it has params of its own, and sees those. The carry of a loop
-    (``nn.scan``, ``nn.RNN``, ``jax.lax.scan``) keeps the dtype it comes in with. A submodule with policies of its own
-    keeps them.
+    decides; its code is traced in float32 if it has params of its own, and sees those. A submodule with
+    policies of its own keeps them.
+
+    The carry of a loop in the model (``nn.scan``, ``nn.RNN``, ``jax.lax.scan``) keeps the dtype it comes in with. Call
+    loops of JAX as ``jax.lax.scan`` or ``lax.scan``: with ``from jax.lax import scan`` JAX raises on such a carry.
 
     Gradients of params are summed in float32: a bias, an embedding or a position is cast where an activation meets it,
     and not before it is repeated or looked up.

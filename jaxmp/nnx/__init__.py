@@ -57,8 +57,8 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     returns is cast to the output dtype. Batch statistics and other Variables keep their dtypes. A Variable is shared
     unless it is a Param of another dtype than the param dtype, which is replaced by a cast of it.
 
-    From then on use the copy: ``eval()`` and ``train()`` on ``model`` do not reach it, and a train step or an optimizer
-    of the copy refuses ``model``, which computes in float32.
+    From then on use the copy. ``eval()`` and ``train()`` on ``model`` do not reach it, and a train step refuses
+    ``model``, which computes in float32; to train in float32 beside it, use ``apply_policy(model, "float32")``.
 
     What is shared is a Variable, with each value that is written to it (``model.head.kernel[...] = value``), not the
     attribute that holds it: a module or a Variable that is put into ``model`` afterwards (a new head,
@@ -70,9 +70,11 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     down before the policy comes: what equals the default of a module around it counts as default too. A module with a
     ``dtype`` attribute computes as it is written. The operations of one without are decided on the graph in the compute
     dtype of its policy, as :func:`jaxmp.autocast` decides; its code is traced in float32 if it has Params of its own,
-    and sees those. The carry of a loop in the model (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) keeps the dtype it
-    comes in with. A module with a policy of its own, nested in another, keeps it. An ``init_cache`` that is called
+    and sees those. A module with a policy of its own, nested in another, keeps it. An ``init_cache`` that is called
     without its ``dtype`` makes a cache in that of its module.
+
+    The carry of a loop in the model (``nnx.scan``, ``nnx.RNN``, ``jax.lax.scan``) keeps the dtype it comes in with.
+    Call loops of JAX as ``jax.lax.scan`` or ``lax.scan``: with ``from jax.lax import scan`` JAX raises on such a carry.
 
     Gradients of Params are summed in float32. A call is traced as under ``jax.jit``, so that its Python code cannot
     branch on the values of arrays; without ``jit`` a call of equal shapes runs the program that was written by the
