@@ -25,7 +25,7 @@ class StuckRuns:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._reports: deque[jax.Array] = deque()
+        self._reports: deque[Any] = deque()
 
     def add(self, skipped: Any) -> None:
         """Remember the report of a step, unless the step runs inside another transformation."""
@@ -41,7 +41,7 @@ class StuckRuns:
             return False
         return int(_read(state.stuck)) >= self.limit
 
-    def _is_due(self, report: jax.Array) -> bool:
+    def _is_due(self, report: Any) -> bool:
         # What is ready differs between processes, and all must come to an error at the same step.
         return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
 
