@@ -76,7 +76,7 @@ def loss_scaling(
     schedules belong inside: what stands after ``loss_scaling`` in a chain goes on when a step is skipped. Do not hide
     non-finite gradients from it (``optax.zero_nans`` or ``optax.apply_if_finite`` before or around it). Wrap
     ``optax.MultiSteps`` in ``loss_scaling``: a non-finite microbatch is then dropped on its own. Extra arguments of an
-    update go to ``inner``. Only ``clip_norm=`` stays here: ``inner`` then sees gradients clipped by their global norm.
+    update go to ``inner``.
 
     Args:
       inner: any optax transform; its ``init`` and ``update`` take the params that it takes by itself, such as the pair
@@ -110,7 +110,7 @@ def loss_scaling(
     """
     inner = as_optimizer(inner)
     loss_scale = as_loss_scale(loss_scale)
-    require_flag("grad_norm", grad_norm, "to clip, pass clip_norm=1.0 to make_train_step, or to the transform's update")
+    require_flag("grad_norm", grad_norm, "to clip, put optax.clip_by_global_norm(1.0) inside loss_scaling")
     require_flag("check_updates", check_updates, "pass True to test the updates beside the gradients")
 
     def as_taken(params: Any) -> Any:
@@ -136,8 +136,6 @@ def loss_scaling(
         state: LossScalingState,
         params: optax.Params | None,
         made: Made | None,
-        *,
-        clip_norm: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScalingState]:
         """As ``update``, but in place of the updates comes what is made of them, if anything is."""
@@ -145,11 +143,10 @@ def loss_scaling(
         _check_gradients(updates)
         grads = widen(updates)
         squares = sum_of_squares(grads)
-        clipped = grads if clip_norm is None else _clip(grads, jnp.sqrt(squares), clip_norm)
 
         def of_inner() -> tuple[Any, Any]:
             try:
-                new_updates, inner_state = inner.update(clipped, state.inner_state, as_taken(params), **extra_args)
+                new_updates, inner_state = inner.update(grads, state.inner_state, as_taken(params), **extra_args)
             except Exception as error:
                 if params is not None:  # perhaps what it was given explains the error better than the error does
                     _check_same_state(jax.eval_shape(inner.init, as_taken(params)), state.inner_state)
@@ -227,7 +224,7 @@ def _copied_key(leaf: Any) -> Any:
 
 
 class LossScaling(optax.GradientTransformationExtraArgs):
-    """What :func:`loss_scaling` returns. A transform around it may drop the extra argument ``clip_norm``."""
+    """The transform that :func:`loss_scaling` returns."""
 
     inner: optax.GradientTransformationExtraArgs
     stepped: Callable[..., tuple[Any, LossScalingState]]
@@ -238,11 +235,6 @@ class Made(NamedTuple):
 
     of: Callable[[Any], Any]
     before: Any
-
-
-def _clip(grads: Any, norm: jax.Array, clip_norm: jax.typing.ArrayLike) -> Any:
-    """As ``optax.clip_by_global_norm`` does it, operation by operation; a compiler may round its sums otherwise."""
-    return jax.tree.map(lambda g: jnp.where(norm < clip_norm, g, g / norm.astype(g.dtype) * clip_norm), grads)
 
 
 def wrap_opt_state(opt_state: optax.OptState, loss_scale: LossScale, *, grad_norm: bool = False) -> LossScalingState:
@@ -512,17 +504,8 @@ def take_step(
     Returns:
       The updates, or what is made of them; the new state, of which only the loss scale changed if the step was skipped;
       and whether it was, int32 0 or 1.
-
-    Raises:
-      ValueError: ``clip_norm`` among ``extra_args``, and another transform around ``loss_scaling``.
     """
     is_outermost = isinstance(tx, LossScaling)
-    if "clip_norm" in extra_args and not is_outermost:
-        raise ValueError(
-            "clip_norm needs loss_scaling as the outermost transform, but another stands around it, or beside it in a "
-            "chain, and may not hand it on; clip inside: "
-            "jaxmp.loss_scaling(optax.chain(optax.clip_by_global_norm(…), tx), loss_scale)"
-        )
     if is_outermost:
         result, new_state = tx.stepped(grads, opt_state, params, made, **extra_args)
     else:

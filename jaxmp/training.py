@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -22,7 +20,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
-from jaxmp._flattened import Flattened, Lazy, flattened
 from jaxmp._functions import require_flag
 from jaxmp._gathering import Gathered, Held
 from jaxmp._jaxpr.invariant import hoisted
@@ -40,13 +37,11 @@ from jaxmp._loss_functions import (
 )
 from jaxmp._mesh_plan import on_auto_axes, plan_of
 from jaxmp._mesh_types import typed
-from jaxmp._nonfinite import explanation
 from jaxmp._placement import (
     at,
     at_home,
     each_once,
     home_of,
-    is_deleted,
     is_traced,
     microbatches,
     require_apart,
@@ -57,6 +52,7 @@ from jaxmp._placement import (
     settled,
     tell_of_devices,
 )
+from jaxmp._stuck_runs import StuckRuns, explanation
 from jaxmp.dtypes import canonical_dtype
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
@@ -80,13 +76,9 @@ from jaxmp.rounding import as_optimizer, in_dtype_of, with_compensation
 
 S = TypeVar("S", bound="TrainState")
 Metrics = dict[str, Any]
-_Run = Callable[[Flattened, Any], tuple[Flattened, Metrics]]  # a step of leaves, jitted
-
-_LAG = 4  # steps between a report of several processes and its reading
-_STUCK = 2  # the place of ``stuck`` among the leaves of a TrainState
 
 
-class TrainState(Lazy, flax.struct.PyTreeNode):
+class TrainState(flax.struct.PyTreeNode):
     """What training carries from step to step; Flax's ``TrainState`` and what mixed precision adds. A pytree.
 
     Attributes:
@@ -102,8 +94,7 @@ class TrainState(Lazy, flax.struct.PyTreeNode):
       tx: the optimizer, static.
     """
 
-    _first = ("step", "skipped", "stuck")
-    # What the loss function takes of it, if its maker gave it.
+    # The loss function takes these if they were passed to ``create``.
     _may_be_none: ClassVar[tuple[str, ...]] = ("model_state", "rng")
     step: jax.Array
     skipped: jax.Array
@@ -271,7 +262,7 @@ def created(
     require_one_tree(opt_state, "a TrainState")
     require_outermost(tx, opt_state)
     state = cls(
-        **{name: jnp.zeros((), jnp.int32) for name in cls._first},
+        **{name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "stuck")},
         params=params,
         opt_state=opt_state,
         model_state=model_state,
@@ -291,7 +282,6 @@ def make_train_step(
     overrides: Mapping[str, str] | None = None,
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
-    clip_norm: float | None = None,
     remat: str | Callable[..., Any] | None = None,
     donate: bool = True,
     max_consecutive_skips: int = 25,
@@ -324,11 +314,6 @@ def make_train_step(
         axis 0 stays where it is, and a scalar into each; gradients are summed in float32 and averaged, like loss and
         metrics; one bad microbatch skips the step.
       ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
-      clip_norm: the largest global norm of the gradients that reach the optimizer; longer ones are shortened
-        to it, after the test for finiteness. ``grad_norm`` is the norm before. The numbers are those of
-        ``loss_scaling(optax.chain(optax.clip_by_global_norm(clip_norm), …), …)``. Take that in place of this where
-        something comes before the clipping (a mask, a sum over steps as ``optax.MultiSteps`` makes it) or stands around
-        ``loss_scaling``, and take this for everything else: one word, and nothing that can stand in a wrong place.
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
         ``jax.checkpoint_policies``, or such a policy. With ``specs``, None is ``"regather"``, which computes nothing
@@ -353,8 +338,8 @@ def make_train_step(
       TypeError: the loss function takes or returns something else (a metric that is no number, say); the loss is
         float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say); the batch has a string, say.
       RuntimeError: the state was given to a donating step before, or the batch has arrays of it.
-      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: a counter is read
-        once the device has computed it, and only where it may have reached the limit.
+      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late, for a step never
+        waits for the one before.
 
     Warns once when the loss has float16 products and the optimizer no loss scale.
 
@@ -370,11 +355,9 @@ def make_train_step(
     for name, steps in (("accumulate_steps", accumulate_steps), ("max_consecutive_skips", max_consecutive_skips)):
         if not isinstance(steps, (int, np.integer)) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {steps!r}; 1 is the least")
-    decay, norm = (None if number is None else as_float(number) for number in (ema_decay, clip_norm))
+    decay = None if ema_decay is None else as_float(ema_decay)
     if decay is not None and not 0 <= decay < 1:
         raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay!r}; 0.999 averages over about 1,000 steps")
-    if norm is not None and not 0 < norm < np.inf:
-        raise ValueError(f"clip_norm must be a positive finite number, got {clip_norm!r}; pass 1.0, say, or None")
     require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
     if reduce not in ("each", "once") or (reduce == "once" and (mesh is None or accumulate_steps == 1)):
         raise ValueError(
@@ -395,15 +378,15 @@ def make_train_step(
         plan = plan_of(mesh, specs, reduce_dtype)
         loss_fn = gathered = Gathered(plan, typed(loss_fn, mesh, plan.axes), remat is None or remat == "regather")
     loss_fn = with_remat(loss_fn, None if remat == "regather" else remat)
-    return TrainStep(loss_fn, accumulate_steps, decay, norm, donate, max_consecutive_skips, gathered, reduce == "once")
+    return TrainStep(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, reduce == "once")
 
 
 class TrainStep:
-    """What :func:`make_train_step` returns.
+    """A jitted train step; :func:`make_train_step` returns it.
 
-    ``jitted`` is the step as a jitted function of trees, for ``jax.make_jaxpr`` and AOT compilation; after a call with
-    a state on a mesh it is the one that returns the state in its shardings. What has no underscore beside it and
-    ``lower`` is for :mod:`jaxmp.inspect`, where a subclass looks at ``gradients`` on their way.
+    Attributes:
+      jitted: the program of the last call, a jitted function of ``(state, batch)`` for ``jax.make_jaxpr`` and AOT
+        compilation. For a state on a mesh it returns the state in its shardings.
     """
 
     def __init__(
@@ -411,44 +394,35 @@ class TrainStep:
         loss_fn: LossFn,
         accumulate_steps: int,
         ema_decay: float | None,
-        clip_norm: float | None,
         donate: bool,
         max_consecutive_skips: int,
         gathered: Gathered | None = None,
         reduces_once: bool = False,
     ) -> None:
-        own = loss_fn, accumulate_steps, ema_decay, clip_norm, donate, max_consecutive_skips, gathered, reduces_once
-        self.made_of = own  # for another one like it
+        # jaxmp.inspect makes a step of a subclass with the same arguments.
+        self.arguments = loss_fn, accumulate_steps, ema_decay, donate, max_consecutive_skips, gathered, reduces_once
         self._loss_fn = loss_fn
-        self._gathered, self._reduces_once = gathered, reduces_once and gathered is not None and gathered.is_split
+        self._gathered = gathered
+        self._reduces_once = reduces_once and gathered is not None and gathered.is_split
         self._plan = None if gathered is None else gathered.plan
-        self._accumulate_steps, self._ema_decay, self._donated = accumulate_steps, ema_decay, 0 if donate else ()
-        self.clip = {} if clip_norm is None else {"clip_norm": clip_norm}
-        self._max_skips, self._warned = max_consecutive_skips, False
-        # The number of a call; whether it was skipped, or how long the state had been stuck by then; its batch.
-        self._reports: deque[tuple[int, Any, Any]] = deque()
-        self._calls, self._next_report = 0, 0.0
-        self._placed_programs = functools.cache(self._programs)
-        self.jitted, run = self._placed_programs(None)
-        # A reference to the state that was returned last, the program that did, and whether it is right for that state
-        # whatever the batch. Read and written as one, for other threads may have states that lie elsewhere.
-        self._last: tuple[Callable[[], TrainState | None], _Run, bool] = (lambda: None), run, False
-        self._stuck: Any = None  # the counter of that state
+        self._accumulate_steps, self._ema_decay, self._donate = accumulate_steps, ema_decay, donate
+        self._warned = False
+        self._stuck_runs = StuckRuns(max_consecutive_skips)
+        self._program_with = functools.cache(self._jit)
+        self.jitted = self._program_with(None)
 
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
-        """One step; see :func:`make_train_step`."""
+        """Take one step; see :func:`make_train_step`."""
+        self.require_state(state)
+        if self._stuck_runs.is_stuck(state):
+            raise self._error(state, batch)
         try:
-            if self._reports:  # each line here is paid for in every step
-                self._read_reports(state, batch)
-            returned, run, stays = self._last
-            if state is not returned() or not (stays or home_of(batch) is None):
-                state, run, stays = self._placed(state, batch)
-            given = flattened(state)
-            if self._plan is None:
-                new, metrics = run(given, batch)
-            else:
-                with self._on_mesh():
-                    new, metrics = run(given, self._plan.batch(batch, self._accumulate_steps))
+            placed = self._placed(state, batch)
+            self.jitted = self.program_for(placed)
+            if self._plan is not None:
+                batch = self._plan.batch(batch, self._accumulate_steps)
+            with self._on_mesh():
+                new_state, metrics = self.jitted(placed, batch)
         except (RuntimeError, TypeError, ValueError) as error:
             require_arrays(batch, error)
             require_apart(state, batch, error)
@@ -456,36 +430,27 @@ class TrainStep:
             if self._plan is None:
                 tell_of_devices(state, batch, error)
             raise
-        self._calls = calls = self._calls + 1
-        stuck, state = new.leaves[_STUCK], new.lazy()
-        self._last = weakref.ref(state), run, stays
-        if isinstance(stuck, jax.core.Tracer):  # inside another transformation nothing can be read
-            return state, metrics
-        # A counter that the last call did not return is another run's: NNX and replace make a state anew, but keep it.
-        if given.leaves[_STUCK] is not self._stuck or calls >= self._next_report:
-            self._reports.append((calls, metrics["skipped"], batch))
-            self._next_report = np.inf  # until this one is read
-        self._stuck = stuck
-        return state, metrics
+        self._stuck_runs.add(metrics["skipped"])
+        return new_state, metrics
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """The program that calls run, of arrays or shapes, for its memory, its cost and its text.
+        """Lower the program that calls run, of arrays or shapes, for its memory, its cost and its text.
 
-        What calls have compiled is not compiled again. It takes the leaves of a state: to call one, lower ``jitted``.
+        What calls have compiled is not compiled again.
         """
         self.require_state(state)
-        return self.programs_for(state)[1].lower(flattened(state), batch)
+        return self.program_for(state).lower(state, batch)
 
-    def programs_for(self, state: Any) -> tuple[Any, Any]:
-        """For a state of arrays or shapes, by where it lies: the jitted step of trees, as ``jitted``, and of leaves."""
+    def program_for(self, state: Any) -> Any:
+        """Return the jitted function for a state of arrays or shapes, which returns it in the same shardings."""
         leaves, structure = jax.tree.flatten(state)
         shardings = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
-        is_placed = shardings and all(isinstance(each, NamedSharding) for each in shardings)
-        return self._placed_programs((structure, shardings) if is_placed else None)
+        is_on_mesh = shardings and all(isinstance(sharding, NamedSharding) for sharding in shardings)
+        return self._program_with((structure, shardings) if is_on_mesh else None)
 
     @staticmethod
     def require_state(state: Any) -> None:
-        """Raises if what came is no :class:`TrainState`: Flax's, whose fields are others, or the params alone."""
+        """Raise a TypeError unless ``state`` is a :class:`TrainState`, as Flax's or the params alone are not."""
         if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
             raise TypeError(
                 "a step takes a jaxmp.TrainState and a batch, got the tuple that a step returned as the state; unpack "
@@ -500,32 +465,21 @@ class TrainStep:
                 "jaxmp.DynamicLossScale())), which takes model_state (batch statistics) and rng too"
             )
 
-    def _placed(self, state: S, batch: Any) -> tuple[S, _Run, bool]:
-        """``state`` where it or the batch is committed to, the program for it, and whether that goes for any batch."""
-        placement: Any = None
-        self.require_state(state)
-        if self._donated == 0:
+    def _placed(self, state: S, batch: Any) -> S:
+        """Return ``state`` with uncommitted arrays on the devices of the others, the batch or the plan."""
+        if self._donate:
             state = each_once(state)
-        if self._plan is not None and not is_traced(state):
-            placement = self._plan.shardings(state)
-            state = jax.tree.map_with_path(at, state, placement)
-        elif not is_traced(state) and (home := home_of((state, batch))) is not None:
-            state = jax.tree.map(lambda leaf: at_home(leaf, home), state)
-            if isinstance(home, NamedSharding):
-                placement = jax.tree.map(lambda leaf: leaf.sharding, state)
-        leaves, structure = jax.tree.flatten(placement)
-        self.jitted, run = self._placed_programs((structure, tuple(leaves)) if leaves else None)
-        return state, run, bool(leaves) or jax.device_count() == 1
+        if is_traced(state):
+            return state
+        if self._plan is not None:
+            return jax.tree.map_with_path(at, state, self._plan.shardings(state))
+        home = home_of((state, batch))
+        return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
 
-    def _programs(self, placement: tuple[Any, ...] | None) -> tuple[Any, Any]:
-        """The jitted step of trees and that of leaves; XLA alone would shard by the batch what it computes of it."""
+    def _jit(self, placement: tuple[Any, ...] | None) -> Any:
+        """Return the jitted step; left to itself, XLA would shard a new state by the batch."""
         shardings = None if placement is None else jax.tree.unflatten(*placement)
-        jit, out = functools.partial(jax.jit, donate_argnums=self._donated), shardings and flattened(shardings)
-        return jit(self._step, out_shardings=(shardings, None)), jit(self._of_leaves, out_shardings=(out, None))
-
-    def _of_leaves(self, state: Flattened, batch: Any) -> tuple[Flattened, Metrics]:
-        new, metrics = self._step(state.built(), batch)
-        return flattened(new, like=state), metrics
+        return jax.jit(self._step, donate_argnums=0 if self._donate else (), out_shardings=(shardings, None))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         self.require_state(state)
@@ -553,7 +507,7 @@ class TrainStep:
             apply = functools.partial(
                 state.apply_gradients, grads=grads, model_state=model_state, ema_decay=self._ema_decay, rng=rng
             )
-            return with_loss(lambda **value: apply(extra_args={**value, **self.clip}), loss)
+            return with_loss(lambda **value: apply(extra_args=value), loss)
 
         if self._plan is not None:
             updated = on_auto_axes(updated, self._plan.specs_of(state))
@@ -635,41 +589,6 @@ class TrainStep:
                 stacklevel=2,
             )
 
-    def _read_reports(self, state: TrainState, batch: Any) -> None:
-        """Raises if a report that is finished says that training cannot go on."""
-        while self._reports:
-            try:
-                call, report, reported = self._reports.popleft()
-            except IndexError:  # another thread has read it
-                return
-            if not self._is_due(call, report):
-                return self._reports.appendleft((call, report, reported))
-            self._next_report = call + 1  # if the read fails
-            try:
-                count = int(np.asarray(report))  # jax.device_get takes 20 µs more
-            except RuntimeError:  # a guard of transfers, which takes longer to lift than to read
-                with jax.transfer_guard_device_to_host("allow"):
-                    count = int(np.asarray(report))
-            if count and report.dtype == bool:  # it was skipped: how long has the state been stuck by now?
-                self.require_state(state)
-                if not is_traced(state.stuck):
-                    stuck = jax.device_put(state.stuck, state.stuck.sharding, may_alias=False)  # a step deletes its own
-                    if self._is_due(self._calls, state.stuck):  # then only the copy is waited for
-                        stuck.block_until_ready()
-                    self._reports.append((self._calls, stuck, reported))
-                    self._next_report = np.inf
-                continue
-            # The count grows by one a call: until then it is too small, and to read it takes longer than to call.
-            self._next_report = call + max(1, self._max_skips - count)
-            # The state at hand may be another run's; to look at it is to wait for it, which does no harm any more.
-            if count >= self._max_skips and int(jax.device_get(state.stuck)) >= self._max_skips:
-                self._reports.clear()
-                raise self._error(state, batch if is_deleted(reported) else reported)
-
-    def _is_due(self, call: int, report: Any) -> bool:
-        # What is ready differs between processes, and all must come to an error at the same step.
-        return report.is_ready() if report.is_fully_addressable else self._calls >= call + _LAG
-
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
         """Says what is not finite, by computing the gradients of the last bad batch once more."""
         from jaxmp.inspect.blame import first_nonfinite  # not needed before
@@ -677,7 +596,7 @@ class TrainStep:
         batch = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
         loss, grads, _, _ = jax.jit(self.placed_gradients)(state, batch, state.rng)
         scale = get_loss_scale(state.opt_state)
-        error = NonFiniteTrainingError(explanation(loss, grads, scale, state.params, batch, self._max_skips))
+        error = NonFiniteTrainingError(explanation(loss, grads, scale, state.params, batch, self._stuck_runs.limit))
         try:
             error.blame = first_nonfinite(self)(state, batch)
         except Exception as failure:  # an error of the search must not hide the error that it is to explain

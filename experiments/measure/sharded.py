@@ -37,7 +37,7 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
     """
     axes, kind = tuple(sizes), AxisType.Explicit if way == "hand" else AxisType.Auto
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), axes, (kind,) * len(axes))
-    tx = jaxmp.loss_scaling(optax.adamw(3e-4), jaxmp.NoOpLossScale())
+    tx = jaxmp.loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)), jaxmp.NoOpLossScale())
     params, blocks, loss_of = _program(model, way, axes)
     state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
     rules = {"**/kernel": P(None, "fsdp")}  # the first axis of a block's: what XLA gathers without another layout
@@ -45,7 +45,7 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
     options: dict[str, Any] = {} if way == "hand" else {"mesh": mesh, "specs": specs.params}
     if way == "autocast":
         options["policy"] = "mixed_bfloat16"
-    step = jaxmp.make_train_step(loss_of(specs.params), clip_norm=1.0, **options)
+    step = jaxmp.make_train_step(loss_of(specs.params), **options)
 
     def placed(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))

@@ -192,12 +192,12 @@ class _LossOnly(TrainStep):
 def _loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The loss that a train step differentiates, as a function of what it may depend on."""
     step, state, batch = call
-    if any(isinstance(part, Gathered) for part in step.made_of):
+    if any(isinstance(part, Gathered) for part in step.arguments):
         raise ValueError(
             "compare takes a train step without a mesh, got one with mesh=; compare its loss function, "
             "compare(loss_fn)(params, model_state, batch, rng)"
         )
-    looked_at = _LossOnly(*step.made_of)
+    looked_at = _LossOnly(*step.arguments)
 
     def loss_fn(params: Any, model_state: Any, batch: Any) -> Any:
         at = state.replace(params=params, model_state=model_state)

@@ -337,7 +337,7 @@ class CountingStep(TrainStep):
     """A train step that counts what its values are. Microbatches are counted together."""
 
     def __init__(self, step: TrainStep) -> None:
-        super().__init__(*step.made_of)
+        super().__init__(*step.arguments)
         self.found: Any = None
 
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
@@ -357,7 +357,7 @@ class CountingStep(TrainStep):
         loss, grads, model_state, metrics = super().gradients(state, batch, rng)
         true_grads = get_loss_scale(state.opt_state).unscale(_tree.widen(grads))
         # The compiler finds that the step computes the same updates.
-        updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss, **self.clip)
+        updates = updates_of(state.tx, true_grads, state.opt_state, state.params, loss)
         metrics[_SEEN] = found_in(loss, state.params, grads, updates, metrics[_SEEN])
         return loss, grads, model_state, metrics
 

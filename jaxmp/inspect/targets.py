@@ -369,7 +369,7 @@ def traced(
         target = target_of(device)
         args = on(device_of(target.text()), args) if mesh is None else on_mesh(target, args, topology)
     if isinstance(jitted, TrainStep):
-        jitted, _ = jitted.programs_for(args[0])
+        jitted = jitted.program_for(args[0])
     with contextlib.ExitStack() as held:
         held.enter_context(within_mesh_of(args))
         if device is not None:

@@ -150,7 +150,7 @@ class Optimizer(_Object):
         Args:
           model: changed in place.
           grads: of :func:`value_and_grad`.
-          **kwargs: extra arguments of the optax optimizer, and ``clip_norm``, see :func:`jaxmp.loss_scaling`.
+          **kwargs: extra arguments of the optax optimizer.
 
         Returns:
           The updates that were added to the params; -0.0 if the step was skipped.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from jaxmp import _loss_functions, _placement, training
+from jaxmp import _loss_functions, training
 from jaxmp._adapters import TO_COPY
 from jaxmp._jaxpr.invariant import passed_on
 from jaxmp.nnx.objects import with_remedy
@@ -28,7 +28,6 @@ def make_train_step(
     overrides: Mapping[str, str] | None = None,
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
-    clip_norm: float | None = None,
     remat: str | Callable[..., Any] | None = None,
     donate: bool = True,
     max_consecutive_skips: int = 25,
@@ -52,7 +51,7 @@ def make_train_step(
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
         dict. It may write to the model's Variables. What it writes to those that are trained (``nnx.WeightNorm`` does)
         is what the next microbatch and the optimizer's update start from, as with ``nnx.value_and_grad``.
-      policy, overrides, accumulate_steps, clip_norm, remat, max_consecutive_skips, mesh, reduce_dtype, reduce: as for
+      policy, overrides, accumulate_steps, remat, max_consecutive_skips, mesh, reduce_dtype, reduce: as for
         :func:`jaxmp.make_train_step`.
       ema_decay: likewise, for an ``Optimizer(model, tx, ema=True)``.
       donate: likewise, of the arrays of model and optimizer, which an ``nnx.clone`` or an ``nnx.state`` of the model
@@ -66,7 +65,7 @@ def make_train_step(
 
     >>> model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
-    >>> step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2), accumulate_steps=2, clip_norm=1.0)
+    >>> step = jaxmp.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2), accumulate_steps=2)
     >>> losses = [float(step(model, optimizer, jnp.ones((4, 2)))["loss"]) for _ in range(3)]
     >>> losses[2] < losses[0], int(optimizer.step[...]), int(optimizer.skipped)
     (True, 3, 0)
@@ -77,7 +76,6 @@ def make_train_step(
         overrides=overrides,
         accumulate_steps=accumulate_steps,
         ema_decay=ema_decay,
-        clip_norm=clip_norm,
         remat=remat,
         donate=donate,
         max_consecutive_skips=max_consecutive_skips,
@@ -95,13 +93,10 @@ class TrainStep:
     def __init__(self, step: training.TrainStep, has_policy: bool = False) -> None:
         self.of_trees = step
         self._has_policy = has_policy
-        self._settled: Callable[[], Any] = lambda: None
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> training.Metrics:
         """One step; see :func:`make_train_step`."""
-        state: training.TrainState = self._state_of(model, optimizer)
-        if self._settled() is not optimizer:
-            state, self._settled = _placement.settled(state), weakref.ref(optimizer)
+        state = jax.tree.map(_as_array, self._state_of(model, optimizer))
         state, metrics = self.of_trees(state, batch)
         nnx.update(model, state.params, *state.model_state[1:])
         optimizer._take(state)
@@ -115,7 +110,7 @@ class TrainStep:
     def lower(self, model: Any, optimizer: Optimizer, batch: Any) -> jax.stages.Lowered:
         """The program that calls run, of arrays or shapes, for its memory, its cost and its text.
 
-        It takes and returns leaves, and changes neither model nor optimizer: to train, call the step.
+        It changes neither model nor optimizer: to train, call the step.
         """
         return self.of_trees.lower(self._state_of(model, optimizer), batch)
 
@@ -124,6 +119,12 @@ class TrainStep:
         if not self._has_policy:
             require_policy(model, optimizer)
         return state
+
+
+def _as_array(leaf: Any) -> jax.Array:
+    """Return ``leaf`` as an array of strong type, as steps return it, so that the step compiles once."""
+    is_strong = isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False)  # a key has no such attribute
+    return leaf if is_strong else jnp.asarray(leaf, jnp.asarray(leaf).dtype)
 
 
 @jax.tree_util.register_static

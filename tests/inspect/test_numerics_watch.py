@@ -226,7 +226,7 @@ def problem(policy, **options):
     ("policy", "options"),
     [
         (None, {}),
-        ("mixed_float16", {"remat": "full", "clip_norm": 1e-4}),
+        ("mixed_float16", {"remat": "full"}),
         (None, {"accumulate_steps": 2, "remat": "dots"}),
     ],
     ids=["plain", "half", "accumulated"],

@@ -459,14 +459,3 @@ def test_a_loss_that_is_no_floating_scalar_is_described(result, text):
     gradient = value_and_grad(lambda model: result(jnp.mean(model(TARGET))), Optimizer(model, optax.sgd(0.1)))
     with pytest.raises(TypeError, match=f"a loss must be a floating scalar, {text}"):
         gradient(model)
-
-
-def test_an_update_by_hand_clips_true_gradients_and_refuses_where_it_might_not():
-    model = nnx.Linear(8, 8, rngs=rngs())
-    optimizer = Optimizer(model, optax.sgd(1.0), loss_scale=jaxmp.StaticLossScale(8.0))
-    _, grads = value_and_grad(lambda model: jnp.mean(model(TARGET) ** 2), optimizer)(model)
-    updates = optimizer.update(model, grads, clip_norm=1e-3)
-    np.testing.assert_allclose(optax.tree.norm(updates), 1e-3, rtol=1e-5)
-    tx = optax.chain(jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.StaticLossScale(8.0)), optax.scale(0.5))
-    with pytest.raises(ValueError, match="clip_norm needs loss_scaling as the outermost transform"):
-        Optimizer(model, tx).update(model, grads, clip_norm=1e-3)

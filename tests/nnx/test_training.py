@@ -103,7 +103,7 @@ class NNXNet(nnx.Module):
 @pytest.mark.once
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_steps_give_the_numbers_of_the_linen_step_on_the_same_weights(policy):
-    options: Any = {"accumulate_steps": 2, "ema_decay": 0.9, "clip_norm": 0.5}
+    options: Any = {"accumulate_steps": 2, "ema_decay": 0.9}
     model, linen = apply_policy(NNXNet(), policy), jaxmp.linen.apply_policy(LinenNet(), policy)
     tx = jaxmp.loss_scaling(optax.sgd(0.1, momentum=0.9), jaxmp.DynamicLossScale(2.0**10))
 

@@ -11,5 +11,5 @@ def compiled_once(jitted: Any) -> bool:
     JAX counts none any more in a process that has called 8,192 programs, as one that runs half of the tests has near
     its end; the part for the newest Python has fewer in all.
     """
-    _, program, _ = getattr(jitted, "_last", (None, jitted, None))
+    program = getattr(jitted, "jitted", jitted)
     return bool(program._cache_size() <= 1)

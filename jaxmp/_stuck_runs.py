@@ -1,14 +1,54 @@
-"""What an error says of training that cannot go on."""
+"""Runs that cannot go on: every step is skipped, and the loss scale cannot fall."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxmp import tree as _tree
+from jaxmp._placement import is_deleted, is_traced
 from jaxmp.loss_scale import LossScale
 from jaxmp.optimizer import global_norm
+
+_LAG = 4  # steps between a report of several processes and its reading
+
+
+class StuckRuns:
+    """Notice, without waiting for the device, that a run has been skipping steps for too long.
+
+    A step reports whether it was skipped. A report is read some steps later, when the device has finished it. Only
+    after a skipped step is the state's own counter looked at, for which the host waits.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._reports: deque[Any] = deque()
+
+    def add(self, skipped: Any) -> None:
+        """Remember the report of a step, unless the step runs inside another transformation."""
+        if not isinstance(skipped, jax.core.Tracer):
+            self._reports.append(skipped)
+
+    def is_stuck(self, state: Any) -> bool:
+        """Whether the run of ``state`` has skipped ``limit`` steps in a row at a scale that cannot fall."""
+        was_skipped = False
+        while self._reports and self._is_due(self._reports[0]):
+            was_skipped |= bool(_read(self._reports.popleft()))
+        if not was_skipped or is_traced(state.stuck) or is_deleted(state.stuck):
+            return False
+        return int(_read(state.stuck)) >= self.limit
+
+    def _is_due(self, report: Any) -> bool:
+        # What is ready differs between processes, and all must come to an error at the same step.
+        return report.is_ready() if report.is_fully_addressable else len(self._reports) > _LAG
+
+
+def _read(array: jax.Array) -> np.ndarray:
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(array)
 
 
 def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
