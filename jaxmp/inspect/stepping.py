@@ -1,8 +1,8 @@
 """Run a program one equation at a time, and report those whose results are not finite.
 
 Each equation is compiled alone, and equal equations share a compiled program. So compiling takes as long as the
-distinct equations of a program. As one program, the flags of all equations would make XLA compute long chains of operations
-again for each flag.
+distinct equations of a program. As one program, the flags of all equations would make XLA compute long chains of
+operations again for each flag.
 """
 
 from __future__ import annotations
