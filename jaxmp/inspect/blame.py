@@ -114,13 +114,13 @@ class Blame(tables.Shown):
 
 
 def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Callable[..., Blame | None]:
-    """Finds the operation that made the first infinity or NaN of a loss or of its gradients.
+    """Find the operation that made the first infinity or NaN of a loss or of its gradients.
 
-    The function and its derivative are traced, run once with a few flags for each operation (those of each turn of a
-    scan, and of the first bad turn of a while loop), and once more for the ranges of the blamed operands. From what is
-    not finite in the end the search goes back through what is not finite. So an infinity that a ``where`` or a softmax
-    takes away is none, and a mask of ``-inf`` is none. An infinite argument is blamed, or what makes NaN of an infinite
-    constant, or the constant, if nothing that is computed from finite numbers explains the result.
+    The function and its derivative are traced and run one operation at a time, with a flag for each result. Loops run
+    turn by turn. From the results that are not finite the search goes back through values that are not finite. So an
+    infinity that a ``where`` or a softmax takes away is not blamed, and neither is a mask of ``-inf``. If no operation
+    on finite numbers explains the result, an infinite argument is blamed, else the operation that makes NaN of an
+    infinite constant, else the constant. The program runs again to look at the operands of the operation.
 
     Args:
       fun: returns the loss, a floating scalar, or a tuple that begins with it; under :func:`jaxmp.autocast` or with
@@ -131,8 +131,8 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
       loss_scale: what the loss is multiplied with before it is differentiated.
 
     Returns:
-      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if all is finite. Compiled as written,
-      every rounding to half included (``xla_allow_excess_precision=False``).
+      A function of ``fun``'s arguments that returns a :class:`Blame`, or None if all is finite. Every rounding to
+      half takes place as written.
 
     Raises:
       ValueError: ``loss_scale`` is no positive finite number.
@@ -229,6 +229,7 @@ class _Origin(NamedTuple):
 
 
 def _origin(name: str, operands: Sequence[Any], results: Sequence[Any]) -> _Origin:
+    """Return the origin of results, computed by NumPy: XLA would compile for longer than it takes."""
     operands, results = list(map(_on_host, operands)), list(map(_on_host, results))
     bad_operands, nan_operands = list(map(_not_finite, operands)), list(map(_nan, operands))
     if name in _ELEMENTWISE:
@@ -259,11 +260,11 @@ def _any_of(masks: Sequence[Any]) -> Any:
 
 
 def _on_host(value: Any) -> Any:
-    """Return an array of NumPy, float32 in place of a narrower dtype's numbers; a random key stays what it is."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        value = process_allgather(value, tiled=True)
+    """Return an array of NumPy; a random key stays what it is."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
         return value
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        value = process_allgather(value, tiled=True)
     return np.asarray(value)
 
 
@@ -276,7 +277,7 @@ def _nan(value: Any) -> Any:
 
 
 def _ranges(operands: Sequence[Any]) -> tuple[Range, ...]:
-    """The ranges of arrays of numbers that are not empty."""
+    """Return the ranges of arrays of numbers that are not empty."""
     ranges = []
     for operand in operands:
         if not jnp.issubdtype(operand.dtype, jnp.number) or not operand.size:
@@ -297,8 +298,12 @@ class _Failure(NamedTuple):
     """An operation, some of whose results are not finite."""
 
     name: str
-    bad: list[bool]  # of each result
+    bad: set[int]  # the numbers of these results
     while_turn: int  # -1 outside of while loops
+
+
+_PENDING = 4096
+"""The number of flags that are fetched at a time: waiting for each takes longer than computing it."""
 
 
 class _Program:
@@ -308,22 +313,38 @@ class _Program:
         self.jaxpr, self.consts, self.inputs = jaxpr, consts, inputs
         self.failures: dict[_At, _Failure] = {}
         self.origins: dict[_At, _Origin] = {}
+        pending: list[tuple[stepping.Moment, str, list[Any]]] = []
 
-        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
-            bad = [not stepping.is_finite(result) for result in results]
-            self.failures.setdefault(moment[:2], _Failure(eqn.primitive.name, bad, moment.while_turn))
+        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
+            pending.append((moment, eqn.primitive.name, flags))
+            if len(pending) == _PENDING:
+                self._add_failures(pending)
+                pending.clear()
 
         self.results, self.branches = stepping.run(jaxpr, consts, inputs, visit)
+        self._add_failures(pending)
+
+    def _add_failures(self, pending: list[tuple[stepping.Moment, str, list[Any]]]) -> None:
+        all_flags = jax.device_get([flags for _, _, flags in pending])
+        for (moment, name, _), flags in zip(pending, all_flags, strict=True):
+            bad = _numbers_of_bad(flags)
+            if bad:
+                self.failures.setdefault((moment.key, moment.turns), _Failure(name, bad, moment.while_turn))
 
     def look_at(self, wanted: set[_At]) -> None:
         """Run again for the origins of some failures."""
 
-        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any]) -> None:
-            at = moment[:2]
-            if at in wanted and at not in self.origins:
+        def visit(moment: stepping.Moment, eqn: Any, operands: list[Any], results: list[Any], flags: list[Any]) -> None:
+            at = moment.key, moment.turns
+            if at in wanted and at not in self.origins and _numbers_of_bad(flags):
                 self.origins[at] = _origin(eqn.primitive.name, operands, results)
 
         stepping.run(self.jaxpr, self.consts, self.inputs, visit)
+
+
+def _numbers_of_bad(flags: Sequence[Any]) -> set[int]:
+    """Return the numbers of the results whose flags say that they are not finite."""
+    return {number for number, flag in enumerate(flags) if flag is not None and flag != 0}
 
 
 def _find(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:
@@ -380,12 +401,12 @@ class _Suspect(NamedTuple):
 
 
 def _first(starts: Sequence[Value], program: _Program, early: set[Value]) -> _Suspect | None:
-    """The first suspect among all that the values which are not finite come from.
+    """Return the first suspect behind values that are not finite, if there is one.
 
-    The origins of failures are looked at in the order of the program, only until one is found that comes before all
-    others; so mostly that of one failure. A selection passes on only what it chooses: the origins of all are needed.
+    Origins are looked at in the order of the program until a suspect comes before all failures whose origin is unknown.
+    Mostly one look is enough. A selection passes on only the elements it chooses, so each selection is looked at.
     """
-    some = 1
+    looks = 1
     while True:
         suspects, unknown = _suspects(starts, program)
         known_early = early | {suspect.value for suspect in suspects if not suspect.value.key}
@@ -398,12 +419,12 @@ def _first(starts: Sequence[Value], program: _Program, early: set[Value]) -> _Su
         selections = [each for each in unknown if each.value.name == "select_n"]
         if not before and not selections:
             return first
-        program.look_at({(each.value.key, each.turns) for each in (*before[:some], *selections)})
-        some *= 4
+        program.look_at({(each.value.key, each.turns) for each in (*before[:looks], *selections)})
+        looks *= 4
 
 
 def _suspects(starts: Sequence[Value], program: _Program) -> tuple[list[_Suspect], list[_Suspect]]:
-    """All that values which are not finite come from: suspects, and failures whose origin is not known yet."""
+    """Go back from values that are not finite: return the suspects, and the failures whose origin is not known yet."""
     suspects: list[_Suspect] = []
     unknown: list[_Suspect] = []
     left: list[tuple[Value, Turns, Any]] = [(value, (), None) for value in starts]
@@ -423,7 +444,7 @@ def _suspects(starts: Sequence[Value], program: _Program) -> tuple[list[_Suspect
                 suspects.append(_Suspect(_Rank.BORN if is_nan else rank, value, (), reader))
         elif value.place is not None:
             failure = program.failures.get((value.key, turns))
-            if failure is None or not failure.bad[value.position]:
+            if failure is None or value.position not in failure.bad:
                 continue
             reader = value, turns
             suspect = _Suspect(_Rank.BORN, value, turns, None)

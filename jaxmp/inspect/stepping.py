@@ -1,4 +1,4 @@
-"""Run a program one equation at a time, and report those whose results are not finite.
+"""Run a program one equation at a time, with a flag for each result: whether it is finite.
 
 Each equation is compiled alone, and equal equations share a compiled program. So compiling takes as long as the
 distinct equations of a program. As one program, the flags of all equations would make XLA compute long chains of
@@ -7,6 +7,7 @@ operations again for each flag.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from jaxmp._jaxpr.rebuild import bound
 from jaxmp.inspect.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.evaluate import is_whole
 from jaxmp.inspect.program import Key
+from jaxmp.inspect.targets import mesh_of
 
 
 class Moment(NamedTuple):
@@ -42,7 +44,7 @@ class Moment(NamedTuple):
         return self._replace(key=(*self.key, number))
 
 
-Visit = Callable[[Moment, Any, list[Any], list[Any]], None]
+Visit = Callable[[Moment, Any, list[Any], list[Any], list[Any]], None]
 Branches = dict[tuple[Key, tuple[int, ...]], set[int]]
 """The branches that each conditional took, by its key and its turns; several only in a while loop."""
 
@@ -50,10 +52,13 @@ Branches = dict[tuple[Key, tuple[int, ...]], set[int]]
 def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit) -> tuple[list[Any], Branches]:
     """Return the results of an open jaxpr, and the branches that its conditionals took.
 
-    ``visit`` is called with the moment, the equation, its operands and its results, whenever a result is not finite.
+    After each operation ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
+    each result: an array that is 0 if all elements are finite, or None for integers and the like.
     """
     stepping = _Stepping(visit)
-    return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
+    mesh = mesh_of([*consts, *args])
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
 
 
 class _Stepping:
@@ -94,11 +99,10 @@ class _Stepping:
 
     def operation(self, eqn: Any, operands: list[Any], moment: Moment) -> list[Any]:
         if moment.key not in self.compiled:
-            self.compiled[moment.key] = _compiled(_Operation(eqn))
-        results = self.compiled[moment.key](*operands)
-        if not all(map(is_finite, results)):
-            self.visit(moment, eqn, operands, results)
-        return list(results)
+            self.compiled[moment.key] = compiled_operation(Operation(eqn))
+        results, flags = self.compiled[moment.key](*operands)
+        self.visit(moment, eqn, operands, results, flags)
+        return results
 
     def while_loop(self, bodies: reading.Bodies, operands: list[Any], moment: Moment) -> list[Any]:
         condition, step = (reading.opened(jaxpr) for jaxpr in bodies.jaxprs)
@@ -144,7 +148,7 @@ def _unused_after(jaxpr: Any) -> list[list[Any]]:
     return unused
 
 
-class _Operation:
+class Operation:
     """An equation, equal to every other of the same primitive, parameters and context."""
 
     def __init__(self, eqn: Any) -> None:
@@ -155,28 +159,28 @@ class _Operation:
         return hash(self.identity)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Operation) and self.identity == other.identity
+        return isinstance(other, Operation) and self.identity == other.identity
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(operation: _Operation) -> Callable[..., list[Any]]:
-    """Return an operation as a compiled function of its operands."""
+def compiled_operation(operation: Operation) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """Return an operation as a compiled function of its operands, with the flags of its results."""
     eqn = operation.eqn
 
-    def apply(*operands: Any) -> list[Any]:
+    def apply(*operands: Any) -> tuple[list[Any], list[Any]]:
         places = Places()
         places.at(eqn)
-        return places.within(bound, eqn, operands, eqn.params)
+        results = places.within(bound, eqn, operands, eqn.params)
+        return results, [_zero_if_finite(result) if is_inexact(result) else None for result in results]
 
     return jax.jit(apply, compiler_options=AS_WRITTEN)
 
 
 def is_finite(value: Any) -> bool:
     """Return whether all elements of a value are finite; values that are neither floating nor complex always are."""
-    return not is_inexact(value) or bool(np.asarray(_zero_if_finite(value)) == 0)
+    return not is_inexact(value) or bool(np.asarray(jax.jit(_zero_if_finite)(value)) == 0)
 
 
-@jax.jit
 def _zero_if_finite(value: Any) -> jax.Array:
     """Return 0, or NaN: XLA compiles a sum in a tenth of the time that it takes for a reduction of booleans."""
     value = jnp.asarray(value)

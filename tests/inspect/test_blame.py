@@ -191,6 +191,40 @@ def test_masks_of_infinity_are_meant():
     check(blame, "exp", "overflow")
 
 
+def test_what_a_selection_leaves_out_is_not_blamed():
+    def fun(x):
+        hidden = jnp.exp(x)  # overflows in the last element
+        return jnp.where(x < 50, jnp.where(x < 1.5, hidden, jnp.sqrt(-x)), 0.0) + jnp.where(x < 50, hidden, 1.0)
+
+    check(first_nonfinite(fun, grad=False)(X), "sqrt", "invalid")
+
+
+def chain(x):
+    for _ in range(16):
+        x = x * x / (jnp.abs(x) + 1)
+    return x
+
+
+def test_the_first_failure_of_a_long_chain():
+    def loss(x):
+        y = chain(x)
+        return (chain(jnp.exp(10 * y)) / 1e3).sum()  # BAD
+
+    x = jnp.array([1.0, 50.0])
+    assert np.isfinite(chain(x)).all() and first_nonfinite(lambda x: chain(x).sum())(x) is None
+    blame = check(first_nonfinite(loss)(x), "exp", "overflow", source=line_of(loss))
+    np.testing.assert_allclose(blame.operands[0].high, 10 * chain(x)[1], rtol=1e-5)
+
+
+def test_an_infinite_argument_is_blamed_unless_finite_numbers_overflow_somewhere_behind_it():
+    x = X.at[0].set(-jnp.inf)
+    check(first_nonfinite(lambda x: chain(jnp.sin(x)).sum() + chain(x).sum())(x), "", "input", "input", path="x")
+    blame = first_nonfinite(lambda x: jnp.exp(jnp.cumsum(x[1:]) + jnp.abs(x)[0] * 0 + chain(x)[1:]).sum())(X)
+    check(blame, "exp", "overflow")
+    behind = first_nonfinite(lambda x: (chain(x) + jnp.exp(x - 1 + chain(x))).sum())
+    check(behind(x), "exp", "overflow")
+
+
 def test_bad_data_and_bad_weights():
     def loss(params, batch):
         return jnp.mean((batch["x"] @ params["layer"]["kernel"] - batch["y"]) ** 2)

@@ -1,0 +1,89 @@
+"""A program that runs one equation at a time returns what it returns as a whole, and compiles each operation once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp.inspect import first_nonfinite, stepping
+from jaxmp.inspect.program import program_of
+
+
+def stepped(fun, *args):
+    """The results, and the moments of all operations."""
+    moments = []
+    jaxpr, consts, structure = program_of(fun, *args)
+    results, branches = stepping.run(jaxpr, consts, jax.tree.leaves(args), lambda moment, *_: moments.append(moment))
+    return jax.tree.unflatten(structure, results), moments, branches
+
+
+def loops(x, key):
+    """Scans in both directions, within each other, of keys and of no turns; a while loop and branches in them."""
+
+    def outer(carry, inputs):
+        row, key = inputs
+        carry = jax.lax.fori_loop(0, row.astype(jnp.int32).sum() % 2 + 1, lambda n, c: c * 1.5 + n, carry)
+        carry, inner = jax.lax.scan(lambda c, value: (c + value, c * value), carry, row, reverse=True)
+        carry = jax.lax.cond(carry > 3, lambda c: jnp.log(c), lambda c: c - 1, carry)
+        return carry + jax.random.uniform(key), (inner, jax.random.fold_in(key, 1))
+
+    carry, (inner, keys) = jax.lax.scan(outer, 0.5, (x, jax.random.split(key, len(x))))
+    none = jax.lax.scan(lambda c, value: (c * value, value), carry, x[:0, 0])
+    return carry, inner, jax.random.uniform(keys[-1]), none, jax.lax.top_k(x, 2)
+
+
+def test_results_are_those_of_the_whole_program():
+    x, key = jnp.arange(12.0).reshape(4, 3), jax.random.key(0)
+    results, moments, branches = stepped(loops, x, key)
+    expected = jax.jit(loops)(x, key)
+    for result, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=1e-6)
+    assert {(0, 2), (3, 0)} < {moment.turns for moment in moments}
+    assert {moment.while_turn for moment in moments} == {-1, 0, 1, 2}  # the condition runs once more
+    assert sorted(turns for _, turns in branches) == [(0,), (1,), (2,), (3,)]
+
+
+def test_compiling_takes_as_long_as_the_distinct_operations():
+    def distinct_operations(lines):
+        def loss(x):
+            for _ in range(lines):
+                x = x * x / (jnp.abs(x) + 1)
+            return x.sum()
+
+        stepping.compiled_operation.cache_clear()
+        assert first_nonfinite(loss)(jnp.full((7, 5), 1.5)) is None
+        return stepping.compiled_operation.cache_info().currsize
+
+    assert distinct_operations(4) == distinct_operations(32) < 16
+
+
+def test_a_compiled_operation_is_one_equation_and_a_flag():
+    x = jnp.ones((7, 5))
+    multiply = program_of(jnp.multiply, x, x)[0].eqns[-1]
+    program = stepping.compiled_operation(stepping.Operation(multiply)).trace(x, x).jaxpr.jaxpr
+    assert [eqn.primitive.name for eqn in program.eqns] == ["mul", "mul", "reduce_sum"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "complex64"])
+def test_a_flag_tells_infinities_and_nan_from_large_numbers(dtype):
+    largest = jnp.finfo(dtype).max
+    values = jnp.full(300, largest, dtype)  # whose sum would overflow
+    assert stepping.is_finite(values) and stepping.is_finite(-values) and stepping.is_finite(values[:0])
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        assert not stepping.is_finite(values.at[7].set(jnp.asarray(bad, dtype)))
+    assert stepping.is_finite(jnp.arange(3)) and stepping.is_finite(jax.random.key(0))
+
+
+def test_on_a_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.full((4, 2), 100.0), NamedSharding(mesh, P("data")))
+
+    def loss(x):
+        return jnp.exp(x * jnp.arange(2.0)).mean()
+
+    blame = first_nonfinite(loss)(x)
+    assert (blame.primitive, blame.kind, blame.operands[0].high) == ("exp", "overflow", 100)
