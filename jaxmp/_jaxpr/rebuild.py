@@ -186,11 +186,28 @@ def _scan(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any
 
 def _while(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
     consts, body_consts = operands[: bodies.consts], operands[bodies.consts : bodies.start]
-    return jax.lax.while_loop(
-        lambda carry: functions[0](*consts, *carry)[0],
-        lambda carry: functions[1](*body_consts, *carry),
-        list(operands[bodies.start :]),
-    )
+    condition, _ = opened(bodies.jaxprs[0])
+    is_batched = bool(condition.outvars[0].aval.shape)
+
+    def runs(carry: Values) -> Any:
+        return functions[0](*consts, *carry)[0]
+
+    def turn(carry: Values) -> list[Any]:
+        return functions[1](*body_consts, *carry)
+
+    def turn_of_examples(carry: Values) -> list[Any]:
+        """Only the examples that still run change, as JAX has it when it lowers a batched condition."""
+        still_runs = runs(carry)
+
+        def select(new: Any, old: Any) -> Any:
+            of_examples = jax.lax.broadcast_in_dim(still_runs, new.shape, range(still_runs.ndim))
+            return jax.lax.select(of_examples, new, old)
+
+        return [select(new, old) for new, old in zip(turn(carry), carry, strict=True)]
+
+    if is_batched:
+        return jax.lax.while_loop(lambda carry: runs(carry).any(), turn_of_examples, list(operands[bodies.start :]))
+    return jax.lax.while_loop(runs, turn, list(operands[bodies.start :]))
 
 
 def _cond(params: Any, bodies: Bodies, functions: Sequence[Body], *operands: Any) -> list[Any]:
@@ -264,7 +281,7 @@ def _custom_vjp(eqn: Any, function: Body, rule: Rule, *operands: Any) -> list[An
     params = eqn.params
     count = params["num_consts"]
     consts, primals = operands[:count], operands[count:]
-    dtypes = [primal.dtype for primal in primals]
+    dtypes = [jax.typeof(primal).dtype for primal in primals]  # a literal may be a Python bool
     call = jax.custom_vjp(named(lambda *args: function(*consts, *args), function_name(eqn)))
 
     symbolic = params["symbolic_zeros"]

@@ -66,25 +66,6 @@ def product_dtypes(jaxpr: Any) -> set[str]:
     return {var.aval.dtype.name for eqn in products for var in eqn.invars[:2]}
 
 
-def follow_products(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Which results depend on a product or on those of the inputs, but not by way of integers, as a token is one."""
-
-    def equation(eqn: Any, operands: list[bool]) -> list[bool]:
-        bodies = bodies_of(eqn)
-        if bodies is not None and bodies.kind == "call":
-            results = follow_products(opened(bodies.jaxprs[0])[0], operands)
-        else:
-            inside = (each for inner in (bodies.jaxprs if bodies else ()) for each in equations(inner))
-            found = any(operands) or any(each.primitive.name in PRODUCTS for each in (eqn, *inside))
-            results = [found] * len(eqn.outvars)
-        return [
-            found and not jax.numpy.issubdtype(var.aval.dtype, np.integer)
-            for var, found in zip(eqn.outvars, results, strict=True)
-        ]
-
-    return interpreted(jaxpr, [False] * len(jaxpr.constvars), inputs, equation, lambda atom: False)
-
-
 def walk(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> dict[T, None]:
     """The nodes of a graph that one comes to, each once."""
     found = dict.fromkeys(start)

@@ -54,7 +54,7 @@ class Node:
     # What jaxmp.engine.decide finds out.
     after_product: bool = False  # a product, or a half argument, lies upstream
     before_product: bool = False  # a product, or a half result, lies downstream
-    is_activation: bool = False  # it has an element for each element of a product, and so is no statistic of many
+    activation_of: int = 0  # the number of the last product that it has an element for each element of; 0 for none
     has_half_copy: bool = False  # it may be computed in float32, but a product or an activation reads it in half
     is_seen: bool = False  # a float32 result, or integers and bools are made of it that tell small differences apart
     state: Kind = SOURCE  # what it brings along to those who read it: SOURCE, HALF, FULL or STRICT
@@ -65,6 +65,11 @@ class Node:
     def is_cast_once(self) -> bool:
         """Whether all who want it in half share one cast. A weight is cast at each use: its cotangents are many."""
         return self.after_product or self.is_looked_up
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether it has an element for each element of a product, and so is no statistic of many."""
+        return self.activation_of > 0
 
     @property
     def value_dtype(self) -> np.dtype:
@@ -156,9 +161,13 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
-    """Whether what an operation makes of floating values depends on their last digits, and is no comparison with 0."""
+    """Whether what an operation makes of floating values depends on their last digits.
+
+    It does not if it compares them with 0, or with themselves to find a NaN.
+    """
+    is_nan = len(operands) == 2 and operands[0] is operands[1]
     is_largest = any(one.name in ("max", "min") and other in one.inputs for one in operands for other in operands)
-    return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
+    return name != "is_finite" and not is_nan and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
 
 
 _Value = tuple[Node | None, Any, bool]

@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.primitives import COMBINES
-from jaxmp._jaxpr.walk import PRODUCTS, follow_products, walk
+from jaxmp._jaxpr.searches import is_search
+from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.engine.classes import CLEAR, FULL, HALF, INFER, JOIN, SOURCE, STRICT, Class, primitives_of
 from jaxmp.engine.graph import Graph, Node, Step, users_of
 
@@ -378,20 +379,13 @@ def _made_of(nodes: Iterable[Node], ends: Collection[Node], until: Collection[st
 
 
 def _searches(_: Node, step: Step) -> Iterator[Group]:
-    """While loops that run until something computed from their products converges.
+    """While loops whose condition reads what the turn itself computed anew, such as a residual.
 
-    In half it may never: a fixed point is met up to half's rounding, and then missed by as much again and again.
+    In half they may never end: a fixed point is met up to half's rounding, and then missed by as much again and again.
     """
     inside = [each.node for each in _inside(step)]
     products = [node for node in inside if node is not None and _is_product(node)]
-    if step.bodies is None or not products:
-        return
-    condition, body = (reading.opened(jaxpr)[0] for jaxpr in step.bodies.jaxprs)
-    carried = [False] * step.bodies.carry
-    for _turn in carried:  # what depends on a product after so many turns
-        returned = follow_products(body, [*[False] * (step.bodies.start - step.bodies.consts), *carried])
-        carried = [old or new for old, new in zip(carried, returned, strict=True)]
-    if follow_products(condition, [*[False] * step.bodies.consts, *carried])[0]:
+    if step.bodies is not None and products and is_search(step.bodies):
         yield Group("search", tuple(products), "in a loop that runs until it converges")
 
 
@@ -576,14 +570,25 @@ def _readers(node: Node, through: Collection[str] = ()) -> list[Node]:
 
 
 def find_activations(nodes: Sequence[Node]) -> None:
-    """Marks what has an element for each element of a product, and so is no statistic of one number for many."""
+    """Finds the product of which each value is an activation: the last of those that it has an element for each of."""
+    count = 0
     for node in nodes:
+        operands: Sequence[Node] = ()
         if node.kind is HALF:
-            node.is_activation = True
+            count += 1
+            node.activation_of = count
         elif node.kind is JOIN or (node.kind is CLEAR and node.name not in _EXTREMES):
-            node.is_activation = any([operand.is_activation for operand in node.inputs])
+            operands = node.inputs
         elif node.name in _ELEMENTWISE:
-            node.is_activation = any([each.is_activation and each.shape == node.shape for each in node.inputs])
+            operands = [operand for operand in node.inputs if operand.shape == node.shape]
+        for operand in operands:
+            node.activation_of = max(node.activation_of, operand.activation_of)
+
+
+def are_of_one_product(values: Sequence[Node]) -> bool:
+    """Whether all values are activations of the same product, as the two terms of a softplus are."""
+    first, *others = {value.activation_of for value in values}
+    return first > 0 and not others
 
 
 def take_outer_products(nodes: Sequence[Node]) -> list[Node]:
@@ -617,7 +622,8 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
         full = [user for user in readers if user.name != _CAST and (user.kind in _FULL or user.state >= FULL)]
         is_solved = not solved.isdisjoint(full)
         # A sum of two operands that products made, a residual stream, stays half up to its last normalisation.
-        is_stream = node.name == "add" and sum([operand.is_activation for operand in node.inputs]) > 1
+        is_stream = node.name == "add" and all(operand.is_activation for operand in node.inputs)
+        is_stream = is_stream and not are_of_one_product(node.inputs)
         reason = needed.get(node.same, "")
         # Of a logarithm 1 - x is what counts, and x near 1 has lost it.
         if is_solved or (not is_stream and not logged.isdisjoint(full)):

@@ -1,0 +1,151 @@
+"""Programs of real libraries under autocast: the error of value and gradient, and the share of FLOPs in half precision.
+
+python -m experiments.benchmarks.real_libraries --libraries diffrax flowjax
+
+Each program is a loss from a library's documentation or examples, at small size. Its value and gradient are computed in
+float32, under `jaxmp.autocast`, and by two rules that know nothing of the program: T rounds the operands of products to
+half precision and leaves all else in float32, N rounds every value. An error is the relative L2 error to float32, that of
+the gradient over all params. T shows what half products cost whatever one does: a program that is far off under T is
+ill-conditioned, and named so. Libraries that are not installed are left out, and listed:
+`pip install .[experiments,real-libraries]`. The run folder holds real_libraries.md and real_libraries.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmp
+from experiments.benchmarks.real_libraries.registry import PROGRAMS, Program
+from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
+from experiments.benchmarks.shared import records
+from experiments.measure.environment import environment
+from experiments.report.tables import Table
+from experiments.training import cli
+
+FAMILIES = ("differential", "flows")
+COLUMNS = ("program", "half", "value", "T", "N", "gradient", "T", "N", "half FLOPs", "")
+ILL_CONDITIONED = 0.1
+FACTOR, ABSOLUTE = 3.0, 0.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(records.Config):
+    """Flags of the benchmark."""
+
+    libraries: tuple[str, ...] = ()
+    """Libraries by their names on PyPI; none is all."""
+    programs: tuple[str, ...] = ()
+    """Parts of programs' names; none is all."""
+    halves: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
+    """Half formats."""
+
+
+def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The errors of one program, a dictionary for each half format."""
+    loss, params = program.make()
+    exact = _results(loss, params)
+    found = []
+    for half in halves:
+        policy = f"mixed_{half}"
+        dtype = jnp.dtype(half)
+        ways = {
+            "autocast": jax.value_and_grad(jaxmp.autocast(loss, policy)),
+            "T": half_products(jax.value_and_grad(loss), dtype),
+            "N": half_everything(jax.value_and_grad(loss), dtype),
+        }
+        row: dict[str, Any] = {"library": program.library, "program": program.name, "half": half}
+        for way, fun in ways.items():
+            row[way] = _errors(fun, params, exact)
+        summary = jaxmp.cast_plan(loss, policy)(params).summary
+        products = summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
+        found.append({**row, "half_share": products, "verdict": _verdict(row)})
+    return found
+
+
+def _errors(fun: Callable[..., Any], params: Any, exact: tuple[np.ndarray, np.ndarray]) -> list[float]:
+    """Those of the value and of the gradient; infinite where the program itself gives up, as a solver may."""
+    try:
+        value, gradient = _computed(fun, params)
+    except jax.errors.JaxRuntimeError:
+        return [math.inf, math.inf]
+    return [_error(value, exact[0]), _error(gradient, exact[1])]
+
+
+def _results(loss: Callable[..., Any], params: Any) -> tuple[np.ndarray, np.ndarray]:
+    with jax.default_matmul_precision("highest"):
+        return _computed(jax.value_and_grad(loss), params)
+
+
+def _computed(fun: Callable[..., Any], params: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The value and the gradient as one vector, in float64."""
+    value, gradient = jax.jit(fun)(params)
+    leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)]
+    return np.asarray(value, np.float64), np.concatenate(leaves)
+
+
+def _error(result: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if not row["T"][1] <= ILL_CONDITIONED:
+        return "ill-conditioned"
+    is_close = all(error <= max(FACTOR * of_t, ABSOLUTE) for error, of_t in zip(row["autocast"], row["T"], strict=True))
+    return "" if is_close else "worse than T"
+
+
+def main(config: Config) -> dict[str, Any]:
+    for family in FAMILIES:
+        importlib.import_module(f"experiments.benchmarks.real_libraries.{family}")
+    with cli.bad_values_end_it():
+        folder = records.folder_of("real_libraries", config)
+    chosen = [each for each in PROGRAMS if not config.libraries or each.library in config.libraries]
+    chosen = [each for each in chosen if not config.programs or any(part in each.name for part in config.programs)]
+    rows: list[dict[str, Any]] = []
+    absent: set[str] = set()
+    failures: dict[str, str] = {}
+    for program in chosen:
+        title = f"{program.library}: {program.name}"
+        if not _is_installed(program.library):
+            absent.add(program.library)
+            continue
+        started = time.perf_counter()
+        try:
+            measured = measure(program, config.halves)
+        except Exception as error:  # one that fails must not take the others down
+            failures[title] = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"{title}: {failures[title]}", flush=True)
+            continue
+        rows += measured
+        for row in measured:
+            print(*_cells(row), f"({time.perf_counter() - started:.0f} s)", flush=True)
+    notes = [f"not installed: {', '.join(sorted(absent))}"] if absent else []
+    notes += [f"failed: {title}: {text}" for title, text in failures.items()]
+    table = Table("Relative errors to float32", COLUMNS, [_cells(row) for row in rows], 2, tuple(notes))
+    data = {"programs": rows, "not_installed": sorted(absent), "failed": failures}
+    records.record(folder, "real_libraries", "Programs of real libraries", environment(), [table], data)
+    return data
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    figures = [f"{100 * row[way][of]:.2g} %" for of in (0, 1) for way in ("autocast", "T", "N")]
+    title = f"{row['library']}: {row['program']}"
+    return (title, row["half"], *figures, f"{100 * row['half_share']:.0f} %", row["verdict"])
