@@ -6,10 +6,9 @@ import contextlib
 import copyreg
 import dataclasses
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,45 +19,16 @@ TINY = float(np.finfo(np.float32).tiny)  # a device may flush what is smaller to
 HUGE = float(np.finfo(np.float32).max)
 
 
-class Structure(tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]):
-    """Names of the attributes that are leaves; names and values of those that are not.
+class Structure(NamedTuple):
+    """The attributes of a loss scale: names of those that are leaves, names and values of the static ones."""
 
-    What was rebuilt has it as ``_structure``. ``fields`` are those that are not leaves, by name, and the structure
-    itself: an object is rebuilt from them. Each call of a step takes its loss scale apart and makes the next one, so
-    that all attributes are looked up at once.
-    """
+    leaf_names: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...]
 
-    fields: dict[str, Any]
-    _values_in: Callable[[dict[str, Any]], tuple[Any, ...]]
-    _leaves_in: Callable[[dict[str, Any]], tuple[Any, ...]]
-
-    def __new__(cls, parts: tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]) -> Self:
-        new = super().__new__(cls, parts)
-        new.fields = {**dict(new[1]), "_structure": new}
-        new._leaves_in, new._values_in = _getter(new[0]), _getter((*new.fields,))
-        return new
-
-    def __reduce__(self) -> Any:
-        return type(self), (tuple(self),)
-
-    def leaves_in(self, attributes: dict[str, Any]) -> tuple[Any, ...] | None:
-        """The leaves of an object with these attributes; None if it has another structure by now.
-
-        What copies and changes itself, in ``adjust`` say, takes the structure along.
-        """
-        fields = self.fields
-        try:
-            is_whole = len(attributes) == len(self[0]) + len(fields)
-            if is_whole and self._values_in(attributes) == self._values_in(fields):
-                return self._leaves_in(attributes)
-        except KeyError:  # it has another attribute in place of one of these
-            pass
-        return None
-
-
-def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """What returns the values of names in a dict."""
-    return operator.itemgetter(*names) if len(names) > 1 else lambda found: tuple([found[name] for name in names])
+    def describes(self, attributes: Mapping[str, Any]) -> bool:
+        """Whether an object with these attributes has this structure."""
+        names = {*self.leaf_names, *(name for name, _ in self.static)}
+        return attributes.keys() == names and all(attributes[name] == value for name, value in self.static)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,22 +114,19 @@ def register(cls: type) -> None:
     Leaves are the attributes that are numbers or arrays, or trees of them, but for those in ``static_fields``; all the
     rest is static and hashable. What the author of the class registered is left as it is.
     """
-    has_slots = bool(_slots(cls))
 
     def flatten(x: Any) -> tuple[Sequence[Any], Structure]:
-        attributes = _attributes(x) if has_slots else x.__dict__
-        known = attributes.get("_structure")
-        if isinstance(known, Structure) and (leaves := known.leaves_in(attributes)) is not None:
-            return leaves, known
         structure = _structure(x)
-        return [getattr(x, name) for name in structure[0]], structure
+        return [getattr(x, name) for name in structure.leaf_names], structure
 
     def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Structure]:
         leaves, structure = flatten(x)
-        return list(zip(map(jax.tree_util.GetAttrKey, structure[0]), leaves, strict=True)), structure
+        keys = [jax.tree_util.GetAttrKey(name) for name in structure.leaf_names]
+        return list(zip(keys, leaves, strict=True)), structure
 
     def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-        return rebuilt(cls, structure.fields, zip(structure[0], leaves, strict=True))
+        fields = {**dict(structure.static), "_structure": structure}
+        return rebuilt(cls, fields, zip(structure.leaf_names, leaves, strict=True))
 
     def save(x: Any) -> dict[str, Any]:
         return {name: to_state_dict(value) for name, value in _fields(x).items() if _is_saved(value)}
@@ -210,14 +177,22 @@ def _fields(x: Any) -> dict[str, Any]:
 
 
 def _structure(x: Any) -> Structure:
-    """The structure of ``x``; one that was rebuilt from leaves remembers it.
+    """Return the structure of ``x``; an object that was rebuilt from leaves remembers it.
 
-    For leaves may be no numbers there, and to look at every attribute took longer than to dispatch a small step.
+    The leaves of a rebuilt object may be anything, such as None or a sharding.
     """
-    fields = _fields(x)
-    dynamic = [item for item in fields.items() if item[0] not in x.static_fields]
-    names = tuple(name for name, value in dynamic if all(map(_is_number, jax.tree.leaves(value))))
-    return Structure((names, tuple(sorted(item for item in fields.items() if item[0] not in names))))
+    attributes = _attributes(x)
+    known = attributes.pop("_structure", None)
+    if known is not None and known.describes(attributes):
+        return known
+    leaf_names, static = [], []
+    for name, value in _fields(x).items():
+        is_leaf = name not in x.static_fields and all(map(_is_number, jax.tree.leaves(value)))
+        if is_leaf:
+            leaf_names.append(name)
+        else:
+            static.append((name, value))
+    return Structure(tuple(leaf_names), tuple(sorted(static, key=lambda item: item[0])))
 
 
 def changed_fields(new: Any, old: Any) -> list[str]:

@@ -74,15 +74,6 @@ def test_copies_of_every_kind_are_equal(scale: LossScale) -> None:
         assert_same(clone, scale)
 
 
-@every_scale
-def test_one_that_was_pickled_when_its_structure_was_a_plain_tuple_goes_on(scale: LossScale) -> None:
-    rebuilt = jax.tree.map(lambda leaf: leaf, scale)
-    old = pickle.loads(pickle.dumps(rebuilt))
-    vars(old)["_structure"] = tuple(vars(rebuilt)["_structure"])
-    assert_same(jax.tree.map(lambda leaf: leaf, old), scale)
-    assert_same(copy.deepcopy(rebuilt), rebuilt)
-
-
 def test_a_copy_with_another_static_field_keeps_it() -> None:
     rebuilt = jax.tree.map(lambda leaf: leaf, DynamicLossScale(period=2000))
     clone = copy.copy(rebuilt)
