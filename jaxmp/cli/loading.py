@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -18,6 +19,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 
 import jaxmp
 from jaxmp._functions import module_given
@@ -158,6 +160,7 @@ def arguments_function(name: str) -> Callable[[], Any]:
 
 def function(name: str, remedy: str = "name one, such as jax.numpy:matmul") -> Callable[..., Any]:
     """The function of a module; ``remedy`` is for the error of what can't be called."""
+    _leave_out_the_command()
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         rule = f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}"
@@ -190,6 +193,14 @@ def function(name: str, remedy: str = "name one, such as jax.numpy:matmul") -> C
         )
     named: Callable[..., Any] = found
     return named
+
+
+@functools.cache
+def _leave_out_the_command() -> None:
+    """Keep the script that started the command out of the sources of programs."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script:  # Python's prompt has none
+        source_info_util.register_exclusion(script)
 
 
 def _with_colon(name: str) -> str:
