@@ -173,9 +173,8 @@ def _sources(eqn: Any, is_meant: Callable[[str], bool] = lambda file: True) -> I
 
 
 def _frames(eqn: Any, is_meant: Callable[[str], bool] = lambda file: True) -> Iterator[Any]:
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if not frame.file_name.startswith(_OURS) and is_meant(frame.file_name):
-            yield frame
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return (frame for frame in frames if is_meant(frame.file_name))
 
 
 def _is_users(file: str) -> bool:
@@ -183,10 +182,9 @@ def _is_users(file: str) -> bool:
 
 
 def source_among(places: list[tuple[str, int]]) -> str:
-    """As :func:`user_source_of`, of files and lines, the innermost first, that another program than JAX's own tells."""
-    outside = [(file, line) for file, line in places if not file.startswith(_OURS)]
-    outside = [place for place in outside if not _INSTALLED.intersection(Path(place[0]).parts)] or outside
-    return f"{_from_package(outside[0][0])}:{outside[0][1]}" if outside else ""
+    """As :func:`user_source_of`, of files and lines that a program of XLA tells, the innermost first."""
+    users = (f"{_from_package(file)}:{line}" for file, line in places if _is_users(file))
+    return next(users, "")
 
 
 @functools.cache
@@ -197,7 +195,10 @@ def _from_package(file: str) -> str:
 
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-_OURS = str(Path(__file__).parents[1]) + os.sep
+# JAX leaves its own files and Python's library out of the sources of a program. So do jaxmp's, and the modules that are
+# frozen into Python, as runpy is.
+source_info_util.register_exclusion(str(Path(__file__).parents[1]) + os.sep)
+source_info_util.register_exclusion("<frozen ")
 
 
 def evaluate(jaxpr: Any, consts: list[Any], args: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -17,6 +18,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 
 import jaxmp
 from jaxmp._functions import module_given
@@ -119,6 +121,7 @@ def _place(error: Exception) -> str:
 
 def function(name: str) -> Callable[..., Any]:
     """Return the function that ``"module:function"`` names."""
+    _leave_out_the_command()
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
         raise UsageError(f"a function is named MODULE:FUNCTION, such as jax.numpy:matmul, got {name!r}")
@@ -141,6 +144,14 @@ def function(name: str) -> Callable[..., Any]:
         raise UsageError(f"a function of arrays is needed, got {name}, {given.what}; name a function that calls it")
     named: Callable[..., Any] = found
     return named
+
+
+@functools.cache
+def _leave_out_the_command() -> None:
+    """Keep the script that started the command out of the sources of programs."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script:  # Python's prompt has none
+        source_info_util.register_exclusion(script)
 
 
 def _shape(text: str) -> jax.ShapeDtypeStruct:

@@ -9,6 +9,7 @@ from jaxmp.hlo import CONTROL, Array, Instruction, Program, is_end
 
 _ALIASES = frozenset({"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier"})
 _INDEX = re.compile(r"index=(\d+)")
+_BODY = re.compile(r"body=%?([\w.$-]+)")
 
 
 @dataclasses.dataclass
@@ -19,7 +20,7 @@ class Buffer:
       bytes: its size.
       array: its dtype and shape.
       made_by: what JAX calls the operation, with its modules.
-      maker: the instruction.
+      maker: the instruction that computes it; a loop, if its turns write into the buffer.
       last: the last one that reads it, or itself.
       start, end: the first and the last instruction of the schedule during which it is there.
     """
@@ -59,6 +60,11 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
             given = each.opcode in ("parameter", "constant")
             held[each.name] = [None] * len(own) if given else [*own]
             buffers += [] if given else own
+        if each.opcode == "while":
+            made = program.made_by(each).op_name or each.name
+            for number, buffer in enumerate(held[each.name]):
+                if buffer is not None and _is_written(program, each, number):
+                    buffer.maker, buffer.made_by = each, made
         if each.opcode in CONTROL:
             within = [peak(program, name) for name in program.bodies(each)]
             inner[position] = max(within, key=_total, default=[])
@@ -72,6 +78,21 @@ def peak(program: Program, computation: str = "") -> list[Buffer]:
             moments[moment].append(buffer)
     largest = max(moments, key=_total, default=[])
     return sorted((each for each in largest if each.bytes), key=lambda buffer: buffer.bytes, reverse=True)
+
+
+def _is_written(program: Program, loop: Instruction, number: int) -> bool:
+    """Return whether the turns of a loop change an element of its carry."""
+    found = _BODY.search(loop.text)
+    body = program.computations[found[1]] if found else {}
+    (*_, root) = body.values()
+    if root.opcode != "tuple":
+        return True
+    result = body[root.operands[number]]
+    while result.opcode in ("bitcast", "copy"):
+        result = body[result.operands[0]]
+    index = _INDEX.search(result.text)
+    is_element = result.opcode == "get-tuple-element" and body[result.operands[0]].opcode == "parameter"
+    return not (is_element and index is not None and int(index[1]) == number)
 
 
 def _share(program: Program, computation: str, held: dict[str, list[Buffer | None]], buffers: list[Buffer]) -> None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.places import Places
@@ -23,7 +24,6 @@ from jaxmp._jaxpr.rebuild import bound
 from jaxmp.inspect.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.evaluate import is_whole
 from jaxmp.inspect.program import Key
-from jaxmp.inspect.targets import mesh_of
 
 
 class Moment(NamedTuple):
@@ -56,7 +56,9 @@ def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit) ->
     each result: an array that is 0 if all elements are finite, or None for integers and the like.
     """
     stepping = _Stepping(visit)
-    mesh = mesh_of([*consts, *args])
+    shardings = [getattr(value, "sharding", None) for value in (*consts, *args)]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
 

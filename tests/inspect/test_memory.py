@@ -16,7 +16,8 @@ from flax import nnx
 
 import jaxmp
 from jaxmp.cli import main
-from jaxmp.inspect import memory, targets
+from jaxmp.hlo import Program
+from jaxmp.inspect import hlo_memory, memory, targets
 
 KINDS = {"params", "optimizer", "model_state", "batch", "activations", "temporaries", "other"}
 F32 = jnp.float32
@@ -95,6 +96,76 @@ def test_by_position_the_first_argument_is_the_params_and_activations_are_what_t
     assert any(each.kind == "activations" and each.source.startswith("test_memory.py:") for each in found.at_peak)
     forward = memory(lambda params, batch: jnp.tanh(batch @ params))(shape(64, 64), shape(256, 64))
     assert forward.by_kind["activations"] == 0
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_a_scan_keeps_for_its_backward_pass_are_activations(remat):
+    def loss(params, batch):
+        def layer(h, w):
+            return jnp.tanh(h @ w) * jnp.sin(h), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer) if remat else layer, batch, params)[0])
+
+    args = shape(6, 64, 64), shape(1024, 64)
+    stack = 6 * 1024 * 64 * 4
+    kept = [each for each in memory(jax.value_and_grad(loss))(*args).at_peak if each.bytes == stack]
+    # The carry, with remat; without it the tangents of both functions and their results too.
+    assert len(kept) == 1 if remat else len(kept) >= 3
+    assert {(each.kind, each.source.partition(":")[0]) for each in kept} == {("activations", "test_memory.py")}
+    forward = memory(lambda *args: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), h), args[1], args[0])[1] * 2)(*args)
+    assert forward.by_kind["activations"] == 0
+
+
+def test_a_buffer_that_a_loop_passes_on_is_not_made_by_the_loop():
+    program = Program("""HloModule loop, is_scheduled=true
+
+%body (carry: (s32[], f32[8], f32[16])) -> (s32[], f32[8], f32[16]) {
+  %carry = (s32[], f32[8]{0}, f32[16]{0}) parameter(0)
+  %turn = s32[] get-tuple-element(%carry), index=0
+  %same = f32[8]{0} get-tuple-element(%carry), index=1
+  %old = f32[16]{0} get-tuple-element(%carry), index=2
+  %new = f32[16]{0} negate(%old)
+  ROOT %next = (s32[], f32[8]{0}, f32[16]{0}) tuple(%turn, %same, %new)
+}
+
+%stops (state: (s32[], f32[8], f32[16])) -> pred[] {
+  %state = (s32[], f32[8]{0}, f32[16]{0}) parameter(0)
+  ROOT %stop = pred[] constant(false)
+}
+
+ENTRY %main (x: f32[]) -> f32[24] {
+  %x = f32[] parameter(0)
+  %zero = s32[] constant(0)
+  %first = f32[8]{0} broadcast(%x), dimensions={}, metadata={op_name="jit(f)/first"}
+  %second = f32[16]{0} broadcast(%x), dimensions={}, metadata={op_name="jit(f)/second"}
+  %init = (s32[], f32[8]{0}, f32[16]{0}) tuple(%zero, %first, %second)
+  %loop = (s32[], f32[8]{0}, f32[16]{0}) while(%init), condition=%stops, body=%body, metadata={op_name="jit(f)/while"}
+  %one = f32[8]{0} get-tuple-element(%loop), index=1
+  %two = f32[16]{0} get-tuple-element(%loop), index=2
+  ROOT %both = f32[24]{0} concatenate(%one, %two), dimensions={0}
+}
+""")
+    made_by = {str(buffer.array): buffer.made_by for buffer in hlo_memory.peak(program)}
+    assert made_by["f32[8]"] == "jit(f)/first" and made_by["f32[16]"] == "jit(f)/while"
+
+
+@pytest.mark.parametrize("start", [["-m", "jaxmp"], ["command"]])
+def test_sources_are_lines_of_the_users_program_alone(start, tmp_path):
+    (tmp_path / "command").write_text("import sys\nfrom jaxmp.cli import main\nsys.exit(main())\n")
+    (tmp_path / "train.py").write_text(
+        "import jax.numpy as jnp, optax, jaxmp\n"
+        "def loss_fn(params, model_state, batch, rng):\n"
+        "    return jnp.mean(jnp.tanh(batch @ params) ** 2), model_state\n"
+        "def shapes():\n"
+        "    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))\n"
+        "    return jaxmp.TrainState.create(params=jnp.ones((256, 256)), tx=tx), jnp.ones((64, 256))\n"
+        "step = jaxmp.make_train_step(loss_fn)\n"
+    )
+    words = ["memory", "train:step", "--args", "train:shapes", "--json"]
+    done = subprocess.run([sys.executable, *start, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    sources = {each["source"].partition(":")[0] for each in json.loads(done.stdout)["at_peak"]}
+    assert sources <= {"train.py", ""} and sources
 
 
 @pytest.mark.parametrize(
