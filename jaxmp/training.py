@@ -419,10 +419,9 @@ class TrainStep:
         try:
             placed = self._placed(state, batch)
             self.jitted = self.program_for(placed)
-            if self._plan is not None:
-                batch = self._plan.batch(batch, self._accumulate_steps)
             with self._on_mesh():
-                new_state, metrics = self.jitted(placed, batch)
+                batch_on_mesh = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
+                new_state, metrics = self.jitted(placed, batch_on_mesh)
         except (RuntimeError, TypeError, ValueError) as error:
             require_arrays(batch, error)
             require_apart(state, batch, error)

@@ -69,5 +69,8 @@ def gradients(loss_fn: Callable[..., Any], state: jaxmp.TrainState, batch: Any) 
 
     jax.eval_shape(lambda params: run(params, None), state.params)
     probes = [jnp.zeros(output.shape, output.dtype) for output in outputs]
-    _, grads = jax.jit(jaxmp.value_and_grad(run, state.opt_state, argnums=(0, 1)))(state.params, probes)
-    return grads
+
+    def scaled_loss(params: Any, probes: list[jax.Array]) -> jax.Array:
+        return jaxmp.scale_loss(run(params, probes), state.opt_state)
+
+    return jax.jit(jax.grad(scaled_loss, argnums=(0, 1)))(state.params, probes)
