@@ -344,7 +344,7 @@ class _Program:
 
 def _numbers_of_bad(flags: Sequence[Any]) -> set[int]:
     """Return the numbers of the results whose flags say that they are not finite."""
-    return {number for number, flag in enumerate(flags) if flag is not None and flag != 0}
+    return {number for number, flag in enumerate(flags) if flag is not None and np.asarray(flag) != 0}
 
 
 def _find(fun: Callable[..., Any], args: Sequence[Any], paths: Sequence[str]) -> Blame | None:

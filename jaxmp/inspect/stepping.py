@@ -102,7 +102,8 @@ class _Stepping:
     def operation(self, eqn: Any, operands: list[Any], moment: Moment) -> list[Any]:
         if moment.key not in self.compiled:
             self.compiled[moment.key] = compiled_operation(Operation(eqn))
-        results, flags = self.compiled[moment.key](*operands)
+        typed = [_typed_as(atom.aval, operand) for atom, operand in zip(eqn.invars, operands, strict=True)]
+        results, flags = self.compiled[moment.key](*typed)
         self.visit(moment, eqn, operands, results, flags)
         return results
 
@@ -186,9 +187,23 @@ def is_finite(value: Any) -> bool:
 def _zero_if_finite(value: Any) -> jax.Array:
     """Return 0, or NaN: XLA compiles a sum in a tenth of the time that it takes for a reduction of booleans."""
     value = jnp.asarray(value)
-    if value.dtype.itemsize == 1:  # float8, some of which have no infinities
-        value = value.astype(jnp.float32)
-    return jnp.sum(value * 0)
+    with jax.sharding.use_abstract_mesh(jax.typeof(value).sharding.mesh):  # of whichever axis types the value has
+        if value.dtype.itemsize == 1:  # float8, some of which have no infinities
+            value = value.astype(jnp.float32)
+        return jnp.sum(value * 0)
+
+
+def _typed_as(aval: Any, value: Any) -> Any:
+    """Return an array on a mesh with the axis types of ``aval``: those of a result of ``jax.jit`` may be others."""
+    sharding = getattr(value, "sharding", None)
+    wanted = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if wanted is None or wanted.empty or not isinstance(sharding, NamedSharding):
+        return value
+    mesh = sharding.mesh
+    if mesh.axis_types == wanted.axis_types or mesh.axis_names != wanted.axis_names:
+        return value
+    retyped = Mesh(mesh.devices, mesh.axis_names, axis_types=wanted.axis_types)
+    return jax.device_put(value, NamedSharding(retyped, sharding.spec))
 
 
 @functools.partial(jax.jit, static_argnums=1)
