@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -25,21 +26,27 @@ class StuckRuns:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._reports: deque[Any] = deque()
+        self._reports: deque[tuple[Any, Any]] = deque()
 
-    def add(self, skipped: Any) -> None:
-        """Remember the report of a step, unless the step runs inside another transformation."""
+    def add(self, skipped: Any, batch: Any) -> None:
+        """Remember the report of a step and its batch, unless the step runs inside another transformation."""
         if not isinstance(skipped, jax.core.Tracer):
-            self._reports.append(skipped)
+            self._reports.append((skipped, batch))
 
-    def is_stuck(self, state: Any) -> bool:
-        """Whether the run of ``state`` has skipped ``limit`` steps in a row at a scale that cannot fall."""
-        was_skipped = False
-        while self._reports and self._is_due(self._reports[0]):
-            was_skipped |= bool(_read(self._reports.popleft()))
-        if not was_skipped or is_traced(state.stuck) or is_deleted(state.stuck):
-            return False
-        return int(_read(state.stuck)) >= self.limit
+    def bad_batches_of(self, state: Any) -> list[Any]:
+        """Return the latest skipped batches if the run of ``state`` is stuck, else an empty list.
+
+        A run is stuck if ``limit`` steps in a row were skipped at a scale that cannot fall.
+        """
+        bad_batches: list[Any] = []
+        with contextlib.suppress(IndexError):  # another thread has read the last report
+            while self._reports and self._is_due(self._reports[0][0]):
+                skipped, batch = self._reports.popleft()
+                if _read(skipped):
+                    bad_batches.append(batch)
+        if not bad_batches or is_traced(state.stuck) or is_deleted(state.stuck):
+            return []
+        return bad_batches if int(_read(state.stuck)) >= self.limit else []
 
     def _is_due(self, report: Any) -> bool:
         # What is ready differs between processes, and all must come to an error at the same step.

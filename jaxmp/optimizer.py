@@ -282,6 +282,8 @@ def get_loss_scaling_state(opt_state: optax.OptState) -> LossScalingState:
     Raises:
       ValueError: there is none, or there are several.
     """
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise ValueError("an optimizer's state is needed, got the optimizer itself; pass opt_state = tx.init(params)")
     found = scalings_in(opt_state)
     if not found:
         raise ValueError(
@@ -324,12 +326,14 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
     moving averages of params or target networks.
 
     Args:
-      opt_state: the optimizer's state that ``tx.update`` returned, with :func:`loss_scaling` anywhere in it.
+      opt_state: the optimizer's state that ``tx.update`` returned in this step, with :func:`loss_scaling` outermost or
+        in a chain. Inside of ``optax.MultiSteps`` or ``optax.apply_if_finite`` it does not see every step.
       new: any pytree of arrays, computed in this step.
       old: the same pytree before this step; its dtypes are kept.
 
     Raises:
-      ValueError: ``opt_state`` has no loss scale, or several; the trees differ in structure.
+      ValueError: ``opt_state`` has no loss scale, several, or one inside of a transform that may hide a step from it;
+        the trees differ in structure.
       TypeError: two leaves differ in shape.
 
     >>> tx = loss_scaling(optax.sgd(0.1), jaxmp.DynamicLossScale())
@@ -338,6 +342,11 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
     >>> keep_if_skipped(opt_state, jnp.array(jnp.nan), mean)
     Array(0., dtype=float32)
     """
+    if isinstance(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState)):
+        raise ValueError(
+            f"keep_if_skipped needs a loss scale that sees every step, got one inside of {type(opt_state).__name__}; "
+            "wrap the other way round: jaxmp.loss_scaling(optax.MultiSteps(tx, 4), loss_scale), say"
+        )
     return select_tree(get_loss_scaling_state(opt_state).last_finite, new, old)
 
 

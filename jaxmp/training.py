@@ -42,6 +42,7 @@ from jaxmp._placement import (
     at_home,
     each_once,
     home_of,
+    is_deleted,
     is_traced,
     microbatches,
     require_apart,
@@ -294,7 +295,7 @@ def make_train_step(
 
     The step differentiates the scaled loss. If the norm of the gradients is not finite, the step is skipped: only the
     loss scale, the counters and the rng change (:func:`jaxmp.loss_scaling` can test the updates too). The step is
-    compiled once for equal shapes and never waits for the device.
+    compiled once for equal shapes. The host waits for the device after a skipped step only.
 
     The state comes back in the shardings that it came with. Uncommitted arrays move to the device of the others, or to
     all devices of a mesh. To move a param later, write ``state.replace(params=…)``: a param that is moved in place
@@ -338,8 +339,8 @@ def make_train_step(
       TypeError: the loss function takes or returns something else (a metric that is no number, say); the loss is
         float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say); the batch has a string, say.
       RuntimeError: the state was given to a donating step before, or the batch has arrays of it.
-      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late, for a step never
-        waits for the one before.
+      NonFiniteTrainingError: ``max_consecutive_skips`` is reached. This is noticed some steps late: only after
+        a skipped step does the host wait for a counter.
 
     Warns once when the loss has float16 products and the optimizer no loss scale.
 
@@ -408,20 +409,21 @@ class TrainStep:
         self._accumulate_steps, self._ema_decay, self._donate = accumulate_steps, ema_decay, donate
         self._warned = False
         self._stuck_runs = StuckRuns(max_consecutive_skips)
-        self._program_with = functools.cache(self._jit)
+        self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
 
     def __call__(self, state: S, batch: Any) -> tuple[S, Metrics]:
         """Take one step; see :func:`make_train_step`."""
         self.require_state(state)
-        if self._stuck_runs.is_stuck(state):
-            raise self._error(state, batch)
+        bad_batches = [bad for bad in self._stuck_runs.bad_batches_of(state) if not is_deleted(bad)]
+        if bad_batches:
+            raise self._error(state, bad_batches[-1])
         try:
             placed = self._placed(state, batch)
-            self.jitted = self.program_for(placed)
+            program = self.jitted = self.program_for(placed)
             with self._on_mesh():
                 batch_on_mesh = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
-                new_state, metrics = self.jitted(placed, batch_on_mesh)
+                new_state, metrics = program(placed, batch_on_mesh)
         except (RuntimeError, TypeError, ValueError) as error:
             require_arrays(batch, error)
             require_apart(state, batch, error)
@@ -429,7 +431,7 @@ class TrainStep:
             if self._plan is None:
                 tell_of_devices(state, batch, error)
             raise
-        self._stuck_runs.add(metrics["skipped"])
+        self._stuck_runs.add(metrics["skipped"], batch)
         return new_state, metrics
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
@@ -589,11 +591,12 @@ class TrainStep:
             )
 
     def _error(self, state: TrainState, batch: Any) -> NonFiniteTrainingError:
-        """Says what is not finite, by computing the gradients of the last bad batch once more."""
+        """Return the error that says what is not finite, from the gradients of the last bad batch."""
         from jaxmp.inspect.blame import first_nonfinite  # not needed before
 
         batch = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
-        loss, grads, _, _ = jax.jit(self.placed_gradients)(state, batch, state.rng)
+        rng = None if state.rng is None else jax.random.split(state.rng)[1]
+        loss, grads, _, _ = jax.jit(self.placed_gradients)(state, batch, rng)
         scale = get_loss_scale(state.opt_state)
         error = NonFiniteTrainingError(explanation(loss, grads, scale, state.params, batch, self._stuck_runs.limit))
         try:

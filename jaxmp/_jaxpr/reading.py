@@ -23,7 +23,7 @@ Opened = tuple[Any, list[Any]]
 
 
 RESHARDS = frozenset({"reshard", "mesh_cast"})
-"""What says where an array lies, in types, and changes no number."""
+"""Primitives that change an array's sharding type and no number."""
 
 
 class Bodies(NamedTuple):

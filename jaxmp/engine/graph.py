@@ -167,7 +167,12 @@ def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
     """
     is_nan = len(operands) == 2 and operands[0] is operands[1]
     is_largest = any(one.name in ("max", "min") and other in one.inputs for one in operands for other in operands)
-    return name != "is_finite" and not is_nan and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
+    return (
+        name != "is_finite"
+        and not is_nan
+        and not is_largest
+        and all(operand.const != (0.0, 0.0) for operand in operands)
+    )
 
 
 _Value = tuple[Node | None, Any, bool]

@@ -17,6 +17,7 @@ from jaxmp import tables
 from jaxmp._jaxpr.walk import PRODUCTS
 from jaxmp.inspect import stepping
 from jaxmp.inspect.calls import (
+    StepCall,
     argument_paths,
     differentiated,
     is_inexact,
@@ -151,7 +152,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
 
     def find(*args: Any) -> Blame | None:
         if is_step(fun):
-            return _of_step(*step_call(fun, args))
+            return _of_step(step_call(fun, args))
         require_arguments_not_deleted(fun, args)
         paths = argument_paths(fun, args)
         if not grad:
@@ -167,11 +168,14 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
     return find
 
 
-def _of_step(step: Any, state: Any, batch: Any) -> Blame | None:
+def _of_step(call: StepCall) -> Blame | None:
+    step, state, batch = call.step, call.state, call.batch
+    rng = call.rng
+
     def program_for(state: Any) -> Callable[..., Any]:
         def program(params: Any, model_state: Any, batch: Any) -> Any:
             given = state.replace(params=params, model_state=model_state)
-            loss, grads, *aux = step.placed_gradients(given, batch, state.rng)
+            loss, grads, *aux = step.placed_gradients(given, batch, rng)
             return loss, aux, grads
 
         return program
@@ -260,7 +264,7 @@ def _any_of(masks: Sequence[Any]) -> Any:
 
 
 def _on_host(value: Any) -> Any:
-    """Return an array of NumPy; a random key stays what it is."""
+    """Return a value as a NumPy array; a random key stays as it is."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
         return value
     if isinstance(value, jax.Array) and not value.is_fully_addressable:

@@ -373,7 +373,7 @@ def _of_step(step: Any) -> Callable[..., Numerics]:
     def run(*args: Any) -> Numerics:
         call = step_call(step, args)
         found = program(call.step)(call.state, call.batch, call.rng)
-        return found.read(math.floor(math.log2(call.loss_scale)))
+        return found.read(statistics.exponent_of(call.loss_scale))
 
     return run
 

@@ -143,3 +143,15 @@ def test_keep_if_skipped_refuses_another_structure():
     opt_state = loss_scaling(optax.sgd(0.5), SCALED).init(jnp.ones(2))
     with pytest.raises(ValueError, match="pytree structure error"):
         keep_if_skipped(opt_state, {"mean": jnp.ones(()), "var": jnp.ones(())}, {"mean": jnp.ones(())})
+
+
+@pytest.mark.parametrize("around", [lambda tx: optax.MultiSteps(tx, 2), lambda tx: optax.apply_if_finite(tx, 3)])
+def test_keep_if_skipped_refuses_a_loss_scale_that_does_not_see_every_step(around):
+    opt_state = around(loss_scaling(optax.sgd(0.5), SCALED)).init(jnp.ones(2))
+    with pytest.raises(ValueError, match="keep_if_skipped needs a loss scale that sees every step"):
+        keep_if_skipped(opt_state, jnp.ones(()), jnp.zeros(()))
+
+
+def test_an_optimizer_in_place_of_its_state_is_refused():
+    with pytest.raises(ValueError, match=r"got the optimizer itself; pass opt_state = tx\.init\(params\)"):
+        value_and_grad(loss_fn, loss_scaling(optax.sgd(0.5), SCALED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 
 import flax.linen as nn
@@ -297,7 +298,7 @@ def test_a_report_is_read_when_it_is_finished_and_not_before():
         def __array__(self, *args, **kwargs):
             raise AssertionError("waited")
 
-    step._stuck_runs.add(Unfinished())
+    step._stuck_runs.add(Unfinished(), batch)
     bad = {**batch, "x": batch["x"] * jnp.nan}
     state = TrainState.create(params=params, tx=optax.sgd(0.1))
     with jax.transfer_guard("disallow"):
@@ -349,3 +350,29 @@ def test_a_run_that_starts_after_one_that_was_stuck_goes_on():
     jax.block_until_ready(metrics)
     new, metrics = step(fresh_state, batch)
     assert not metrics["skipped"] and new.step == 1
+
+
+def test_the_error_of_a_stuck_run_explains_the_bad_batch_and_not_the_next_one():
+    params, batch = problem()
+    step = make_train_step(train_loss, max_consecutive_skips=5)
+    state = TrainState.create(params=params, tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
+    bad = {**batch, "x": batch["x"] * jnp.nan}
+    for _ in range(5):
+        state, _ = jax.block_until_ready(step(state, bad))
+    with pytest.raises(NonFiniteTrainingError, match="batch entries 'x'"):
+        step(state, batch)
+
+
+def test_threads_may_share_a_step():
+    params, batch = problem()
+    step = make_train_step(train_loss)
+    step(TrainState.create(params=jax.tree.map(jnp.copy, params), tx=optax.sgd(0.1)), batch)
+
+    def train(_):
+        state = TrainState.create(params=jax.tree.map(jnp.copy, params), tx=optax.sgd(0.1))
+        for _ in range(50):
+            state, _ = step(state, batch)
+        return int(state.step)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(train, range(4))) == [50] * 4
