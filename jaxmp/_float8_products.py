@@ -6,13 +6,11 @@ The engine asks when it reads a product, and is answered once it has decided whi
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxmp import float8
 from jaxmp._jaxpr import reading
@@ -36,7 +34,6 @@ class Asked:
 
     def __init__(self, step: Any, recipe: float8.Float8) -> None:
         self._step, self._recipe = step, recipe
-        self.bias_added: Any = None  # see find_bias
 
     def __bool__(self) -> bool:
         return self._answer[0] is not None
@@ -50,29 +47,13 @@ class Asked:
     @property
     def decision(self) -> tuple[Any, ...]:
         """What the product depends on that is written, besides its operands."""
-        return self._answer[0], self._recipe, self._is_fused, self.bias_added is not None, reading.may_be_skipped()
-
-    def find_bias(self, node: Any, read_in: Callable[..., Any], normalised: Callable[[int], Any]) -> None:
-        """Finds the node where a bias is added, if the gradient of both is summed in the kernel that computes it.
-
-        Args:
-          node: that of the product.
-          read_in: the dtype that a node reads another in.
-          normalised: of the nodes of so many elements those in a normalisation, whose kernel has sums of its own.
-        """
-        add = node.users[0] if len(node.users) == 1 else node
-        if (add.name, add.shape, add.loop) == ("add", node.shape, node.loop):
-            rows = (one for one in add.inputs if math.prod(one.shape) == add.shape[-1] and not one.is_cast_once)
-            is_summed = any(one.dtype == np.float32 != read_in(add, one) for one in rows)
-            self.bias_added = add if is_summed and add not in normalised(reading.size_of(add.shape)) else None
+        return self._answer[0], self._recipe, self._is_fused, reading.may_be_skipped()
 
     def emit(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Its results, and the types of what it multiplies."""
         (lhs, rhs), numbers = operands, self._step.eqn.params["dimension_numbers"]
         weight, _ = self._answer
-        is_summed = self.bias_added is not None
-        dot = functools.partial(float8.dot_general, weight=weight, is_fused=self._is_fused, is_summed=is_summed)
-        result = dot(lhs, rhs, numbers, self._recipe)
+        result = float8.dot_general(lhs, rhs, numbers, self._recipe, weight=weight, is_fused=self._is_fused)
         return [result], [jax.ShapeDtypeStruct(each.shape, self._recipe.forward) for each in operands]
 
     @functools.cached_property

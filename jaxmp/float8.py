@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp import hardware
-from jaxmp._jaxpr import joint, reading
+from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.cotangents import cast_with_transpose
 from jaxmp.dtypes import canonical_dtype, nearest
 
@@ -152,7 +153,6 @@ def dot_general(
     preferred_element_type: Any = None,
     weight: str | None = None,
     is_fused: bool = False,
-    is_summed: bool = False,
 ) -> jax.Array:
     """``jax.lax.dot_general`` of operands in float8, and its derivatives likewise, under every transformation.
 
@@ -170,8 +170,6 @@ def dot_general(
       weight: ``"lhs"`` or ``"rhs"``, whose gradient ``recipe.weight_gradient`` is about; None for neither.
       is_fused: whether XLA may add to the result in the product's own kernel. It dies of a bfloat16 GELU of the tanh
         form there, so that nobody who does not know what reads the result should say so.
-      is_summed: whether the gradient of the result is summed over its rows as well, for a bias, by
-        :func:`jaxmp._jaxpr.joint.sum_and_largest`: the two are then found together.
 
     >>> x, w = jax.numpy.full((16, 32), 0.4375), jax.numpy.full((32, 16), 0.875)  # 448 times a power of two: exact
     >>> float(dot_general(x, w, (((1,), (0,)), ((), ())), jaxmp.Float8())[0, 0])
@@ -184,7 +182,7 @@ def dot_general(
         # Outside of the product, so that what is a weight's can be computed once for many products.
         is_own = reading.may_be_skipped()
         operands = quantised(lhs, recipe.forward, is_own), quantised(rhs, recipe.forward, is_own)
-        return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own, is_summed)(*operands)
+        return _product(dimensions, recipe, np.dtype(dtype), weight, is_fused, is_own)(*operands)
 
 
 def recipe_of(eqn: Any) -> Float8 | None:
@@ -196,7 +194,7 @@ def recipe_of(eqn: Any) -> Float8 | None:
 
 @functools.cache
 def _product(
-    dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool, is_own: bool, is_summed: bool
+    dimensions: Any, recipe: Float8, dtype: np.dtype, weight: str | None, is_fused: bool, is_own: bool
 ) -> Callable[[Any, Any], Any]:
     """The product of quantised operands for those arguments of :func:`dot_general`: JAX traces one function once."""
 
@@ -211,7 +209,7 @@ def _product(
         return (result if is_fused else jax.lax.optimization_barrier(result)).astype(dtype)
 
     def transpose(cotangent: Any) -> Any:
-        return dequantised(quantised(cotangent, recipe.gradient, is_own, is_summed), recipe.gradient)
+        return dequantised(quantised(cotangent, recipe.gradient, is_own), recipe.gradient)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # what goes in is kept, and not what it is dequantised to
     def tangent(tangents: Any, operands: Any) -> Any:
@@ -252,9 +250,9 @@ def _product(
     return product
 
 
-def quantised(value: Any, dtype: str, is_own: bool = False, is_summed: bool = False) -> tuple[Any, Any, Any]:
+def quantised(value: Any, dtype: str, is_own: bool = False) -> tuple[Any, Any, Any]:
     """A value, the bits of the value in float8, and the scale of that: one for all shards, or each shard's own."""
-    scale = checkpoint_name(_scale(value, dtype, is_own, is_summed), RESIDUALS)
+    scale = checkpoint_name(_scale(value, dtype, is_own), RESIDUALS)
     # What is kept by its name JAX rounds once more, as if e4m3fn had infinities: 256 would become one. Bits it leaves.
     bits = jax.lax.bitcast_convert_type(_cast(value, scale, dtype), jnp.uint8)
     return value, checkpoint_name(bits, RESIDUALS), scale
@@ -271,10 +269,9 @@ def dequantised(operand: tuple[Any, Any, Any], dtype: str) -> Any:
     return _dequantised(*_opened(operand, dtype))
 
 
-def _scale(value: Any, dtype: str, is_own: bool = False, is_summed: bool = False) -> Any:
+def _scale(value: Any, dtype: str, is_own: bool = False) -> Any:
     """What the largest magnitude is divided by to become the largest of ``dtype``; of zeros, or beside a NaN, 1."""
-    value = jax.lax.stop_gradient(value)
-    largest = joint.sum_and_largest(value)[1] if is_summed else joint.largest(value)
+    largest = _largest(jax.lax.stop_gradient(value))
     if not is_own and (axes := reading.manual_axes(value)):
         largest = jax.lax.pmax(largest, axes)
     scale = jax.lax.max(largest * np.float32(1 / float(jnp.finfo(dtype).max)), np.finfo(np.float32).tiny)
@@ -283,6 +280,20 @@ def _scale(value: Any, dtype: str, is_own: bool = False, is_summed: bool = False
     # what quantised.
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + np.uint32(0xFFF0)
     return jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
+
+
+@custom_vmap
+def _largest(value: Any) -> Any:
+    """Return the largest magnitude in ``value``, in float32: one for all members of a ``jax.vmap``."""
+    # Columns first, then one number: XLA computes the first stage in the kernel that computes `value`, but would merge
+    # the two stages into a kernel that reads `value` again.
+    columns = jax.lax.reduce_max(jnp.abs(value), tuple(range(value.ndim - 1)))
+    return jax.lax.reduce_max(jax.lax.optimization_barrier(columns), tuple(range(columns.ndim))).astype(jnp.float32)
+
+
+@_largest.def_vmap
+def _largest_of_all(axis_size: int, in_batched: Any, value: Any) -> Any:
+    return _largest(value), False  # a scale for each member would be a vector, which XLA multiplies in bfloat16
 
 
 def _cast(value: Any, scale: Any, dtype: str) -> Any:

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Float8, _loss_functions, float8
-from jaxmp._jaxpr.joint import sum_and_largest
 from jaxmp.hlo import NO_KERNEL, Program, is_end
 from jaxmp.inspect import targets
 
@@ -106,21 +105,6 @@ class TestForAnH200:
         rows = jaxmp.sharding.collectives(made).rows
         assert [row.dtype for row in rows if row.kind == "reduce-scatter"] == ["float32"]
         assert [row.dtype for row in rows if row.kind == "all-gather"] == ["bfloat16"]
-
-    def test_a_sum_and_a_maximum_are_one_reduction_where_xla_does_not_divide_it(self):
-        """It dies where it should join the complex numbers of several GPUs."""
-
-        def local(x):
-            summed, largest = sum_and_largest(x)
-            return jax.lax.psum(summed, "d"), jax.lax.pmax(largest, "d")
-
-        mesh, x = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,)), shape(T, K)
-        split = x.update(sharding=NamedSharding(mesh, P("d")))
-        mapped = jax.shard_map(local, in_specs=P("d"), out_specs=P())
-        compiled = [targets.compiled(jax.jit(fun), (given,), "h200").as_text()
-                    for fun, given in ((sum_and_largest, x), (sum_and_largest, split), (mapped, split))]  # fmt: skip
-        assert [text.count(" all-reduce") > 0 for text in compiled] == [False, True, True]
-        assert ["c64[" in text for text in compiled] == [True, False, True]
 
     def test_a_gelu_under_scan_compiles(self):
         """XLA fuses it into a product, and dies of ``GELU_AUX`` in float8, where the backward keeps its input only."""

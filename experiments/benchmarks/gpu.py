@@ -116,8 +116,8 @@ PIECES = (
     *(_steps(f"step-{model}", f"the train step of {title}, with its energy", "--models", model, "--rows", *STEP_ROWS,
              "--passes", "train")
       for model, title in MODELS.items()),
-    Piece("float8", "what float8 brings to products, blocks and steps", "float8", ("--routes", "jaxmp"), _BRIEF,
-          result="float8"),
+    Piece("float8", "what float8 brings to products, blocks and steps", "float8", ("--routes", "jaxmp", "autocast"),
+          _BRIEF, result="float8"),
     Piece("loss_scaling", "what loss scaling adds to a step", "loss_scaling", ("--models", "gpt2", "mlp"),
           (*_TINY, "--batch-size", "2", "--sequence", "8"), result="loss_scaling", wants=("jmp", "matplotlib")),
     Piece("remat", "what recomputing saves, and the largest batch", "remat",

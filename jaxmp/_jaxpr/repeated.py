@@ -28,7 +28,6 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxpr.examples import Examples
 from jaxmp._jaxpr.invariant import unchanged
-from jaxmp._jaxpr.joint import sum_and_largest
 from jaxmp._jaxpr.primitives import BROADCAST, PICKS
 from jaxmp._jaxpr.reading import bodies_of, has_explicit_axes, is_literal, opened, size_of
 from jaxmp._jaxpr.rebuild import params_in_dtype
@@ -137,9 +136,7 @@ def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[An
         return [*places.bound(operands, _params(eqn, value.dtype))]
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
-        return [
-            places.bind(_cast, (value,), {**params, "sharding": None, "is_normalised": False, "is_measured": False})
-        ]
+        return [places.bind(_cast, (value,), {**params, "sharding": None})]
     each_once = {id(each): each for each in operands}
     wide_of = {n: places.cast(each, float32) if each.dtype == value.dtype else each for n, each in each_once.items()}
     wide = [wide_of[id(each)] for each in operands]
@@ -152,15 +149,7 @@ def _params(eqn: Any, dtype: np.dtype) -> Any:
     return params_in_dtype(eqn, dtype, False) if is_other else eqn.params
 
 
-def cast_repeated(
-    bind: Callable[..., Any],
-    value: Any,
-    dtype: np.dtype,
-    aval: Any,
-    like: Sequence[Any],
-    is_normalised: bool,
-    is_measured: bool,
-) -> Any:
+def cast_repeated(bind: Callable[..., Any], value: Any, dtype: np.dtype, aval: Any, like: Sequence[Any]) -> Any:
     """``value`` in ``dtype``, repeated along leading axes and those of size 1 up to the shape of ``aval``.
 
     Args:
@@ -169,14 +158,10 @@ def cast_repeated(
       dtype: a floating dtype.
       aval: what has the shape of the result, and its sharding on a mesh with Explicit axes.
       like: what it meets; where a ``jax.vmap`` has one of these for each example, the result is repeated for each.
-      is_normalised: whether its cotangents come from a normalisation, the kernel of which sums those of a scale and a
-        bias: XLA finds no room there for a third sum in float32, which gets a kernel of its own.
-      is_measured: whether the largest magnitude of its cotangents is wanted too, for a product in float8.
     """
     axes = tuple(range(aval.ndim - value.ndim, aval.ndim))
     sharding = aval.sharding if has_explicit_axes(value) else None
     params = {"dtype": dtype, "shape": aval.shape, "axes": axes, "sharding": sharding}
-    params |= {"is_normalised": is_normalised, "is_measured": is_measured}
     return bind(_cast, (value, *like), params)
 
 
@@ -200,21 +185,14 @@ def _backward(
     shape: tuple[int, ...],
     axes: tuple[int, ...],
     sharding: Any,
-    is_normalised: bool,
-    is_measured: bool,
 ) -> list[Any]:
     rest = [None] * len(like)
     if type(cotangent) is ad.Zero:
         return [ad.Zero(value.aval), *rest]
     old = dict(zip(axes, value.aval.shape, strict=True))
     summed = tuple(axis for axis, size in enumerate(shape) if old.get(axis) != size)
-    if is_measured and summed == tuple(range(len(shape) - 1)) and value.aval.dtype == np.float32:
-        return [sum_and_largest(cotangent)[0].reshape(value.aval.shape), *rest]
-    if is_normalised:
-        cotangent = jax.lax.optimization_barrier(cotangent)
-    else:
-        info = jnp.finfo(dtype)
-        cotangent = jax.lax.reduce_precision(cotangent, info.nexp, info.nmant)
+    info = jnp.finfo(dtype)
+    cotangent = jax.lax.reduce_precision(cotangent, info.nexp, info.nmant)
     total = jnp.sum(cotangent.astype(value.aval.dtype), summed)
     ones = [n for n, axis in enumerate(axes) if axis in summed]
     return [jnp.expand_dims(total, ones) if ones else total, *rest]

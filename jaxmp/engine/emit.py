@@ -16,9 +16,8 @@ from jaxmp._jaxpr.primitives import BROADCAST, COMPARISONS, MEETS
 from jaxmp._jaxpr.reading import Literal
 from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import MAY_SUM, cast_repeated, must_sum, must_widen, read_often, summed_in_float32, sums_half
-from jaxmp._jaxpr.walk import PRODUCTS, walk
 from jaxmp.dtypes import is_castable
-from jaxmp.engine.classes import CLEAR, KEPT
+from jaxmp.engine.classes import KEPT
 from jaxmp.engine.decide import decide, read_in
 from jaxmp.engine.graph import Body, Graph, Node, Step, build
 from jaxmp.engine.rules import Rules
@@ -29,7 +28,6 @@ from jaxmp.marks import OF_POLICY, WITH_RULE, ours
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _CAST, _FLOAT32 = "convert_element_type", np.dtype(np.float32)
-Normalised = Callable[[int], Collection[Node]]  # of a program's values of so many elements, those in normalisations
 
 
 def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[Any], force: bool = False) -> list[Any]:
@@ -42,14 +40,11 @@ def evaluated(graph: Graph, rules: Rules, args: Sequence[Any], dtypes: Sequence[
         if node is not None:
             node.dtype = np.dtype(jax.typeof(value).dtype)
     decide(graph, dtypes, force)
-    body, normalised = graph.body, _normalised(graph.nodes)
-    for node in graph.nodes:
-        if node.float8:
-            node.float8.find_bias(node, read_in, normalised)
+    body = graph.body
     changed = {node for node in graph.nodes if node.late is not None or node.dtype != node.written}
     for step in graph.steps:
         step.stands = _stands(step, changed)
-    evaluation = _Evaluation(rules, normalised, body, args)
+    evaluation = _Evaluation(rules, body, args)
     results = evaluation.results() if graph.changes else reading.evaluate(body.jaxpr, body.consts, args)
     return [
         value if dtype is None or not is_castable(jax.typeof(value)) else evaluation.cast(value, dtype, node)
@@ -66,8 +61,8 @@ def _derived(rules: Rules, step: Step, jaxpr: reading.Opened, args: Sequence[Any
 class _Evaluation:
     """An evaluation of a body: its values, and the casts of them that there are. JAX may trace a body again."""
 
-    def __init__(self, rules: Rules, normalised: Normalised, body: Body, args: Any, same: Same | None = None) -> None:
-        self.rules, self.normalised, self.body = rules, normalised, body
+    def __init__(self, rules: Rules, body: Body, args: Any, same: Same | None = None) -> None:
+        self.rules, self.body = rules, body
         self.is_noted = rules.programs is None  # for a plan
         self.examples = Examples(body.jaxpr, args, body.consts, same)
         self.env = dict(zip((*body.jaxpr.invars, *body.jaxpr.constvars), (*args, *body.consts), strict=True))
@@ -140,9 +135,7 @@ class _Evaluation:
             return self.cast(value, dtype)
         if self.is_noted and value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
-        is_normalised = step.node is not None and step.node in self.normalised(reading.size_of(step.node.shape))
-        is_measured = any([node and node.float8 and node.float8.bias_added is step.node for node in step.operands])
-        return cast_repeated(self.places.bind, value, dtype, aval, like, is_normalised, is_measured)
+        return cast_repeated(self.places.bind, value, dtype, aval, like)
 
     def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
         """Those of an equation that changes; ``given`` are its operands."""
@@ -166,7 +159,7 @@ class _Evaluation:
                 del self.casts[-1:]  # which is the author's
             return results
         if step.bodies is not None:
-            make = functools.partial(_program, self.rules, self.normalised, step, same := self.examples.same)
+            make = functools.partial(_program, self.rules, step, same := self.examples.same)
             if eqn.primitive.name == "jit":  # layers that share a jitted body share its program
                 return places.called(_shared(self.rules, step, same, make), operands)
             is_jitted = eqn.primitive.name in _LOOPS and not reading.is_tracing()
@@ -194,11 +187,11 @@ class _Evaluation:
         return results if node is None or dtype in (None, node.dtype) else [self.cast(results[0], node.dtype)]
 
 
-def _program(rules: Rules, normalised: Normalised, step: Step, same: Same) -> Callable[..., list[Any]]:
+def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
     """An equation that has bodies, written anew, as a function of its operands."""
     assert step.bodies is not None
     inside = enumerate(same_in_bodies(step.bodies, same))
-    functions = [functools.partial(_run, rules, normalised, step, position, own) for position, own in inside]
+    functions = [functools.partial(_run, rules, step, position, own) for position, own in inside]
     rule = Rule(functools.partial(_derived, rules, step), functools.partial(tracing, rules, step.region.products))
     return rebuilt(step.eqn, step.bodies, functions, rule)
 
@@ -221,11 +214,11 @@ def _met(step: Step, operands: Sequence[Any], others: Sequence[Any], node: Node)
     return [value for value, each in pairs if each and each.is_cast_once and reading.is_staged(value)][:1]
 
 
-def _run(rules: Rules, normalised: Normalised, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
+def _run(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> list[Any]:
     """The results of a body of ``step``; those that go into joins in the dtypes of these."""
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
-    evaluation = _Evaluation(rules, normalised, body, args, same)
+    evaluation = _Evaluation(rules, body, args, same)
     for place, dtype in _over_turns(step):  # half again; their cotangents are summed outside of it
         evaluation.env[body.jaxpr.invars[place]] = evaluation.places.cast(args[place], dtype)
     results = evaluation.results()
@@ -253,23 +246,6 @@ def _shared(rules: Rules, step: Step, same: Same, make: Callable[[], Callable[..
         rules.programs.clear()
     rules.programs[key] = made
     return made
-
-
-def _normalised(nodes: Sequence[Node]) -> Normalised:
-    """Finds the values of so many elements to whose rows a weight is added before the next product."""
-    sizes = {shape: reading.size_of(shape) for shape in {node.shape for node in nodes}}
-    adds = [node for node in nodes if node.name == "add"]
-    pairs = [(add, each) for add in adds for each in add.inputs if not each.is_cast_once and each.const is None]
-
-    @functools.cache
-    def normalised(size: int) -> Collection[Node]:
-        def made_of(node: Node) -> Sequence[Node]:
-            is_as_large = node.kind is CLEAR or sizes[node.shape] == size
-            return node.inputs if is_as_large and node.name not in PRODUCTS else ()
-
-        return walk([each for add, weight in pairs if sizes[weight.shape] < size for each in add.inputs], made_of)
-
-    return normalised
 
 
 def _stands(step: Step, changed: set[Node]) -> bool:

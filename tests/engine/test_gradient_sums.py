@@ -542,21 +542,16 @@ def test_nor_does_one_where_the_loss_transforms_the_model(name, transform, way):
 
 
 @pytest.mark.parametrize(
-    ("layers", "fused", "apart"),
-    [
-        ((nn.Dense(8), nn.gelu, nn.Dense(8)), 2, 0),
-        ((nn.Dense(8), nn.LayerNorm(), nn.Dense(8)), 1, 1),
-        ((nn.Dense(8), lambda x: x.reshape(60, 80) + 1, nn.LayerNorm(), nn.Dense(8)), 1, 1),
-        ((nn.Dense(8), nn.tanh, nn.LayerNorm(use_bias=False), nn.Dense(8)), 2, 0),
-    ],
+    "layers",
+    [(nn.Dense(8), nn.gelu, nn.Dense(8)), (nn.Dense(8), nn.LayerNorm(), nn.Dense(8))],
+    ids=["activation", "normalisation"],
 )
-def test_cotangents_are_rounded_where_xla_may_sum_them_in_their_kernel_and_kept_apart_from_a_norms(
-    layers, fused, apart
-):
+def test_cotangents_are_rounded_to_half_before_they_are_summed_for_a_bias(layers):
+    """Without the rounding XLA drops both casts, and writes the cotangents in float32."""
     model = jaxmp.linen.apply_policy(nn.Sequential(layers), "mixed_bfloat16")
     params = jax.eval_shape(model.init, jax.random.key(0), X)
     names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(loss(model.apply)))(params, X))]
-    assert (names.count("reduce_precision"), names.count("optimization_barrier")) == (fused, apart)
+    assert names.count("reduce_precision") == 2
 
 
 # XLA has no float16 kernel for what jax.nn.dot_product_attention asks of a CPU.
