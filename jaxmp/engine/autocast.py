@@ -8,9 +8,9 @@ by any path. What leads to no product and what is made of arguments only stays a
 precision, groups (:mod:`jaxmp.engine.groups`) from their first operation on, with their products where rounding would
 leave little else; and what is computed from a float32 value, up to the next product, activation or residual stream.
 **Loops.** A carry is half if a product lies on its way round, float32 if it only adds up or steps in time. A while
-loop that runs until its products converge is float32. **Derivatives.** ``grad(autocast(f))`` differentiates the half
-program, and keeps its ``custom_jvp`` and ``custom_vjp``. Cotangents of weights, and of what is repeated often, are
-summed in float32.
+loop that runs until a residual of its products is small is float32; one that runs until a time is half.
+**Derivatives.** ``grad(autocast(f))`` differentiates the half program, and keeps its ``custom_jvp`` and ``custom_vjp``.
+Cotangents of weights, and of what is repeated often, are summed in float32.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
         product.
       force: decide although there is no product: the body of a rule belongs to a larger program.
     """
-    compared = [node for node in graph.nodes if node.is_seen]
     wanted = {node: dtype.itemsize for node, dtype in zip(graph.body.results, dtypes, strict=True) if node and dtype}
     graph.wanted = results = [node for node, size in wanted.items() if size == 2]
     for node in wanted.keys() - results:
@@ -58,8 +57,7 @@ def decide(graph: Graph, dtypes: Sequence[Any], force: bool = False) -> None:
     _hold_sums(graph, frozenset(written))
     _keep_decay(nodes)
     products = [node for node in products if node.kind is HALF]
-    operands = [*narrowed, *(operand for node in products for operand in node.inputs), *results]
-    _find_readers(operands, nodes, set(walk(compared, _selected_from)))
+    _find_readers([*narrowed, *(operand for node in products for operand in node.inputs), *results], nodes)
     _settle(nodes)
     groups.extend(nodes, graph.groups)  # also what feeds only what float32 was carried on to
     seen = walk([node for node in nodes if node.is_seen], lambda node: node.inputs if node.kind is CLEAR else ())
@@ -134,37 +132,25 @@ def _hold(cycle: Sequence[Node], reason: str) -> None:
             node.kind, node.reason = FULL, reason
 
 
-def _find_readers(operands: Sequence[Node], nodes: Sequence[Node], compared: Collection[Node]) -> None:
-    """Marks float32 values that exist in half too: operands of products, and of activations before products.
-
-    An activation that is ``compared`` with a number or a table reads float32: the comparison asks for its last digits.
-    """
-
-    def moved_from(node: Node) -> Sequence[Node]:
-        return () if node.kind is JOIN and node in compared else _moved_from(node)
-
-    for node in walk(operands, moved_from):
+def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
+    """Finds what exists in half although it is computed in float32: what products read, and activations before them."""
+    for node in walk(operands, _moved_from):
         node.has_half_copy = True
 
     def made_of(node: Node) -> Sequence[Node]:
-        return moved_from(node) or [operand for operand in node.inputs if _is_elementwise(node, operand)]
+        return _moved_from(node) or [operand for operand in node.inputs if _is_elementwise(node, operand)]
 
     heading = walk(operands, made_of)  # each element to a product, by way of operations on single elements
     starts = [
         operand
         for node in nodes
-        if node in heading and node not in compared and node.name not in ("add", "sub", "mul", "div")
+        if node in heading and node.name not in ("add", "sub", "mul", "div")
         for operand in node.inputs
         # An epsilon would be lost again.
         if operand.is_activation and not operand.has_epsilon and _is_elementwise(node, operand)
     ]
-    for node in walk(starts, moved_from):
+    for node in walk(starts, _moved_from):
         node.has_half_copy = True
-
-
-def _selected_from(node: Node) -> Sequence[Node]:
-    """The values of which a node is one, or a bound of it."""
-    return node.inputs if node.kind in (CLEAR, JOIN) or node.name in COMBINES else ()
 
 
 def _moved_from(node: Node) -> Sequence[Node]:

@@ -161,18 +161,9 @@ def build(jaxpr: Any, consts: list[Any], rules: Rules, names: reading.Names = ()
 
 
 def _tells_apart(name: str, operands: Sequence[Node]) -> bool:
-    """Whether what an operation makes of floating values depends on their last digits.
-
-    It does not if it compares them with 0, or with themselves to find a NaN.
-    """
-    is_nan = len(operands) == 2 and operands[0] is operands[1]
+    """Whether what an operation makes of floating values depends on their last digits, and is no comparison with 0."""
     is_largest = any(one.name in ("max", "min") and other in one.inputs for one in operands for other in operands)
-    return (
-        name != "is_finite"
-        and not is_nan
-        and not is_largest
-        and all(operand.const != (0.0, 0.0) for operand in operands)
-    )
+    return name != "is_finite" and not is_largest and all(operand.const != (0.0, 0.0) for operand in operands)
 
 
 _Value = tuple[Node | None, Any, bool]

@@ -47,6 +47,7 @@ _PASSED_BY_STEPS = _MASKED | _LIMITS
 _OF_ONE = frozenset({"acos", "acosh", "asin", "atanh", "erf_inv", "log1p"})  # what is left of 1 counts
 _AFFINE = _SUMS | _PASSED_BY_STEPS
 _NORMS = PRODUCTS | {"reduce_sum", "mul"}
+_SUMMING = PRODUCTS | {"reduce_sum"}
 _FULL = frozenset({FULL, STRICT})
 SMALL_STEP = "small step"
 # The largest scale of a small step: of one whose value decays as well, as 0.9 * h + 0.1 * f(h) does, and of any other.
@@ -269,10 +270,6 @@ def _added_by_ones(product: Node) -> Node | None:
 def _differences(node: Node, _: Step) -> Iterator[Group]:
     """Squared distances, |x|² + |y|² - 2xy with |x|² summed or picked from xxᵀ; E[xy] - E[x] E[y] of products."""
 
-    def is_multiplied(node: Node) -> bool:
-        is_outer = node.name == "dot_general" and node.kind is INFER
-        return is_outer or (node.name in ("mul", "square", "integer_pow") and not _passed(node, _SCALES))
-
     def is_twice(node: Node) -> bool:
         return sum(node in term.inputs for term in terms) > 1
 
@@ -301,14 +298,37 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
         vectors = {_origin(each[0].inputs[0], _SCALES) for each in map(_square, first.inputs) if each}
         if pair := [each for each in products if not vectors.isdisjoint(products[each])]:  # x² @ a - 2 x @ (a y)
             yield Group("distances", (first, *pair), "a product that sums of squares cancel")
-    squared = [[_origin(each, _SCALES) for each in term.inputs] for term in terms if is_multiplied(term)]
-    for second in products if squared else ():
-        inputs = {each.origin for each in second.inputs}
-        factors = {factor.origin for each in inputs if is_multiplied(each) for factor in each.inputs}
-        added = {"reduce_sum": inputs | factors, **dict.fromkeys(PRODUCTS, factors)}
-        for means in squared:
-            if all(added.get(mean.name, set()) & {each.origin for each in mean.inputs} for mean in means):
-                yield Group("moments", (second, *means), "a mean of a product less the product of the means")
+    multiplied = [[_origin(each, _SCALES) for each in term.inputs] for term in terms if _is_multiplied(term)]
+    for product in (term for term in products if not _is_outer(term)):
+        for means in multiplied:
+            if _are_means(product, means):
+                yield Group("moments", (product, *means), "a mean of a product less the product of the means")
+
+
+def _is_outer(node: Node) -> bool:
+    """Whether a value is a product that sums nothing."""
+    return node.name == "dot_general" and node.kind is INFER
+
+
+def _is_multiplied(node: Node) -> bool:
+    """Whether a value is made by multiplying two others, or one with itself."""
+    return _is_outer(node) or (node.name in ("mul", "square", "integer_pow") and not _passed(node, _SCALES))
+
+
+def _are_means(product: Node, means: Sequence[Node]) -> bool:
+    """Whether values are the sums of the same vectors that a product multiplies, element by element, and sums."""
+    vectors = [each.origin for each in product.inputs]
+    squared = [[each.origin for each in vector.inputs] for vector in vectors if _is_multiplied(vector)]
+    first, last = means[0], means[-1]  # of a square one
+
+    def is_sum(mean: Node, vector: Node, names: Collection[str]) -> bool:
+        return mean.name in names and not _is_outer(mean) and vector in [each.origin for each in mean.inputs]
+
+    def are_sums(pair: Sequence[Node], names: Collection[str]) -> bool:
+        orders = ((pair[0], pair[-1]), (pair[-1], pair[0]))
+        return any(is_sum(first, one, names) and is_sum(last, other, names) for one, other in orders)
+
+    return are_sums(vectors, {"reduce_sum"}) or any(are_sums(pair, _SUMMING) for pair in squared)
 
 
 def _weighed(term: Node) -> Node | None:

@@ -166,6 +166,26 @@ def test_a_custom_vjp_with_integers_static_arguments_and_no_gradient():
     assert set(products(jax.grad(half(fun)), W, n)) == {"bfloat16"}
 
 
+def test_a_custom_vjp_takes_a_python_bool():
+    @jax.custom_vjp
+    def layer(x, w, is_linear):
+        return jnp.where(is_linear, x @ w, jnp.tanh(x @ w))
+
+    def forward(x, w, is_linear):
+        return layer(x, w, is_linear), x
+
+    def backward(x, g):
+        return None, x.T @ g, None
+
+    layer.defvjp(forward, backward)
+
+    def fun(w):
+        return jnp.sum(layer(X, w, True) ** 2)
+
+    assert cosine(jax.grad(half(fun))(W), jax.grad(fun)(W)) > 0.9999
+    assert set(products(jax.grad(half(fun)), W)) == {"bfloat16"}
+
+
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_a_custom_jvp_keeps_its_rule_and_its_rule_is_half(symbolic):
     @jax.custom_jvp

@@ -273,6 +273,64 @@ def test_a_loop_over_float_time_is_half():
     assert set(products(half(fun), X, W)) == {"bfloat16"}
 
 
+TIMES = {
+    "a step that a product makes": lambda c, h: (c[0] + jnp.mean(h**2) + 0.1, c[1]),
+    "two times in turn": lambda c, h: (c[1], jnp.minimum(c[1] + jnp.mean(h**2) + 0.1, 9.0)),
+    "a step that may be refused": lambda c, h: (jnp.where(h[0, 0] > 0.5, c[0], c[0] + jnp.mean(h**2) + 0.1), c[1]),
+}
+RESIDUALS = {
+    "a step": lambda c, h: (1 / jnp.mean(h**2), c[1]),
+    "a difference of sums": lambda c, h: (1 - jnp.abs(c[1] - (c[1] + jnp.mean(h**2))), c[1] + jnp.mean(h**2)),
+    "a smallest error": lambda c, h: (jnp.maximum(c[0], 1 - jnp.mean(h**2)), c[1]),
+    "a step that may be refused": lambda c, h: (jnp.where(h[0, 0] > 0.5, c[0], jnp.mean(h**2)), c[1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("until", "dtype"),
+    [*((until, "bfloat16") for until in TIMES.values()), *((until, "float32") for until in RESIDUALS.values())],
+    ids=[*(f"time: {name}" for name in TIMES), *(f"residual: {name}" for name in RESIDUALS)],
+)
+def test_a_loop_until_a_time_is_half_and_one_until_a_residual_is_small_is_float32(until, dtype):
+    def fun(x, w):
+        def turn(carry):
+            times, h, n = carry
+            h = jnp.tanh(h @ w)
+            return until(times, h), h, n + 1
+
+        return jax.lax.while_loop(lambda c: (c[0][0] < 0.9) & (c[2] < 20), turn, ((0.0, 0.1), x, 0))[1]
+
+    assert products(half(fun), X, W) == [dtype]
+
+
+@pytest.mark.parametrize("of_examples", ["the number of turns", "a residual"])
+def test_examples_of_a_vmap_inside_may_take_turns_of_their_own(of_examples):
+    def fun(x, least):
+        smallest = jnp.exp(-1.5 * least.astype(jnp.float32))
+
+        def goes_on(carry):
+            n, _, change = carry
+            return n < least if of_examples == "the number of turns" else change > smallest
+
+        def turn(carry):
+            n, h, _ = carry
+            new = jnp.tanh(h @ W + x)
+            return n + 1, new, jnp.max(jnp.abs(new - h))
+
+        n, h, _ = jax.lax.while_loop(goes_on, turn, (0, x, jnp.float32(1)))
+        return n, h
+
+    def examples(x, least):
+        return jax.vmap(fun, (None, 0))(x, least)
+
+    least = jnp.arange(4)
+    turns, results = half(examples)(X, least)
+    expected_turns, expected = examples(X, least)
+    assert len(set(turns.tolist())) == 4
+    np.testing.assert_array_equal(turns, expected_turns)
+    np.testing.assert_allclose(results, expected, atol=0.02)
+
+
 @pytest.mark.parametrize(("reads", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_an_activation_goes_into_a_loop_in_float32_if_its_turns_and_those_inside_read_it_often(reads, dtype):
     def fun(x, w):

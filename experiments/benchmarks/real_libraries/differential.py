@@ -1,6 +1,5 @@
 """Differential equations: diffrax."""
 
-# ruff: noqa: PLC0415 (each library is optional)
 from __future__ import annotations
 
 import jax

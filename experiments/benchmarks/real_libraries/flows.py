@@ -1,6 +1,5 @@
 """Normalising flows: flowjax, distrax."""
 
-# ruff: noqa: PLC0415 (each library is optional)
 from __future__ import annotations
 
 import jax

@@ -4,10 +4,11 @@ python -m experiments.benchmarks.real_libraries --libraries diffrax flowjax
 
 Each program is a loss from a library's documentation or examples, at small size. Its value and gradient are computed in
 float32, under `jaxmp.autocast`, and by two rules that know nothing of the program: T rounds the operands of products to
-half precision and leaves all else in float32, N rounds every value. An error is the relative L2 error to float32, that of
-the gradient over all params. T shows what half products cost whatever one does: a program that is far off under T is
-ill-conditioned, and named so. Libraries that are not installed are left out, and listed:
-`pip install .[experiments,real-libraries]`. The run folder holds real_libraries.md and real_libraries.json.
+half precision and leaves all else in float32, N rounds every value. An error is the relative L2 error to float32: that
+of the gradient is over all params. Each is the median over five draws of the params, for one draw's error is luck where
+a program has kinks. T shows the cost of half products themselves: a program that is far off under T is ill-conditioned,
+and the table says so. Libraries that are not installed are left out, and listed: `pip install
+.[experiments,real-libraries]`. The run folder holds real_libraries.md and real_libraries.json.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib
 import importlib.metadata
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -32,10 +33,12 @@ from experiments.measure.environment import environment
 from experiments.report.tables import Table
 from experiments.training import cli
 
-FAMILIES = ("differential", "flows")
+FAMILIES = ("differential", "flows", "probability", "optimisation", "graphs", "agents", "networks")
+DRAWS = 5
 COLUMNS = ("program", "half", "value", "T", "N", "gradient", "T", "N", "half FLOPs", "")
 ILL_CONDITIONED = 0.1
 FACTOR, ABSOLUTE = 3.0, 0.01
+Results = tuple[np.ndarray, np.ndarray]  # the value, and the gradient as one vector
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,8 @@ class Config(records.Config):
 def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
     """The errors of one program, a dictionary for each half format."""
     loss, params = program.make()
-    exact = _results(loss, params)
+    draws = [_drawn(params, seed) for seed in range(DRAWS)]
+    exact = _computed(jax.value_and_grad(loss), draws)
     found = []
     for half in halves:
         policy = f"mixed_{half}"
@@ -65,32 +69,42 @@ def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
         }
         row: dict[str, Any] = {"library": program.library, "program": program.name, "half": half}
         for way, fun in ways.items():
-            row[way] = _errors(fun, params, exact)
+            row[way] = _errors(fun, draws, exact)
         summary = jaxmp.cast_plan(loss, policy)(params).summary
         products = summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
         found.append({**row, "half_share": products, "verdict": _verdict(row)})
     return found
 
 
-def _errors(fun: Callable[..., Any], params: Any, exact: tuple[np.ndarray, np.ndarray]) -> list[float]:
-    """Those of the value and of the gradient; infinite where the program itself gives up, as a solver may."""
+def _drawn(params: Any, seed: int) -> Any:
+    """The params, each moved by a twentieth of its size; seed 0 leaves them as they are."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    moved = [
+        leaf + 0.05 * jnp.sqrt(jnp.mean(leaf**2)) * jax.random.normal(key, leaf.shape, leaf.dtype) if seed else leaf
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, moved)
+
+
+def _errors(fun: Callable[..., Any], draws: Sequence[Any], exact: Sequence[Results]) -> list[float]:
+    """Those of the value and of the gradient, the medians over all draws of params."""
     try:
-        value, gradient = _computed(fun, params)
-    except jax.errors.JaxRuntimeError:
+        results = _computed(fun, draws)
+    except jax.errors.JaxRuntimeError:  # the program itself gives up, as a solver may
         return [math.inf, math.inf]
-    return [_error(value, exact[0]), _error(gradient, exact[1])]
+    errors = [[_error(*pair) for pair in zip(*both, strict=True)] for both in zip(results, exact, strict=True)]
+    return [float(np.median(column)) for column in zip(*errors, strict=True)]
 
 
-def _results(loss: Callable[..., Any], params: Any) -> tuple[np.ndarray, np.ndarray]:
-    with jax.default_matmul_precision("highest"):
-        return _computed(jax.value_and_grad(loss), params)
-
-
-def _computed(fun: Callable[..., Any], params: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The value and the gradient as one vector, in float64."""
-    value, gradient = jax.jit(fun)(params)
-    leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)]
-    return np.asarray(value, np.float64), np.concatenate(leaves)
+def _computed(fun: Callable[..., Any], draws: Sequence[Any]) -> list[Results]:
+    compiled = jax.jit(fun)
+    results = []
+    for params in draws:
+        value, gradient = compiled(params)
+        leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)]
+        results.append((np.asarray(value, np.float64), np.concatenate(leaves)))
+    return results
 
 
 def _error(result: np.ndarray, exact: np.ndarray) -> float:

@@ -1,0 +1,139 @@
+"""Programs that real libraries have, in a few lines, beside half products with all else in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from autocast_tools import HALVES, compiled, half, normal, products
+from jax import lax
+
+import jaxmp
+from experiments.benchmarks.real_libraries.simulated import half_products
+
+END, MOST = 5.0, 256
+
+
+def gradient_errors(loss, policy, params):
+    """The relative errors of the gradient to float32: under autocast, and with half products alone."""
+    gradient = jax.grad(loss)
+    ways = (gradient, jax.grad(half(loss, policy)), half_products(gradient, HALVES[policy]))
+    exact, *others = compiled(lambda params: [flat(way(params)) for way in ways])(params)
+    return [float(jnp.linalg.norm(other - exact) / jnp.linalg.norm(exact)) for other in others]
+
+
+def flat(tree):
+    return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def integrated(field):
+    """An adaptive integrator whose backward pass takes its steps again, as diffrax's."""
+
+    def step(w, y, t, dt):
+        dt = jnp.minimum(dt, END - t)
+        first = field(w, t, y)
+        second = field(w, t + dt, y + dt * first)
+        new = y + dt * (first + second) / 2
+        scaled = dt * (second - first) / (1e-3 + 1e-2 * jnp.abs(y))
+        error = lax.stop_gradient(jnp.sqrt(jnp.mean(scaled**2)))
+        is_taken = error < 1
+        factor = jnp.clip(0.9 * lax.rsqrt(jnp.maximum(error, 1e-6)), 0.2, 5.0)
+        return jnp.where(is_taken, new, y), jnp.where(is_taken, t + dt, t), dt * factor
+
+    def forward(w, y):
+        def turn(carry):
+            y, t, dt, n = carry
+            return *step(w, y, t, dt), n + 1
+
+        end, *_, n = lax.while_loop(lambda carry: (carry[1] < END) & (carry[3] < MOST), turn, (y, 0.0, 0.1, 0))
+        return end, (w, y, n)
+
+    def backward(saved, cotangent):
+        w, y, n = saved
+
+        def replayed(w, y):
+            def turn(carry, i):
+                return lax.cond(i < n, lambda carry: step(w, *carry), lambda carry: carry, carry), None
+
+            return lax.scan(turn, (y, 0.0, 0.1), jnp.arange(MOST))[0][0]
+
+        return jax.vjp(replayed, w, y)[1](cotangent)
+
+    solve = jax.custom_vjp(lambda w, y: forward(w, y)[0])
+    solve.defvjp(forward, backward)
+    return solve
+
+
+def ode(w, t, y):
+    return jnp.tanh(y @ w[0]) @ w[1]
+
+
+def cde(w, t, y):
+    slope = jnp.stack([jnp.ones(()), jnp.cos(t), -jnp.sin(2 * t), jnp.cos(3 * t)])
+    return jnp.tanh(jax.nn.softplus(y @ w[0]) @ w[2]).reshape(*y.shape, 4) @ slope
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("field", [ode, cde])
+def test_the_replay_of_an_adaptive_integrator_takes_the_steps_of_its_forward_pass(field, policy):
+    w, y = (normal(0, 16, 32) / 4, normal(1, 32, 16) / 5, normal(2, 32, 64) / 6), normal(3, 8, 16)
+
+    def loss(w):
+        return jnp.mean(integrated(field)(w, y) ** 2)
+
+    ours, of_half_products = gradient_errors(loss, policy, w)
+    assert ours < max(3 * of_half_products, 0.01)
+    assert of_half_products < 0.1
+    assert set(products(half(loss, policy), w)) == {HALVES[policy]}
+
+
+@pytest.mark.parametrize("policy", HALVES)
+def test_the_slopes_of_a_flow_of_splines_are_float32_and_cancel_near_the_identity(policy):
+    rows, knots = 256, 8
+    x, bins = jax.random.uniform(jax.random.key(0), (rows,)), jnp.arange(rows)[:, None] % knots
+
+    def picked(values):
+        return jnp.take_along_axis(values, bins, 1)[:, 0]
+
+    def loss(w):
+        hidden = jax.nn.relu(normal(1, rows, 8) @ w[0]) @ w[1]
+        widths, heights, slopes = jnp.split(hidden, (knots, 2 * knots), 1)
+        slopes = jax.nn.softplus(slopes + jnp.log(jnp.e - 1))
+        steep = picked(jax.nn.softmax(heights)) / picked(jax.nn.softmax(widths))
+        bend = picked(slopes[:, 1:]) + picked(slopes[:, :-1]) - 2 * steep  # of slopes near 1
+        moved = (steep * x**2 + picked(slopes) * x * (1 - x)) / (steep + bend * x * (1 - x)) - x
+        return jnp.mean((moved[:, None] @ w[2]) ** 2)
+
+    w = (normal(2, 8, 32) / 3, 0.01 * normal(3, 32, 3 * knots + 1), normal(4, 1, 8))
+    ours, of_half_products = gradient_errors(loss, policy, w)
+    assert ours < max(3 * of_half_products, 0.01)
+
+
+@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_mambas_products_are_half_and_its_state_is_float32(is_parallel, policy):
+    def turn(state, now):
+        decay, added = now
+        state = decay * state + added
+        return state, state
+
+    def loss(w, x):
+        u = jax.nn.silu(x @ w["in"])
+        delta, b, c = jnp.split(u @ w["split"], [2, 6], axis=-1)
+        delta = jax.nn.softplus(delta @ w["delta"])
+        decay = jnp.exp(jnp.einsum("tbd,dn->tbdn", delta, -jnp.exp(w["log_a"])))
+        added = jnp.einsum("tbd,tbn,tbd->tbdn", delta, b, u)
+        if is_parallel:
+            states = lax.associative_scan(lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), (decay, added))[1]
+        else:
+            states = lax.scan(turn, added[0] * 0, (decay, added))[1]
+        return jnp.mean((jnp.einsum("tbdn,tbn->tbd", states, c) @ w["out"]) ** 2)
+
+    shapes = {"in": (8, 16), "split": (16, 10), "delta": (2, 16), "log_a": (16, 4), "out": (16, 8)}
+    w = {name: normal(n, *shape) / shape[0] ** 0.5 for n, (name, shape) in enumerate(shapes.items())}
+    x = normal(9, 12, 3, 8)
+    plan = jaxmp.cast_plan(loss, policy)(w, x)
+    assert not plan.summary.full_products
+    assert {row.result for row in plan.rows if row.primitive == "exp"} == {"float32"}
+    ours, of_half_products = gradient_errors(lambda w: loss(w, x), policy, w)
+    assert ours < 3 * of_half_products
