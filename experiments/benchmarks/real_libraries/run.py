@@ -112,10 +112,10 @@ def _error(result: np.ndarray, exact: np.ndarray) -> float:
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    if not row["T"][1] <= ILL_CONDITIONED:
-        return "ill-conditioned"
-    is_close = all(error <= max(FACTOR * of_t, ABSOLUTE) for error, of_t in zip(row["autocast"], row["T"], strict=True))
-    return "" if is_close else "worse than T"
+    pairs = zip(row["autocast"], row["T"], strict=True)
+    if all(error <= ABSOLUTE or error <= FACTOR * of_t for error, of_t in pairs):
+        return ""
+    return "worse than T" if row["T"][1] <= ILL_CONDITIONED else "ill-conditioned"
 
 
 def main(config: Config) -> dict[str, Any]:

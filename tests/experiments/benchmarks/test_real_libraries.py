@@ -1,0 +1,90 @@
+"""The benchmark on programs of real libraries: its two simple ways to compute in half, and its table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.benchmarks.real_libraries import registry, run
+from experiments.benchmarks.real_libraries.simulated import half_everything, half_products
+
+X, W = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (8, 8))
+
+
+def rounded(value):
+    return value.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def in_a_scan(x, w):
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w) + 1, None), x, length=2)[0]
+
+
+def in_a_loop_of_examples(x, w):
+    def turns(x, count):
+        return jax.lax.fori_loop(0, count, lambda _, h: jnp.tanh(h @ w) + 1, x)
+
+    return jax.vmap(turns)(x, jnp.array([2, 2, 2, 2]))
+
+
+@pytest.mark.parametrize("fun", [in_a_scan, in_a_loop_of_examples])
+def test_half_products_round_operands_and_half_everything_rounds_all(fun):
+    def by_hand(x, w, after):
+        return after(jnp.tanh(after(rounded(x) @ rounded(w)))) + 1
+
+    expected = by_hand(by_hand(X, W, lambda value: value), W, lambda value: value)
+    np.testing.assert_allclose(half_products(fun, jnp.bfloat16)(X, W), expected, rtol=1e-6)
+    expected = rounded(by_hand(rounded(by_hand(X, W, rounded)), W, rounded))
+    np.testing.assert_allclose(half_everything(fun, jnp.bfloat16)(X, W), expected, rtol=1e-6)
+
+
+def test_the_table_has_programs_and_libraries_that_are_absent(monkeypatch, tmp_path):
+    def absent():
+        raise AssertionError("a library that is not installed")
+
+    def version(library):
+        if library == "nobody-has-this":
+            raise importlib.metadata.PackageNotFoundError
+        return "1"
+
+    def failing():
+        raise TypeError("an argument is gone")
+
+    programs = [
+        registry.Program("optax", "two products", lambda: (lambda w: jnp.sum((jnp.tanh(X @ w) @ w) ** 2), W)),
+        registry.Program("optax", "old", failing),
+        registry.Program("nobody-has-this", "a program", absent),
+    ]
+    monkeypatch.setattr(run, "FAMILIES", ())
+    monkeypatch.setattr(run, "PROGRAMS", programs)
+    monkeypatch.setattr(run.importlib.metadata, "version", version)
+    monkeypatch.chdir(tmp_path)
+    result = run.main(run.Config(run_dir=tmp_path / "run", halves=("bfloat16",)))
+    (row,) = result["programs"]
+    assert row["verdict"] == "" and row["half_share"] == 1
+    assert 1e-4 < row["T"][1] < row["N"][1] < 0.1
+    assert row["autocast"][1] < 3 * row["T"][1]
+    assert result["not_installed"] == ["nobody-has-this"]
+    assert result["failed"] == {"optax: old": "TypeError: an argument is gone"}
+    assert "not installed: nobody-has-this" in (tmp_path / "run" / "real_libraries.md").read_text()
+    assert json.loads((tmp_path / "run" / "real_libraries.json").read_text())["programs"] == [row]
+
+
+VERDICTS = {
+    (0.009, 0.0): "",
+    (0.05, 0.02): "",
+    (0.07, 0.02): "worse than T",
+    (0.5, 0.15): "ill-conditioned",
+    (0.5, float("nan")): "ill-conditioned",
+    (float("nan"), 0.02): "worse than T",
+}
+
+
+@pytest.mark.parametrize("errors", VERDICTS)
+def test_a_program_is_worse_than_half_products_or_ill_conditioned(errors):
+    ours, of_t = errors
+    assert run._verdict({"autocast": [0.0, ours], "T": [0.0, of_t]}) == VERDICTS[errors]
