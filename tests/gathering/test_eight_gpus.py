@@ -26,7 +26,7 @@ class TestForEightGPUs:
 
     @pytest.mark.parametrize(("how", "loop"), [("linen", True), ("autocast", False), ("nnx", True)])
     def test_what_a_device_sends_is_the_least(self, how, loop):
-        mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+        mesh = jax.sharding.AbstractMesh((8,), ("fsdp",), (AxisType.Auto,))
         vocabulary, sequence, width = 2048, 64, 256
         tx = jaxmp.loss_scaling(optax.adamw(1e-3), jaxmp.NoOpLossScale())
 
