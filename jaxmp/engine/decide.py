@@ -147,7 +147,7 @@ def _find_readers(operands: Sequence[Node], nodes: Sequence[Node]) -> None:
         if node in heading and node.name not in ("add", "sub", "mul", "div")
         for operand in node.inputs
         # An epsilon would be lost again.
-        if operand.is_activation and not operand.has_epsilon and _is_elementwise(node, operand)
+        if operand.activation_of and not operand.has_epsilon and _is_elementwise(node, operand)
     ]
     for node in walk(starts, _moved_from):
         node.has_half_copy = True
@@ -206,7 +206,7 @@ def _state(node: Node) -> Kind:
         return HALF if HALF in seen else highest
     # A stream goes on in half beside a float32 operand, but for a statistic, a mean or a logarithm of a sum.
     if node.name == "add" and highest is FULL and HALF in seen:
-        are_large = all(each.is_activation or not each.after_product for each in node.inputs)
+        are_large = all([each.activation_of or not each.after_product for each in node.inputs])
         return HALF if are_large and not groups.are_of_one_product(node.inputs) else FULL
     return highest
 

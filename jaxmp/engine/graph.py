@@ -54,7 +54,7 @@ class Node:
     # What jaxmp.engine.decide finds out.
     after_product: bool = False  # a product, or a half argument, lies upstream
     before_product: bool = False  # a product, or a half result, lies downstream
-    activation_of: int = 0  # the number of the last product that it has an element for each element of; 0 for none
+    activation_of: int = 0  # the number of the last product that it has an element for each of; 0 for a statistic, say
     has_half_copy: bool = False  # it may be computed in float32, but a product or an activation reads it in half
     is_seen: bool = False  # a float32 result, or integers and bools are made of it that tell small differences apart
     state: Kind = SOURCE  # what it brings along to those who read it: SOURCE, HALF, FULL or STRICT
@@ -65,11 +65,6 @@ class Node:
     def is_cast_once(self) -> bool:
         """Whether all who want it in half share one cast. A weight is cast at each use: its cotangents are many."""
         return self.after_product or self.is_looked_up
-
-    @property
-    def is_activation(self) -> bool:
-        """Whether it has an element for each element of a product, and so is no statistic of many."""
-        return self.activation_of > 0
 
     @property
     def value_dtype(self) -> np.dtype:

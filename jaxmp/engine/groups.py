@@ -602,7 +602,8 @@ def find_activations(nodes: Sequence[Node]) -> None:
         elif node.name in _ELEMENTWISE:
             operands = [operand for operand in node.inputs if operand.shape == node.shape]
         for operand in operands:
-            node.activation_of = max(node.activation_of, operand.activation_of)
+            if operand.activation_of > node.activation_of:
+                node.activation_of = operand.activation_of
 
 
 def are_of_one_product(values: Sequence[Node]) -> bool:
@@ -642,7 +643,7 @@ def extend(nodes: Sequence[Node], groups: Sequence[Group]) -> None:
         full = [user for user in readers if user.name != _CAST and (user.kind in _FULL or user.state >= FULL)]
         is_solved = not solved.isdisjoint(full)
         # A sum of two operands that products made, a residual stream, stays half up to its last normalisation.
-        is_stream = node.name == "add" and all(operand.is_activation for operand in node.inputs)
+        is_stream = node.name == "add" and all([operand.activation_of for operand in node.inputs])
         is_stream = is_stream and not are_of_one_product(node.inputs)
         reason = needed.get(node.same, "")
         # Of a logarithm 1 - x is what counts, and x near 1 has lost it.

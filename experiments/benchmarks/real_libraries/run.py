@@ -98,7 +98,7 @@ def _errors(fun: Callable[..., Any], draws: Sequence[Any], exact: Sequence[Resul
 
 
 def _computed(fun: Callable[..., Any], draws: Sequence[Any]) -> list[Results]:
-    compiled = jax.jit(fun)
+    compiled = jax.jit(fun, compiler_options={"xla_allow_excess_precision": False})  # every rounding is done
     results = []
     for params in draws:
         value, gradient = compiled(params)
