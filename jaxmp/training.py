@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import flax.struct
 import jax
@@ -382,6 +382,18 @@ def make_train_step(
     return TrainStep(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, reduce == "once")
 
 
+class _Layout(NamedTuple):
+    """The structure of a state and the sharding of each leaf, None for a leaf without one."""
+
+    structure: Any
+    shardings: tuple[Any, ...]
+
+
+def _layout_of(state: Any) -> _Layout:
+    leaves, structure = jax.tree.flatten(state)
+    return _Layout(structure, tuple(getattr(leaf, "sharding", None) for leaf in leaves))
+
+
 class TrainStep:
     """A jitted train step; :func:`make_train_step` returns it.
 
@@ -409,6 +421,7 @@ class TrainStep:
         self._accumulate_steps, self._ema_decay, self._donate = accumulate_steps, ema_decay, donate
         self._warned = False
         self._stuck_runs = StuckRuns(max_consecutive_skips)
+        self._planned_layout: _Layout | None = None
         self._program_with = functools.lru_cache(maxsize=8)(self._jit)
         self.jitted = self._program_with(None)
 
@@ -444,10 +457,9 @@ class TrainStep:
 
     def program_for(self, state: Any) -> Any:
         """Return the jitted function for a state of arrays or shapes, which returns it in the same shardings."""
-        leaves, structure = jax.tree.flatten(state)
-        shardings = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
-        is_on_mesh = shardings and all(isinstance(sharding, NamedSharding) for sharding in shardings)
-        return self._program_with((structure, shardings) if is_on_mesh else None)
+        layout = _layout_of(state)
+        is_on_mesh = layout.shardings and all(isinstance(sharding, NamedSharding) for sharding in layout.shardings)
+        return self._program_with(layout if is_on_mesh else None)
 
     @staticmethod
     def require_state(state: Any) -> None:
@@ -473,13 +485,16 @@ class TrainStep:
         if is_traced(state):
             return state
         if self._plan is not None:
-            return jax.tree.map_with_path(at, state, self._plan.shardings(state))
+            if _layout_of(state) != self._planned_layout:  # that of every state which the step returns
+                state = jax.tree.map_with_path(at, state, self._plan.shardings(state))
+                self._planned_layout = _layout_of(state)
+            return state
         home = home_of((state, batch))
         return state if home is None else jax.tree.map(lambda leaf: at_home(leaf, home), state)
 
-    def _jit(self, placement: tuple[Any, ...] | None) -> Any:
+    def _jit(self, layout: _Layout | None) -> Any:
         """Return the jitted step; left to itself, XLA would shard a new state by the batch."""
-        shardings = None if placement is None else jax.tree.unflatten(*placement)
+        shardings = None if layout is None else jax.tree.unflatten(layout.structure, layout.shardings)
         return jax.jit(self._step, donate_argnums=0 if self._donate else (), out_shardings=(shardings, None))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
