@@ -26,7 +26,7 @@ class Structure(NamedTuple):
     static: tuple[tuple[str, Any], ...]
 
     def describes(self, attributes: Mapping[str, Any]) -> bool:
-        """Whether an object with these attributes has this structure."""
+        """Return whether an object with these attributes has this structure."""
         names = {*self.leaf_names, *(name for name, _ in self.static)}
         return attributes.keys() == names and all(attributes[name] == value for name, value in self.static)
 

@@ -59,27 +59,27 @@ def _read(array: jax.Array) -> np.ndarray:
 
 
 def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch: Any, skips: int) -> str:
-    """Which of these is not finite, after so many skipped steps, and what to do.
+    """Return the message of the error that ends a stuck run: what is not finite, and what to do.
 
     ``loss`` is the true loss, ``grads`` are the gradients of the scaled one.
     """
-    found = [
-        f"{what} {', '.join(repr(name) for name in names[:8])}{', …' if len(names) > 8 else ''}" if names[0] else whole
-        for what, whole, tree in (
-            ("gradients of", "the gradient", grads),
-            ("params", "the params", params),
-            ("batch entries", "the batch", batch),
-        )
-        if (names := _tree.non_finite(tree))
-    ]
+    bad_parts = []
     if not np.isfinite(loss):
-        found.insert(0, f"the loss ({loss})")
+        bad_parts.append(f"the loss ({loss})")
+    for of_leaves, of_array, tree in (
+        ("gradients of", "the gradient", grads),
+        ("params", "the params", params),
+        ("batch entries", "the batch", batch),
+    ):
+        names = _tree.non_finite(tree)
+        if names:
+            bad_parts.append(f"{of_leaves} {_listed(names)}" if names[0] else of_array)
     if not _tree.non_finite(grads) and not np.isfinite(global_norm(loss_scale.unscale(_tree.widen(grads)))):
-        found.append(
+        bad_parts.append(
             "the norm of the gradients, each of which is finite: the sum of their squares passes float32's "
             "largest number, 3.4e38; make the loss smaller (a mean in place of a sum, say)"
         )
-    what = "; ".join(found) or "nothing in the gradients, so it is the optimizer's updates"
+    what = "; ".join(bad_parts) or "nothing in the gradients, so it is the optimizer's updates"
     lowest, scale = getattr(loss_scale, "min_loss_scale", None), float(loss_scale.loss_scale)
     cannot_fall = "which cannot fall"
     if lowest is not None and scale > float(lowest):
@@ -92,3 +92,8 @@ def explanation(loss: Any, grads: Any, loss_scale: LossScale, params: Any, batch
         f"{scale:g}, {cannot_fall}; not finite now: {what}. Look for NaN in the data, lower "
         "the learning rate, or compute the modules of these params in float32 (by overrides)"
     )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:8])
+    return f"{shown}, …" if len(names) > 8 else shown

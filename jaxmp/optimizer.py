@@ -1,4 +1,4 @@
-"""Loss scaling as an optax transform: test the gradients, skip a non-finite step whole, adapt the scale.
+"""Loss scaling as an optax transform: skip non-finite steps whole, adapt the scale.
 
 The transform wraps an optimizer and keeps the loss scale in the optimizer's state. :func:`value_and_grad` reads it from
 there, differentiates the scaled loss and returns the true gradients, so that scaled gradients never leave it. Nothing
@@ -351,10 +351,10 @@ def keep_if_skipped(opt_state: optax.OptState, new: T, old: T) -> T:
 
 
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
-    """Return the loss in float32 times the scale in ``opt_state``, for a function that you differentiate yourself.
+    """Return the loss in float32 times the scale in ``opt_state``.
 
-    Divide the gradients by the scale with :func:`unscale` before you do anything else with them.
-    :func:`value_and_grad` does both.
+    Use it in a function that you differentiate yourself, and divide the gradients by the scale with :func:`unscale`
+    before you do anything else with them. :func:`value_and_grad` does both.
 
     Raises:
       TypeError: the loss is not floating, or float16.
@@ -407,7 +407,7 @@ def global_norm(grads: Any) -> jax.Array:
 def value_and_grad(
     fun: Callable[..., Any], opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return a function of the true loss and the true gradients, computed with the loss scale in ``opt_state``.
+    """Return a function of the true loss and gradients, under ``opt_state``'s loss scale.
 
     It takes the place of ``jax.value_and_grad`` in a step of your own. The loss is multiplied by the scale before the
     backward pass, and the gradients are divided by it after, in float32: small float16 gradients survive, and nothing
@@ -448,7 +448,7 @@ def value_and_grad(
 def scaled_value_and_grad(
     fun: Callable[..., Any], loss_scale: LossScale, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return a function like that of :func:`value_and_grad` whose gradients are not divided by the scale yet.
+    """Return :func:`value_and_grad`'s function without its division by the scale.
 
     A train step sums the gradients of its microbatches first.
     """

@@ -184,7 +184,9 @@ class TrainState(flax.struct.PyTreeNode):
         extra_args: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> Self:
-        """Return the state after one optimizer step with ``grads``, the gradients of :func:`jaxmp.value_and_grad`.
+        """Return the state after one optimizer step with true gradients.
+
+        Compute them with :func:`jaxmp.value_and_grad`.
 
         When the step is skipped, params, optimizer state (but for the loss scale and its counters), ``model_state`` and
         the moving average are those of before, bit for bit. Other ``changes`` are set in any case. ``extra_args`` go to

@@ -33,9 +33,10 @@ _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def is_search(bodies: Bodies) -> bool:
-    """Whether the condition of a while loop reads what the turn computes anew by products.
+    """Return whether a while loop runs until something that its products compute converges.
 
-    A carry that each turn adds to is not computed anew: a condition that compares it with a number asks for time.
+    It does if the condition reads a value that each turn computes anew from a product, such as a residual. A carry
+    that each turn adds to is not computed anew: a condition that compares it with a number asks for time.
     """
     condition, turn = (opened(jaxpr)[0] for jaxpr in bodies.jaxprs)
     carry = _of_carry(turn, bodies, [FIXED] * bodies.carry)  # ANEW where a product has a part in it, in any turn
@@ -45,7 +46,7 @@ def is_search(bodies: Bodies) -> bool:
 
 
 def _of_carry(turn: Any, bodies: Bodies, carry: list[_Origin]) -> list[_Origin]:
-    """The origins of what a loop carries, once no turn raises one any more."""
+    """Return the origins of the carry, repeated until no turn raises one."""
     consts = [FIXED] * (bodies.start - bodies.consts)
     while True:
         results = _origins(turn, [*consts, *carry])
@@ -56,7 +57,7 @@ def _of_carry(turn: Any, bodies: Bodies, carry: list[_Origin]) -> list[_Origin]:
 
 
 def _origins(jaxpr: Any, operands: Sequence[_Origin]) -> list[_Origin]:
-    """The origins of the results of an open jaxpr."""
+    """Return the origins of the results of an open jaxpr."""
     return interpreted(jaxpr, [FIXED] * len(jaxpr.constvars), operands, _of_equation, lambda _: FIXED)
 
 

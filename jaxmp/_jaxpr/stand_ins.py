@@ -1,4 +1,4 @@
-"""Replace functions of JAX while a model or a function is traced: attention, special functions, and loops.
+"""Replace JAX's attention, special functions and loops while a function is traced.
 
 ``jax.nn.dot_product_attention`` chooses its implementation while a function is traced, by the dtypes it sees then, and
 cuDNN's takes half operands only: in the finished program it would be too late. And of a function of
@@ -58,9 +58,9 @@ def stand_ins(key: Any, dtype: Callable[[], np.dtype | None], scope: str) -> Ite
 
 @contextlib.contextmanager
 def keeping_carries() -> Iterator[None]:
-    """Within it ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` cast each new carry to the dtypes of the old one.
+    """Make JAX's loops cast each new carry to the dtypes of the old one.
 
-    They do so only where JAX would raise. Other threads see the functions that they know.
+    ``jax.lax.scan``, ``while_loop`` and ``fori_loop`` do so only where JAX would raise. Other threads see JAX's own.
     """
     token = _keeps_carries.set(True)
     try:
@@ -143,7 +143,10 @@ def _loop(original: Any) -> Any:
 
 
 def _keeping_carry(body: Callable[..., Any], position: int, is_scan: bool) -> Callable[..., Any]:
-    """Return ``body`` with its new carry in the dtypes of the old one, which is its argument at ``position``."""
+    """Return ``body`` with its new carry in the dtypes of the old one.
+
+    The old carry is the argument at ``position``.
+    """
 
     @functools.wraps(body)
     def run(*args: Any) -> Any:

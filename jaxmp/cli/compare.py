@@ -12,7 +12,7 @@ ARGUMENTS = ARRAYS | POLICY | OVERRIDE | REFERENCE | LOSS_SCALE | NO_GRAD | PLOT
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what policies change in a function, layer by layer, forward and backward; it is run with and without them.
+    """Show what policies change in a function, layer by layer, forward and backward.
 
     The function may be a train step, and --policy puts it under autocast, too. Exit code 2 if something is wrong with
     the arguments.

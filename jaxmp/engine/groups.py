@@ -306,17 +306,17 @@ def _differences(node: Node, _: Step) -> Iterator[Group]:
 
 
 def _is_outer(node: Node) -> bool:
-    """Whether a value is a product that sums nothing."""
+    """Return whether a value is a product that sums nothing."""
     return node.name == "dot_general" and node.kind is INFER
 
 
 def _is_multiplied(node: Node) -> bool:
-    """Whether a value is made by multiplying two others, or one with itself."""
+    """Return whether a value is an elementwise product of two values."""
     return _is_outer(node) or (node.name in ("mul", "square", "integer_pow") and not _passed(node, _SCALES))
 
 
 def _are_means(product: Node, means: Sequence[Node]) -> bool:
-    """Whether values are the sums of the same vectors that a product multiplies, element by element, and sums."""
+    """Return whether values are sums of the same vectors whose products another sums."""
     vectors = [each.origin for each in product.inputs]
     squared = [[each.origin for each in vector.inputs] for vector in vectors if _is_multiplied(vector)]
     first, last = means[0], means[-1]  # of a square one
@@ -590,7 +590,7 @@ def _readers(node: Node, through: Collection[str] = ()) -> list[Node]:
 
 
 def find_activations(nodes: Sequence[Node]) -> None:
-    """Finds the product of which each value is an activation: the last of those that it has an element for each of."""
+    """Number each value by the last product that it has an element for each element of."""
     count = 0
     for node in nodes:
         operands: Sequence[Node] = ()
@@ -607,7 +607,7 @@ def find_activations(nodes: Sequence[Node]) -> None:
 
 
 def are_of_one_product(values: Sequence[Node]) -> bool:
-    """Whether all values are activations of the same product, as the two terms of a softplus are."""
+    """Return whether all values are activations of one product, like a softplus's terms."""
     first, *others = {value.activation_of for value in values}
     return first > 0 and not others
 

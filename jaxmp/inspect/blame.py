@@ -25,6 +25,7 @@ from jaxmp.inspect.calls import (
     loss_and_rest,
     named,
     require_arguments_not_deleted,
+    require_own_settings,
     step_call,
 )
 from jaxmp.inspect.evaluate import is_whole
@@ -152,6 +153,7 @@ def first_nonfinite(fun: Any, *, grad: bool = True, loss_scale: Any = 1.0) -> Ca
 
     def find(*args: Any) -> Blame | None:
         if is_step(fun):
+            require_own_settings(loss_scale=None if scale == 1 else scale)
             return _of_step(step_call(fun, args))
         require_arguments_not_deleted(fun, args)
         paths = argument_paths(fun, args)

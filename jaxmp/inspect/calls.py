@@ -58,7 +58,7 @@ class StepCall(NamedTuple):
 
 
 def is_step(fun: Any) -> bool:
-    """Whether a function is a train step, of Linen's kind or NNX's."""
+    """Return whether a function is a train step, of Linen's kind or NNX's."""
     return isinstance(fun, (Step, NNXStep))
 
 
@@ -76,6 +76,15 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
     call.step.require_state(call.state)
     require_not_deleted(call.state)
     return call
+
+
+def require_own_settings(**settings: Any) -> None:
+    """Raise if a setting that a train step has itself came with one."""
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(
+                f"a train step has its policy, its optimizer and its loss scale itself, got {name}; leave it out"
+            )
 
 
 def named(args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A function under its policies beside itself without them: what each layer returns, and its gradients."""
+"""Compare a function under its policies with itself without them, layer by layer."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from jaxmp.inspect.calls import (
     loss_and_rest,
     named,
     require_arguments_not_deleted,
+    require_own_settings,
     step_call,
 )
 from jaxmp.inspect.evaluate import evaluate, is_whole
@@ -71,7 +72,7 @@ _COLUMNS = ("path", "phase", "dtype", "relative\nerror", "mean\n|difference|", "
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(tables.Shown):
-    """What policies change in a function.
+    """The changes that policies make in a function's numbers.
 
     Attributes:
       dtype: the half dtype that most of the function's products have; ``"float32"`` where nothing is half.
@@ -139,7 +140,7 @@ def compare(
 
     Raises:
       ValueError: another reference; nothing floating to compare; ``overrides`` without a policy; a train step with
-        a mesh; or what :func:`jaxmp.autocast` raises.
+        a mesh, or with a ``loss_scale`` beside its own; or what :func:`jaxmp.autocast` raises.
       TypeError: with ``grad``, ``fun`` returns no floating scalar first.
       RuntimeError: a donating step has had what the function is called with.
 
@@ -162,6 +163,7 @@ def compare(
     def run(*args: Any) -> Comparison:
         loss_fn, scale = fun, loss_scale
         if is_step(fun):
+            require_own_settings(loss_scale=None if loss_scale == 1 else loss_scale)
             call = step_call(fun, args)
             loss_fn, args = _loss_of(call)
             scale = call.loss_scale
@@ -190,7 +192,7 @@ class _LossOnly(TrainStep):
 
 
 def _loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The loss that a train step differentiates, as a function of what it may depend on."""
+    """Return the loss of a train step as a function, and its arguments."""
     step, state, batch = call
     if any(isinstance(part, Gathered) for part in step.arguments):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Find constants and integers that a half dtype does not have, as far as the program itself shows them."""
+"""Find constants and integers of the program that a half dtype does not have."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def inexact_integers(audited: Audited) -> Found:
 
 
 def _largest_integer(value: Value) -> int:
-    """Return the largest integer that a half value counts to or has of an integer constant, 0 for all others."""
+    """Return the largest integer of an iota or an integer constant, 0 for other values."""
     source = value
     if value.is_cast and not value.inputs[0].is_half:
         while len(source.inputs) == 1 and (source.is_move or source.is_cast):

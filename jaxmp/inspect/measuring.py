@@ -19,7 +19,7 @@ from jaxmp import tree as _tree
 from jaxmp._placement import require_not_deleted
 from jaxmp.engine.autocast import autocast
 from jaxmp.inspect import statistics
-from jaxmp.inspect.calls import is_step, step_call
+from jaxmp.inspect.calls import is_step, require_own_settings, step_call
 from jaxmp.inspect.evaluate import evaluate
 from jaxmp.inspect.program import Key, places, program_of
 from jaxmp.inspect.statistics import Record, Statistics
@@ -165,15 +165,6 @@ def numerics(
         return measured(params, args, opt_state, np.float32(loss_scale)).read(exponent)
 
     return run
-
-
-def require_own_settings(**settings: Any) -> None:
-    """Raise if a setting that a train step has itself came with one."""
-    for name, value in settings.items():
-        if value is not None:
-            raise ValueError(
-                f"a train step has its policy, its optimizer and its loss scale itself, got {name}; leave it out"
-            )
 
 
 @jax.tree_util.register_static

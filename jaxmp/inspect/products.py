@@ -193,6 +193,6 @@ def _half_of(audited: Audited, place: Place) -> str | None:
 
 
 def multiplied(operand: Value) -> str:
-    """The dtype of what a product multiplies: float8, where the operand is float8 values times their scale."""
+    """Return the dtype that a product multiplies in; scaled float8 values are float8."""
     factors = [each.inputs[0].dtype for each in operand.inputs if operand.name == "mul" and each.is_cast]
     return next((dtype.name for dtype in factors if dtype.name.startswith("float8")), operand.dtype.name)

@@ -160,7 +160,7 @@ def paths_left(names: reading.Names, readers: Iterable[reading.Names]) -> list[s
 
 
 def is_entered(names: reading.Names, reader: reading.Names) -> bool:
-    """Whether ``reader`` stands in a module or a named scope that ``names`` does not stand in."""
+    """Return whether ``reader`` is in a module or named scope that ``names`` is not in."""
     return any(map(_is_named, reader[_shared(names, reader) :]))
 
 

@@ -249,7 +249,7 @@ def returned(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
 
 
 def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]:
-    """The values that a scope reads and code outside of it computes, in program order, with the path of that code.
+    """Return the values that a scope reads and outer code computes, with that code's path.
 
     A value that a scope returns is not among them. Arguments as :func:`returned` takes them.
     """
@@ -261,7 +261,7 @@ def passed_in(jaxpr: Any, roots: Sequence[bool] | None = None) -> list[AtBorder]
 
 
 def _read_floats(jaxpr: Any, roots: Sequence[bool] | None) -> Iterator[tuple[Place, int, list[reading.Names]]]:
-    """The floating values that lead to a root: their equation, which result, and the scopes of all that reads them."""
+    """Yield the floating values that lead to a root, with the scopes that read them."""
     values = values_of(jaxpr, [None] * len(jaxpr.constvars), functools.partial(is_whole, keeps_rules=True))
     ends = [value for n, value in enumerate(values.results) if roots is None or roots[n]]
     by_key, readers = values.places, collections.defaultdict[Value, list[Any]](list)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp import tables
-from jaxmp.inspect.measuring import TENSORS, CountingStep, Found, Numerics, numerics, require_own_settings
+from jaxmp.inspect.calls import require_own_settings
+from jaxmp.inspect.measuring import TENSORS, CountingStep, Found, Numerics, numerics
 from jaxmp.training import TrainStep
 
 FILE = "watch.jsonl"

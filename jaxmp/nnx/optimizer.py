@@ -275,7 +275,7 @@ def value_and_grad(
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """Return a function of the true loss and the true gradients, computed with the loss scale of ``optimizer``.
+    """Return a function of the true loss and gradients, under ``optimizer``'s loss scale.
 
     It takes the place of ``nnx.value_and_grad`` in a step of your own; see :func:`jaxmp.value_and_grad`. What the loss
     function writes to the model (batch statistics, say) is put back by ``optimizer.update`` if the step is skipped.

@@ -23,7 +23,7 @@ def note_copy(model: Any) -> None:
 
 
 def needs_policy(model: Any) -> bool:
-    """Whether training on ``model`` needs a policy: it is under one, or a copy of it is."""
+    """Return whether training on ``model`` needs a policy: it, or a copy, is under one."""
     return decision_of(model) is not None or _with_copies.get(id(model)) is model
 
 

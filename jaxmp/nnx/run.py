@@ -269,7 +269,7 @@ def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _decision_now(module: Any) -> Any:
-    """How a method of a module under a policy runs: while policies are off, its scope has a name and that is all."""
+    """Return the decision for a call: while policies are off, the module only names its scope."""
     decision: Decision = type(module).jaxmp_decision
     return dataclasses.replace(decision, mode="autocast", asked=None) if policies_off.value else decision
 

@@ -384,3 +384,11 @@ def test_the_path_that_a_tool_prints_is_what_an_override_takes():
         assert _paths_in_float32(paths(fun)) == {path}
     with pytest.raises(ValueError, match="'enrgy' matched none; nearest paths: 'energy'"):
         jaxmp.linen.apply_policy(Two(), "mixed_bfloat16", {"Two/enrgy": "float32"}).apply(variables, X)
+
+
+@pytest.mark.parametrize("tool", [compare, first_nonfinite])
+def test_a_train_step_keeps_its_own_loss_scale(tool):
+    step = jaxmp.make_train_step(lambda params, model_state, batch, rng: (jnp.sum(params["w"] * batch), model_state))
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+    with pytest.raises(ValueError, match="its loss scale itself, got loss_scale; leave it out"):
+        tool(step, loss_scale=8.0)(state, jnp.ones(2))
