@@ -434,11 +434,10 @@ class TrainStep:
         if bad_batches:
             raise self._error(state, bad_batches[-1])
         try:
-            placed = self._placed(state, batch)
+            placed, placed_batch = self.placed(state, batch)
             program = self.jitted = self.program_for(placed)
             with self._on_mesh():
-                batch_on_mesh = batch if self._plan is None else self._plan.batch(batch, self._accumulate_steps)
-                new_state, metrics = program(placed, batch_on_mesh)
+                new_state, metrics = program(placed, placed_batch)
         except (RuntimeError, TypeError, ValueError) as error:
             require_arrays(batch, error)
             require_apart(state, batch, error)
@@ -479,6 +478,14 @@ class TrainStep:
                 "jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=jaxmp.loss_scaling(tx, "
                 "jaxmp.DynamicLossScale())), which takes model_state (batch statistics) and rng too"
             )
+
+    def placed(self, state: S, batch: Any) -> tuple[S, Any]:
+        """Return state and batch where a call computes with them: on the mesh of the step, or on one device."""
+        state = self._placed(state, batch)
+        if self._plan is None:
+            return state, batch
+        with self._on_mesh():
+            return state, self._plan.batch(batch, self._accumulate_steps)
 
     def _placed(self, state: S, batch: Any) -> S:
         """Return ``state`` with uncommitted arrays on the devices of the others, the batch or the plan."""

@@ -75,7 +75,8 @@ def step_call(fun: Any, args: Sequence[Any]) -> StepCall:
         call = StepCall(fun, *args)
     call.step.require_state(call.state)
     require_not_deleted(call.state)
-    return call
+    state, batch = call.step.placed(call.state, call.batch)
+    return call._replace(state=state, batch=batch)
 
 
 def require_own_settings(**settings: Any) -> None:

@@ -55,17 +55,18 @@ def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit) ->
     After each operation ``visit`` is called with the moment, the equation, its operands, its results, and a flag for
     each result: an array that is 0 if all elements are finite, or None for integers and the like.
     """
-    stepping = _Stepping(visit)
     shardings = [getattr(value, "sharding", None) for value in (*consts, *args)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+    stepping = _Stepping(visit, waits=mesh is not None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return stepping.body(jaxpr, consts, args, Moment()), stepping.branches
 
 
 class _Stepping:
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, visit: Visit, waits: bool) -> None:
         self.visit = visit
+        self.waits = waits
         self.branches: Branches = {}
         self.compiled: dict[Key, Callable[..., Any]] = {}
         self.unused: dict[Any, list[list[Any]]] = {}
@@ -104,6 +105,8 @@ class _Stepping:
             self.compiled[moment.key] = compiled_operation(Operation(eqn))
         typed = [_typed_as(atom.aval, operand) for atom, operand in zip(eqn.invars, operands, strict=True)]
         results, flags = self.compiled[moment.key](*typed)
+        if self.waits:  # collectives of programs in flight may wait for each other's threads on a CPU
+            jax.block_until_ready((results, flags))
         self.visit(moment, eqn, operands, results, flags)
         return results
 

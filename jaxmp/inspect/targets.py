@@ -300,7 +300,8 @@ def call_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[An
     if isinstance(fun, NNXStep):
         fun, args = fun.of_trees, (state_of(*args[:2]), *args[2:])
     if isinstance(fun, TrainStep):  # whose program goes by where the state lies
-        return fun, tuple(args)
+        is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
+        return fun, tuple(args if is_of_shapes else fun.placed(*args))
     if hasattr(fun, "trace"):
         static = {n % len(args): args[n] for n in reading.static_arguments(fun) if -len(args) <= n < len(args)}
         arrays = tuple(None if n in static else arg for n, arg in enumerate(args))

@@ -37,6 +37,7 @@ from mesh_steps import (
 import jaxmp
 from experiments.models import nnx as nnx_models
 from jaxmp import sharding
+from jaxmp.inspect import audit, first_nonfinite, memory, numerics
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -337,6 +338,19 @@ class TestNumbers:
         found = jaxmp.make_eval_step(loss_fn)(state, batch)
         np.testing.assert_allclose(found["loss"], loss_fn(params, None, batch, None)[0], rtol=1e-6)
         assert found["largest"] == jnp.max(params["w"])
+
+    @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.once), AxisType.Explicit])
+    @pytest.mark.parametrize("tool", [audit, first_nonfinite, memory, numerics])
+    def test_tools_take_a_state_that_was_never_on_the_mesh_of_its_step(self, kind, tool):
+        def loss_fn(params, model_state, batch, rng):
+            return jnp.mean((batch @ params["w"]) ** 2), model_state
+
+        mesh, specs = mesh_of(kind), {"w": P("fsdp")}
+        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, donate=False)
+        state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
+        batch = np.ones((BATCH, WIDTH), np.float32)
+        on_mesh = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh, specs)
+        assert str(tool(step)(state, batch)) == str(tool(step)(on_mesh, batch))
 
     @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.once), AxisType.Explicit])
     def test_a_run_that_diverges_says_so(self, kind):
