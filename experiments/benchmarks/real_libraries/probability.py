@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import random
@@ -186,20 +188,28 @@ def linear_gaussian() -> Made:
 def gaussian_hmm() -> Made:
     from dynamax.hidden_markov_model import GaussianHMM
 
-    model = GaussianHMM(num_states=5, emission_dim=4)
-    params, _ = model.initialize(random.key(0))
-    _, emissions = model.sample(params, random.key(1), 100)
-    return lambda params: -model.marginal_log_prob(params, emissions) / 100, params
+    covariances = jnp.tile(jnp.eye(4), (5, 1, 1))
+    return _markov_loss(GaussianHMM(num_states=5, emission_dim=4), emission_covariances=covariances)
 
 
 @program("dynamax", "hidden Markov model of categories")
 def categorical_hmm() -> Made:
     from dynamax.hidden_markov_model import CategoricalHMM
 
-    model = CategoricalHMM(num_states=5, emission_dim=1, num_classes=10)
-    params, _ = model.initialize(random.key(0))
+    return _markov_loss(CategoricalHMM(num_states=5, emission_dim=1, num_classes=10))
+
+
+def _markov_loss(model: Any, **initial: Any) -> Made:
+    """The loss that ``model.fit_sgd`` takes: of unconstrained params, so that probabilities stay probabilities."""
+    from dynamax.parameters import from_unconstrained, to_unconstrained
+
+    params, properties = model.initialize(random.key(0), **initial)
     _, emissions = model.sample(params, random.key(1), 100)
-    return lambda params: -model.marginal_log_prob(params, emissions) / 100, params
+
+    def loss(unconstrained: Any) -> Any:
+        return -model.marginal_log_prob(from_unconstrained(unconstrained, properties), emissions) / 100
+
+    return loss, to_unconstrained(params, properties)
 
 
 @program("distrax", "masked coupling flow")

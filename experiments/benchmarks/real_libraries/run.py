@@ -58,7 +58,9 @@ def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
     loss, params = program.make()
     draws = [_drawn(params, seed) for seed in range(DRAWS)]
     exact = _computed(jax.value_and_grad(loss), draws)
-    found = []
+    if not all(np.isfinite(result).all() for results in exact for result in results):
+        raise ValueError("value or gradient is not finite in float32")
+    rows = []
     for half in halves:
         policy = f"mixed_{half}"
         dtype = jnp.dtype(half)
@@ -72,8 +74,8 @@ def measure(program: Program, halves: tuple[str, ...]) -> list[dict[str, Any]]:
             row[way] = _errors(fun, draws, exact)
         summary = jaxmp.cast_plan(loss, policy)(params).summary
         products = summary.half_product_flops / summary.product_flops if summary.product_flops else 0.0
-        found.append({**row, "half_share": products, "verdict": _verdict(row)})
-    return found
+        rows.append({**row, "half_share": products, "verdict": _verdict(row)})
+    return rows
 
 
 def _drawn(params: Any, seed: int) -> Any:
