@@ -2,7 +2,7 @@
 
 A module with a ``dtype`` field computes as it is written. One that has params and no such field is traced in float32,
 and the engine decides what in it is half: half values are widened on their way into it, which the engine sees through,
-and what it computes leaves it in its compute dtype. Under autocast, in float16 O1 as Apex calls it, no field counts.
+and what it computes leaves it in its compute dtype. Under autocast no field counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxmp.engine.rules import Rules
 from jaxmp.marks import computing, widened
 from jaxmp.overrides import levels_of
 from jaxmp.patterns import EVERY, OPERATIONS, Path, Pattern, pairs_of, pattern_text
-from jaxmp.policy import Policy, PolicyMap, is_o1
+from jaxmp.policy import Policy, PolicyMap
 
 Mode = Literal["written", "float32", "autocast"] | None
 
@@ -42,7 +42,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
     """The policies of a model under autocast and its exceptions of operations, of what ``autocast`` is given."""
     given = dict(pairs_of(overrides))
     operations = {key: given.pop(key) for key in [*given] if isinstance(key, str) and key.startswith(OPERATIONS)}
-    policies = PolicyMap(PolicyMap("mixed_float16" if is_o1(policy) else policy), given)
+    policies = PolicyMap(PolicyMap(policy), given)
     half = policies.compute_dtype
     if half not in CASTABLE or not is_half(half):
         raise ValueError(
@@ -56,7 +56,7 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
                 f"so, but the one for {pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write "
                 "'float32' or 'half' there"
             )
-    return policies, levels_of(operations, half, policies.root.matmul)
+    return policies, levels_of(operations, half, policies.root.float8)
 
 
 def described_model(value: Any) -> str:
@@ -319,7 +319,7 @@ class Treatment:
         if self.mode == "autocast":
             return jax.named_scope(f"jaxmp.precision({self.asked})") if self.asked else contextlib.nullcontext()
         dtype = None if self.mode == "written" else self.policy.compute_dtype
-        return computing(dtype, self.policy.matmul_precision, self.policy.matmul)
+        return computing(dtype, self.policy.matmul_precision, self.policy.float8)
 
     def products(self, caller: Treatment | None, ambient: str | None) -> contextlib.AbstractContextManager[Any]:
         """The precision of products, where it is not that of the module that calls; ``ambient``: that around them all.

@@ -19,7 +19,7 @@ from jaxmp.engine.classes import Class, Kind, primitives_of
 from jaxmp.marks import DECIDED, WITH_RULE
 
 _recipe = functools.cache(float8.get_recipe)
-_MARK = re.compile(r"jaxmp\.(precision|compute)\([\w:]*(?:;matmul=(.+))?\)")
+_MARK = re.compile(r"jaxmp\.(precision|compute)\([\w:]*(?:;recipe=(.+))?\)")
 _MOVES = primitives_of(Class.CLEAR) | {"convert_element_type", "concatenate", "stack", "carry", "branches"}
 _MASKING = _MOVES | {"select_n"}
 
@@ -110,7 +110,7 @@ def asked(step: Any, rules: Any) -> Asked | None:
     """
     if DECIDED in step.names:
         return None
-    recipe, marked = rules.matmul, _marked(step.names)
+    recipe, marked = rules.float8, _marked(step.names)
     if marked is None:
         levels = [rules.overrides[key] for key in rules.keys_of(step.eqn.primitive.name, step.names)]
         marked = next((level.partition("=")[2] for level in levels if "=" in level), None)

@@ -178,7 +178,7 @@ def under_policy(loss_fn: LossFn, policy: Any, overrides: Mapping[str, str] | No
         if policies_off.value:
             return loss_fn(*args)
         check_backend(widest)
-        return computed(loss_fn, Rules(widest.compute_dtype, exceptions, matmul=widest.matmul), args, {}, widest)
+        return computed(loss_fn, Rules(widest.compute_dtype, exceptions, float8=widest.float8), args, {}, widest)
 
     return _within(widest.precision, decided)
 

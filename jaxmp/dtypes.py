@@ -70,7 +70,7 @@ def canonical_dtype(dtype: Any) -> np.dtype:
         if text in ("float8", "fp8", "f8"):
             raise UnknownDtypeError(
                 f"float8 is two dtypes, 'float8_e4m3fn' and 'float8_e5m2', got {dtype!r}; write the one that is meant, "
-                "or for float8 products in a policy 'mixed_float8' or matmul=float8"
+                "or for float8 products the policy 'mixed_float8'"
             )
         name = _ALIASES.get(text, text)
         if name in NAMES:

@@ -47,7 +47,7 @@ _warned: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """How a policy's float8 products are computed, and which products are: ``Policy(..., matmul=Float8())``.
+    """How a policy's float8 products are computed, and which products are: ``Policy(..., float8=Float8())``.
 
     The formats are those of Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, where forward and
     gradient are these. Frozen and hashable.
@@ -121,16 +121,17 @@ def get_recipe(recipe: Any) -> Float8 | None:
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(
-            "matmul of a policy must be a jaxmp.Float8, a text such as 'float8(min_dim=1024)' or None, got "
-            f"{recipe!r}; write matmul='float8'"
+            f"float8 of a policy must be a jaxmp.Float8, a text such as 'float8(min_dim=1024)' or None, got {recipe!r}"
         )
     text = "".join(recipe.split()).lower()
     if text == "none":
         return None
     found = re.fullmatch(r"float8(?:\(([^()]*)\))?", text)
     if found is None:
-        raise ValueError(f"matmul of a policy must be 'float8' or 'float8(FIELD=VALUE,…)', got {recipe!r}; "
-                         "write matmul='float8' or e.g. 'float8(min_dim=1024)', or leave it out for none")  # fmt: skip
+        raise ValueError(
+            f"float8 products are named 'float8' or 'float8(FIELD=VALUE,…)', got {recipe!r}; write e.g. "
+            "'float8(min_dim=1024)'"
+        )
     names = [each.name for each in dataclasses.fields(Float8)]
     given: dict[str, Any] = {}
     for part in filter(None, (found[1] or "").split(",")):

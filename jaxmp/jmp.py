@@ -103,9 +103,10 @@ class Policy(policy.Policy):
     def __str__(self) -> str:
         named = {"p": self.param_dtype, "c": self.compute_dtype, "o": self.output_dtype}
         parts = [f"{key}={dtype_to_names.get(dtype, (dtype.name,))[0]}" for key, dtype in named.items()]
-        parts += [f"m={self.matmul_precision}"] * bool(self.matmul_precision) + [f"matmul={self.matmul}"] * bool(
-            self.matmul
-        )
+        if self.matmul_precision:
+            parts.append(f"m={self.matmul_precision}")
+        if self.float8:
+            parts.append(str(self.float8))
         return ",".join(parts)
 
 

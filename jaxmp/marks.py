@@ -60,11 +60,11 @@ def precision(level: str) -> contextlib.AbstractContextManager[None]:
 
 
 def computing(
-    dtype: np.dtype | None, products: str | None = None, matmul: Any = None
+    dtype: np.dtype | None, products: str | None = None, recipe: Any = None
 ) -> contextlib.AbstractContextManager[None]:
     """Marks the code of a module: decided on the graph in the compute dtype of its policy; None: left as written."""
-    recipe = f";matmul={matmul}" if matmul else ""
-    return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''}{recipe})")
+    suffix = f";recipe={recipe}" if recipe else ""
+    return jax.named_scope(f"jaxmp.compute({'written' if dtype is None else dtype.name}:{products or ''}{suffix})")
 
 
 def widened(value: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxmp._functions import printed
 from jaxmp.dtypes import CASTABLE, is_half, nearest
 from jaxmp.engine.classes import Class, classify, primitives_of
 from jaxmp.patterns import EVERY, OPERATIONS, is_class_pattern, pairs_of, pattern_text
-from jaxmp.policy import Policy, PolicyMap, get_policy, is_o1
+from jaxmp.policy import Policy, PolicyMap, get_policy
 
 LEVELS = ("float32", "tensorfloat32", "half")
 _FIXED = (Class.CLEAR, Class.OPAQUE, Class.RECURSE)
@@ -35,7 +35,7 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     Raises:
       ValueError, TypeError: as :func:`jaxmp.autocast`, at once.
     """
-    policies = PolicyMap("mixed_float16" if is_o1(policy) else policy)
+    policies = PolicyMap(policy)
     if policies.compute_dtype not in CASTABLE:
         raise ValueError(
             f"autocast computes in float16, bfloat16 or float32, got the compute dtype {policies.compute_dtype.name}; "
@@ -55,22 +55,22 @@ def policy_and_exceptions(policy: Any, overrides: Mapping[str, Any] | None = Non
     root, on_paths = policies.root, (value for key, value in exceptions.items() if not str(key).startswith(OPERATIONS))
     of_half = next((policy for policy in map(_policy_of, on_paths) if policy and is_half(policy.compute_dtype)), None)
     if root.compute_dtype != np.float32:
-        return root, levels_of(exceptions, root.compute_dtype, root.matmul)
+        return root, levels_of(exceptions, root.compute_dtype, root.float8)
     rest = level_of(root) if not exceptions else _checked_level_of(root)
     if of_half is not None:
         root = dataclasses.replace(of_half, param_dtype=root.param_dtype, output_dtype=root.output_dtype)
-    levels = levels_of(exceptions, root.compute_dtype, root.matmul)
+    levels = levels_of(exceptions, root.compute_dtype, root.float8)
     return root, {**levels, EVERY: levels.get(EVERY, rest)} if levels else {}  # those that agree may match nothing
 
 
-def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any = None) -> dict[str, str]:
+def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, recipe: Any = None) -> dict[str, str]:
     """The level that each key asks for.
 
     Args:
       overrides: ``"**/head"`` (a path of modules or scopes), ``"primitive:exp"`` or ``"class:accumulation"`` to one of
         ``LEVELS`` or a policy that computes at one.
       half: the compute dtype of the policy at hand.
-      matmul: the recipe of its float8 products.
+      recipe: the recipe of its float8 products.
 
     Raises:
       UnknownOperationError: an override names a primitive or a class that there is not.
@@ -85,7 +85,7 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any =
                 f"an override of autocast is a path such as '**/head', 'primitive:<name>' or 'class:<name>', got "
                 f"{printed(key)}: a function has no modules; jaxmp.linen.autocast and jaxmp.nnx.autocast take classes"
             )
-        levels[key] = _level(value, half, matmul)
+        levels[key] = _level(value, half, recipe)
         if levels[key] == "half" and half == np.float32:
             raise ValueError(
                 f"'half' in overrides is the compute dtype of the policy, but that is float32, got {key!r}: "
@@ -101,14 +101,14 @@ def levels_of(overrides: Mapping[Any, Any], half: np.dtype | None, matmul: Any =
     return levels
 
 
-def _level(value: Any, half: np.dtype | None, matmul: Any) -> str:
-    if str(value).startswith("policy;matmul="):  # as levels_of returns it
+def _level(value: Any, half: np.dtype | None, recipe: Any) -> str:
+    if str(value).startswith("policy;recipe="):  # as levels_of returns it
         return str(value)
     if _is_level(value):
         return str(value).strip().lower()
     policy = _policy_of(value)
     if policy is not None and policy.compute_dtype in (np.float32, half):
-        return _checked_level_of(policy, matmul)
+        return _checked_level_of(policy, recipe)
     dtypes = " or ".join(dict.fromkeys(["float32", *([half.name] if half is not None else [])]))
     raise ValueError(
         f"an override is computed in 'float32', in 'tensorfloat32', in 'half' (the policy's compute dtype) or by a "
@@ -139,27 +139,27 @@ def checked_level(level: Any) -> str:
     )
 
 
-def level_of(policy: Policy, matmul: Any = None) -> str:
+def level_of(policy: Policy, recipe: Any = None) -> str:
     """The level at which a policy computes, where its half dtype is that of the policy at hand.
 
-    Where one of the two has a recipe of float8 products it is none of ``LEVELS``: ``"policy;matmul=…"`` changes that.
+    Where one of the two has a recipe of float8 products it is none of ``LEVELS``: ``"policy;recipe=…"`` changes that.
     """
     if policy.compute_dtype != np.float32:
-        return "half" if policy.matmul is None and matmul is None else f"policy;matmul={policy.matmul}"
+        return "half" if policy.float8 is None and recipe is None else f"policy;recipe={policy.float8}"
     return "float32" if policy.matmul_precision in _HIGHEST else "tensorfloat32"
 
 
 _HIGHEST = ("highest", "float32")
 
 
-def _checked_level_of(policy: Policy, matmul: Any = None) -> str:
+def _checked_level_of(policy: Policy, recipe: Any = None) -> str:
     """As :func:`level_of`, if a level says all of the policy's precision of products."""
     if policy.compute_dtype == np.float32 and policy.matmul_precision not in (*_HIGHEST, "tensorfloat32", None):
         raise ValueError(
             "beside overrides float32 products are those of 'float32' or of 'tensorfloat32', got a policy with "
             f"matmul_precision={policy.matmul_precision!r}; use 'float32', or 'tensorfloat32', which is JAX's default"
         )
-    return level_of(policy, matmul)
+    return level_of(policy, recipe)
 
 
 def primitives_named_by(key: str) -> frozenset[str]:

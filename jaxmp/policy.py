@@ -33,8 +33,8 @@ class Policy:
       output_dtype: what results are handed out in.
       matmul_precision: ``jax.default_matmul_precision`` for the code under this policy, or None for JAX's own choice.
         On a GPU that choice for float32 products is TensorFloat-32; ``"highest"`` asks for true float32.
-      matmul: which products are float8 and how, by a :class:`jaxmp.Float8` or its text (``"float8(min_dim=1024)"``);
-        None for none. ``apply_policy``, ``autocast`` and ``make_train_step`` heed it, casts do not.
+      float8: which products are float8, and how: a :class:`jaxmp.Float8` or its text (``"float8(min_dim=1024)"``), or
+        None for none. ``apply_policy``, ``autocast`` and ``make_train_step`` use it; casts do not.
 
     The dtypes may be given as anything :func:`jaxmp.dtypes.canonical_dtype` reads. The scheme is that of Micikevicius
     et al., "Mixed Precision Training", arXiv:1710.03740; the names are jmp's.
@@ -54,7 +54,7 @@ class Policy:
     compute_dtype: np.dtype
     output_dtype: np.dtype
     matmul_precision: str | None = dataclasses.field(default=None, kw_only=True)
-    matmul: Float8 | None = dataclasses.field(default=None, kw_only=True)
+    float8: Float8 | None = dataclasses.field(default=None, kw_only=True)
 
     if TYPE_CHECKING:  # the fields are dtypes, the arguments whatever names one
 
@@ -65,7 +65,7 @@ class Policy:
             output_dtype: Any,
             *,
             matmul_precision: str | None = None,
-            matmul: Float8 | str | None = None,
+            float8: Float8 | str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Policy:
             dtype = canonical_dtype(getattr(self, name))
             if dtype.itemsize == 1:
                 needs = "a float8 product needs a scale for each operand, which no cast has"
-                remedy = "use bfloat16, with matmul='float8' for such products"
+                remedy = "use bfloat16, with float8='float8' for such products"
                 if not dtype.name.startswith("float8"):
                     needs, remedy = "no product here computes in it", "use bfloat16 or float16"
                 raise ValueError(f"a policy's dtypes have 16 bits or more, got {name}={dtype.name}: {needs}; {remedy}")
@@ -86,11 +86,11 @@ class Policy:
                     f"matmul_precision must be one that jax.default_matmul_precision takes, got "
                     f"{self.matmul_precision!r}; use 'highest' for true float32, 'tensorfloat32', 'bfloat16', or None"
                 ) from None
-        object.__setattr__(self, "matmul", get_recipe(self.matmul))
-        if self.matmul is not None and self.compute_dtype.name != "bfloat16":
+        object.__setattr__(self, "float8", get_recipe(self.float8))
+        if self.float8 is not None and self.compute_dtype.name != "bfloat16":
             raise ValueError(
-                f"float8 products stand in for those of bfloat16, so matmul={self.matmul} goes with compute=bfloat16, "
-                f"got compute={self.compute_dtype.name}; write e.g. 'mixed_float8', or matmul=None"
+                f"float8 products stand in for those of bfloat16, so {self.float8} goes with compute=bfloat16, "
+                f"got compute={self.compute_dtype.name}; write e.g. 'mixed_float8', or float8=None"
             )
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -136,7 +136,7 @@ class Policy:
     def __str__(self) -> str:
         text = f"params={self.param_dtype.name},compute={self.compute_dtype.name},output={self.output_dtype.name}"
         text += f",matmul_precision={self.matmul_precision}" if self.matmul_precision is not None else ""
-        return text if self.matmul is None else f"{text},matmul={self.matmul}"
+        return text if self.float8 is None else f"{text},{self.float8}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,9 +202,9 @@ class PolicyMap:
         return self.root.matmul_precision
 
     @property
-    def matmul(self) -> Float8 | None:
+    def float8(self) -> Float8 | None:
         """That of the root."""
-        return self.root.matmul
+        return self.root.float8
 
     @property
     def rules(self) -> list[tuple[Pattern, Policy]]:
@@ -308,15 +308,15 @@ def get_policy(policy: Any) -> Policy | PolicyMap:
       policy: a preset (``float32`` = ``O0``, ``tensorfloat32``, ``mixed_float16`` = ``mixed_fp16`` = ``16-mixed``,
         ``mixed_bfloat16`` = ``mixed_bf16`` = ``bf16-mixed``, ``mixed_float8``, ``float16`` = ``O3``, ``bfloat16``,
         ``bfloat16_sr``, ``O2``; the last two are PolicyMaps with norms in float32, of pure bfloat16 for
-        :func:`jaxmp.low_precision` and of mixed_float16); a bare dtype for all three, so that ``"fp16"`` is pure half,
-        params too, and not what accelerate and Lightning call by that name; a string in jmp's long or short form (a
-        missing compute dtype follows params, a missing output dtype follows compute); ``"auto"`` for what suits the
+        :func:`jaxmp.low_precision` and of mixed_float16); a dtype for all three; a string in jmp's long or short form
+        (a missing compute dtype follows params, a missing output dtype follows compute); ``"auto"`` for what suits the
         attached device; a Policy, a PolicyMap, or any object with jmp's three attributes. Case and spaces are forgiven.
         The preset ``float32`` has ``matmul_precision="highest"``, true float32 products on a GPU too;
         ``"params=float32,compute=float32"`` has JAX's default, as ``str`` shows.
 
     Raises:
-      ValueError: the name, the key or a dtype is unknown (known ones are listed, nearest first), or O1 was asked for.
+      ValueError: the name, the key or a dtype is unknown; the name could mean two policies, as ``"fp16"`` and
+        ``"bf16"`` could; or it is ``"O1"``, which is autocast.
       TypeError: the object is none of the above.
 
     >>> get_policy("p=f32, c=bf16, o=f32") == get_policy("mixed_bfloat16")
@@ -373,10 +373,14 @@ def _parse(text: str) -> Policy | PolicyMap:
         return _parse(hardware.recommended_policy())
     if name.lower() == "o1":
         raise ValueError(
-            "a policy says which dtypes a module has, but O1 decides operation by operation: it is autocast; use "
-            "jaxmp.autocast(fun, 'mixed_float16'), apply_policy(model, 'O1') of jaxmp.linen or jaxmp.nnx, "
-            "jaxmp.make_train_step(loss_fn, policy='mixed_float16'), or the policy 'O2' (mixed_float16 with norms in "
-            "float32)"
+            "O1 decides operation by operation, so it is no policy but autocast; write jaxmp.linen.autocast(model, "
+            "'mixed_float16'), or the same of jaxmp.nnx, or jaxmp.autocast(fun, 'mixed_float16')"
+        )
+    if name.lower() in _AMBIGUOUS:
+        half = canonical_dtype(name).name
+        raise ValueError(
+            f"{text!r} could mean two policies; write 'mixed_{half}' for float32 params with {half} compute, or "
+            f"{half!r} for params in {half} too"
         )
     if "=" in name:
         return _parse_fields(name)
@@ -415,20 +419,16 @@ def _parse_rules(rules: list[str]) -> Iterator[tuple[str, str]]:
 
 def _parse_fields(text: str) -> Policy:
     fields: dict[str, Any] = {}
-    for part in filter(None, re.split(r",(?![^(]*\))", text)):
-        key, _, value = part.partition("=")
+    for part in filter(None, re.split(r",(?![^(]*\))", text)):  # commas outside of parentheses
+        is_recipe = part.lower().startswith("float8")
+        key, _, value = ("float8", "", part) if is_recipe else part.partition("=")
         if not value:
             raise ValueError(
-                f"each part of a policy is KEY=DTYPE, got {part!r} in {text!r}; write compute=float16, say"
+                f"a part of a policy is KEY=DTYPE or float8(…), got {part!r} in {text!r}; write e.g. compute=float16"
             )
-        field = _KEYS.get(key.lower())
-        if field is None and "(" in key:
-            raise ValueError(
-                f"in a policy's text only matmul takes parentheses, got {text!r}; write e.g. "
-                "'params=float32,compute=bfloat16,output=float32,matmul=float8(min_dim=1024)'"
-            )
+        field = "float8" if is_recipe else _KEYS.get(key.lower())
         if field is None:
-            known = ("params", "compute", "output", "matmul_precision", "matmul", "p", "c", "o", "m")
+            known = ("params", "compute", "output", "matmul_precision", "p", "c", "o", "m")
             raise ValueError(
                 f"unknown key {key!r} in policy {text!r}; known keys, nearest first: {nearest(key, known)}"
             )
@@ -450,7 +450,7 @@ PRESETS: Mapping[str, Policy | PolicyMap] = {
     "tensorfloat32": dataclasses.replace(_FLOAT32, matmul_precision="tensorfloat32"),
     "mixed_float16": _MIXED_FLOAT16,
     "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
-    "mixed_float8": Policy("float32", "bfloat16", "float32", matmul=Float8()),
+    "mixed_float8": Policy("float32", "bfloat16", "float32", float8=Float8()),
     "float16": _FLOAT16,
     "bfloat16": Policy("bfloat16", "bfloat16", "bfloat16"),
     "bfloat16_sr": PolicyMap(  # for jaxmp.low_precision; the scale of a norm, near 1, has no bits to lose
@@ -466,18 +466,13 @@ _ALIASES = {  # what Lightning and accelerate call them, and what people make of
     **dict.fromkeys(("mixed_fp8", "mixed_f8"), "mixed_float8"),
     **{"16-true": "float16", "bf16-true": "bfloat16", "32-true": "float32", "64-true": "float64"},
 }
+_AMBIGUOUS = frozenset(("half", "fp16", "f16", "bf16"))  # accelerate and Lightning mean mixed, jmp means pure half
 _KEYS = {
     **dict.fromkeys(("p", "params", "param", "param_dtype"), "param_dtype"),
     **dict.fromkeys(("c", "compute", "compute_dtype"), "compute_dtype"),
     **dict.fromkeys(("o", "output", "output_dtype"), "output_dtype"),
     **dict.fromkeys(("m", "matmul_precision"), "matmul_precision"),
-    "matmul": "matmul",
 }
-
-
-def is_o1(policy: Any) -> bool:
-    """Whether ``policy`` is autocast's own name of mixed_float16, and asks for no dtypes of modules."""
-    return isinstance(policy, str) and policy.strip().upper() == "O1"
 
 
 def check_backend(policy: Policy) -> None:

@@ -96,7 +96,7 @@ class Float8Blocks:
 def low_precision(
     inner: optax.GradientTransformation,
     *,
-    params: Rounding = "stochastic",
+    rounding: Rounding = "stochastic",
     moments: Moments = "float32",
     seed: int = 0,
     block: int = 256,
@@ -122,7 +122,7 @@ def low_precision(
 
     Args:
       inner: any optax transform.
-      params: how bfloat16 params are rounded: ``"stochastic"``; ``"kahan"``, with 16 bits more a param for what was
+      rounding: how bfloat16 params are rounded: ``"stochastic"``; ``"kahan"``, with 16 bits more a param for what was
         lost; ``"nearest"``, which loses updates below half a unit in the last place.
       moments: how moments are stored between steps.
       seed: of the rounding.
@@ -140,7 +140,7 @@ def low_precision(
     >>> new.dtype, round(float(1 - new.astype("float32").mean()), 4)  # to nearest it would be 0
     (dtype(bfloat16), 0.001)
     """
-    for name, choice, known in (("params", params, _ROUNDINGS), ("moments", moments, _MOMENTS)):
+    for name, choice, known in (("rounding", rounding, _ROUNDINGS), ("moments", moments, _MOMENTS)):
         if choice not in known:
             raise ValueError(
                 f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}; nearest: "
@@ -167,7 +167,7 @@ def low_precision(
         """A state around the optimizer's, that goes on from ``before``, whatever that kept."""
         count = jnp.zeros((), jnp.int32) if before is None else before.count
         compensation = None
-        if params == "kahan":
+        if rounding == "kahan":
             compensation = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if _is_rounded(leaf) else None, weights)
             if before is not None and before.compensation is not None:
                 kept = lambda _, new, old: new if new is None or old is None else old  # noqa: E731
@@ -193,9 +193,9 @@ def low_precision(
     ) -> tuple[optax.Updates, LowPrecisionState]:
         if weights is None:
             raise ValueError("low_precision rounds params, got none; write tx.update(grads, opt_state, params)")
-        if not isinstance(state, LowPrecisionState) or (state.compensation is None) != (params != "kahan"):
+        if not isinstance(state, LowPrecisionState) or (state.compensation is None) != (rounding != "kahan"):
             raise ValueError(
-                f"low_precision(…, params={params!r}) needs the state that its own init made, got one of another "
+                f"low_precision(…, rounding={rounding!r}) needs the state that its own init made, got one of another "
                 f"optimizer ({type(state).__name__}); of a train state take state.with_tx(tx)"
             )
         _require_dtypes(weights)
@@ -207,8 +207,8 @@ def low_precision(
             _, once = inner.update(grads, decoded(stored), wide, **extra_args)
             stored, scales = _held(stored, once, block)
         changes, inner_state = inner.update(grads, decoded(stored), wide, **extra_args)
-        landing = functools.partial(_landing, params, seed, state.count)
-        lost = [state.compensation] if params == "kahan" else []
+        landing = functools.partial(_landing, rounding, seed, state.count)
+        lost = [state.compensation] if rounding == "kahan" else []
         both = jax.tree.map_with_path(landing, weights, changes, *lost)
         new_updates, compensation = (jax.tree.map(lambda _, pair, n=n: pair[n], weights, both) for n in (0, 1))
         count = optax.safe_int32_increment(state.count)
@@ -216,7 +216,7 @@ def low_precision(
         return new_updates, LowPrecisionState(count, inner_state, compensation if lost else None)
 
     tx = LowPrecision(init, update)
-    tx.wrap, tx.shown = wrap, functools.partial(_shown, inner, params, moments, seed, block)
+    tx.wrap, tx.shown = wrap, functools.partial(_shown, inner, rounding, moments, seed, block)
     return tx
 
 
@@ -267,20 +267,20 @@ def with_compensation(weights: Any, opt_state: Any) -> Any:
     return jax.tree.map(whole, weights, opt_state.compensation)
 
 
-def _landing(params: str, seed: int, count: jax.Array, path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
+def _landing(rounding: str, seed: int, count: jax.Array, path: Any, weight: Any, change: Any, lost: Any = None) -> Any:
     """The update that brings a weight to its rounded sum, and what rounding takes from the sum."""
     if not _is_rounded(weight):
         return change, None
     old, change = weight.astype(jnp.float32), change.astype(jnp.float32)
     wanted = change if lost is None else change + lost.astype(jnp.float32)
     exact = old + wanted
-    if params == "stochastic":
+    if rounding == "stochastic":
         new = _stochastic_bfloat16(exact, _Draw(seed, count, f"params/{path_name(path)}").bits(weight.shape)[0])
     else:
         new = exact.astype(jnp.bfloat16)
     new = new.astype(jnp.float32)
     update = jnp.where(new == old, jnp.float32(-0.0), jnp.where(jnp.isfinite(exact), new - old, change))
-    return update, ((old - new) + wanted).astype(jnp.bfloat16) if params == "kahan" else None
+    return update, ((old - new) + wanted).astype(jnp.bfloat16) if rounding == "kahan" else None
 
 
 def _stored(leaf: Any, kind: str, moments: str, block: int, draw: _Draw, scales: Any = None) -> Any:
@@ -442,9 +442,9 @@ def _names_of(state: Any) -> str:
     return ", ".join(dict.fromkeys(type(node).__name__ for node in [state, *nodes] if hasattr(node, "_fields")))
 
 
-def _shown(inner: Any, params: str, moments: str, seed: int, block: int) -> str:
+def _shown(inner: Any, rounding: str, moments: str, seed: int, block: int) -> str:
     how = {"stochastic": f"rounded stochastically (seed {seed})", "kahan": "with Kahan's compensation in bfloat16"}
-    lines = [f"bfloat16 params {how.get(params, 'rounded to nearest')}, others as they are"]
+    lines = [f"bfloat16 params {how.get(rounding, 'rounded to nearest')}, others as they are"]
     stored = {"float32": "float32", "bfloat16": "bfloat16, rounded stochastically"}
     code = f"float8_e4m3fn, rounded stochastically, a scale for {block}; float32 where the last axis is no multiple"
     try:

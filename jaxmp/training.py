@@ -309,7 +309,7 @@ def make_train_step(
     Args:
       loss_fn: ``loss_fn(params, model_state, batch, rng)`` returning ``(loss, new_model_state)`` or
         ``(loss, new_model_state, metrics)``, the loss a float32 scalar, ``metrics`` a dict.
-      policy: puts the loss function, whose model has no policy then, under :func:`jaxmp.autocast`: ``"O1"`` or whatever
+      policy: puts the loss function, whose model has no policy then, under :func:`jaxmp.autocast`: whatever
         names one policy. Its compute dtype is what counts: params, loss, model state and metrics keep their own. With
         one that computes in float32 there is no autocast, unless there are ``overrides``.
       overrides: those of the autocast.

@@ -379,7 +379,7 @@ class TestShards:
             assert off(dx, by_hand(g, E5M2) @ by_hand(w).T) < ROUNDED
 
 
-SMALL = "compute=bfloat16,output=float32,matmul=float8(min_dim=16,min_tokens=16,weight_gradient={})"
+SMALL = "compute=bfloat16,output=float32,float8(min_dim=16,min_tokens=16,weight_gradient={})"
 
 
 class TestTrainSteps:
@@ -466,9 +466,9 @@ class TestRecipe:
             Float8(**given)
 
     @pytest.mark.parametrize(("text", "message"), [
-        ("float7", r"must be 'float8' or 'float8\(FIELD=VALUE,…\)', got 'float7'; write matmul='float8'"),
+        ("float7", r"named 'float8' or 'float8\(FIELD=VALUE,…\)', got 'float7'"),
         ("float8(", r"got 'float8\('"),
-        ("float8(min_dim=16))", r"got 'float8\(min_dim=16\)\)'; write matmul='float8' or e.g. 'float8\("),
+        ("float8(min_dim=16))", r"got 'float8\(min_dim=16\)\)'; write e.g. 'float8\("),
         ("float8(min_dims=3)", r"must be FIELD=VALUE, .* got 'min_dims=3' in .*; fields, nearest first: 'min_dim'"),
         ("float8(min_dim)", r"got 'min_dim' in"),
         ("float8(min_dim=1,min_dim=2)", r"each field once, got 'min_dim=2'"),
@@ -478,7 +478,7 @@ class TestRecipe:
     def test_errors_of_texts(self, text, message):
         with pytest.raises(ValueError, match=message):
             float8.get_recipe(text)
-        with pytest.raises(TypeError, match=r"must be a jaxmp.Float8, a text such as .* got 8; write matmul='float8'"):
+        with pytest.raises(TypeError, match=r"must be a jaxmp.Float8, a text such as .* got 8"):
             float8.get_recipe(8)
 
     def test_sizes_may_be_numpys(self):
@@ -506,47 +506,47 @@ class TestRecipe:
 class TestPolicy:
     def test_its_text_reads_back(self):
         policy = get_policy("mixed_float8")
-        assert policy == Policy("float32", "bfloat16", "float32", matmul=Float8()) == get_policy("mixed_fp8")
-        text = "params=float32,compute=bfloat16,output=float32,matmul=float8"
+        assert policy == Policy("float32", "bfloat16", "float32", float8=Float8()) == get_policy("mixed_fp8")
+        text = "params=float32,compute=bfloat16,output=float32,float8"
         assert str(policy) == text and get_policy(text) == policy
-        own = Policy("f32", "bf16", "f32", matmul_precision="highest", matmul="float8(min_dim=1024, gradient=e4m3)")
-        assert str(own).endswith(",matmul_precision=highest,matmul=float8(gradient=float8_e4m3fn,min_dim=1024)")
+        own = Policy("f32", "bf16", "f32", matmul_precision="highest", float8="float8(min_dim=1024, gradient=e4m3)")
+        assert str(own).endswith(",matmul_precision=highest,float8(gradient=float8_e4m3fn,min_dim=1024)")
         assert get_policy(str(own)) == own == get_policy(str(own).replace(",", " , "))
-        assert get_policy("c=bf16,matmul=float8(min_dim=1024,keep=compute),o=f32").output_dtype == np.float32
-        assert str(jaxmp.jmp.Policy("f32", "bf16", "f32", matmul="float8")) == "p=full,c=bf16,o=full,matmul=float8"
+        assert get_policy("c=bf16,float8(min_dim=1024,keep=compute),o=f32").output_dtype == np.float32
+        assert str(jaxmp.jmp.Policy("f32", "bf16", "f32", float8="float8")) == "p=full,c=bf16,o=full,float8"
 
     def test_maps_carry_it(self):
         policies = PolicyMap(
-            "mixed_float8", {"**/head": "mixed_bfloat16", "**/up": "c=bf16,matmul=float8(min_dim=1,keep=compute)"}
+            "mixed_float8", {"**/head": "mixed_bfloat16", "**/up": "c=bf16,float8(min_dim=1,keep=compute)"}
         )
-        assert policies.matmul == Float8() and policies.resolve(("head",))[0].matmul is None
-        assert policies.resolve(("up",))[0].matmul == Float8(min_dim=1, keep="compute")
+        assert policies.float8 == Float8() and policies.resolve(("head",))[0].float8 is None
+        assert policies.resolve(("up",))[0].float8 == Float8(min_dim=1, keep="compute")
         assert get_policy(str(policies)) == policies
         assert str(PolicyMap("mixed_float8", {"head": "half"}).resolve(("head",))[0]) == str(get_policy("mixed_float8"))
 
     def test_it_survives_copies(self):
         policy = get_policy("mixed_float8")
         assert pickle.loads(pickle.dumps(policy)) == policy and hash(policy) == hash(get_policy("mixed_float8"))
-        assert policy.with_output_dtype("bfloat16").matmul == Float8()
-        assert dataclasses.replace(policy, param_dtype="bfloat16").matmul == Float8()
-        assert policy != get_policy("mixed_bfloat16") == dataclasses.replace(policy, matmul=None)
+        assert policy.with_output_dtype("bfloat16").float8 == Float8()
+        assert dataclasses.replace(policy, param_dtype="bfloat16").float8 == Float8()
+        assert policy != get_policy("mixed_bfloat16") == dataclasses.replace(policy, float8=None)
 
     @pytest.mark.parametrize("compute", ["float32", "float16"])
     def test_float8_products_go_with_bfloat16_only(self, compute):
-        message = rf"matmul=float8 goes with compute=bfloat16, got compute={compute}; write e.g. 'mixed_float8'"
+        message = rf"float8 goes with compute=bfloat16, got compute={compute}; write e.g. 'mixed_float8'"
         with pytest.raises(ValueError, match=message):
-            Policy("float32", compute, "float32", matmul="float8")
+            Policy("float32", compute, "float32", float8="float8")
         with pytest.raises(ValueError, match=message):
-            get_policy(f"compute={compute},matmul=float8")
+            get_policy(f"compute={compute},float8")
 
     def test_float8_as_a_dtype_is_refused_with_a_word_on_products(self):
-        with pytest.raises(ValueError, match="use bfloat16, with matmul='float8' for such products"):
+        with pytest.raises(ValueError, match="use bfloat16, with float8='float8' for such products"):
             Policy("float32", "float8_e4m3fn", "float32")
 
     def test_auto_never_picks_it(self):
         for name in hardware.GPUS:
             with hardware.assumed(name):
-                assert get_policy("auto").matmul is None
+                assert get_policy("auto").float8 is None
 
 
 @pytest.mark.once

@@ -88,7 +88,7 @@ class TestForAnH200:
 
     def test_on_a_mesh_gradients_leave_float8_products_in_float32(self):
         mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
-        specs, policy = {"w": P("fsdp")}, "compute=bfloat16,output=float32,matmul=float8(min_dim=256,min_tokens=256)"
+        specs, policy = {"w": P("fsdp")}, "compute=bfloat16,output=float32,float8(min_dim=256,min_tokens=256)"
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
 
         def placed(leaf):

@@ -128,17 +128,17 @@ class TestParams:
     def test_they_learn_where_nearest_rounding_stalls(self):
         tx = optax.adam(1e-3)  # steps of 0.001: half a unit in the last place of a weight of 1 is 0.002
         exact = trained(tx, jnp.float32)
-        nearest = trained(jaxmp.low_precision(tx, params="nearest"), jnp.bfloat16)
+        nearest = trained(jaxmp.low_precision(tx, rounding="nearest"), jnp.bfloat16)
         assert nearest > 1.05 * exact
         for rounding_ in ("stochastic", "kahan"):
-            assert abs(trained(jaxmp.low_precision(tx, params=rounding_), jnp.bfloat16) / exact - 1) < 0.01, rounding_
+            assert abs(trained(jaxmp.low_precision(tx, rounding=rounding_), jnp.bfloat16) / exact - 1) < 0.01, rounding_
 
     @pytest.mark.parametrize("params", ["stochastic", "kahan", "nearest"])
     def test_apply_updates_gives_the_rounded_param(self, params):
         rng = np.random.default_rng(2)
         weights = {"w": jnp.asarray(rng.normal(size=4096) * 10.0 ** rng.integers(-3, 3, 4096), jnp.bfloat16)}
         change = jnp.asarray(rng.normal(size=4096) * 1e-2, jnp.float32)
-        tx = jaxmp.low_precision(optax.sgd(1.0), params=params)
+        tx = jaxmp.low_precision(optax.sgd(1.0), rounding=params)
         updates, _ = tx.update({"w": -change}, tx.init(weights), weights)
         new = optax.apply_updates(weights, updates)["w"]
         exact = np.asarray(weights["w"], np.float64) + np.asarray(change, np.float64)
@@ -159,7 +159,7 @@ class TestParams:
         np.testing.assert_array_equal(updates["norm"], np.float32(-1e-4))
 
     def test_kahan_keeps_what_rounding_took(self):
-        weights, tx = {"w": jnp.ones((), jnp.bfloat16)}, jaxmp.low_precision(optax.sgd(1.0), params="kahan")
+        weights, tx = {"w": jnp.ones((), jnp.bfloat16)}, jaxmp.low_precision(optax.sgd(1.0), rounding="kahan")
         state = tx.init(weights)
         for _ in range(100):
             updates, state = tx.update({"w": jnp.float32(-1e-3)}, state, weights)
@@ -168,7 +168,7 @@ class TestParams:
 
     def test_kahan_takes_params_with_none_and_float32_among_them(self):
         weights = {"w": jnp.ones(4, jnp.bfloat16), "none": None, "norm": jnp.ones(4), "x": jnp.ones(2, jnp.bfloat16)}
-        tx = jaxmp.low_precision(optax.sgd(1e-3), params="kahan")
+        tx = jaxmp.low_precision(optax.sgd(1e-3), rounding="kahan")
         updates, state = tx.update(jax.tree.map(jnp.ones_like, weights), tx.init(weights), weights)
         assert updates["none"] is None and state.compensation["norm"] is None
         np.testing.assert_array_equal(state.compensation["w"], jnp.asarray([-1e-3] * 4, jnp.bfloat16))
@@ -183,7 +183,7 @@ class TestParams:
 
     def test_a_skipped_step_advances_nothing(self):
         tx = jaxmp.loss_scaling(
-            jaxmp.low_precision(optax.adam(1e-2), params="kahan", moments="float8", block=8), jaxmp.DynamicLossScale()
+            jaxmp.low_precision(optax.adam(1e-2), rounding="kahan", moments="float8", block=8), jaxmp.DynamicLossScale()
         )
         weights = {"w": jnp.ones((8, 8), jnp.bfloat16)}
         grads = {"w": jnp.full((8, 8), 32768.0)}
@@ -269,11 +269,11 @@ class TestMoments:
         ):
             jaxmp.low_precision(optax.sgd(0.1)).init({"w": jnp.ones(4, dtype)})
 
-    @pytest.mark.parametrize("other", [optax.adam(0.1), jaxmp.low_precision(optax.adam(0.1), params="kahan")])
+    @pytest.mark.parametrize("other", [optax.adam(0.1), jaxmp.low_precision(optax.adam(0.1), rounding="kahan")])
     def test_the_state_of_another_optimizer_is_refused(self, other):
         weights = {"w": jnp.ones(4, jnp.bfloat16)}
         with pytest.raises(
-            ValueError, match=r"params='stochastic'\) needs the state that its own init made, got one of"
+            ValueError, match=r"rounding='stochastic'\) needs the state that its own init made, got one of"
         ):
             jaxmp.low_precision(optax.adam(0.1)).update(weights, other.init(weights), weights)
 
@@ -362,7 +362,7 @@ class TestMoments:
         assert round(bytes_a_param(), 2) == 8.00
         assert round(bytes_a_param(moments="bfloat16"), 2) == 4.00
         assert round(bytes_a_param(moments="float8"), 2) == 2.03
-        assert round(bytes_a_param(params="kahan", moments="bfloat16"), 2) == 6.00
+        assert round(bytes_a_param(rounding="kahan", moments="bfloat16"), 2) == 6.00
 
 
 class TestOfATrainState:
@@ -401,7 +401,7 @@ class TestOfATrainState:
         assert isinstance(bare.opt_state.inner_state, rounding.LowPrecisionState)
 
     def test_with_tx_keeps_what_kahan_kept_and_the_count_of_draws(self):
-        kahan = jaxmp.low_precision(optax.sgd(1e-4), params="kahan")
+        kahan = jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan")
         params = {"w": jnp.ones((4, 8), jnp.bfloat16), "b": jnp.ones(8), "none": None}
         loss = lambda p, s, b, r: (sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(p)), s)  # noqa: E731
         step = jaxmp.make_train_step(loss, donate=False)
@@ -411,7 +411,7 @@ class TestOfATrainState:
         assert state.params["w"].min() == 1
         wide = state.replace(params=jaxmp.tree.widen(state.params)).with_tx(optax.sgd(1e-4))
         np.testing.assert_allclose(wide.params["w"], 1 - 5e-4, rtol=1e-5)
-        again = state.with_tx(jaxmp.low_precision(optax.sgd(1e-4), params="kahan"))
+        again = state.with_tx(jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan"))
         jax.tree.map(np.testing.assert_array_equal, again.opt_state, state.opt_state)
         assert state.with_tx(jaxmp.low_precision(optax.sgd(1e-4))).opt_state.inner_state.count == 5
 
@@ -486,7 +486,10 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"params": "stochastics"}, "params must be one of 'stochastic', 'kahan', 'nearest', got 'stochastics'"),
+            (
+                {"rounding": "stochastics"},
+                "rounding must be one of 'stochastic', 'kahan', 'nearest', got 'stochastics'",
+            ),
             ({"moments": "int8"}, "moments must be one of 'float32', 'bfloat16', 'float8', got 'int8'"),
             ({"block": 0}, "block must be a whole number of at least 1, got 0; 256 is the usual"),
             ({"block": 2.5}, "block must be a whole number of at least 1, got 2.5"),

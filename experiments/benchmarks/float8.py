@@ -117,7 +117,7 @@ def case_of(
     """``start() -> (state, batch)`` and ``step(state, batch) -> (state, result)``, whose state may be donated."""
     least = {"min_dim": 1, "min_tokens": 1} if part == "layer" or tokens < TOKENS else {}
     recipe = jaxmp.Float8(accumulate={FAST: "fast", PRECISE: "precise"}.get(way, "fast_forward"), **least)
-    policy = jaxmp.Policy("float32", "bfloat16", "float32", matmul=None if way == HALF else recipe)
+    policy = jaxmp.Policy("float32", "bfloat16", "float32", float8=None if way == HALF else recipe)
     stored = jnp.float8_e4m3fn if part == "product" and way != HALF else jnp.bfloat16
 
     def drawn(*shape: int) -> jax.Array:  # equal numbers would take less power, and time

@@ -46,7 +46,7 @@ class Config(records.Timed, records.Small, records.Absent):
 def optimizer(params: Any, moments: Any) -> optax.GradientTransformation:
     """AdamW; the reference is as it comes."""
     inner = optax.adamw(3e-4, weight_decay=0.1)
-    return inner if params == "float32" else jaxmp.low_precision(inner, params=params, moments=moments)
+    return inner if params == "float32" else jaxmp.low_precision(inner, rounding=params, moments=moments)
 
 
 def update(config: Config, variant: tuple[str, str]) -> tuple[dict[str, float], Any]:

@@ -49,7 +49,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
     Args:
       fun: any function of arrays in pytrees that JAX can trace. Arguments that are no arrays (Python numbers, strings,
         None, functions) reach it as they are.
-      policy: whatever :func:`jaxmp.get_policy` reads; ``"O1"`` is mixed_float16. One that computes in float32 gives
+      policy: whatever :func:`jaxmp.get_policy` reads. One that computes in float32 gives
         ``fun`` itself under its precision of products, with its results in its output dtype: so it is on a CPU for
         ``"auto"``, and for a part of a larger function under autocast. The patterns of a PolicyMap are overrides.
       overrides: ``"**/head"`` (a path of modules or scopes, and everything below), ``"primitive:exp"`` or
@@ -86,7 +86,7 @@ def autocast(fun: F, policy: Any, overrides: Mapping[str, Any] | None = None) ->
             with precision(level_of(one_policy)), one_policy.precision():
                 return one_policy.cast_to_output(fun(*args, **kwargs))
         check_backend(one_policy)
-        rules = Rules(one_policy.compute_dtype, exceptions, {} if reading.is_tracing() else programs, one_policy.matmul)
+        rules = Rules(one_policy.compute_dtype, exceptions, {} if reading.is_tracing() else programs, one_policy.float8)
         results = computed(fun, rules, args, kwargs, one_policy)
         return one_policy.cast_to_output(results) if one_policy.compute_dtype == np.float32 else results
 

@@ -226,7 +226,7 @@ def cast_plan(
     def planned(*args: Any, **kwargs: Any) -> CastPlan:
         check_backend(one_policy)
         # Each equation is emitted, and notes it.
-        rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.matmul)
+        rules = Rules(one_policy.compute_dtype, exceptions, None, one_policy.float8)
         program, operands = traced(fun, args, kwargs, rules)
         if not all(isinstance(size, int) for operand in operands for size in operand.shape):
             raise ValueError("a plan counts FLOPs and bytes, so all sizes must be numbers, and here one is left open")

@@ -43,14 +43,14 @@ class Rules:
       overrides: the levels of paths, primitives and classes, by :func:`jaxmp.overrides.levels_of`; of several paths the
         first that matches wins, as in a PolicyMap.
       programs: what was made of parts of the program before, to be used again; None to make each part anew.
-      matmul: the recipe of float8 products of code in no marked module; None for products in half.
+      float8: the recipe of float8 products of code in no marked module; None for products in half.
       decided: takes the graph once all is decided.
     """
 
     half: np.dtype | None
     overrides: dict[str, str] = dataclasses.field(default_factory=dict)
     programs: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
-    matmul: Any = None
+    float8: Any = None
     decided: Callable[[Any], object] = id
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from jaxmp.inspect.products import multiplied, unaligned, weights_in, work
 from jaxmp.inspect.values import Read, Value, same_turn, values_of
 from jaxmp.loss_scale import LossScale, NoOpLossScale
 from jaxmp.patterns import matches
-from jaxmp.policy import get_policy, is_o1
+from jaxmp.policy import get_policy
 from jaxmp.sharding import Collective
 from jaxmp.tree import path_name
 
@@ -200,12 +200,13 @@ def audit(
       ModuleNotFoundError: what compiles for an absent GPU is not installed.
 
     >>> shapes = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
-    >>> report = jaxmp.inspect.audit(jaxmp.autocast(jnp.matmul, "O1"), "O1", compile=False)(*shapes)
+    >>> half_product = jaxmp.autocast(jnp.matmul, "mixed_float16")
+    >>> report = jaxmp.inspect.audit(half_product, "mixed_float16", compile=False)(*shapes)
     >>> report.flops, report.findings
     ({'float16': 1.0}, ())
     """
-    if policy is not None:  # O1 is autocast's name of mixed_float16
-        policy = get_policy("mixed_float16" if is_o1(policy) else policy)
+    if policy is not None:
+        policy = get_policy(policy)
     chip = hardware.detect(device)
 
     def audited(*args: Any) -> Audit:

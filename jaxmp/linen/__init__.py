@@ -40,7 +40,7 @@ from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, 
 from jaxmp.linen.run import note_uncalled as note_uncalled
 from jaxmp.linen.variables import Variables
 from jaxmp.patterns import Path
-from jaxmp.policy import PolicyMap, is_o1
+from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -75,19 +75,15 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     A call is traced as under ``jax.jit``, so that its Python code cannot branch on the values of arrays. Without
     ``jit`` a call of equal shapes runs the program that was written by the first.
 
-    ``"O1"`` is :func:`jaxmp.autocast` in ``mixed_float16``: no ``dtype`` of a module and no variable changes, and what
-    runs is decided operation by operation; overrides then say where in the module all is float32. Variables are made
-    without autocast. In bfloat16 the same is :func:`autocast`.
-
     Args:
       module: any Linen module, alone or to be nested in another; an object that has a policy already gets the new one.
-      policy: whatever :func:`jaxmp.get_policy` reads, or ``"O1"``.
+      policy: whatever :func:`jaxmp.get_policy` reads.
       overrides: pattern to policy for parts of the module, see :class:`jaxmp.PolicyMap`. A path may begin with the
         name of the root, as tools print it: ``Net/head`` is ``head``.
 
     Raises:
       TypeError: ``module`` is no instance of a Linen module.
-      ValueError: an override of O1 computes neither in float32 nor in float16; or, when the module runs, for only then
+      ValueError: when the module runs, for only then
         its submodules exist: a pattern matched no module and no variable; every product stays float32 under a half
         policy, by overrides or by what dtypes its modules were given (in a call that runs all of them).
 
@@ -100,20 +96,17 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     [dtype('float16')]
     """
     require_order(module, policy, "jaxmp.linen.apply_policy")
-    if is_o1(policy):
-        return autocast(module, policy, overrides)
     return _under(module, Root(PolicyMap(policy, overrides)), "apply_policy")
 
 
 def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None) -> M:
     """``module`` under :func:`jaxmp.autocast`: same fields, same methods, same variables, no ``dtype`` changes.
 
-    What runs is decided operation by operation. Variables are made without autocast. In float16 this is
-    ``apply_policy(module, "O1")``.
+    What runs is decided operation by operation. Variables are made without autocast.
 
     Args:
       module: any Linen module, alone or to be nested in another; one that has a policy already loses it.
-      policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16, or ``"O1"``.
+      policy: whatever :func:`jaxmp.get_policy` reads and computes in float16 or bfloat16.
       overrides: pattern to ``"float32"``, ``"half"`` or a policy that computes in one of them, for parts of the module;
         patterns are those of :class:`jaxmp.PolicyMap`, and those of operations that :func:`jaxmp.autocast` takes.
 

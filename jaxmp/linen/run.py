@@ -82,8 +82,8 @@ class Root:
         """What is asked of the engine; each module has its own half dtype but under autocast."""
         if not self.autocast:
             return Rules(None, decided=decided)
-        matmul = self.policies.root.matmul
-        return Rules(self.policies.compute_dtype, dict(self.operations), matmul=matmul, decided=decided)
+        recipe = self.policies.root.float8
+        return Rules(self.policies.compute_dtype, dict(self.operations), float8=recipe, decided=decided)
 
     def mark(self, module: nn.Module) -> None:
         """Marks the scope of ``module``, and so every scope below that is still to come, as belonging to this root."""
@@ -272,7 +272,7 @@ class Run:
         return _Decision(
             policy=policy,
             mode=mode,
-            asked=level_of(policy, self.policies.root.matmul) if self.autocast and pattern is not None else None,
+            asked=level_of(policy, self.policies.root.float8) if self.autocast and pattern is not None else None,
             kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
             param_dtype=None if is_made else dtypes.get("param_dtype", policy.param_dtype),

@@ -38,7 +38,7 @@ from jaxmp.nnx.training import make_train_step as make_train_step
 from jaxmp.nnx.variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.overrides import level_of
 from jaxmp.patterns import Path, is_class_pattern, pattern_text
-from jaxmp.policy import PolicyMap, is_o1
+from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -80,14 +80,12 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     branch on the values of arrays; without ``jit`` a call of equal shapes runs the program that was written by the
     first.
 
-    ``"O1"`` is :func:`autocast` in ``mixed_float16``.
-
     Sharp edge: what reads a Param outside of the methods of its module gets it as it is stored: a property called from
     elsewhere, or a generator, which runs when its method has returned.
 
     Args:
       model: any NNX module, with arrays or abstract; one that has a policy already gets the new one.
-      policy: whatever :func:`jaxmp.get_policy` reads, or ``"O1"``.
+      policy: whatever :func:`jaxmp.get_policy` reads.
       overrides: pattern to policy for parts of the model, see :class:`jaxmp.PolicyMap`; paths are those of
         ``nnx.iter_modules``: ``encoder/layers/0``.
 
@@ -104,8 +102,6 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
     [dtype('float16')]
     """
     require_order(model, policy, "jaxmp.nnx.apply_policy")
-    if is_o1(policy):
-        return autocast(model, policy, overrides)
     return _under(model, PolicyMap(policy, overrides), by_autocast=False)
 
 
@@ -209,7 +205,7 @@ def _decide(
     return Decision(
         policy=policies.root if by_autocast else policy,
         mode=mode,
-        asked=level_of(policy, policies.root.matmul) if by_autocast and overridden else None,
+        asked=level_of(policy, policies.root.float8) if by_autocast and overridden else None,
         kept=kept_from_half(policy, computes, pattern, operations),
         is_root=node is graph.nodes[0],
         given=tuple((name, node.given[name]) for name in filled),

@@ -302,7 +302,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         return fun(module, args, kwargs)
     if decision.mode == "autocast":
         check_backend(policy := decision.policy)
-        rules = Rules(policy.compute_dtype, dict(decision.operations), matmul=policy.matmul, decided=decided)
+        rules = Rules(policy.compute_dtype, dict(decision.operations), float8=policy.float8, decided=decided)
         return computed(fun, rules, (module, args, kwargs), {}, policy)
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
     key = method, call.key, numbers.get() is None, check is None

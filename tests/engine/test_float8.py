@@ -25,7 +25,7 @@ from jaxmp.inspect import targets
 from tests.tools.autocast_tools import compiled, cosine, normal
 from tests.tools.plan_tools import doubled, plan, shape
 
-SMALL = "params=float32,compute=bfloat16,output=float32,matmul=float8(min_dim=16,min_tokens=16)"
+SMALL = "params=float32,compute=bfloat16,output=float32,float8(min_dim=16,min_tokens=16)"
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FORWARD, BACKWARD, HALF = (E4M3, E4M3), {E4M3, E5M2}, ("bfloat16", "bfloat16")
 

@@ -323,7 +323,7 @@ def test_a_region_of_no_level_raises():
 
 
 def test_o1_is_mixed_float16():
-    assert products(half(model, "O1"), X, W) == ["float16"] * 3
+    assert products(half(model, "mixed_float16"), X, W) == ["float16"] * 3
 
 
 def test_what_is_asked_for_happens_without_a_product_too():
@@ -361,11 +361,11 @@ def test_autocast_called_like_a_context_manager_or_a_decorator_says_what_to_writ
     autocast: Any = jaxmp.autocast
     for call, came in (
         (lambda: autocast("mixed_float16"), "'mixed_float16'"),
-        (lambda: autocast(policy="O1"), "policy='O1'"),
+        (lambda: autocast(policy="mixed_float16"), "policy='mixed_float16'"),
         (lambda: autocast(loss), "loss"),
         (lambda: autocast(dtype=jnp.bfloat16), "dtype=bfloat16"),
         (lambda: autocast("cuda", enabled=True), "'cuda', enabled=True"),
-        (lambda: autocast(loss, "O1", override={}), "loss, 'O1', override=dict"),
+        (lambda: autocast(loss, "mixed_float16", override={}), "loss, 'mixed_float16', override=dict"),
     ):
         text = f"jaxmp.autocast(fun, policy) returns a function, got jaxmp.autocast({came}); write half = "
         with pytest.raises(TypeError, match=f"^{re.escape(text)}.*context manager is jaxmp.precision"):

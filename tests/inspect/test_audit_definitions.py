@@ -355,7 +355,7 @@ def test_a_sum_is_one_if_a_loop_carries_it(name: str) -> None:
 @pytest.mark.once
 def test_what_is_made_to_lose_nothing_is_no_half_sum() -> None:
     def fit(how: Any) -> Any:
-        tx = jaxmp.low_precision(optax.sgd(0.1), params=how)
+        tx = jaxmp.low_precision(optax.sgd(0.1), rounding=how)
         gradient = jax.grad(lambda p, x: jnp.sum((x * p).astype(F32) ** 2))
 
         def turn(carry: Any, x: Any) -> Any:

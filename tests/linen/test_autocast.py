@@ -1,4 +1,4 @@
-"""O1 for Linen modules: autocast of the whole module, its variables untouched, exceptions by path and by class."""
+"""Autocast of a whole Linen module, its variables untouched, exceptions by path and by class."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from linen_zoo import (
 from recompiles import compiled_once
 
 import jaxmp
-from jaxmp.linen import apply_policy
+from jaxmp.linen import apply_policy, autocast
 
 IMAGES = data(2, 16, 16, 3)
 IDS = jnp.array([1, 3])
@@ -61,17 +61,17 @@ class Helped(nn.Module):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("level", ["O1", " o1 "])
+@pytest.mark.parametrize("level", ["mixed_float16", " Mixed_Float16 "])
 def test_variables_are_those_of_the_bare_module_bit_for_bit(level):
     bare = ResNet()
-    model = apply_policy(bare, level)
+    model = autocast(bare, level)
     same_bits(quick_jit(model.init)(rngs(), IMAGES), quick_jit(bare.init)(rngs(), IMAGES))
 
 
 def test_it_computes_what_autocast_by_hand_computes_bit_for_bit():
     bare = ResNet()
     variables = quick_jit(bare.init)(rngs(), IMAGES)
-    model = apply_policy(bare, "O1")
+    model = autocast(bare, "mixed_float16")
     by_hand = jaxmp.autocast(functools.partial(bare.apply, mutable=["batch_stats"]), "mixed_float16")
     got = quick_jit(functools.partial(model.apply, mutable=["batch_stats"]))(variables, IMAGES)
     same_bits(got, quick_jit(by_hand)(variables, IMAGES))
@@ -83,7 +83,7 @@ def test_it_computes_what_autocast_by_hand_computes_bit_for_bit():
 def test_gradients_point_where_those_of_float32_point():
     bare = ResNet()
     params, rest = split(quick_jit(bare.init)(rngs(), IMAGES))
-    models = (apply_policy(bare, "O1"), bare)
+    models = (autocast(bare, "mixed_float16"), bare)
     got, want = (quick_jit(jax.grad(loss_of(m, IMAGES, train=False), has_aux=True))(params, rest)[0] for m in models)
     assert dtypes_of(got) == {"float32"}
     a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (got, want))
@@ -94,24 +94,24 @@ def test_gradients_point_where_those_of_float32_point():
 @pytest.mark.parametrize("pattern", ["Dense_1", "**/Dense_1", "*_1"])
 def test_an_override_by_path_shows_in_the_program(pattern, level):
     policy = jaxmp.Policy("float32", "float32", "float32", matmul_precision="highest") if level == "highest" else level
-    model = apply_policy(MLP((4, 4, 3)), "O1", {pattern: policy})
+    model = autocast(MLP((4, 4, 3)), "mixed_float16", {pattern: policy})
     middle = "float16" if level == "half" else "float32"
     assert model_products(model, data(2, 5)) == ["float16", middle, "float16"]
 
 
 @pytest.mark.parametrize("pattern", [nn.Conv, "type:Conv"])
 def test_an_override_by_class_shows_in_the_program(pattern):
-    found = model_products(apply_policy(ResNet(), "O1", {pattern: "float32"}), IMAGES)
+    found = model_products(autocast(ResNet(), "mixed_float16", {pattern: "float32"}), IMAGES)
     assert found[:-1] == ["float32"] * 9 and found[-1] == "float16"
 
 
 def test_the_first_pattern_that_matches_wins():
-    model = apply_policy(MLP((4, 4, 3)), "O1", {"Dense_2": "half", "**": "float32"})
+    model = autocast(MLP((4, 4, 3)), "mixed_float16", {"Dense_2": "half", "**": "float32"})
     assert model_products(model, data(2, 5)) == ["float32", "float32", "float16"]
 
 
 def test_paths_do_not_contain_the_methods_that_lead_to_a_module():
-    model = apply_policy(Helped(), "O1", {"body": "float32"})
+    model = autocast(Helped(), "mixed_float16", {"body": "float32"})
     assert model_products(model, data(2, 4)) == ["float32", "float16"]
     variables = model.init(rngs(), data(2, 4))
     assert products(lambda x: model.apply(variables, x, method="encode"), data(2, 4)) == ["float32"]
@@ -122,8 +122,8 @@ def test_paths_do_not_contain_the_methods_that_lead_to_a_module():
 
 
 def test_a_tied_embedding_is_overridden_where_it_is_used_again():
-    assert model_products(apply_policy(Tied(), "O1", {"embed": "float32"}), IDS) == ["float16", "float32"]
-    assert model_products(apply_policy(Tied(), "O1"), IDS) == ["float16", "float16"]
+    assert model_products(autocast(Tied(), "mixed_float16", {"embed": "float32"}), IDS) == ["float16", "float32"]
+    assert model_products(autocast(Tied(), "mixed_float16"), IDS) == ["float16", "float16"]
 
 
 @pytest.mark.parametrize("transform", [nn.jit, nn.remat])
@@ -134,7 +134,7 @@ def test_modules_of_one_lifted_class_follow_their_own_paths(transform):
             layer = transform(nn.Dense)
             return layer(4, name="b")(layer(4, name="a")(x))
 
-    assert model_products(apply_policy(Lifted(), "O1", {"b": "float32"}), data(2, 4)) == ["float16", "float32"]
+    assert model_products(autocast(Lifted(), "mixed_float16", {"b": "float32"}), data(2, 4)) == ["float16", "float32"]
 
 
 def test_layers_in_a_scan_follow_the_path_of_the_stack():
@@ -150,8 +150,8 @@ def test_layers_in_a_scan_follow_the_path_of_the_stack():
             return nn.Dense(4)(scanned(name="layers")(x, None)[0])
 
     x = data(2, 4)
-    assert model_products(apply_policy(Stacked(), "O1"), x) == ["float16", "float16"]
-    assert model_products(apply_policy(Stacked(), "O1", {"layers/**": "float32"}), x) == ["float32", "float16"]
+    assert model_products(autocast(Stacked(), "mixed_float16"), x) == ["float16", "float16"]
+    assert model_products(autocast(Stacked(), "mixed_float16", {"layers/**": "float32"}), x) == ["float32", "float16"]
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -159,7 +159,7 @@ def test_dropout_masks_are_those_of_the_bare_module(nested):
     def build(inner: Any) -> Any:
         return Noisy(inner) if nested else inner
 
-    bare, model = build(Noisy()), build(apply_policy(Noisy(), "O1"))
+    bare, model = build(Noisy()), build(autocast(Noisy(), "mixed_float16"))
     variables = bare.init(rngs(), data(3, 4))
     want, mutated = bare.apply(variables, data(3, 4), rngs=rngs(1), capture_intermediates=True)
     got, also = model.apply(variables, data(3, 4), rngs=rngs(1), capture_intermediates=True)
@@ -170,12 +170,12 @@ def test_dropout_masks_are_those_of_the_bare_module(nested):
 
 
 def test_nested_in_a_bare_module_only_it_is_under_autocast():
-    model = Noisy(apply_policy(Noisy(), "O1"))
+    model = Noisy(autocast(Noisy(), "mixed_float16"))
     assert model_products(model, data(3, 4)) == ["float32", "float16", "float16"]
 
 
 def test_bound_modules_and_their_submodules_run_under_autocast():
-    model = apply_policy(Tied(), "O1", {"embed": "float32"})
+    model = autocast(Tied(), "mixed_float16", {"embed": "float32"})
     bound = model.bind(model.init(rngs(), IDS))
     same_bits(bound(IDS), bound(IDS))
     assert products(bound, IDS) == ["float16", "float32"]
@@ -184,7 +184,7 @@ def test_bound_modules_and_their_submodules_run_under_autocast():
 
 
 def test_it_is_one_policy_among_others_for_clones_copies_and_tables():
-    model = apply_policy(apply_policy(MLP(), "mixed_bfloat16"), "O1", {"Dense_1": "float32"})
+    model = autocast(apply_policy(MLP(), "mixed_bfloat16"), "mixed_float16", {"Dense_1": "float32"})
     for copy in (model.clone(), pickle.loads(pickle.dumps(model))):
         assert model_products(copy, data(2, 5)) == ["float16", "float32"]
     assert model_products(apply_policy(model, "mixed_bfloat16"), data(2, 5)) == ["bfloat16", "bfloat16"]
@@ -194,7 +194,7 @@ def test_it_is_one_policy_among_others_for_clones_copies_and_tables():
 
 
 def test_it_is_compiled_once():
-    model = apply_policy(Linear(), "O1")
+    model = autocast(Linear(), "mixed_float16")
     variables = model.init(rngs(), data(2, 5))
     run = jax.jit(model.apply)
     for seed in range(3):
@@ -211,7 +211,7 @@ def test_it_is_compiled_once():
     ],
 )
 def test_overrides_that_cannot_be_are_errors_when_it_runs(overrides, text):
-    model = apply_policy(MLP(), "O1", overrides)
+    model = autocast(MLP(), "mixed_float16", overrides)
     with pytest.raises(ValueError, match=text):
         model.apply(MLP().init(rngs(), data(2, 5)), data(2, 5))
 
@@ -219,12 +219,10 @@ def test_overrides_that_cannot_be_are_errors_when_it_runs(overrides, text):
 def test_an_override_to_another_half_dtype_is_an_error_at_once():
     text = r"computes in its policy's float16, .* for '\*\*/head' computes in bfloat16; write 'float32' or 'half' there"
     with pytest.raises(ValueError, match=text):
-        apply_policy(MLP(), "O1", {"**/head": "mixed_bfloat16"})
+        autocast(MLP(), "mixed_float16", {"**/head": "mixed_bfloat16"})
 
 
-@pytest.mark.parametrize(
-    ("policy", "half"), [("mixed_bfloat16", "bfloat16"), ("mixed_float16", "float16"), ("O1", "float16")]
-)
+@pytest.mark.parametrize(("policy", "half"), [("mixed_bfloat16", "bfloat16"), ("mixed_float16", "float16")])
 def test_a_model_runs_under_autocast_in_either_half_dtype(policy, half):
     model, variables = jaxmp.linen.autocast(MLP(), policy), MLP().init(rngs(), data(2, 4))
     same_bits(model.init(rngs(), data(2, 4)), variables)

@@ -57,7 +57,7 @@ def dtypes_in(step: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("policy", "dtype"),
-    [("O1", "float16"), ("mixed_float16", "float16"), ("mixed_bfloat16", "bfloat16"), ("bfloat16", "bfloat16")],
+    [("mixed_float16", "float16"), ("mixed_bfloat16", "bfloat16"), ("bfloat16", "bfloat16")],
 )
 def test_the_step_and_the_evaluation_multiply_in_the_compute_dtype(policy, dtype):
     assert dtypes_in(make(policy)) == {dtype}
@@ -92,7 +92,7 @@ def test_a_step_is_that_of_the_loss_function_under_autocast_by_hand(policy):
 
 @pytest.mark.parametrize("kwargs", [{}, {"accumulate_steps": 2}, {"remat": "full"}, {"remat": "dots"}], ids=str)
 def test_it_trains_with_everything_float32_that_is_kept_and_one_compilation(kwargs):
-    step, state = make("O1", **kwargs), new_state()
+    step, state = make("mixed_float16", **kwargs), new_state()
     losses = []
     for _ in range(30):
         state, metrics = step(state, BATCH)
@@ -129,7 +129,7 @@ def test_gradients_point_where_those_of_float32_point():
 
 def test_overrides_reach_the_autocast():
     assert dtypes_in(make("mixed_bfloat16", overrides={"**/head": "float32"})) == {"bfloat16", "float32"}
-    evaluate = jaxmp.make_eval_step(loss_fn, policy="O1", overrides={"**/head": "float32"})
+    evaluate = jaxmp.make_eval_step(loss_fn, policy="mixed_float16", overrides={"**/head": "float32"})
     assert dtypes_in(evaluate) == {"float16", "float32"}
 
 
@@ -151,7 +151,7 @@ def test_a_float32_step_hands_on_half_metrics_and_refuses_a_half_loss_with_overr
 
 @pytest.mark.once
 def test_float16_products_of_autocast_without_a_loss_scale_are_warned_of_once():
-    step, state = make("O1"), new_state(jaxmp.NoOpLossScale())
+    step, state = make("mixed_float16"), new_state(jaxmp.NoOpLossScale())
     with pytest.warns(UserWarning, match=r"float16 products but the optimizer no loss scale"):
         state, _ = step(state, BATCH)
     with warnings.catch_warnings():
@@ -172,7 +172,7 @@ def test_float16_products_of_autocast_without_a_loss_scale_are_warned_of_once():
             ValueError,
             r"policy=None asks for none, got \{'a': 'float32'\}; pass",
         ),
-        ({"policy": "O1", "overrides": {"a": "float31"}}, ValueError, "in 'half' .* got 'float31'"),
+        ({"policy": "mixed_float16", "overrides": {"a": "float31"}}, ValueError, "in 'half' .* got 'float31'"),
     ],
 )
 def test_what_cannot_be_is_an_error_at_once(make_step, kwargs, error, text):
@@ -181,7 +181,7 @@ def test_what_cannot_be_is_an_error_at_once(make_step, kwargs, error, text):
 
 
 def test_an_override_that_matches_nothing_is_an_error_of_the_step():
-    for policy in ("O1", "float32"):
+    for policy in ("mixed_float16", "float32"):
         step = make(policy, overrides={"**/heda": "float32"})
         with pytest.raises(ValueError, match=r"'\*\*/heda' matched none; nearest paths: .*Net/head"):
             step(new_state(), BATCH)
@@ -189,13 +189,15 @@ def test_an_override_that_matches_nothing_is_an_error_of_the_step():
 
 @pytest.mark.once
 def test_an_o1_model_in_the_loss_function_is_left_as_it_is():
-    model = jaxmp.linen.apply_policy(NET, "O1", {"head": "float32"})
+    model = jaxmp.linen.autocast(NET, "mixed_float16", {"head": "float32"})
 
     def own(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         logits, model_state = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), model_state
 
-    steps = [jaxmp.make_train_step(own, ema_decay=0.9, donate=False, policy=policy) for policy in (None, "O1")]
+    steps = [
+        jaxmp.make_train_step(own, ema_decay=0.9, donate=False, policy=policy) for policy in (None, "mixed_float16")
+    ]
     results = [functools.reduce(lambda s, _: step(s, BATCH)[0], range(2), new_state()) for step in steps]
     same_bits(results[0].params, results[1].params)
     assert dtypes_in(steps[1]) == {"float16", "float32"}

@@ -321,9 +321,11 @@ def test_policies_are_read_as_compare_reads_them_and_float32_is_trained_only_if_
     low = ("bfloat16_sr+nearest", "bfloat16_sr+float8")
     assert accuracy.variants(low) == [(policy, "none") for policy in low]
     task = Task(types.SimpleNamespace(prepare=lambda flags: flags), {})
-    flags = [task.prepare(LineConfig(low_precision="kahan"), policy, "none") for policy in (*low, "autocast:O1")]
+    flags = [
+        task.prepare(LineConfig(low_precision="kahan"), policy, "none") for policy in (*low, "autocast:mixed_float16")
+    ]
     assert [(each.policy, each.low_precision, each.autocast) for each in flags] == [
-        ("bfloat16_sr", "nearest", False), ("bfloat16_sr", "float8", False), ("O1", "kahan", True)
+        ("bfloat16_sr", "nearest", False), ("bfloat16_sr", "float8", False), ("mixed_float16", "kahan", True)
     ]  # fmt: skip
 
 
