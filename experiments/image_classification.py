@@ -41,6 +41,7 @@ from experiments.training.precision import (
     read_policy,
     require_matches,
 )
+from jaxmp.sharding import Sharding
 
 LINEN = {
     "cnn": lambda classes, small_images: models.CNN(classes),
@@ -200,7 +201,14 @@ def prepare(config: Config) -> Experiment:
         return jaxmp.TrainState.create(params=params, tx=tx, **fields())
 
     params = jax.eval_shape(init, 0)[0]  # a pattern that matches nothing is an error here, not after the folder is made
-    specs = None if devices is None else jaxmp.sharding.fsdp_specs(params, devices)
+    specs = sharding = create_on_mesh = None
+    if devices is not None:
+        specs = jaxmp.sharding.fsdp_specs(params, devices)
+        sharding = Sharding(devices, specs)
+
+        def create_on_mesh(seed: int) -> jaxmp.TrainState:
+            return jaxmp.TrainState.create_sharded(lambda: init(seed)[0], tx, sharding, **fields())
+
     experiment = Experiment(
         loss_fn=jaxmp.autocast(loss_fn, **autocast) if autocast else loss_fn,
         step=jaxmp.make_train_step(
@@ -208,8 +216,7 @@ def prepare(config: Config) -> Experiment:
             accumulate_steps=config.accumulate,
             ema_decay=config.ema or None,
             remat=None if config.remat == "none" else config.remat,  # on a mesh weights are gathered again
-            mesh=devices,
-            specs=specs,
+            sharding=sharding,
             **autocast,
         ),
         eval_step=jaxmp.make_eval_step(
@@ -229,8 +236,7 @@ def prepare(config: Config) -> Experiment:
             "data": origin,
             "autocast": "yes" if autocast else "no",
         },
-        create_on_mesh=devices
-        and (lambda seed: jaxmp.sharding.init_state(lambda: init(seed)[0], tx, devices, specs, **fields())),
+        create_on_mesh=create_on_mesh,
     )
     if autocast:
         require_matches(experiment)

@@ -199,7 +199,7 @@ def with_remat(loss_fn: LossFn, remat: Any) -> LossFn:
         names = [n for n in dir(jax.checkpoint_policies) if n.endswith("_saveable") or n.startswith("checkpoint_")]
         policies = {**REMAT, **{name: getattr(jax.checkpoint_policies, name) for name in names}}
         if remat not in policies:
-            known = nearest(remat, ["none", "regather", *policies], 12)
+            known = nearest(remat, ["none", *policies], 12)
             raise ValueError(f"unknown remat policy {remat!r}; known, nearest first: {known}")
         remat = policies[remat]
     if not callable(remat):

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,52 @@ COPIES = "jaxmp.copies"
 _FLOAT32 = np.dtype(np.float32)
 _REDUCES = frozenset(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sharding:
+    """How the state of a train step is split over devices, and how its gradients are summed over them.
+
+    Pass one to :func:`jaxmp.make_train_step` and to :meth:`jaxmp.TrainState.create_sharded`.
+
+    Attributes:
+      mesh: the devices. A batch is split over the axes ``"data"`` and ``"fsdp"``.
+      specs: a ``PartitionSpec`` for each param, as :func:`jaxmp.sharding.fsdp_specs` returns them.
+      reduce_dtype: the dtype in which gradients are summed over devices. Each device sums its own in float32.
+      reduce: when microbatches are summed over devices: the gradients of ``"each"`` one, or their sum ``"once"``. With
+        ``"once"`` all weights are gathered once, before the first microbatch: less traffic, more memory.
+      regather: whether the backward pass gathers the weights again, in place of keeping them from the forward pass.
+
+    Raises:
+      TypeError: ``mesh`` is no mesh.
+      ValueError: the mesh has no axis for the batch, or such axes of several types; ``reduce_dtype`` is no dtype to sum
+        in, or ``reduce`` neither word.
+
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    >>> params = {"w": jnp.zeros((512, 512))}
+    >>> sharding = Sharding(mesh, fsdp_specs(params, mesh))
+    >>> state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(0.1), sharding)
+    """
+
+    mesh: Mesh
+    specs: Any
+    reduce_dtype: Any = dataclasses.field(default="float32", kw_only=True)
+    reduce: Literal["each", "once"] = dataclasses.field(default="each", kw_only=True)
+    regather: bool = dataclasses.field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(
+                f"mesh must be a jax.sharding.Mesh, got {self.mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))"
+            )
+        if self.reduce not in ("each", "once"):
+            raise ValueError(f"reduce must be 'each' or 'once', got {self.reduce!r}")
+        object.__setattr__(self, "reduce_dtype", to_reduce_in(self.reduce_dtype))
+        self.plan()
+
+    def plan(self) -> Plan:
+        """Return the plan that a train step follows."""
+        return Plan(self.mesh, self.specs, self.reduce_dtype)
 
 
 class HalfSumError(ValueError):
@@ -218,17 +264,6 @@ class Plan:
         """``weight`` as (devices, …): the cotangent has a part for each device, and is reduced with all others."""
         with jax.named_scope(COPIES):
             return jax.lax.broadcast_in_dim(weight, (self.devices, *weight.shape), range(1, weight.ndim + 1))
-
-
-def plan_of(mesh: Any, specs: Any, reduce_dtype: Any) -> Plan:
-    """A plan for what a user asks for.
-
-    Raises:
-      ValueError, TypeError: it is none.
-    """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}; make it with jax.make_mesh((8,), ('fsdp',))")
-    return Plan(mesh, specs, to_reduce_in(reduce_dtype))
 
 
 def to_reduce_in(dtype: Any) -> np.dtype:

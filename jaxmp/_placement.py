@@ -81,7 +81,7 @@ def at(path: Any, leaf: Any, wanted: NamedSharding) -> jax.Array:
     if is_put(leaf) and not _lies(leaf, wanted):
         raise ValueError(
             f"a state must lie as the mesh and specs of the step say, {wanted} for {_tree.path_name(path)!r}, got "
-            f"{leaf.sharding}; make it with jaxmp.sharding.init_state(…, mesh, specs)"
+            f"{leaf.sharding}; make it with TrainState.create_sharded(make_params, tx, sharding)"
         )
     return at_home(leaf, wanted)
 

@@ -40,6 +40,11 @@ def following(state: Any, params: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map_with_path(spec_of, state, is_leaf=lambda node: isinstance(node, Float8Blocks))
 
 
+def is_train_state(tree: Any) -> bool:
+    """Whether ``tree`` is a whole state, whose optimizer's leaves follow its params."""
+    return hasattr(tree, "params") and hasattr(tree, "opt_state")
+
+
 def text_of(spec: PartitionSpec) -> str:
     return f"P({', '.join(map(repr, spec))})"
 

@@ -1,7 +1,7 @@
 """Params over many devices: who holds what, and what crosses the wire in which dtype.
 
-JAX's own partitioner does all moving. Here are the specs (:func:`fsdp_specs`), the state made in place
-(:func:`init_state`), the gather of a weight in half whose gradient is reduced in float32 (:func:`gather`), and the
+JAX's own partitioner does all moving. Here are the specs (:func:`fsdp_specs`), the choices of a train step
+(:class:`Sharding`), the gather of a weight in half whose gradient is reduced in float32 (:func:`gather`), and the
 account of what a compiled program moves (:func:`collectives`).
 
 Fully sharded data parallelism: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), Zhao et al. 2023 (arXiv:2304.11277).
@@ -14,17 +14,17 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jaxmp import hlo, tables
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
+from jaxmp._mesh_plan import Sharding as Sharding
 from jaxmp._mesh_plan import reduced_in, spread, to_reduce_in
 from jaxmp._specs import (
     Mesh,
@@ -33,6 +33,7 @@ from jaxmp._specs import (
     fitting,
     following,
     is_spec,
+    is_train_state,
     names_of,
     parts_of,
     require_arrays,
@@ -44,7 +45,6 @@ from jaxmp._specs import (
     without,
 )
 from jaxmp.dtypes import canonical_dtype
-from jaxmp.training import TrainState, created
 
 Rules = Mapping[str, PartitionSpec]
 
@@ -91,7 +91,7 @@ def fsdp_specs(
         raise TypeError(f"axis names one axis of the mesh, got {axis!r}; a spec of several is given by rules")
     if not isinstance(min_size, (int, np.integer)) or min_size < 0:
         raise ValueError(f"min_size counts the numbers of a leaf, 0 or more of them, got {min_size!r}; 65536 is usual")
-    if isinstance(shapes, TrainState):
+    if is_train_state(shapes):
         own = fsdp_specs(shapes.params, mesh, axis=axis, rules=rules, min_size=min_size, stacked=stacked)
         return following(shapes, shapes.params, own, mesh)
     require_axes(mesh, [axis], "axis")
@@ -119,50 +119,6 @@ def fsdp_specs(
     return jax.tree.map_with_path(spec_of, shapes)
 
 
-def init_state(
-    make_params: Callable[[], Any], tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, specs: Any, **fields: Any
-) -> TrainState:
-    """A :class:`jaxmp.TrainState` made where it stays: no device, and no process, ever holds all of it.
-
-    Args:
-      make_params: returns the params; traced, so its random numbers do not depend on the devices.
-      tx: as for :meth:`jaxmp.TrainState.create`.
-      mesh: the devices, of all processes.
-      specs: those of the params, as :func:`fsdp_specs` returns them. The optimizer's leaves follow their params.
-      **fields: the rest that :meth:`jaxmp.TrainState.create` takes. Arrays must be the same on every process; they
-        come to lie whole on every device.
-
-    Raises:
-      ValueError: the specs are of another tree than the params, or do not fit them.
-      TypeError: ``make_params`` is no function.
-
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
-    >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
-    >>> specs = fsdp_specs(jax.eval_shape(make_params), mesh)
-    >>> state = init_state(make_params, optax.adam(1e-3), mesh, specs, rng=1)
-    >>> state.opt_state.inner_state[0].mu["w"].sharding == state.params["w"].sharding
-    True
-    """
-    if not callable(make_params):
-        raise TypeError(
-            f"make_params is a function that makes the params where they stay, got {type(make_params).__name__}; of "
-            "arrays that there are, write lambda: params"
-        )
-    with_arrays = [name for name, value in fields.items() if any(map(_is_array, jax.tree.leaves(value)))]
-    arrays = {name: fields[name] for name in with_arrays}
-    static = {name: value for name, value in fields.items() if name not in arrays}
-
-    def make(arrays: Any) -> TrainState:
-        return created(TrainState, params=make_params(), tx=tx, **static, **arrays)
-
-    shapes = jax.eval_shape(make, arrays)
-    describe(shapes.params, specs, mesh)  # raises if they do not fit
-    shardings = [NamedSharding(mesh, spec) for spec in specs_in(following(shapes, shapes.params, specs, mesh))]
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if reading.is_tracing() else jax.set_mesh(mesh):
-        leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-
 def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", axes: Sequence[str] = ("fsdp",)) -> Any:
     """The weights whole, in ``dtype``; their gradients are summed over the devices in ``reduce_dtype`` and split again.
 
@@ -178,7 +134,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     Args:
       tree: the weights. Leaves that are split over none of ``axes`` come back in their dtype. In ``shard_map`` their
         gradients are summed in ``reduce_dtype``. Elsewhere JAX sums them, in the dtype in which they meet the batch:
-        add a bias in float32, or let ``make_train_step(specs=)`` do all this, which sums them in float32.
+        add a bias in float32, or let ``make_train_step(sharding=)`` do all this, which sums them in float32.
       specs: a ``PartitionSpec`` for each, as :func:`fsdp_specs` returns them.
       dtype: to compute in.
       reduce_dtype: of the sum over devices, float32 (for weights gathered in float64 this) or a half dtype.
@@ -188,8 +144,8 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
     Raises:
       ValueError: no mesh is set or it lacks an axis; ``reduce_dtype`` cannot be had on axes of type Auto; the specs are
         of another tree, or do not fit; a dtype is not floating, or none to reduce in; it is called in the loss function
-        of a ``make_train_step(specs=)``, which gathers by itself; in ``shard_map``, an array axis is split over an axis
-        of ``axes`` and then over another, or ``check_vma=False`` hides who holds what.
+        of a ``make_train_step(sharding=)``, which gathers by itself; in ``shard_map``, an array axis is split over an
+        axis of ``axes`` and then over another, or ``check_vma=False`` hides who holds what.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     >>> with jax.set_mesh(mesh):
@@ -206,7 +162,7 @@ def gather(tree: Any, specs: Any, dtype: Any, *, reduce_dtype: Any = "float32", 
         )
     if spread() is not None:
         raise ValueError(
-            "make_train_step(mesh=, specs=) gathers the weights of its loss function by itself, got gather in it; "
+            "make_train_step(sharding=) gathers the weights of its loss function by itself, got gather in it; "
             "leave one of the two out"
         )
     axes, dtype, reduce_dtype = as_tuple(axes), canonical_dtype(dtype), to_reduce_in(reduce_dtype)
@@ -564,7 +520,3 @@ def _axis_of(groups: list[list[int]], mesh: Any) -> str:
             if all(len({line_of.get(device) for device in group}) == 1 for group in groups):
                 return "+".join(names)
     return f"{len(groups[0])} devices"
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)

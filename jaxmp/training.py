@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import flax.struct
 import jax
@@ -35,7 +35,7 @@ from jaxmp._loss_functions import (
     under_policy,
     with_remat,
 )
-from jaxmp._mesh_plan import on_auto_axes, plan_of
+from jaxmp._mesh_plan import Sharding, on_auto_axes
 from jaxmp._mesh_types import typed
 from jaxmp._placement import (
     at,
@@ -54,7 +54,6 @@ from jaxmp._placement import (
     tell_of_devices,
 )
 from jaxmp._stuck_runs import StuckRuns, explanation
-from jaxmp.dtypes import canonical_dtype
 from jaxmp.loss_scale import NoOpLossScale
 from jaxmp.optimizer import (
     Made,
@@ -107,6 +106,37 @@ class TrainState(flax.struct.PyTreeNode):
     rng: Any
     apply_fn: Callable[..., Any] | None = flax.struct.field(pytree_node=False)
     tx: optax.GradientTransformationExtraArgs = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def create_sharded(
+        cls: type[S],
+        make_params: Callable[[], Any],
+        tx: optax.GradientTransformation,
+        sharding: Sharding,
+        **fields: Any,
+    ) -> S:
+        """Create a state where it stays: no device, and no process, ever holds all of it.
+
+        Args:
+          make_params: returns the params. It is traced, so its random numbers do not depend on the devices.
+          tx: as for :meth:`create`.
+          sharding: the mesh and the specs of the params. The optimizer's leaves follow their params.
+          **fields: the rest that :meth:`create` takes. Arrays must be equal on all processes; they lie whole on every
+            device.
+
+        Raises:
+          ValueError: the specs are of another tree than the params, or do not fit them.
+          TypeError: ``make_params`` is no function.
+
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+        >>> make_params = lambda: {"w": jax.random.normal(jax.random.key(0), (512, 512))}
+        >>> specs = jaxmp.sharding.fsdp_specs(jax.eval_shape(make_params), mesh)
+        >>> sharding = jaxmp.sharding.Sharding(mesh, specs)
+        >>> state = TrainState.create_sharded(make_params, optax.adam(1e-3), sharding, rng=1)
+        >>> state.opt_state.inner_state[0].mu["w"].sharding == state.params["w"].sharding
+        True
+        """
+        return created_sharded(cls, make_params, tx, sharding, fields)
 
     @classmethod
     def create(
@@ -278,6 +308,34 @@ def created(
     return settled(state)
 
 
+def created_sharded(
+    cls: type[S], make_params: Callable[[], Any], tx: Any, sharding: Sharding, fields: Mapping[str, Any]
+) -> S:
+    """See :meth:`TrainState.create_sharded`."""
+    if not callable(make_params):
+        raise TypeError(
+            f"make_params is a function that returns the params, got {type(make_params).__name__}; write lambda: params"
+        )
+    arrays: dict[str, Any] = {}
+    static: dict[str, Any] = {}
+    for name, value in fields.items():
+        has_arrays = any(map(_is_array, jax.tree.leaves(value)))
+        (arrays if has_arrays else static)[name] = value
+
+    def make(arrays: Any) -> S:
+        return created(cls, params=make_params(), tx=tx, **static, **arrays)
+
+    shapes = jax.eval_shape(make, arrays)
+    shardings = jax.tree.leaves(sharding.plan().shardings(shapes))
+    with sharding.plan().set():
+        leaves = jax.jit(lambda arrays: jax.tree.leaves(make(arrays)), out_shardings=shardings)(arrays)
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and not isinstance(leaf, np.generic)
+
+
 def make_train_step(
     loss_fn: LossFn,
     *,
@@ -288,10 +346,7 @@ def make_train_step(
     remat: str | Callable[..., Any] | None = None,
     donate: bool = True,
     max_consecutive_skips: int = 25,
-    mesh: Any = None,
-    specs: Any = None,
-    reduce_dtype: Any = "float32",
-    reduce: Literal["each", "once"] = "each",
+    sharding: Sharding | None = None,
 ) -> TrainStep:
     """A jitted ``step(state, batch) -> (state, metrics)`` for a :class:`TrainState`.
 
@@ -319,25 +374,20 @@ def make_train_step(
       ema_decay: decay of ``state.ema_params``, which needs ``TrainState.create(ema=True)``.
       remat: what the backward pass recomputes: None or ``"none"`` for nothing, ``"full"``, ``"dots"`` (keep products),
         ``"dots_no_batch"``, ``"float8"`` (keep the operands of float8 products), the name of a policy in
-        ``jax.checkpoint_policies``, or such a policy. With ``specs``, None is ``"regather"``, which computes nothing
-        again but gathers the weights again. So do all others but ``"none"``, which keeps them.
+        ``jax.checkpoint_policies``, or such a policy.
       donate: whether the state's memory is reused; the state passed in is then deleted.
       max_consecutive_skips: after so many skipped steps in a row, with a loss scale that cannot fall, the run ends.
-      mesh: devices that the step is for, with ``specs``. The batch is split over its axes ``"data"`` and ``"fsdp"``.
-        The state and the batch are put there, if they were put nowhere else.
-      specs: where the params lie, as :func:`jaxmp.sharding.fsdp_specs` says. Each weight is gathered where the loss
-        function uses it, in the dtype in which it is used there, and once in a pass; docs/sharding.md has the rules.
-      reduce_dtype: in which the gradients are summed over the devices; each device sums its own in float32.
-      reduce: the gradients of ``"each"`` microbatch; or their sum ``"once"``, all weights being gathered once before:
-        less on the wire, but each device holds all weights in half and the sum of their gradients in float32.
+      sharding: a :class:`jaxmp.sharding.Sharding` over the devices of a mesh. State and batch move there, unless they
+        were put elsewhere. Each weight is gathered where the loss function uses it, in the dtype in which it is used
+        there, and once in a pass; docs/sharding.md has the rules.
 
     Raises (here, or from the step):
       ValueError: an argument is out of range, or the batch has no examples, or does not divide by ``accumulate_steps``,
         or a microbatch by the devices of an axis of type Explicit; ``overrides`` without autocast, or one that matched
         nothing; ``ema_decay`` without a moving average, or the reverse; a metric has a name of the step's own, a model
-        state another structure than it came with; state and batch were put on different devices; ``mesh`` or ``specs``
-        alone, or that do not fit each other, the params, or the batch; a param goes in half into what cannot leave its
-        gradient in ``reduce_dtype``.
+        state another structure than it came with; state and batch were put on different devices; the specs do
+        not fit the params, or the mesh the batch; a param goes in half into what cannot leave its gradient in the
+        ``reduce_dtype`` of ``sharding``.
       TypeError: the loss function takes or returns something else (a metric that is no number, say); the loss is
         float16 or no scalar; the state is no :class:`TrainState` (Flax's own, say); the batch has a string, say.
       RuntimeError: the state was given to a donating step before, or the batch has arrays of it.
@@ -362,26 +412,21 @@ def make_train_step(
     if decay is not None and not 0 <= decay < 1:
         raise ValueError(f"ema_decay must lie in [0, 1), got {ema_decay!r}; 0.999 averages over about 1,000 steps")
     require_flag("donate", donate, "pass donate=False to keep the states of earlier steps")
-    if reduce not in ("each", "once") or (reduce == "once" and (mesh is None or accumulate_steps == 1)):
-        raise ValueError(
-            "reduce is 'each', or 'once' for the microbatches of a step on a mesh, got "
-            f"{reduce!r} with mesh={mesh!r} and accumulate_steps={accumulate_steps}; pass mesh=, specs= and "
-            "accumulate_steps=2, say, or leave it out"
+    if sharding is not None and not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"sharding is a jaxmp.sharding.Sharding(mesh, specs), got {type(sharding).__name__}; see docs/sharding.md"
         )
-    is_plain = canonical_dtype(reduce_dtype) == np.float32 and remat != "regather"
-    if (mesh is None) != (specs is None) or (mesh is None and not is_plain):
-        raise ValueError(
-            "mesh=, and specs= of params on it, are given together, and reduce_dtype= and remat='regather' with them, "
-            f"got mesh={mesh!r}, specs={'None' if specs is None else 'a tree'}, reduce_dtype={reduce_dtype!r}, "
-            f"remat={remat!r}; take specs=jaxmp.sharding.fsdp_specs(params, mesh), or leave them all out"
-        )
+    sums_once = sharding is not None and sharding.reduce == "once"
+    if sums_once and accumulate_steps == 1:
+        raise ValueError("reduce='once' sums the gradients of several microbatches, got accumulate_steps=1")
     loss_fn = under_policy(loss_fn, policy, overrides)
     gathered = None
-    if mesh is not None:
-        plan = plan_of(mesh, specs, reduce_dtype)
-        loss_fn = gathered = Gathered(plan, typed(loss_fn, mesh, plan.axes), remat is None or remat == "regather")
-    loss_fn = with_remat(loss_fn, None if remat == "regather" else remat)
-    return TrainStep(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, reduce == "once")
+    if sharding is not None:
+        plan = sharding.plan()
+        keeps_nothing = sharding.regather and remat in (None, "none")
+        loss_fn = gathered = Gathered(plan, typed(loss_fn, sharding.mesh, plan.axes), keeps_nothing)
+    loss_fn = with_remat(loss_fn, remat)
+    return TrainStep(loss_fn, accumulate_steps, decay, donate, max_consecutive_skips, gathered, sums_once)
 
 
 class _Layout(NamedTuple):

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Float8, Policy, PolicyMap, _loss_functions, float8, get_policy, hardware
 from jaxmp.inspect import targets
+from jaxmp.sharding import Sharding
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 PLAIN = (((1,), (0,)), ((), ()))
@@ -399,18 +400,20 @@ class TestTrainSteps:
         sizes = np.repeat(np.array([1.0, 3.0, 11.0, 50.0], np.float32), 12)[:, None]
         x, g = (np.asarray((each * sizes).astype(jnp.bfloat16), np.float32) for each in map(np.float32, operands[::2]))
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
-        state = jaxmp.sharding.init_state(lambda: {"w": jnp.zeros((32, 64))}, tx, mesh, specs)
+        state = jaxmp.TrainState.create_sharded(lambda: {"w": jnp.zeros((32, 64))}, tx, Sharding(mesh, specs))
         policy = SMALL.format(weight_gradient)
-        step = jaxmp.make_train_step(self.loss, policy=policy, mesh=mesh, specs=specs)
+        step = jaxmp.make_train_step(self.loss, policy=policy, sharding=Sharding(mesh, specs))
         new, _ = step(state, {"x": x, "g": g})
         is_exact = weight_gradient == "compute"
         wanted = exact(g).T @ exact(x) if is_exact else by_hand(g, E5M2).T @ by_hand(x)
         assert off(new.params["w"], -wanted) < (1e-6 if is_exact else ROUNDED)  # XLA's CPU rounds no stand-ins
 
     @pytest.mark.parametrize(
-        "options", [{"remat": "full"}, {"accumulate_steps": 2}, {"accumulate_steps": 2, "reduce": "once"}], ids=str
+        ("options", "reduce"),
+        [({"remat": "full"}, "each"), ({"accumulate_steps": 2}, "each"), ({"accumulate_steps": 2}, "once")],
+        ids=str,
     )
-    def test_layers_in_a_scan_give_what_one_device_gives(self, options, monkeypatch):
+    def test_layers_in_a_scan_give_what_one_device_gives(self, options, reduce, monkeypatch):
         monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
 
         def loss(params, model_state, x, rng):
@@ -425,12 +428,13 @@ class TestTrainSteps:
         tx = jaxmp.loss_scaling(optax.sgd(1.0), jaxmp.NoOpLossScale())
         x, found = np.asarray(drawn(128, 32, dtype=jnp.float32)), []
         policy = SMALL.format("float8")
-        for where in ({}, {"mesh": mesh, "specs": specs}):
-            own = {name: value for name, value in options.items() if where or name != "reduce"}
+        for where in ({}, {"sharding": Sharding(mesh, specs, reduce=reduce)}):
             state = jaxmp.TrainState.create(params=jax.tree.map(jnp.copy, params), tx=tx)
             if where:
-                state = jaxmp.sharding.init_state(lambda: jax.tree.map(jnp.copy, params), tx, mesh, specs)
-            new, metrics = jaxmp.make_train_step(loss, policy=policy, **where, **own)(state, x)
+                state = jaxmp.TrainState.create_sharded(
+                    lambda: jax.tree.map(jnp.copy, params), tx, Sharding(mesh, specs)
+                )
+            new, metrics = jaxmp.make_train_step(loss, policy=policy, **where, **options)(state, x)
             found.append((jax.tree.map(lambda a, b: exact(a) - exact(b), new.params, params), metrics["loss"]))
         (one, loss_of_one), (many, loss_of_many) = found
         assert abs(float(loss_of_one) / float(loss_of_many) - 1) < 1e-3

@@ -16,6 +16,7 @@ import jaxmp
 from jaxmp import Float8, _loss_functions, float8
 from jaxmp.hlo import NO_KERNEL, Program, is_end
 from jaxmp.inspect import targets
+from jaxmp.sharding import Sharding
 
 RECIPE = Float8()
 pytestmark = pytest.mark.skipif(targets.missing() is not None, reason="what compiles for a GPU is not installed")
@@ -99,7 +100,7 @@ class TestForAnH200:
         state = jax.tree.map(placed, jax.eval_shape(lambda w: jaxmp.TrainState.create(params=w, tx=tx), params))
         batch = {"x": placed(jax.ShapeDtypeStruct((4096, 256), jnp.float32)),
                  "g": placed(jax.ShapeDtypeStruct((4096, 512), jnp.float32))}  # fmt: skip
-        step = jaxmp.make_train_step(given_gradient, policy=policy, mesh=mesh, specs=specs)
+        step = jaxmp.make_train_step(given_gradient, policy=policy, sharding=Sharding(mesh, specs))
         made = targets.compiled(step, (state, batch), "h200")
         assert calls(Program(made.as_text())) == (2, 2)
         rows = jaxmp.sharding.collectives(made).rows

@@ -15,6 +15,7 @@ from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import rounding
+from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
 
@@ -466,7 +467,7 @@ class TestOfATrainState:
             whole = jaxmp.sharding.gather(params, specs, "bfloat16")
             return jnp.mean((batch @ whole["rows"] * (batch @ whole["columns"])).astype(jnp.float32)), model_state
 
-        state = jaxmp.sharding.init_state(make_params, tx, mesh, specs)
+        state = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, specs))
         places = jax.tree.map(lambda leaf: leaf.sharding, state)
         moments = state.opt_state.inner_state.inner_state[0].mu
         assert moments["rows"].codes.sharding.spec == moments["rows"].scales.sharding.spec == P("fsdp")

@@ -16,6 +16,7 @@ from recompiles import compiled_once
 import jaxmp
 from jaxmp import sharding
 from jaxmp.inspect import memory, targets
+from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes by itself
 
@@ -187,18 +188,20 @@ class TestDescription:
 
 class TestInitialState:
     def test_has_shapes_without_being_made(self):
-        state = jax.eval_shape(lambda: sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), SPECS))
+        state = jax.eval_shape(
+            lambda: jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(mesh_of(), SPECS))
+        )
         assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, jax.eval_shape(make_params))
 
     def test_params_that_are_there_are_refused(self):
-        with pytest.raises(TypeError, match=r"makes the params where they stay, got dict; .* write lambda: params"):
-            sharding.init_state({"w": jnp.ones(4)}, optax.sgd(1.0), mesh_of(), {"w": P()})
+        with pytest.raises(TypeError, match=r"a function that returns the params, got dict; write lambda: params"):
+            jaxmp.TrainState.create_sharded({"w": jnp.ones(4)}, optax.sgd(1.0), Sharding(mesh_of(), {"w": P()}))
 
     def test_is_that_of_one_device_in_its_place(self):
         mesh = mesh_of()
         fields = {"rng": 1, "ema": True, "model_state": {"batch_stats": np.arange(3.0, dtype=np.float32)}}
         tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
-        state = sharding.init_state(make_params, tx, mesh, SPECS, **fields)
+        state = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, SPECS), **fields)
         alone = jaxmp.TrainState.create(params=make_params(), tx=tx, **fields)
         for (path, leaf), other in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(alone), strict=True):
             assert leaf.sharding.mesh.shape == mesh.shape, path
@@ -212,7 +215,7 @@ class TestInitialState:
 
     def test_other_params_than_the_specs_are_refused(self):
         with pytest.raises(ValueError, match="structure of the arrays"):
-            sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), {"w": P()})
+            jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(mesh_of(), {"w": P()}))
 
     @pytest.mark.parametrize(
         ("spec", "message"),
@@ -225,11 +228,11 @@ class TestInitialState:
     )
     def test_specs_that_do_not_fit_are_refused(self, spec, message):
         with pytest.raises(ValueError, match=message):
-            sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), {**SPECS, "up": spec})
+            jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(mesh_of(), {**SPECS, "up": spec}))
 
     def test_numbers_of_numpy_are_what_they_are_for_create(self):
         fields = {"rng": np.int64(3), "ema": np.bool_(True)}
-        state = sharding.init_state(make_params, optax.sgd(1.0), mesh_of(), SPECS, **fields)
+        state = jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(mesh_of(), SPECS), **fields)
         np.testing.assert_array_equal(jax.random.key_data(state.rng), jax.random.key_data(jax.random.key(3)))
         assert state.ema_params is not None
 
@@ -250,7 +253,7 @@ class TestGather:
     @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
     def test_weights_travel_in_half_and_gradients_in_what_was_asked(self, reduce_dtype):
         mesh = mesh_of()
-        state = sharding.init_state(make_params, optax.sgd(0.1), mesh, SPECS)
+        state = jaxmp.TrainState.create_sharded(make_params, optax.sgd(0.1), Sharding(mesh, SPECS))
         loss_fn = loss_on(SPECS, reduce_dtype=reduce_dtype)
         with jax.set_mesh(mesh):
             batch = jax.device_put(a_batch(), P("fsdp"))
@@ -398,7 +401,7 @@ class TestTraining:
     def test_float32_params_are_those_of_one_device(self):
         mesh, batches = mesh_of(), [a_batch() * n for n in (1, 2, 3, 4, 5)]
         tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
-        split = sharding.init_state(make_params, tx, mesh, SPECS)
+        split = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, SPECS))
         with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
             on_mesh = [jax.device_put(batch, P("fsdp")) for batch in batches]
             split, _ = self.steps(split, loss_on(SPECS, "float32"), on_mesh)
@@ -414,7 +417,7 @@ class TestTraining:
         mesh, bad = mesh_of(), a_batch()
         bad[BATCH // 2, 0] = np.inf
         tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale(2.0**15))
-        state = sharding.init_state(make_params, tx, mesh, SPECS)
+        state = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, SPECS))
         with jax.set_mesh(mesh):
             batches = [jax.device_put(batch, P("fsdp")) for batch in (a_batch(), bad)]
             first, _ = self.steps(state, loss_on(SPECS), batches[:1])
@@ -428,7 +431,7 @@ class TestTraining:
 class TestCollectives:
     def test_of_a_gather_and_its_gradient_by_layer(self):
         mesh = mesh_of()
-        state = sharding.init_state(make_params, optax.sgd(0.1), mesh, SPECS)
+        state = jaxmp.TrainState.create_sharded(make_params, optax.sgd(0.1), Sharding(mesh, SPECS))
         with jax.set_mesh(mesh):
             batch = jax.device_put(a_batch(), P("fsdp"))
             step = jaxmp.make_train_step(loss_on(SPECS, "float32"))

@@ -17,6 +17,7 @@ from experiments.models import GPT2, attention, stacked
 from experiments.models.nnx import GPT2 as NNXGPT2
 from experiments.models.transformer import aligned
 from jaxmp.inspect import audit
+from jaxmp.sharding import Sharding
 
 Way = Literal["linen", "autocast", "nnx", "hand"]
 
@@ -42,7 +43,7 @@ def measure(model: GPT2, target: str, topology: str, sizes: dict[str, int], way:
     state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
     rules = {"**/kernel": P(None, "fsdp")}  # the first axis of a block's: what XLA gathers without another layout
     specs = jaxmp.sharding.fsdp_specs(state, mesh, rules=rules, stacked=[blocks])
-    options: dict[str, Any] = {} if way == "hand" else {"mesh": mesh, "specs": specs.params}
+    options: dict[str, Any] = {} if way == "hand" else {"sharding": Sharding(mesh, specs.params)}
     if way == "autocast":
         options["policy"] = "mixed_bfloat16"
     step = jaxmp.make_train_step(loss_of(specs.params), **options)

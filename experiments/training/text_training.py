@@ -32,6 +32,7 @@ from experiments.training.precision import (
     read_policy,
     split_overrides,
 )
+from jaxmp.sharding import Sharding
 
 _ROOM_TO_EVALUATE = 4096  # tokens whose logits are there at once, whole
 _HINT = tyro.conf.arg(help_behavior_hint="(default: what suits model and device)")
@@ -264,13 +265,14 @@ def build(config: Any, task: Task, precision: Precision, origin: str, devices: M
 
     params = jax.eval_shape(init_params, 0)  # a pattern that matches nothing is an error before the folder is made
     fields = {"apply_fn": model.apply, "ema": config.ema > 0}
-    begin, create_on_mesh, specs = init_params, None, None
+    begin, create_on_mesh, specs, sharding = init_params, None, None, None
     if devices is not None:
         rules = task.tensor if devices.shape["tensor"] > 1 else None
         specs = jaxmp.sharding.fsdp_specs(params, devices, rules=rules)
+        sharding = Sharding(devices, specs)
 
         def create_on_mesh(seed: int) -> jaxmp.TrainState:
-            return jaxmp.sharding.init_state(lambda: init_params(seed), tx, devices, specs, **fields)
+            return jaxmp.TrainState.create_sharded(lambda: init_params(seed), tx, sharding, **fields)
 
     loss_fn, eval_loss_fn = task.losses(model)
     eval_loss_fn = mesh.gathered(eval_loss_fn, devices, specs)
@@ -311,8 +313,7 @@ def build(config: Any, task: Task, precision: Precision, origin: str, devices: M
             accumulate_steps=config.accumulate,
             ema_decay=config.ema or None,
             remat=None if task.remat == "none" else task.remat,  # on a mesh weights are gathered again
-            mesh=devices,
-            specs=specs,
+            sharding=sharding,
             **to_train,
         ),
         eval_step=jaxmp.make_eval_step(eval_loss_fn, use_ema=config.ema > 0, **to_evaluate),

@@ -196,7 +196,7 @@ def _loss_of(call: StepCall) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     step, state, batch = call
     if any(isinstance(part, Gathered) for part in step.arguments):
         raise ValueError(
-            "compare takes a train step without a mesh, got one with mesh=; compare its loss function, "
+            "compare takes a train step without a mesh, got one with sharding=; compare its loss function, "
             "compare(loss_fn)(params, model_state, batch, rng)"
         )
     looked_at = _LossOnly(*step.arguments)

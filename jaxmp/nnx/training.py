@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax import nnx
 from jaxmp import _loss_functions, training
 from jaxmp._adapters import TO_COPY
 from jaxmp._jaxpr.invariant import passed_on
+from jaxmp._mesh_plan import Sharding
 from jaxmp.nnx.objects import with_remedy
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
@@ -31,10 +32,7 @@ def make_train_step(
     remat: str | Callable[..., Any] | None = None,
     donate: bool = True,
     max_consecutive_skips: int = 25,
-    mesh: Any = None,
-    specs: Any = None,
-    reduce_dtype: Any = "float32",
-    reduce: Literal["each", "once"] = "each",
+    sharding: Sharding | None = None,
 ) -> TrainStep:
     """A jitted ``step(model, optimizer, batch) -> metrics`` that changes model and optimizer in place.
 
@@ -44,19 +42,20 @@ def make_train_step(
     microbatch and from step to step, so that no two share a dropout mask.
 
     Another model, a teacher, goes into the batch (``{"x": x, "teacher": teacher}``); one that the loss function closes
-    over stays as it was when the step was compiled. With ``accumulate_steps`` or ``mesh``, which split the batch, let
-    one module hold both, and an ``Optimizer(both, tx, wrt=nnx.All(nnx.Param, nnx.PathContains("student")))`` train one.
+    over stays as it was when the step was compiled. With ``accumulate_steps`` or ``sharding``, which split the
+    batch, let one module hold both, and train one of them:
+    ``Optimizer(both, tx, wrt=nnx.All(nnx.Param, nnx.PathContains("student")))``.
 
     Args:
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
         dict. It may write to the model's Variables. What it writes to those that are trained (``nnx.WeightNorm`` does)
         is what the next microbatch and the optimizer's update start from, as with ``nnx.value_and_grad``.
-      policy, overrides, accumulate_steps, remat, max_consecutive_skips, mesh, reduce_dtype, reduce: as for
+      policy, overrides, accumulate_steps, remat, max_consecutive_skips: as for
         :func:`jaxmp.make_train_step`.
       ema_decay: likewise, for an ``Optimizer(model, tx, ema=True)``.
       donate: likewise, of the arrays of model and optimizer, which an ``nnx.clone`` or an ``nnx.state`` of the model
         made before holds too: copy those, or pass False.
-      specs: likewise, ``fsdp_specs(nnx.state(model, nnx.Param), mesh)``.
+      sharding: likewise, with ``fsdp_specs(nnx.state(model, nnx.Param), mesh)`` as its specs.
 
     Raises (here, or from the step): what :func:`jaxmp.make_train_step` and its step raise, and
       TypeError: the model is no NNX model; the optimizer is not this module's.
@@ -70,6 +69,8 @@ def make_train_step(
     >>> losses[2] < losses[0], int(optimizer.step[...]), int(optimizer.skipped)
     (True, 3, 0)
     """
+    if isinstance(sharding, Sharding):
+        sharding = dataclasses.replace(sharding, specs=nnx.as_pure(sharding.specs))
     step = training.make_train_step(
         _of_arrays(loss_fn),
         policy=policy,
@@ -79,10 +80,7 @@ def make_train_step(
         remat=remat,
         donate=donate,
         max_consecutive_skips=max_consecutive_skips,
-        mesh=mesh,
-        specs=None if specs is None else nnx.as_pure(specs),
-        reduce_dtype=reduce_dtype,
-        reduce=reduce,
+        sharding=sharding,
     )
     return TrainStep(step, has_policy=policy is not None)
 

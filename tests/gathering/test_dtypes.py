@@ -35,6 +35,7 @@ from mesh_steps import (
 import jaxmp
 from jaxmp import sharding
 from jaxmp._jaxpr.walk import equations
+from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -48,12 +49,12 @@ class TestDtypes:
     @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
     def test_weights_are_gathered_in_half_and_gradients_reduced_as_asked(self, how, reduce_dtype):
         mesh, specs = mesh_of(), specs_of(linen_params, mesh_of())
-        options = {"mesh": mesh, "specs": specs, "reduce_dtype": reduce_dtype}
+        options = {"sharding": Sharding(mesh, specs, reduce_dtype=reduce_dtype)}
         if how == "linen":
             step = jaxmp.make_train_step(linen_loss(jaxmp.linen.apply_policy(MODEL, "mixed_bfloat16")), **options)
         else:
             step = jaxmp.make_train_step(linen_loss(), policy="mixed_bfloat16", **options)
-        state = sharding.init_state(linen_params, tx_of(), mesh, specs)
+        state = jaxmp.TrainState.create_sharded(linen_params, tx_of(), Sharding(mesh, specs))
         gathers, reductions = wire(step, state, tokens(), mesh)
         shapes = {
             leaf.shape
@@ -69,8 +70,8 @@ class TestDtypes:
     def test_an_override_to_float32_is_gathered_in_float32(self):
         mesh, specs = mesh_of(), specs_of(linen_params, mesh_of())
         model = jaxmp.linen.apply_policy(MODEL, "mixed_bfloat16", {"h_0/mlp/c_fc": "float32"})
-        step = jaxmp.make_train_step(linen_loss(model), mesh=mesh, specs=specs)
-        state = sharding.init_state(linen_params, tx_of(), mesh, specs)
+        step = jaxmp.make_train_step(linen_loss(model), sharding=Sharding(mesh, specs))
+        state = jaxmp.TrainState.create_sharded(linen_params, tx_of(), Sharding(mesh, specs))
         gathers, _ = wire(step, state, tokens(), mesh)
         assert gathers[WIDTH, 4 * WIDTH] == {"float32"} and gathers[4 * WIDTH, WIDTH] == {"bfloat16"}
 
@@ -78,8 +79,8 @@ class TestDtypes:
     def test_slices_of_a_scan_are_gathered_in_its_body(self, kind):
         mesh = mesh_of(kind)
         specs = specs_of(stacked_params, mesh, stacked=["layers", "bias"])
-        step = jaxmp.make_train_step(stacked_loss, mesh=mesh, specs=specs, policy="mixed_bfloat16")
-        state = sharding.init_state(stacked_params, tx_of(), mesh, specs)
+        step = jaxmp.make_train_step(stacked_loss, sharding=Sharding(mesh, specs), policy="mixed_bfloat16")
+        state = jaxmp.TrainState.create_sharded(stacked_params, tx_of(), Sharding(mesh, specs))
         batch = jax.device_put(tokens(), NamedSharding(mesh, P("fsdp")))
         gathers, reductions = wire(step, state, batch, mesh)
         assert gathers[WIDTH, 2 * WIDTH] == gathers[VOCABULARY, WIDTH] == {"bfloat16"}
@@ -198,20 +199,17 @@ class TestDtypes:
             shape, specs = (LAYERS, *shape), {"w": P(None, "fsdp")}
         if how == "autocast":
             more = {"policy": "mixed_bfloat16"}
-        state = sharding.init_state(lambda: {"w": jnp.ones(shape)}, tx_of(), mesh, specs)
+        state = jaxmp.TrainState.create_sharded(lambda: {"w": jnp.ones(shape)}, tx_of(), Sharding(mesh, specs))
         batch = jax.device_put(np.ones((2 * BATCH, WIDTH), np.float32), NamedSharding(mesh, P("fsdp")))
-        for own_options, expected in (
-            ({}, count),
-            ({"accumulate_steps": 2}, count),
-            ({"accumulate_steps": 2, "reduce": "once"}, 1),
-        ):
-            step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, **own_options, **more)
+        for microbatches, reduce, expected in ((1, "each", count), (2, "each", count), (2, "once", 1)):
+            own_sharding = Sharding(mesh, specs, reduce=reduce)
+            step = jaxmp.make_train_step(loss_fn, sharding=own_sharding, accumulate_steps=microbatches, **more)
             with jax.set_mesh(mesh):
                 program = jax.make_jaxpr(step._step)(state, batch)
-            last = shape if "reduce" in own_options else shape[-2:]
+            last = shape if reduce == "once" else shape[-2:]
             moved = [eqn for eqn in equations(program) if eqn.primitive.name == "sharding_constraint"]
             moved = [eqn for eqn in moved if eqn.outvars[0].aval.shape == last and not any(where(eqn))]
-            assert [eqn.outvars[0].aval.dtype.name for eqn in moved] == expected * ["bfloat16"], own_options
+            assert [eqn.outvars[0].aval.dtype.name for eqn in moved] == expected * ["bfloat16"], (microbatches, reduce)
 
     @pytest.mark.parametrize(
         "how",
@@ -276,8 +274,8 @@ class TestDtypes:
         batch = np.random.default_rng(0).integers(0, 3, (512, 4)).astype(np.float32)
         exact = jax.grad(lambda params: loss_of("float32")(params, None, batch, None)[0])(params)["w"]
         exact = exact.astype("bfloat16").astype("float32") if how == "carried in half" else exact
-        state = sharding.init_state(lambda: params, optax.sgd(1.0), mesh, specs)
-        state, _ = jaxmp.make_train_step(loss_of("bfloat16"), mesh=mesh, specs=specs)(state, batch)
+        state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), Sharding(mesh, specs))
+        state, _ = jaxmp.make_train_step(loss_of("bfloat16"), sharding=Sharding(mesh, specs))(state, batch)
         np.testing.assert_array_equal(-np.asarray(state.params["w"]), exact)
 
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -298,8 +296,8 @@ class TestDtypes:
         rng = np.random.default_rng(0)
         batch = {"ids": rng.integers(0, 4, (516, 2)), "times": rng.integers(0, 3, (516, 2, 4)).astype(np.float32)}
         exact = jax.grad(lambda params: loss_of("float32")(params, None, batch, None)[0])(params)
-        state = sharding.init_state(lambda: params, optax.sgd(1.0), mesh, specs)
-        state, _ = jaxmp.make_train_step(untyped(loss_of("bfloat16")), mesh=mesh, specs=specs)(state, batch)
+        state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), Sharding(mesh, specs))
+        state, _ = jaxmp.make_train_step(untyped(loss_of("bfloat16")), sharding=Sharding(mesh, specs))(state, batch)
         for name, gradient in exact.items():
             np.testing.assert_array_equal(1 - np.asarray(state.params[name]), gradient)
 
@@ -324,7 +322,7 @@ class TestDtypes:
             (in_groups, "bfloat16", "ragged_dot_general"),
             (learned_in_a_loop, "float32", "scan"),
         ):
-            step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(), specs={"w": P("fsdp")})
+            step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {"w": P("fsdp")}))
             message = f"the gradient of 'w' cannot be reduced in float32: it goes in {dtype} into {name} at "
             with pytest.raises(ValueError, match=message):
                 step(state, np.ones((BATCH, WIDTH), np.float32))

@@ -16,6 +16,7 @@ from experiments.models import nnx as nnx_models
 from experiments.models.gpt2 import GPT2
 from jaxmp import sharding
 from jaxmp.inspect import targets
+from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -52,7 +53,7 @@ class TestForEightGPUs:
         stacked = ["blocks" if how == "nnx" else "h_0"] if loop else None
         specs = sharding.fsdp_specs(shapes, mesh, min_size=8192, stacked=stacked)
         policy = {"policy": "mixed_bfloat16"} if how == "autocast" else {}
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, **policy)
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs), **policy)
         state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), shapes)
         state = jax.tree.map(placed, state, sharding.fsdp_specs(state, mesh, min_size=8192, stacked=stacked))
         batch = 2 * (placed(jax.ShapeDtypeStruct((16, sequence), "int32"), P("fsdp")),)
@@ -87,7 +88,7 @@ class TestForEightGPUs:
         specs = sharding.fsdp_specs(state, mesh, min_size=512)
         state = jax.tree.map(placed, state, specs)
         batch = placed(jax.ShapeDtypeStruct((64, width), "float32"), P("fsdp"))
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs.params, policy="mixed_bfloat16")
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs.params), policy="mixed_bfloat16")
         rows = sharding.collectives(targets.compiled(step, (state, batch), "h200")).rows
         # XLA may put several arrays into one gather.
         gathered = [(row.dtype, row.bytes) for row in rows for _ in range(row.count) if row.kind == "all-gather"]
@@ -115,7 +116,7 @@ class TestForEightGPUs:
         specs = sharding.fsdp_specs(state, mesh, rules=rules)
         state = jax.tree.map(placed, state, specs)
         batch = placed(jax.ShapeDtypeStruct((256, width), "float32"), P("fsdp"))
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs.params, policy="mixed_bfloat16")
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs.params), policy="mixed_bfloat16")
         found = sharding.collectives(targets.compiled(step, (state, batch), "h200"))
         large = [row for row in found.rows if row.bytes > 1000]
         assert {row.kind for row in large if "tensor" in row.axis} == {"all-reduce"}

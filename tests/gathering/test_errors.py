@@ -13,6 +13,7 @@ from mesh_steps import BATCH, WIDTH, mesh_of, tx_of, untyped
 
 import jaxmp
 from jaxmp import sharding
+from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -24,7 +25,8 @@ class TestErrors:
         return jnp.mean((batch @ params["w"]) ** 2), model_state
 
     def step(self, specs=None, mesh=None, **options):
-        return jaxmp.make_train_step(self.loss, mesh=mesh or mesh_of(), specs=specs or {"w": P("fsdp")}, **options)
+        sharding = Sharding(mesh or mesh_of(), specs or {"w": P("fsdp")})
+        return jaxmp.make_train_step(self.loss, sharding=sharding, **options)
 
     def state(self):
         return jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
@@ -32,28 +34,23 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"mesh": True}, r"mesh=, and specs= of params on it, are given together, .* got mesh=Mesh.*specs=None"),
-            ({"specs": {"w": P()}}, r"are given together, .* mesh=None, specs=a tree"),
-            ({"reduce_dtype": "bfloat16"}, r"and reduce_dtype= and remat='regather' with them, .*'bfloat16'"),
-            ({"remat": "regather"}, r"are given together, .* remat='regather'"),
-            ({"reduce": "once"}, r"'once' for the microbatches of a step on a mesh, got 'once' with mesh=None"),
-            ({"mesh": True, "specs": {}, "reduce": "once"}, r"got 'once' with mesh=Mesh.* and accumulate_steps=1"),
-            ({"mesh": True, "specs": {}, "reduce": "twice"}, r"reduce is 'each', or 'once' .* got 'twice'"),
+            ({"reduce": "twice"}, "reduce must be 'each' or 'once', got 'twice'"),
+            ({"reduce": "once"}, r"sums the gradients of several microbatches, got accumulate_steps=1"),
             (
-                {"mesh": True, "specs": {}, "reduce_dtype": "float64"},
-                r"reduced in float32 \(those of float64 params in float64\) or in a half dtype, got .*float64",
+                {"reduce_dtype": "float64"},
+                r"reduced in float32 \(those of float64 params in float64\) or in a half dtype",
             ),
-            (
-                {"mesh": True, "specs": {}, "reduce_dtype": "float8_e4m3fn"},
-                r"or in a half dtype, got reduce_dtype='float8_e4m3fn'; pass reduce_dtype='float32'",
-            ),
-            ({"mesh": True, "specs": {}, "reduce_dtype": "int8"}, "dtypes must be floating, got int8"),
+            ({"reduce_dtype": "float8_e4m3fn"}, "or in a half dtype, got reduce_dtype='float8_e4m3fn'"),
+            ({"reduce_dtype": "int8"}, "dtypes must be floating, got int8"),
         ],
     )
     def test_arguments(self, options, message):
-        options = {**options, "mesh": mesh_of()} if "mesh" in options else options
         with pytest.raises(ValueError, match=message):
-            jaxmp.make_train_step(self.loss, **options)
+            jaxmp.make_train_step(self.loss, sharding=Sharding(mesh_of(), {}, **options))
+
+    def test_a_mesh_alone_is_no_sharding(self):
+        with pytest.raises(TypeError, match=r"sharding is a jaxmp.sharding.Sharding\(mesh, specs\), got Mesh"):
+            jaxmp.make_train_step(self.loss, sharding=mesh_of())
 
     def test_a_mesh_without_axes_for_the_batch(self):
         with pytest.raises(ValueError, match=r"split over the axes 'data' and 'fsdp' .* this one \(x=4\) has none"):
@@ -105,25 +102,29 @@ class TestErrors:
             y = split(params["w"].astype(jnp.bfloat16), batch.astype(jnp.bfloat16))
             return jnp.mean(y.astype(jnp.float32)), model_state
 
-        step = jaxmp.make_train_step(loss, mesh=mesh, specs={"w": P("fsdp")})
+        step = jaxmp.make_train_step(loss, sharding=Sharding(mesh, {"w": P("fsdp")}))
         with pytest.raises(ValueError, match=r"gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into"):
             step(self.state(), np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_state_on_one_device(self):
         state = jax.device_put(self.state(), jax.devices()[0])
-        with pytest.raises(ValueError, match=r"a state must lie as the mesh and specs of the step say, .*init_state"):
+        with pytest.raises(
+            ValueError, match=r"a state must lie as the mesh and specs of the step say, .*create_sharded"
+        ):
             self.step()(state, np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_state_that_lies_elsewhere(self):
         mesh = mesh_of()
         state = jax.device_put(self.state(), NamedSharding(mesh, P()))
         with pytest.raises(
-            ValueError, match=r"a state must lie as .* say, .*spec=P\('fsdp'.* got NamedSharding.*init_state"
+            ValueError, match=r"a state must lie as .* say, .*spec=P\('fsdp'.* got NamedSharding.*create_sharded"
         ):
             self.step(mesh=mesh)(state, np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_state_on_axes_of_another_type(self):
-        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh_of(), {"w": P("fsdp")})
+        state = jaxmp.TrainState.create_sharded(
+            lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), Sharding(mesh_of(), {"w": P("fsdp")})
+        )
         message = r"a state must lie as .* say, .*axis_types=\(Explicit,.* got .*axis_types=\(Auto,"
         with pytest.raises(ValueError, match=message):
             self.step(mesh=mesh_of(AxisType.Explicit))(state, np.ones((BATCH, WIDTH), np.float32))
@@ -132,7 +133,7 @@ class TestErrors:
         def loss_fn(params, model_state, batch, rng):
             return self.loss(sharding.gather(params, {"w": P("fsdp")}, "float32"), model_state, batch, rng)
 
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(AxisType.Explicit), specs={"w": P("fsdp")})
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(AxisType.Explicit), {"w": P("fsdp")}))
         with pytest.raises(ValueError, match="gathers the weights of its loss function by itself, got gather in it"):
             step(self.state(), np.ones((BATCH, WIDTH), np.float32))
 
@@ -147,13 +148,14 @@ class TestErrors:
             half = product(batch.astype("bfloat16"), params["w"].astype("bfloat16"))
             return jnp.mean(half.astype("float32") ** 2), model_state
 
-        batch, options = np.ones((BATCH, WIDTH), np.float32), {"mesh": mesh_of(), "specs": {"w": P("fsdp")}}
+        batch = np.ones((BATCH, WIDTH), np.float32)
         message = (
             r"the gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into custom_vjp_call at .*py:\d+"
         )
         with pytest.raises(ValueError, match=message):
-            jaxmp.make_train_step(loss_fn, **options)(self.state(), batch)
-        step = jaxmp.make_train_step(loss_fn, reduce_dtype="bfloat16", **options)
+            jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {"w": P("fsdp")}))(self.state(), batch)
+        reduced_in_half = Sharding(mesh_of(), {"w": P("fsdp")}, reduce_dtype="bfloat16")
+        step = jaxmp.make_train_step(loss_fn, sharding=reduced_in_half)
         assert not step(self.state(), batch)[1]["skipped"]
 
     @pytest.mark.parametrize("has_specs", [False, True])
@@ -167,7 +169,7 @@ class TestErrors:
         def loss_on(mesh, loss_fn=loss_fn):
             state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of(), rng=0)
             batch = jax.device_put(np.ones((BATCH, WIDTH), np.float32), NamedSharding(mesh, P("fsdp")))
-            options = {"mesh": mesh, "specs": {"w": P("fsdp")}} if has_specs else {}
+            options = {"sharding": Sharding(mesh, {"w": P("fsdp")})} if has_specs else {}
             with jax.set_mesh(mesh):
                 return jaxmp.make_train_step(loss_fn, **options)(state, batch)[1]["loss"]
 
@@ -184,7 +186,7 @@ class TestErrors:
             return jnp.mean(params["table"][batch] ** 2), model_state
 
         mesh, params = mesh_of(AxisType.Explicit), {"table": jnp.ones((WIDTH, WIDTH))}
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs={"table": P("fsdp")})
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, {"table": P("fsdp")}))
         with pytest.raises(Exception, match=r"Use `.at\[...\].get\(out_sharding=\)`"):
             step(jaxmp.TrainState.create(params=params, tx=tx_of()), np.zeros(BATCH, np.int32))
 
@@ -192,7 +194,9 @@ class TestErrors:
     def test_a_jit_of_the_users_own_knows_the_mesh_by_the_state_or_by_what_is_around(self, kind):
         mesh, batch = mesh_of(kind), np.ones((BATCH, WIDTH), np.float32)
         step = self.step(mesh=mesh, donate=False)
-        placed = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh, {"w": P("fsdp")})
+        placed = jaxmp.TrainState.create_sharded(
+            lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), Sharding(mesh, {"w": P("fsdp")})
+        )
         expected = step(placed, batch)[1]["loss"]
 
         def loss(state, batch):

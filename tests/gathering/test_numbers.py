@@ -38,6 +38,7 @@ import jaxmp
 from experiments.models import nnx as nnx_models
 from jaxmp import sharding
 from jaxmp.inspect import audit, first_nonfinite, memory, numerics
+from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -186,9 +187,11 @@ class TestNumbers:
         tx = jaxmp.loss_scaling(optax.chain(zeroed, optax.adamw(1e-3)), jaxmp.NoOpLossScale())
         mesh = mesh_of()
         specs = specs_of(linen_params, mesh)
-        steps = [jaxmp.make_train_step(linen_loss(), donate=False, **on) for on in ({}, {"mesh": mesh, "specs": specs})]
+        steps = [
+            jaxmp.make_train_step(linen_loss(), donate=False, **on) for on in ({}, {"sharding": Sharding(mesh, specs)})
+        ]
         made = jaxmp.TrainState.create(params=linen_params(), tx=tx)
-        states = [made, sharding.init_state(linen_params, tx, mesh, specs)]
+        states = [made, jaxmp.TrainState.create_sharded(linen_params, tx, Sharding(mesh, specs))]
         gradients = jax.jit(jax.grad(lambda params: linen_loss()(params, None, tokens(), None)[0]))(linen_params())
         bias = gradients["h_0"]["attn"]["c_attn"]["bias"]
         assert np.abs(of_keys(gradients)).max() <= 1e-6 * np.abs(bias).max()
@@ -217,7 +220,9 @@ class TestNumbers:
         mesh = mesh_of()
         specs = specs_of(lambda: params, mesh)
         states = [jaxmp.TrainState.create(params=params, tx=tx_of(), model_state=rest) for _ in range(2)]
-        steps = [jaxmp.make_train_step(loss_fn, donate=False, **more) for more in ({}, {"mesh": mesh, "specs": specs})]
+        steps = [
+            jaxmp.make_train_step(loss_fn, donate=False, **more) for more in ({}, {"sharding": Sharding(mesh, specs)})
+        ]
         one, many = after_five(steps, states, images)
         assert differences((one.params, one.model_state), (many.params, many.model_state)) <= 2e-6
 
@@ -233,7 +238,7 @@ class TestNumbers:
 
         specs = sharding.fsdp_specs(nnx.state(made()[0], nnx.Param), mesh, min_size=512)
         found = []
-        for options in ({}, {"mesh": mesh, "specs": specs}):
+        for options in ({}, {"sharding": Sharding(mesh, specs)}):
             (model, optimizer), step = made(), jaxmp.nnx.make_train_step(loss_fn, **options)
             for _ in range(5):
                 step(model, optimizer, tokens())
@@ -291,16 +296,16 @@ class TestNumbers:
             params = {name: rng.normal(size=size).astype(dtype) / 6 for name, size in shapes.items()}
             batch = rng.normal(size=(BATCH, WIDTH)).astype(dtype)
             one = jaxmp.TrainState.create(params=jax.tree.map(jnp.array, params), tx=tx)
-            many = sharding.init_state(lambda: params, tx, mesh, specs)
+            many = jaxmp.TrainState.create_sharded(lambda: params, tx, Sharding(mesh, specs))
             one, _ = jaxmp.make_train_step(loss_fn)(one, batch)
-            many, _ = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs)(many, batch)
+            many, _ = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))(many, batch)
         assert differences(one.params, many.params) <= (1e-14 if how == "float64" else 2e-6)
         assert all(many.params[name].sharding == NamedSharding(mesh, spec) for name, spec in specs.items())
 
-    @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"accumulate_steps": 2, "reduce": "once"}])
+    @pytest.mark.parametrize(("microbatches", "reduce"), [(1, "each"), (2, "each"), (2, "once")])
     @pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()], ids=str)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_lookups_and_sums_on_explicit_axes_in_jaxs_own_spelling(self, dtype, spec, options):
+    def test_lookups_and_sums_on_explicit_axes_in_jaxs_own_spelling(self, dtype, spec, microbatches, reduce):
         """The gradient, the loss and an evaluation; integers, which bfloat16 sums wrongly from 257 on."""
 
         def loss_fn(params, model_state, batch, rng):
@@ -317,14 +322,15 @@ class TestNumbers:
         params = {"table": jnp.ones((8, 4)), "w": jnp.ones((4, 4))}
         batch = {"ids": rng.integers(0, 8, (512, 2)), "times": rng.integers(0, 3, (512, 2, 4)).astype(np.float32)}
         loss, gradient = jax.value_and_grad(exact)(params, **batch)
-        specs, scale = {"table": spec, "w": P("fsdp")}, options.get("accumulate_steps", 1)
-        state = sharding.init_state(lambda: params, optax.sgd(float(scale)), mesh, specs)
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, donate=False, **options)
+        on_mesh = Sharding(mesh, {"table": spec, "w": P("fsdp")}, reduce=reduce)
+        scale = microbatches
+        state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(float(scale)), on_mesh)
+        step = jaxmp.make_train_step(loss_fn, sharding=on_mesh, donate=False, accumulate_steps=microbatches)
         new, metrics = step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss / scale, rtol=1e-6)
         np.testing.assert_allclose(jaxmp.make_eval_step(loss_fn)(state, batch)["loss"], loss, rtol=1e-6)
         for name, leaf in new.params.items():
-            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), leaf.ndim)
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, on_mesh.specs[name]), leaf.ndim)
             np.testing.assert_array_equal(params[name] - np.asarray(leaf), gradient[name], err_msg=name)
             assert np.max(gradient[name]) > 257
 
@@ -334,7 +340,9 @@ class TestNumbers:
 
         params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)), jnp.float32)}
         batch = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
-        state = sharding.init_state(lambda: params, tx_of(), mesh_of(AxisType.Explicit), {"w": P("fsdp")})
+        state = jaxmp.TrainState.create_sharded(
+            lambda: params, tx_of(), Sharding(mesh_of(AxisType.Explicit), {"w": P("fsdp")})
+        )
         found = jaxmp.make_eval_step(loss_fn)(state, batch)
         np.testing.assert_allclose(found["loss"], loss_fn(params, None, batch, None)[0], rtol=1e-6)
         assert found["largest"] == jnp.max(params["w"])
@@ -346,10 +354,12 @@ class TestNumbers:
             return jnp.mean((batch @ params["w"]) ** 2), model_state
 
         mesh, specs = mesh_of(kind), {"w": P("fsdp")}
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, donate=False)
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs), donate=False)
         state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
         batch = np.ones((BATCH, WIDTH), np.float32)
-        on_mesh = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh, specs)
+        on_mesh = jaxmp.TrainState.create_sharded(
+            lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), Sharding(mesh, specs)
+        )
         assert str(tool(step)(state, batch)) == str(tool(step)(on_mesh, batch))
 
     @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.once), AxisType.Explicit])
@@ -360,8 +370,10 @@ class TestNumbers:
             return jnp.mean(jnp.log(batch @ params["w"])), model_state
 
         mesh, specs = mesh_of(kind), {"w": P("fsdp")}
-        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, optax.sgd(1.0), mesh, specs)
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, max_consecutive_skips=1)
+        state = jaxmp.TrainState.create_sharded(
+            lambda: {"w": jnp.ones((WIDTH, WIDTH))}, optax.sgd(1.0), Sharding(mesh, specs)
+        )
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs), max_consecutive_skips=1)
         batch = np.zeros((BATCH, WIDTH), np.float32)
         moved = sharding.collectives(step.lower(state, batch).compile())
         assert "reduce-scatter" in {row.kind for row in moved.rows}
@@ -380,8 +392,8 @@ class TestNumbers:
             return jnp.mean((batch @ params["w"]) ** 2), model_state
 
         seen, mesh, specs = [], mesh_of(kind, data=4), {"w": P()}
-        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh, specs)
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs)
+        state = jaxmp.TrainState.create_sharded(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), Sharding(mesh, specs))
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))
         batch = np.ones((BATCH, WIDTH), np.float32)
         programs = [
             step.lower(state, placed)
@@ -404,8 +416,8 @@ class TestNumbers:
             return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2), model_state
 
         mesh, specs = mesh_of(kind, data=2, seq=2), {"w": P()}
-        state = sharding.init_state(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), mesh, specs)
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs)
+        state = jaxmp.TrainState.create_sharded(lambda: {"w": jnp.ones((WIDTH, WIDTH))}, tx_of(), Sharding(mesh, specs))
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))
         flops = {}
         for spec in (P("data"), P("data", "seq")):
             batch = jax.device_put(np.ones((4, 64, WIDTH), np.float32), NamedSharding(mesh, spec))
@@ -491,7 +503,7 @@ class TestNumbers:
             return jnp.mean((batch @ params["w"]) ** 2), model_state
 
         params = {"w": jnp.ones((WIDTH, WIDTH))}
-        step = jaxmp.make_train_step(loss_fn, mesh=mesh, specs={"w": P("fsdp")}, donate=False)
+        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, {"w": P("fsdp")}), donate=False)
         state = jaxmp.TrainState.create(params=params, tx=tx_of())
         batch = np.ones((BATCH, WIDTH), np.float32)
         batch[-1, 0] = np.inf

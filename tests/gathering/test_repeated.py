@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from mesh_steps import BATCH, WIDTH, mesh_of, tx_of, untyped
 
 import jaxmp
-from jaxmp import _gathering, sharding
+from jaxmp import _gathering
 from jaxmp._jaxpr import invariant
+from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -65,25 +66,27 @@ def loss_in(dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "steps", "reduce"),
     [
-        (AxisType.Auto, {}),
-        (AxisType.Explicit, {}),
-        pytest.param(AxisType.Auto, {"accumulate_steps": 2}, marks=pytest.mark.once),
-        pytest.param(AxisType.Auto, {"accumulate_steps": 2, "reduce": "once"}, marks=pytest.mark.once),
+        (AxisType.Auto, 1, "each"),
+        (AxisType.Explicit, 1, "each"),
+        pytest.param(AxisType.Auto, 2, "each", marks=pytest.mark.once),
+        pytest.param(AxisType.Auto, 2, "once", marks=pytest.mark.once),
     ],
     ids=str,
 )
-def test_the_gradient_of_a_repeated_weight_is_exact(kind, options):
+def test_the_gradient_of_a_repeated_weight_is_exact(kind, steps, reduce):
     batch = np.random.default_rng(0).integers(1, 13, (ROWS, FEATURES)).astype(np.float32)
-    steps, batch[:2] = options.get("accumulate_steps", 1), 0
+    batch[:2] = 0
     params = {name: jnp.ones(FEATURES) for name in SPELLINGS}
     parts = [batch[n::steps] for n in range(steps)]
     gradient = jax.jit(jax.grad(lambda params, batch: loss_in(np.float32)(params, None, batch, None)[0]))
     exact = jax.tree.map(lambda *each: np.mean(each, axis=0), *(gradient(params, part) for part in parts))
     mesh, specs = mesh_of(kind), {name: P("fsdp" if n % 2 else None) for n, name in enumerate(SPELLINGS)}
-    state = sharding.init_state(lambda: params, optax.sgd(1.0), mesh, specs)
-    state, _ = jaxmp.make_train_step(untyped(loss_in(jnp.bfloat16)), mesh=mesh, specs=specs, **options)(state, batch)
+    on_mesh = Sharding(mesh, specs, reduce=reduce)
+    state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), on_mesh)
+    step = jaxmp.make_train_step(untyped(loss_in(jnp.bfloat16)), sharding=on_mesh, accumulate_steps=steps)
+    state, _ = step(state, batch)
     for name, leaf in state.params.items():
         np.testing.assert_array_equal(1 - np.asarray(leaf), exact[name], err_msg=name)
         assert exact[name].max() * steps > 257, name
@@ -106,8 +109,8 @@ def test_a_param_of_the_shape_of_the_activations_trains_whatever_the_batch(rows,
     batch = np.random.default_rng(0).integers(100, 255, (rows, 16)).astype(np.float32)
     exact = jax.jit(jax.grad(lambda params: loss_in(np.float32)(params, None, batch, None)[0]))(params)
     mesh, specs = mesh_of(kind), {name: P("fsdp") for name in params}
-    state = sharding.init_state(lambda: params, optax.sgd(1.0), mesh, specs)
-    state, _ = jaxmp.make_train_step(loss_in(jnp.bfloat16), mesh=mesh, specs=specs)(state, batch)
+    state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), Sharding(mesh, specs))
+    state, _ = jaxmp.make_train_step(loss_in(jnp.bfloat16), sharding=Sharding(mesh, specs))(state, batch)
     np.testing.assert_array_equal(1 - np.asarray(state.params["w"]), exact["w"])
     np.testing.assert_allclose(1 - np.asarray(state.params["m"]), exact["m"], rtol=2**-8)
 
@@ -118,7 +121,7 @@ def test_activations_taken_for_a_weight_are_an_error_that_says_so_where_code_of_
         return jnp.mean(jax.nn.relu(x).astype("float32")), model_state
 
     state = jaxmp.TrainState.create(params={"m": jnp.ones((16, 16))}, tx=tx_of())
-    step = jaxmp.make_train_step(loss_fn, mesh=mesh_of(), specs={"m": P("fsdp")})
+    step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {"m": P("fsdp")}))
     message = (
         r"of 'm' cannot be reduced in float32: it goes in bfloat16 into custom_jvp_call at .* computes it in bfloat16; "
         r"compute in float32 there, .*; it may be activations of the shape \(16, 16\), which are taken for a weight, "
@@ -158,7 +161,7 @@ def test_loops_in_loops_whose_carry_becomes_a_weight_are_traced_a_number_of_time
             monkeypatch.setattr(invariant, function, counted)
     mesh, specs = mesh_of(), {name: P("fsdp") for name in "wv"}
     params = {name: jnp.ones((WIDTH, WIDTH)) for name in "wv"}
-    state = sharding.init_state(lambda: params, tx_of(), mesh, specs)
+    state = jaxmp.TrainState.create_sharded(lambda: params, tx_of(), Sharding(mesh, specs))
     counts = []
     for depth in (1, 5):
 
@@ -169,7 +172,7 @@ def test_loops_in_loops_whose_carry_becomes_a_weight_are_traced_a_number_of_time
 
         seen.clear()
         with jax.set_mesh(mesh):
-            jax.make_jaxpr(jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs)._step)(
+            jax.make_jaxpr(jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))._step)(
                 state, np.ones((BATCH, WIDTH), np.float32)
             )
         counts.append([seen.count("_rewritten"), seen.count("same_results")])

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jaxmp
 from jaxmp.inspect import audit, compare, first_nonfinite, memory, numerics
+from jaxmp.sharding import Sharding
 
 X = np.asarray(jax.random.normal(jax.random.key(0), (16, 8)))
 Y = np.asarray(jax.random.normal(jax.random.key(1), (16, 4)))
@@ -251,8 +252,10 @@ def test_settings_that_a_step_has_itself_are_refused():
 def test_a_step_with_a_mesh_is_refused_with_what_to_compare():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), PARAMS)
-    step = jaxmp.make_train_step(_loss_fn(Net()), policy="mixed_float16", mesh=mesh, specs=specs)
-    with pytest.raises(ValueError, match=r"without a mesh, got one with mesh=; compare its loss function, compare\("):
+    step = jaxmp.make_train_step(_loss_fn(Net()), policy="mixed_float16", sharding=Sharding(mesh, specs))
+    with pytest.raises(
+        ValueError, match=r"without a mesh, got one with sharding=; compare its loss function, compare\("
+    ):
         compare(step)(_state(), BATCH)
 
 

@@ -24,6 +24,7 @@ from recompiles import compiled_once
 import jaxmp
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp.nnx import Optimizer, apply_policy, make_train_step, value_and_grad
+from jaxmp.sharding import Sharding
 
 BATCH = {"x": data(4, 5, 5, 3), "y": data(4, 8, seed=8)}
 BAD = {**BATCH, "x": BATCH["x"].at[1].set(jnp.nan)}
@@ -178,7 +179,7 @@ def test_a_moving_average_and_a_mesh_hold_what_is_written_to_what_is_trained():
         options: dict[str, Any] = {"accumulate_steps": 2, "ema_decay": 0.5}
         if reduce is not None:
             specs = jaxmp.sharding.fsdp_specs(nnx.state(model, nnx.Param), mesh, min_size=1)
-            options |= {"mesh": mesh, "specs": specs, "reduce": reduce}
+            options["sharding"] = Sharding(mesh, specs, reduce=reduce)
         step = make_train_step(loss_fn, **options)
         losses = [float(step(model, optimizer, ROWS)["loss"]) for _ in range(3)]
         got.append(host(losses, values(model), optimizer.ema))

@@ -16,6 +16,7 @@ import jaxmp
 from experiments.models.gpt2 import GPT2
 from jaxmp import sharding
 from jaxmp._jaxpr.walk import equations
+from jaxmp.sharding import Sharding
 
 VOCABULARY, SEQUENCE, WIDTH, LAYERS, BATCH = 64, 8, 32, 3, 8
 MODEL = GPT2(vocabulary=VOCABULARY, sequence=SEQUENCE, layers=1, heads=2, width=WIDTH)
@@ -92,10 +93,10 @@ def pair(make_params, loss_fn, mesh, specs, step_options=(), **options):
     """The steps and states of one device, and of the mesh."""
     common = {"donate": False, **dict(step_options)}
     one = jaxmp.TrainState.create(params=make_params(), tx=tx_of())
-    many = sharding.init_state(make_params, tx_of(), mesh, specs)
+    many = jaxmp.TrainState.create_sharded(make_params, tx_of(), Sharding(mesh, specs))
     steps = (
         jaxmp.make_train_step(loss_fn, **common),
-        jaxmp.make_train_step(loss_fn, mesh=mesh, specs=specs, **options, **common),
+        jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs, **options), **common),
     )
     return steps, (one, many)
 

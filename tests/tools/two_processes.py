@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import sharding
+from jaxmp.sharding import Sharding
 
 
 def main(coordinator: str, process: int, lag: float, output: Path) -> None:
@@ -51,7 +52,9 @@ def main(coordinator: str, process: int, lag: float, output: Path) -> None:
         params = {name: spread(array) for name, array in weights.items()}
         state = jaxmp.TrainState.create(params=params, tx=tx, rng=0)
         found["home"] = len({str(leaf.sharding.mesh) for leaf in jax.tree.leaves(state)})
-        made = sharding.init_state(lambda: jax.tree.map(jnp.asarray, weights), tx, mesh, specs, rng=0)
+        made = jaxmp.TrainState.create_sharded(
+            lambda: jax.tree.map(jnp.asarray, weights), tx, Sharding(mesh, specs), rng=0
+        )
         step = jaxmp.make_train_step(loss_fn, max_consecutive_skips=5)
         scales, skips, losses = [], [], []
         for batch in (good, one_bad, good):

@@ -57,7 +57,7 @@ def test_a_decay_that_is_no_decay_is_refused(decay):
 def test_an_unknown_remat_policy_lists_those_there_are_nearest_first(name, nearest):
     with pytest.raises(ValueError, match=f"unknown remat policy '{name}'; known, nearest first: .?{nearest}") as error:
         make_train_step(train_loss, remat=name)
-    for known in ("full", "regather", "dots_no_batch", "everything"):
+    for known in ("full", "dots_no_batch", "everything"):
         assert known in str(error.value)
 
 
@@ -599,13 +599,6 @@ def test_a_loss_function_that_needs_what_the_state_was_not_given_is_told_what_to
     assert note.endswith("does this one need TrainState.create(model_state=…)?")
     assert not notes(lambda state, rng: 1 / 0)  # an error that tells of no None
     assert not notes(lambda state, rng: None + 1.0, rng=0, model_state={"mean": jnp.ones(())})
-
-
-def test_the_default_of_reduce_dtype_in_another_spelling_is_the_default():
-    for spelling in (jnp.float32, np.dtype("float32"), "f32"):
-        make_train_step(train_loss, reduce_dtype=spelling)
-    with pytest.raises(ValueError, match="are given together"):
-        make_train_step(train_loss, reduce_dtype="bfloat16")
 
 
 def test_an_nnx_step_says_nothing_of_a_train_state():

@@ -24,7 +24,7 @@ PEAKS, WIRE = {"1558M": 5.7, "7B": 16.8}, 1.02
 COLUMNS = ("params", "by", "GPUs", "batch", "peak GiB", "state GiB", "sent GB", "B/param", "ideal", "sent by kind")
 ABOUT = (
     "Compiled, not run: forward, backward, clipping and AdamW of GPT-2, its blocks a loop, each computed again in its "
-    "backward pass. `by`: `make_train_step(mesh=, specs=)` of the model in Linen or NNX under a policy, or of that in "
+    "backward pass. `by`: `make_train_step(sharding=)` of the model in Linen or NNX under a policy, or of that in "
     "Linen under autocast; by hand, experiments/models/stacked.py. All figures are of one GPU. `peak`: arguments, "
     "results that reuse none of them, temporaries; nothing of CUDA's and NCCL's own. `state`: params and optimizer, in "
     "float32. `sent`: in a step, by rings. `ideal`: weights gathered twice in 16 bits, gradients reduced once in "
