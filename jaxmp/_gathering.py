@@ -30,9 +30,9 @@ from jaxmp import float8
 from jaxmp import tree as _tree
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.invariant import same_in_turns, same_results
-from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.primitives import BROADCAST
 from jaxmp._jaxpr.program import Program, arrays_in
+from jaxmp._jaxpr.rebind import in_place_of
 from jaxmp._jaxpr.rebuild import bound, is_body_alone, rebuilt
 from jaxmp._jaxpr.walk import PRODUCTS, equations, interpreted, jaxprs_in, product_dtypes
 from jaxmp._mesh_plan import COPIES, HalfSumError, Plan, while_tracing, wide
@@ -226,15 +226,14 @@ def _results(
       are_fixed: which of ``args`` are the same for all examples.
       loop: the body's.
     """
-    places = Places()
 
     def equation(eqn: Any, operands: list[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
-        given = [value for value, _ in operands]
+        values = [value for value, _ in operands]
         known = [value.is_fixed if isinstance(value, Use) else is_fixed for value, is_fixed in operands]
-        places.at(eqn)
-        if any(isinstance(value, Use) for value in given):
-            return [(each, False) for each in places.within(_rewritten, eqn, given, known, loop)]
-        return [(each, all(known)) for each in places.repeated(given)]
+        with in_place_of(eqn):
+            if any(isinstance(value, Use) for value in values):
+                return [(result, False) for result in _rewritten(eqn, values, known, loop)]
+            return [(result, all(known)) for result in bound(eqn, values, eqn.params)]
 
     operands, constants = list(zip(args, are_fixed, strict=True)), [(const, True) for const in consts]
     return [value for value, _ in interpreted(jaxpr, constants, operands, equation, lambda atom: (atom.val, True))]

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.program import Program, arrays_in, is_array
+from jaxmp._jaxpr.rebind import in_place_of
 from jaxmp._jaxpr.rebuild import Rule, bound, rebuilt
 from jaxmp._jaxpr.walk import interpreted, is_jaxpr
 from jaxmp._loss_functions import LossFn, noting_types
@@ -81,11 +81,10 @@ def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:
 
 def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluate an open jaxpr that was traced on Explicit axes, on Auto ones."""
-    places = Places()
 
     def equation(eqn: Any, operands: list[Any]) -> list[Any]:
-        places.at(eqn)
-        return list(places.within(_rebound, eqn, operands))
+        with in_place_of(eqn):
+            return list(_rebound(eqn, operands))
 
     return interpreted(jaxpr, [_untyped(const) for const in consts], args, equation)
 

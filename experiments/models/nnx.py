@@ -1,8 +1,9 @@
-"""The same models in Flax NNX, in plain float32: with the weights of the Linen ones they compute what those compute."""
+"""The same models in Flax NNX, in float32: with the weights of the Linen ones they compute what those compute."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,10 +92,10 @@ def resnet18(channels: int = 3, classes: int = 10, small_images: bool = False, *
 class Layer(nnx.Module):
     """A layer of :class:`GPT2`."""
 
-    def __init__(self, width: int, heads: int, rngs: nnx.Rngs) -> None:
-        linear = functools.partial(nnx.Linear, rngs=rngs)
+    def __init__(self, width: int, heads: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
         self.heads = heads
-        self.norm1, self.norm2 = _layer_norm(width, rngs), _layer_norm(width, rngs)
+        self.norm1, self.norm2 = _layer_norm(width, dtype, rngs), _layer_norm(width, dtype, rngs)
         self.qkv, self.out = linear(width, 3 * width), linear(width, width)
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
@@ -110,6 +111,7 @@ class GPT2(nnx.Module):
 
     Args:
       loop: whether the layers are a loop over stacked params, each computed again in its backward pass.
+      dtype: that of every module, for half precision by hand.
     """
 
     def __init__(
@@ -120,15 +122,16 @@ class GPT2(nnx.Module):
         width: int,
         heads: int = 1,
         loop: bool = False,
+        dtype: Any = None,
         *,
         rngs: nnx.Rngs,
     ) -> None:
-        self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
-        self.positions = nnx.Embed(sequence, width, rngs=rngs)
-        make = functools.partial(Layer, width, heads)
+        self.embed = nnx.Embed(vocabulary, width, dtype=dtype, rngs=rngs)
+        self.positions = nnx.Embed(sequence, width, dtype=dtype, rngs=rngs)
+        make = functools.partial(Layer, width, heads, dtype)
         stacked = nnx.split_rngs(splits=layers)(nnx.vmap(make))
         self.blocks = stacked(rngs) if loop else nnx.List([make(rngs) for _ in range(layers)])
-        self.norm = _layer_norm(width, rngs)
+        self.norm = _layer_norm(width, dtype, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.embed.attend(self.hidden(tokens))
@@ -154,8 +157,8 @@ class GPT2(nnx.Module):
         return projected_cross_entropy(x.reshape(-1, x.shape[-1]), self.embed.embedding[...], targets.reshape(-1))
 
 
-def _layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(width, epsilon=1e-5, rngs=rngs)
+def _layer_norm(width: int, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(width, epsilon=1e-5, dtype=dtype, rngs=rngs)
 
 
 def _conv(channels: int, features: int, kernel: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:

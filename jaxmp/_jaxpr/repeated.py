@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from jaxmp._jaxpr.examples import Examples
 from jaxmp._jaxpr.invariant import unchanged
 from jaxmp._jaxpr.primitives import BROADCAST, PICKS
 from jaxmp._jaxpr.reading import bodies_of, has_explicit_axes, is_literal, opened, size_of
-from jaxmp._jaxpr.rebuild import params_in_dtype
+from jaxmp._jaxpr.rebuild import bound, params_in_dtype
 from jaxmp.dtypes import is_castable
 
 _cast = Primitive("cast_repeated")
@@ -129,18 +129,22 @@ def _is_long(eqn: Any, shape: Any) -> bool:
     return eqn.primitive.name in _ADDS_UP and _repeats(eqn, shape) > MAX_TERMS
 
 
-def summed_in_float32(places: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation of ``MAY_SUM`` on other ``operands``, whose cotangents are summed in float32."""
+def summed_in_float32(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Bind an equation of ``MAY_SUM`` to other ``operands``, whose cotangents are summed in float32."""
     value, float32 = operands[0], np.dtype(np.float32)
     if value.dtype.itemsize != 2:
-        return [*places.bound(operands, _params(eqn, value.dtype))]
+        return bound(eqn, operands, _params(eqn, value.dtype))
     if eqn.primitive.name == "broadcast_in_dim" and not has_explicit_axes(value):
         params = {"dtype": value.dtype, "axes": eqn.params["broadcast_dimensions"], "shape": eqn.params["shape"]}
-        return [places.bind(_cast, (value,), {**params, "sharding": None})]
-    each_once = {id(each): each for each in operands}
-    wide_of = {n: places.cast(each, float32) if each.dtype == value.dtype else each for n, each in each_once.items()}
-    wide = [wide_of[id(each)] for each in operands]
-    return [places.cast(places.bound(wide, _params(eqn, float32))[0], value.dtype)]
+        return [_cast.bind(value, **params, sharding=None)]
+    wide_of: dict[int, Any] = {}  # an operand that stands in several places is cast once
+    for operand in operands:
+        if id(operand) not in wide_of:
+            is_half = operand.dtype == value.dtype
+            wide_of[id(operand)] = jax.lax.convert_element_type(operand, float32) if is_half else operand
+    wide = [wide_of[id(operand)] for operand in operands]
+    (result,) = bound(eqn, wide, _params(eqn, float32))
+    return [jax.lax.convert_element_type(result, value.dtype)]
 
 
 def _params(eqn: Any, dtype: np.dtype) -> Any:
@@ -149,20 +153,19 @@ def _params(eqn: Any, dtype: np.dtype) -> Any:
     return params_in_dtype(eqn, dtype, False) if is_other else eqn.params
 
 
-def cast_repeated(bind: Callable[..., Any], value: Any, dtype: np.dtype, aval: Any, like: Sequence[Any]) -> Any:
-    """``value`` in ``dtype``, repeated along leading axes and those of size 1 up to the shape of ``aval``.
+def cast_repeated(value: Any, dtype: np.dtype, aval: Any, like: Sequence[Any]) -> Any:
+    """Return ``value`` in ``dtype``, repeated along leading axes and those of size 1 to the shape of ``aval``.
 
     Args:
-      bind: binds a primitive to operands and parameters.
       value: a floating array.
       dtype: a floating dtype.
-      aval: what has the shape of the result, and its sharding on a mesh with Explicit axes.
-      like: what it meets; where a ``jax.vmap`` has one of these for each example, the result is repeated for each.
+      aval: a type with the shape of the result, and its sharding on a mesh with Explicit axes.
+      like: other operands of the reader. If a ``jax.vmap`` maps over one of these, the result is repeated for each
+        example.
     """
     axes = tuple(range(aval.ndim - value.ndim, aval.ndim))
     sharding = aval.sharding if has_explicit_axes(value) else None
-    params = {"dtype": dtype, "shape": aval.shape, "axes": axes, "sharding": sharding}
-    return bind(_cast, (value, *like), params)
+    return _cast.bind(value, *like, dtype=dtype, shape=aval.shape, axes=axes, sharding=sharding)
 
 
 def _forward(value: Any, *_: Any, dtype: np.dtype, shape: Any, axes: Any, sharding: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writing the decided program again: every equation bound once more, in its dtypes."""
+"""Emit the decided program: bind every equation again, in its dtypes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxmp._jaxpr import reading
 from jaxmp._jaxpr.examples import Examples, Same, same_in_bodies
-from jaxmp._jaxpr.places import Places
 from jaxmp._jaxpr.primitives import BROADCAST, COMPARISONS, MEETS
 from jaxmp._jaxpr.reading import Literal
-from jaxmp._jaxpr.rebuild import Rule, linear_solve, params_in_dtype, rebuilt
+from jaxmp._jaxpr.rebind import in_place_of
+from jaxmp._jaxpr.rebuild import Rule, bound, linear_solve, params_in_dtype, rebuilt
 from jaxmp._jaxpr.repeated import MAY_SUM, cast_repeated, must_sum, must_widen, read_often, summed_in_float32, sums_half
 from jaxmp.dtypes import is_castable
 from jaxmp.engine.classes import KEPT
@@ -68,37 +68,34 @@ class _Evaluation:
         self.env = dict(zip((*body.jaxpr.invars, *body.jaxpr.constvars), (*args, *body.consts), strict=True))
         self.casts = body.casts = list[int]()  # those of the step at hand, and in the end those of the results
         self.shared: dict[Any, Any] = {}
-        self.places = Places()
-        self.params: dict[Any, dict[str, Any]] = {}  # of equations of a form in a dtype
-        # Of what the author widened what was half, and its node: who wants half reads that.
+        # By the result of a cast to float32 its half operand and the node of that: readers in half use the operand.
         self.narrow: dict[Any, tuple[Any, Any]] = {}
 
     def results(self) -> list[Any]:
-        """The results of the body, each in the dtype of its node."""
+        """Return the results of the body, each in the dtype of its node."""
         for step in self.body.steps:
             eqn = step.eqn
             if self.is_noted:
                 self.casts = step.casts = []
-            self.places.at(eqn)
-            given = [atom.val if type(atom) is Literal else self.env[atom] for atom in eqn.invars]
+            values = self.read(eqn.invars)
             stands = step.stands and not self.examples.are_many
-            results = self.places.repeated(given) if stands else self.results_of(step, given)
+            with in_place_of(eqn):
+                results = bound(eqn, values, eqn.params) if stands else self.results_of(step, values)
             for var, value in zip(eqn.outvars, results, strict=True):
                 self.env[var] = value
             if eqn.primitive.name == _CAST and _is_widening(step):
                 self.narrow[eqn.outvars[0]] = eqn.invars[0], step.operands[0]
-        self.places.at(None)
         self.casts = self.body.casts
         return self.read(self.body.jaxpr.outvars)
 
     def read(self, atoms: Sequence[Any]) -> list[Any]:
-        """The values as they are."""
+        """Return the values of atoms as they are."""
         return [atom.val if type(atom) is Literal else self.env[atom] for atom in atoms]
 
     def read_as(self, value: Any, atom: Any, node: Node, dtype: np.dtype, met: Any = ()) -> Any:
-        """The value in ``dtype``, for an operation; ``met`` has its step and its operands if it may repeat it."""
+        """Return the value in ``dtype``; ``met``: the step that reads it and its operands, if it may repeat it."""
         if type(atom) is Literal:
-            return self.places.number(value, dtype)
+            return np.asarray(value).astype(dtype)
         is_summed = bool(met) and dtype.itemsize == 2 and must_widen(met[0].eqn, atom, value, self.examples)
         if node.late is None and value.dtype == dtype and not isinstance(value, np.ndarray) and not is_summed:
             return value
@@ -117,7 +114,7 @@ class _Evaluation:
         return self.cast(value, dtype, node)
 
     def cast(self, value: Any, dtype: np.dtype, node: Node | None = None) -> Any:
-        """The ``value`` of ``node`` in ``dtype``, after the cast of its author if that was put off."""
+        """Return the ``value`` of ``node`` in ``dtype``, after the cast of its author if that was put off."""
         if node is not None and node.late is not None:
             value = self.cast(value, node.late)
         if not isinstance(value, (jax.core.Tracer, jax.Array)):  # the second asks more
@@ -126,65 +123,80 @@ class _Evaluation:
             return value
         if self.is_noted:
             self.casts.append(value.size * dtype.itemsize)
-        return self.places.cast(value, dtype)
+        return jax.lax.convert_element_type(value, dtype)
 
     def repeated(self, value: Any, dtype: np.dtype, step: Step, like: Sequence[Any]) -> Any:
-        """``value`` in ``dtype``, as JAX would repeat it by itself, and for each example of ``like``."""
+        """Return ``value`` in ``dtype``, repeated as the step would repeat it, and for each example of ``like``."""
         aval = step.eqn.outvars[0].aval if step.eqn.primitive.name in BROADCAST else jax.typeof(value)
         if value.shape == aval.shape and (not like or reading.has_explicit_axes(value)):
             return self.cast(value, dtype)
         if self.is_noted and value.dtype != dtype:
             self.casts.append(value.size * dtype.itemsize)
-        return cast_repeated(self.places.bind, value, dtype, aval, like)
+        return cast_repeated(value, dtype, aval, like)
 
-    def results_of(self, step: Step, given: list[Any]) -> Sequence[Any]:
-        """Those of an equation that changes; ``given`` are its operands."""
-        eqn, node, places, met = step.eqn, step.node, self.places, (step, given)
-        meets: Collection[int] = range(len(given)) if eqn.primitive.name in MEETS else ()
-        if self.examples.are_many:
-            self.examples.at(eqn, given)
-            meets = meets or self.examples.repeated(step.bodies)
-        wanted = enumerate(zip(given, eqn.invars, step.operands, _wants(step), strict=True))
-        operands = [
-            value if each is None or dtype is None else self.read_as(value, atom, each, dtype, n in meets and met)
-            for n, (value, atom, each, dtype) in wanted
-        ]
+    def results_of(self, step: Step, values: list[Any]) -> Sequence[Any]:
+        """Return the results of an equation that changes; ``values`` are its operands before their casts."""
+        eqn, node = step.eqn, step.node
+        operands = self.operands_of(step, values)
         if self.is_noted:
-            step.bound = [jax.typeof(value) for value in operands]
+            step.bound = [jax.typeof(operand) for operand in operands]
         if eqn.primitive.name == _CAST and node is not None and node.kind is not KEPT:
-            if self.is_noted and not _is_widening(step):
-                step.bound = [jax.typeof(given[0])]
-            results = [self.cast(operands[0], node.dtype)]
-            if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
-                del self.casts[-1:]  # which is the author's
-            return results
+            return [self.cast_by_author(step, node, values[0], operands[0])]
         if step.bodies is not None:
-            make = functools.partial(_program, self.rules, step, same := self.examples.same)
-            if eqn.primitive.name == "jit":  # layers that share a jitted body share its program
-                return places.called(_shared(self.rules, step, same, make), operands)
-            is_jitted = eqn.primitive.name in _LOOPS and not reading.is_tracing()
-            made = _shared(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
-            results = places.within(made, *operands)
-            for number in step.unchanged:
-                results[number] = given[step.bodies.start + number]
-            return results
+            return self.results_of_bodies(step, values, operands)
         if step.float8:
-            results, step.bound = places.within(step.float8.emit, operands)
+            results, step.bound = step.float8.emit(operands)
             return results
         if node and eqn.primitive.name in MAY_SUM and must_sum(eqn, operands[0], self.examples):
-            return summed_in_float32(places, eqn, operands)
+            return summed_in_float32(eqn, operands)
         dtype = None if node is None else node.compute
         if dtype is not None and node and eqn.primitive.name == "custom_linear_solve" and dtype != node.written:
-            return places.within(linear_solve, eqn, functools.partial(_derived, self.rules, step), operands)
-        is_exact = node is not None and node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
-        key = step.form, dtype, is_exact
-        if (params := self.params.get(key)) is None:
-            params = eqn.params if dtype is None else params_in_dtype(eqn, dtype, is_exact)
-            if "precision" in params and reading.asks_for_what_is_missing(params):
-                params = {**params, "precision": None}
-            self.params[key] = params
-        results = places.bound(operands, params, key)
+            return linear_solve(eqn, functools.partial(_derived, self.rules, step), operands)
+        params = eqn.params
+        if dtype is not None and node is not None:
+            is_exact = node.asked != "tensorfloat32" and step.region.asked_by != OF_POLICY
+            params = params_in_dtype(eqn, dtype, is_exact)
+        if "precision" in params and reading.asks_for_what_is_missing(params):
+            params = {**params, "precision": None}
+        results = bound(eqn, operands, params)
         return results if node is None or dtype in (None, node.dtype) else [self.cast(results[0], node.dtype)]
+
+    def operands_of(self, step: Step, values: list[Any]) -> list[Any]:
+        """Return the operands of an equation that changes, each in the dtype that it reads."""
+        eqn = step.eqn
+        repeats: Collection[int] = range(len(values)) if eqn.primitive.name in MEETS else ()
+        if self.examples.are_many:
+            self.examples.at(eqn, values)
+            repeats = repeats or self.examples.repeated(step.bodies)
+        operands = list(values)
+        for n, (node, dtype) in enumerate(zip(step.operands, _wants(step), strict=True)):
+            if node is not None and dtype is not None:
+                met = (step, values) if n in repeats else ()
+                operands[n] = self.read_as(values[n], eqn.invars[n], node, dtype, met)
+        return operands
+
+    def cast_by_author(self, step: Step, node: Node, value: Any, operand: Any) -> Any:
+        """Return the result of a cast that the program has; ``operand`` is ``value`` in the dtype that it reads."""
+        if self.is_noted and not _is_widening(step):
+            step.bound = [jax.typeof(value)]
+        result = self.cast(operand, node.dtype)
+        if step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype:
+            del self.casts[-1:]  # this one is not added
+        return result
+
+    def results_of_bodies(self, step: Step, values: list[Any], operands: list[Any]) -> list[Any]:
+        """Return the results of an equation whose bodies change."""
+        name, same = step.eqn.primitive.name, self.examples.same
+        make = functools.partial(_program, self.rules, step, same)
+        if name == "jit":  # layers that share a jitted body share its program: JAX traces it for the first
+            return list(_shared(self.rules, step, same, make)(*operands))
+        is_jitted = name in _LOOPS and not reading.is_tracing()
+        run = _shared(self.rules, step, same, lambda: jax.jit(make())) if is_jitted else make()
+        results = list(run(*operands))
+        for number in step.unchanged:
+            assert step.bodies is not None
+            results[number] = values[step.bodies.start + number]
+        return results
 
 
 def _program(rules: Rules, step: Step, same: Same) -> Callable[..., list[Any]]:
@@ -219,8 +231,9 @@ def _run(rules: Rules, step: Step, position: int, same: Same, *args: Any) -> lis
     assert step.bodies is not None
     kind, body = step.bodies.kind, step.inner[position]
     evaluation = _Evaluation(rules, body, args, same)
-    for place, dtype in _over_turns(step):  # half again; their cotangents are summed outside of it
-        evaluation.env[body.jaxpr.invars[place]] = evaluation.places.cast(args[place], dtype)
+    for operand, dtype in _over_turns(step):  # half again; their cotangents are summed outside of it
+        half = jax.lax.convert_element_type(args[operand], dtype)
+        evaluation.env[body.jaxpr.invars[operand]] = half
     results = evaluation.results()
     if kind != "call" or step.eqn.primitive.name in _WITH_RULES:
         pairs = zip(results, body.results, strict=True)

@@ -98,7 +98,6 @@ class Step:
     kind: Kind = KEPT
     reason: str = ""
     region: Region = _UNMARKED
-    form: Form | None = None
     float8: _float8_products.Asked | None = None  # of a product in code whose policy has a recipe: true if it is float8
     bodies: reading.Bodies | None = None
     inner: Sequence[Body] = ()
@@ -251,7 +250,7 @@ class _Builder:
         form = self.form(eqn)
         operands, numbers, fixed = zip(*values, strict=True) if values else ((), (), ())
         bodies, is_fixed = None if DECIDED in self.marks else form.bodies, False not in fixed
-        step = Step(eqn, names, operands, (), region=self.region, form=form, bodies=bodies, is_fixed=is_fixed)
+        step = Step(eqn, names, operands, (), region=self.region, bodies=bodies, is_fixed=is_fixed)
         if bodies is None:
             results = self.leaf(step, form, numbers, fixed)
         else:

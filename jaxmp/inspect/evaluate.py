@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.places import Places
+from jaxmp._jaxpr.rebind import in_place_of
 from jaxmp._jaxpr.rebuild import Rule, bound, rebuilt
 from jaxmp._jaxpr.walk import interpreted
 from jaxmp.inspect.program import Key
@@ -80,11 +80,11 @@ class _Evaluation:
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], key: Key, given: Records
     ) -> tuple[list[Any], Records]:
         records: Records = {}
-        places, numbers = Places(), itertools.count()
+        numbers = itertools.count()
 
         def equation(eqn: Any, operands: list[Any]) -> list[Any]:
-            places.at(eqn)
-            return places.within(self.equation, eqn, operands, (*key, next(numbers)), given, records)
+            with in_place_of(eqn):
+                return self.equation(eqn, operands, (*key, next(numbers)), given, records)
 
         return interpreted(jaxpr, consts, args, equation), records
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxmp._jaxpr import reading
-from jaxmp._jaxpr.places import Places
+from jaxmp._jaxpr.rebind import in_place_of
 from jaxmp._jaxpr.rebuild import bound
 from jaxmp.inspect.calls import AS_WRITTEN, is_inexact
 from jaxmp.inspect.evaluate import is_whole
@@ -174,9 +174,8 @@ def compiled_operation(operation: Operation) -> Callable[..., tuple[list[Any], l
     eqn = operation.eqn
 
     def apply(*operands: Any) -> tuple[list[Any], list[Any]]:
-        places = Places()
-        places.at(eqn)
-        results = places.within(bound, eqn, operands, eqn.params)
+        with in_place_of(eqn):
+            results = bound(eqn, operands, eqn.params)
         return results, [_zero_if_finite(result) if is_inexact(result) else None for result in results]
 
     return jax.jit(apply, compiler_options=AS_WRITTEN)

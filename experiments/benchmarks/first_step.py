@@ -1,0 +1,206 @@
+"""The time before the first train step of a GPT-2: trace, lower and compile, beside half precision by hand.
+
+python -m experiments.benchmarks.first_step
+
+The model by hand has Flax's `dtype=bfloat16` on every module and float32 params. The other two are the float32 model
+under `apply_policy`, and its loss under `jaxmp.autocast`. All have the same train step: value and gradients, then
+optax's Adam. Each is measured in a process of its own, where nothing is cached, and the ways take turns. A ratio is the
+time of one round over that of the model by hand in the same round, and the median over the rounds counts.
+
+The seconds are those of the processor, of all threads together, so that other processes of the machine hardly count.
+first_step.json has the seconds of the clock on the wall too. The run folder holds first_step.md and first_step.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from flax import nnx
+
+import jaxmp
+from experiments.benchmarks.shared import records
+from experiments.measure import processes, timing
+from experiments.measure.environment import environment
+from experiments.models import by_hand
+from experiments.models import nnx as nnx_models
+from experiments.report.goals import Goal
+from experiments.report.progress import Progress
+from experiments.report.tables import Table, spread
+from experiments.training import cli
+
+Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
+"""The loss, of params, tokens and labels."""
+Stages = dict[str, float]
+"""By stage the seconds that it takes."""
+BY_HAND, POLICY, AUTOCAST = "by hand", "apply_policy", "autocast"
+WAYS = (BY_HAND, POLICY, AUTOCAST)
+STAGES = ("trace", "lower", "compile")
+GOAL = 1.05
+VOCABULARY, WIDTH, LENGTH = 512, 64, 32
+TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
+COLUMNS = ("GPT-2", *(f"{stage}, s" for stage in STAGES), "in all, s", "ratio", "quartiles of the ratio")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(records.Config):
+    """Flags of the benchmark."""
+
+    layers: int = 12
+    """Layers of GPT-2, 64 wide; the sizes of arrays hardly matter here."""
+    rounds: int = 7
+    """Rounds of timing."""
+    policy: str = "mixed_bfloat16"
+    """Policy of the models and of autocast; its compute dtype is that of the model by hand."""
+    alone: Annotated[str, tyro.conf.arg(metavar="API:WAY", help_behavior_hint="")] = ""
+    """Measure one model alone and print JSON: what the run starts for each."""
+
+
+def linen_loss(way: str, layers: int, policy: str) -> tuple[Loss, Any]:
+    """Return the loss of the Linen model, and abstract params."""
+    dtype = jaxmp.get_policy(policy).compute_dtype if way == BY_HAND else None
+    model: Any = by_hand.GPT2(VOCABULARY, LENGTH, layers, 1, WIDTH, dtype)
+    if way == POLICY:
+        model = jaxmp.linen.apply_policy(model, policy)
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+
+    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        return cross_entropy(model.apply({"params": params}, tokens), labels)
+
+    return loss, params
+
+
+def nnx_loss(way: str, layers: int, policy: str) -> tuple[Loss, Any]:
+    """Return the loss of the NNX model, and abstract params."""
+    dtype = jaxmp.get_policy(policy).compute_dtype if way == BY_HAND else None
+    model = nnx.eval_shape(lambda: nnx_models.GPT2(VOCABULARY, LENGTH, layers, WIDTH, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(jaxmp.nnx.apply_policy(model, policy) if way == POLICY else model)
+
+    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        return cross_entropy(nnx.merge(graphdef, params)(tokens), labels)
+
+    return loss, params
+
+
+APIS: dict[str, Callable[[str, int, str], tuple[Loss, Any]]] = {"Linen": linen_loss, "NNX": nnx_loss}
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy in float32."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+
+def train_step(api: str, way: str, layers: int, policy: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a train step and its abstract arguments."""
+    loss, params = APIS[api](way, layers, policy)
+    loss = jaxmp.autocast(loss, policy) if way == AUTOCAST else loss
+    optimizer = optax.adam(1e-3)
+
+    def step(params: Any, opt_state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens, labels)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step, (params, jax.eval_shape(optimizer.init, params), TOKENS, TOKENS)
+
+
+def seconds(step: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Stages]:
+    """Trace, lower and compile a step; return the seconds of each on two clocks."""
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.zeros(())))  # the device and its compiler are awake
+    clocks = {"processor": time.process_time, "wall": time.perf_counter}
+    readings = [{name: clock() for name, clock in clocks.items()}]
+    stage: Any = jax.jit(step)
+    for advance in (lambda jitted: jitted.trace(*args), lambda traced: traced.lower(), lambda low: low.compile()):
+        stage = advance(stage)
+        readings.append({name: clock() for name, clock in clocks.items()})
+    return {name: {STAGES[n]: readings[n + 1][name] - readings[n][name] for n in range(len(STAGES))} for name in clocks}
+
+
+def alone(name: str, config: Config) -> dict[str, Any]:
+    """Measure one model in this process."""
+    api, way = name.split(":")
+    return seconds(*train_step(api, way, config.layers, config.policy))
+
+
+def measure(config: Config, progress: Progress) -> dict[str, list[dict[str, Stages]]]:
+    """Measure each model in processes of its own; return one entry a round."""
+    names = [f"{api}:{way}" for api in APIS for way in WAYS]
+    program = [sys.executable, "-m", "experiments.benchmarks.first_step"]
+    program += ["--layers", str(config.layers), "--policy", config.policy]
+    runs: dict[str, list[dict[str, Stages]]] = {name: [] for name in names}
+    for round_ in range(config.rounds):
+        first = round_ % len(names)
+        order = [*names[first:], *names[:first]]
+        for name, run in processes.in_processes({name: [*program, "--alone", name] for name in order}):
+            progress.advance(0, name)
+            result = run()
+            if "error" in result:
+                raise RuntimeError(f"{name}: {result['error']}")
+            runs[name].append(result)
+            progress.advance(1, name)
+    return runs
+
+
+def rows_of(runs: dict[str, list[dict[str, Stages]]]) -> list[dict[str, Any]]:
+    """Return a row for each model: the quartiles of its stages, and of its ratio to the model by hand."""
+    rows = []
+    for name, own in runs.items():
+        api, way = name.split(":")
+        stages = {stage: timing.quartiles([run["processor"][stage] for run in own]) for stage in STAGES}
+        totals, by_hands = (_totals(runs[f"{api}:{which}"], "processor") for which in (way, BY_HAND))
+        walls, by_hands_walls = (_totals(runs[f"{api}:{which}"], "wall") for which in (way, BY_HAND))
+        rows.append(
+            {
+                "model": f"{api}, {way}",
+                "stages": stages,
+                "total": timing.quartiles(totals),
+                "ratio": timing.ratio(totals, by_hands),
+                "wall": timing.quartiles(walls),
+                "wall_ratio": timing.ratio(walls, by_hands_walls),
+                "runs": own,
+            }
+        )
+    return rows
+
+
+def _totals(runs: list[dict[str, Stages]], clock: str) -> list[float]:
+    return [sum(run[clock].values()) for run in runs]
+
+
+def table(rows: list[dict[str, Any]], layers: int) -> Table:
+    """Return the table of all models, and the verdicts."""
+    cells, verdicts = [], []
+    for row in rows:
+        parts = [f"{row['stages'][stage][1]:.2f}" for stage in STAGES]
+        ratio = row["ratio"]
+        cells.append((row["model"], *parts, f"{row['total'][1]:.2f}", f"{ratio[1]:.3f}", spread(ratio, ".3f")))
+        if BY_HAND not in row["model"]:
+            verdicts.append(Goal("", f"{row['model']} / {BY_HAND}", ratio[1], GOAL).sentence())
+    return Table(f"GPT-2 of {layers} layers", COLUMNS, cells, notes=tuple(verdicts))
+
+
+def main(config: Config) -> list[dict[str, Any]]:
+    if config.alone:
+        processes.answer(functools.partial(alone, config.alone, config))
+        return []
+    with cli.bad_values_end_it():
+        jaxmp.get_policy(config.policy)
+        folder = records.folder_of("first_step", config, layers=1)
+    with Progress("first step", config.rounds * len(APIS) * len(WAYS)) as progress:
+        rows = rows_of(measure(config, progress))
+    where = {**environment(), "policy": config.policy}
+    title = "The time before the first train step"
+    records.record(folder, "first_step", title, where, [table(rows, config.layers)], {"models": rows})
+    return rows
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

@@ -1,0 +1,22 @@
+"""Bind an equation of one program again in another, without losing where it came from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from jax._src import source_info_util
+
+
+@contextlib.contextmanager
+def in_place_of(eqn: Any) -> Iterator[None]:
+    """Give the source, scopes and context of ``eqn`` to all that is bound inside.
+
+    The scopes of ``eqn`` are nested in those of the code around, as in :func:`jax.core.eval_jaxpr`. The context holds
+    the mesh, the device's kind and the like. An error that is raised inside shows the source as its cause.
+    """
+    info = eqn.source_info
+    scopes = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=scopes), eqn.ctx.manager:
+        yield
