@@ -30,10 +30,6 @@ _REDUCES = frozenset(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _tracing: ContextVar[Plan | None] = ContextVar("jaxmp_mesh_plan", default=None)
 
 
-class HalfSumError(ValueError):
-    """A gradient would be summed in half."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """Where the params of a train step lie, and in which dtype their gradients are reduced.

@@ -106,7 +106,9 @@ class TestErrors:
             return jnp.mean(y.astype(jnp.float32)), model_state
 
         step = jaxmp.make_train_step(loss, mesh=mesh, specs={"w": P("fsdp")})
-        with pytest.raises(ValueError, match=r"gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into"):
+        with pytest.raises(
+            ValueError, match=r"gradient of 'w' cannot be summed in float32: shard_map at .*\.py:\d+ .* in bfloat16"
+        ):
             step(self.state(), np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_state_on_one_device(self):
@@ -148,10 +150,7 @@ class TestErrors:
             return jnp.mean(half.astype("float32") ** 2), model_state
 
         batch, options = np.ones((BATCH, WIDTH), np.float32), {"mesh": mesh_of(), "specs": {"w": P("fsdp")}}
-        message = (
-            r"the gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into custom_vjp_call at .*py:\d+"
-        )
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"of 'w' cannot be summed in float32: custom_vjp_call at .*py:\d+"):
             jaxmp.make_train_step(loss_fn, **options)(self.state(), batch)
         step = jaxmp.make_train_step(loss_fn, reduce_dtype="bfloat16", **options)
         assert not step(self.state(), batch)[1]["skipped"]
