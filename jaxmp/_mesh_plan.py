@@ -76,10 +76,6 @@ class Sharding:
         return Plan(self.mesh, self.specs, self.reduce_dtype)
 
 
-class HalfSumError(ValueError):
-    """A gradient would be summed in half."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """Where the params of a train step lie, and in which dtype their gradients are reduced.

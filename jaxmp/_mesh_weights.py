@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +28,8 @@ class Source:
     dtype: np.dtype  # that it is gathered in
     is_alone: bool  # one equation of the body reads it
     gathers_again: bool  # the backward pass does, for what was gathered before is freed
-    given: bool = False  # it was gathered before
-    is_made: bool = False  # of weights, by the loss
+    is_gathered: bool = False  # before the loss was called
+    is_computed: bool = False  # of weights, by the loss
     half: Any = None
     tap: Any = None
     _again: Any = dataclasses.field(default=None, init=False)  # see gathered_again
@@ -65,13 +64,6 @@ class Use:
     source: Source
     moves: tuple[tuple[Any, int], ...] = ()  # equations, and which of their results
     rounded: np.dtype | None = None
-    least: float = math.inf  # the fewest elements that it had on its way
-    is_fixed: bool = True  # the same for all examples for sure; with noise, it may be one of each example
-
-    @property
-    def size(self) -> float:
-        """The elements that it has of its own, not counting copies."""
-        return min(self.source.param.size, self.least)
 
     def followed(self, eqn: Any) -> list[Use]:
         """The results of an equation that only moves it."""
@@ -79,10 +71,7 @@ class Use:
             new = np.dtype(eqn.params["new_dtype"])
             is_rounding = new.itemsize < (self.rounded or self.source.wide).itemsize
             return [dataclasses.replace(self, rounded=new) if is_rounding else self]
-        return [
-            dataclasses.replace(self, moves=(*self.moves, (eqn, number)), least=min(self.least, var.aval.size))
-            for number, var in enumerate(eqn.outvars)
-        ]
+        return [dataclasses.replace(self, moves=(*self.moves, (eqn, number))) for number, _ in enumerate(eqn.outvars)]
 
     def moved(self, value: Any, is_named: bool = True) -> Any:
         for eqn, number in self.moves:
@@ -112,7 +101,7 @@ class Use:
 
         def backward(_: None, cotangent: Any) -> tuple[Any, None]:
             # XLA reduces what reaches a made weight where it reaches one that is split.
-            cotangent = cotangent if source.is_made else plan.put(cotangent, spec)
+            cotangent = cotangent if source.is_computed else plan.put(cotangent, spec)
             return cotangent.astype(param.dtype), None
 
         value.defvjp(lambda param, half: (value(param, half), None), backward)
@@ -136,11 +125,17 @@ class Use:
         return copies(half, tap)
 
 
-def weight_of(of: Source, value: Any, dtype: np.dtype, is_fixed: bool, least: float = math.inf) -> Use:
-    """What has the values of ``dtype``, in float32, in which the cotangents of all its uses are added."""
+def weight_of(of: Source, value: Any, dtype: np.dtype) -> Use:
+    """Return a value that was computed from weights as a weight, in float32: so the cotangents of its uses add up.
+
+    Args:
+      of: a weight that it was computed from.
+      value: the array.
+      dtype: the dtype that the program has it in.
+    """
     value = value.astype(wide(value.dtype))
-    source = Source(of.plan, of.name, value, PartitionSpec(), dtype, False, False, is_made=True)
-    return Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None, least=least, is_fixed=is_fixed)
+    source = Source(of.plan, of.name, value, PartitionSpec(), dtype, False, False, is_computed=True)
+    return Use(source, rounded=dtype if dtype.itemsize < value.dtype.itemsize else None)
 
 
 def anywhere(params: dict[str, Any]) -> dict[str, Any]:

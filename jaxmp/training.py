@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import tree as _tree
 from jaxmp._functions import require_flag
-from jaxmp._gathering import Gathered, Held
+from jaxmp._gathering import Gathered, GatheredParams
 from jaxmp._jaxpr.invariant import hoisted
 from jaxmp._jaxpr.walk import product_dtypes
 from jaxmp._loss_functions import (
@@ -602,17 +602,17 @@ class TrainStep:
         return state._given_to(lambda state: self._gradients(state, batch, rng))
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics]:
-        held: Held | None = None
+        gathered: GatheredParams | None = None
         loss_of: Callable[..., Any] = self._loss_fn
 
         def gradients(model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any, Any, Metrics, Metrics]:
             self._warn_if_unscaled(state, model_state, batch, rng)
 
             def loss_fn(params: Any) -> Any:
-                params = params if held is None else Held(params[0], held.halves, params[1])
+                params = params if gathered is None else GatheredParams(params[0], gathered.weights, params[1])
                 return loss_of(params, model_state, batch, rng)
 
-            learned = state if held is None else state.replace(params=(held.params, held.taps))
+            learned = state if gathered is None else state.replace(params=(gathered.params, gathered.taps))
             (loss, (new_model_state, metrics)), grads, seen = self.differentiated(loss_fn, learned)
             return loss, grads, require_same_structure(new_model_state, model_state), metrics, seen
 
@@ -631,15 +631,18 @@ class TrainStep:
         turns = microbatches(batch, n), rngs
         first = jax.tree.map(lambda leaf: leaf[0], turns)
         if self._gathered is not None and self._reduces_once:
-            held = self._gathered.hold(state.params, state.model_state, *first)
-        if held is not None or self._gathered is None or not self._gathered.is_split:  # else each turn gathers its own
-            fixed = state.params if held is None else held
+            gathered = self._gathered.gather(state.params, state.model_state, *first)
+        if (
+            gathered is not None or self._gathered is None or not self._gathered.is_split
+        ):  # else each turn gathers its own
+            fixed = state.params if gathered is None else gathered
             loss_of = hoisted(self._loss_fn, fixed, (state.model_state, *first), REMAT["float8"])
-        zeros = jax.tree.map(jnp.zeros_like, _tree.widen(state.params if held is None else (held.params, held.taps)))
+        learned = state.params if gathered is None else (gathered.params, gathered.taps)
+        zeros = jax.tree.map(jnp.zeros_like, _tree.widen(learned))
         start = zeros, state.model_state
         (total, model_state), (loss, metrics, seen) = jax.lax.scan(accumulate, start, turns, length=n)  # of no arrays
-        if self._gathered is not None and held is not None:
-            total = self._gathered.released(*total)
+        if self._gathered is not None and gathered is not None:
+            total = self._gathered.reduced(*total)
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0, dtype=jnp.float32), (loss, metrics))
         return mean[0], jax.tree.map(lambda leaf: leaf / n, total), model_state, {**mean[1], **seen}
 

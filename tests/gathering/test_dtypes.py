@@ -105,7 +105,7 @@ class TestDtypes:
             w, x = params["w"], batch.astype("bfloat16")
             if how == "an index":
                 x = jax.lax.fori_loop(0, 4, lambda n, x: jnp.tanh(x @ w[n].astype("bfloat16")), x)
-            elif how == "loop":
+            elif how == "a loop":
                 first = jax.lax.fori_loop(0, 2, lambda _, w: 0.9 * w, w[0]).astype("bfloat16")
                 x = jnp.tanh((x * w[1, 0].astype("bfloat16")) @ first @ w[2].astype("bfloat16"))
             elif how == "a factor of the batch":
@@ -219,7 +219,6 @@ class TestDtypes:
             "carried",
             "carried in half",
             "changed by what is carried",
-            "changed by the batch",
             "from zeros",
             "in a loop in a loop",
             "times a constant",
@@ -261,7 +260,6 @@ class TestDtypes:
                 else:
                     turn = {
                         "changed by what is carried": lambda c: np.eye(4, dtype=np.float32) @ c + w,
-                        "changed by the batch": lambda c: c * (1 + 0 * jnp.mean(batch)) + w,
                         "from zeros": lambda c: c + w,
                     }.get(how, lambda c: 2 * c)
                     start = w if how.startswith("carried") else zeros
@@ -307,22 +305,7 @@ class TestDtypes:
             sizes = jnp.full((1,), BATCH, jnp.int32)
             return jnp.mean(jax.lax.ragged_dot(batch.astype("bfloat16"), weights, sizes) ** 2).astype("float32"), None
 
-        def learned_in_a_loop(params, model_state, batch, rng):
-            """Each turn makes another weight of it, by the examples."""
-
-            def turn(_, carry):
-                x, w = carry
-                return x @ w.astype("bfloat16"), w @ (batch.T @ batch)
-
-            x, _ = jax.lax.fori_loop(0, 2, turn, (batch.astype("bfloat16"), params["w"]))
-            return jnp.mean(x.astype("float32") ** 2), None
-
         state = jaxmp.TrainState.create(params={"w": jnp.ones((WIDTH, WIDTH))}, tx=tx_of())
-        for loss_fn, dtype, name in (
-            (in_groups, "bfloat16", "ragged_dot_general"),
-            (learned_in_a_loop, "float32", "scan"),
-        ):
-            step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {"w": P("fsdp")}))
-            message = f"the gradient of 'w' cannot be reduced in float32: it goes in {dtype} into {name} at "
-            with pytest.raises(ValueError, match=message):
-                step(state, np.ones((BATCH, WIDTH), np.float32))
+        step = jaxmp.make_train_step(in_groups, sharding=Sharding(mesh_of(), {"w": P("fsdp")}))
+        with pytest.raises(ValueError, match="gradient of 'w' cannot be summed in float32: ragged_dot_general at"):
+            step(state, np.ones((BATCH, WIDTH), np.float32))

@@ -103,7 +103,9 @@ class TestErrors:
             return jnp.mean(y.astype(jnp.float32)), model_state
 
         step = jaxmp.make_train_step(loss, sharding=Sharding(mesh, {"w": P("fsdp")}))
-        with pytest.raises(ValueError, match=r"gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into"):
+        with pytest.raises(
+            ValueError, match=r"gradient of 'w' cannot be summed in float32: shard_map at .*\.py:\d+ .* in bfloat16"
+        ):
             step(self.state(), np.ones((BATCH, WIDTH), np.float32))
 
     def test_a_state_on_one_device(self):
@@ -149,10 +151,7 @@ class TestErrors:
             return jnp.mean(half.astype("float32") ** 2), model_state
 
         batch = np.ones((BATCH, WIDTH), np.float32)
-        message = (
-            r"the gradient of 'w' cannot be reduced in float32: it goes in bfloat16 into custom_vjp_call at .*py:\d+"
-        )
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"of 'w' cannot be summed in float32: custom_vjp_call at .*py:\d+"):
             jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {"w": P("fsdp")}))(self.state(), batch)
         reduced_in_half = Sharding(mesh_of(), {"w": P("fsdp")}, reduce_dtype="bfloat16")
         step = jaxmp.make_train_step(loss_fn, sharding=reduced_in_half)

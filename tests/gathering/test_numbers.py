@@ -455,28 +455,6 @@ class TestNumbers:
         one, many = after_five(steps, states, rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
         assert differences(one.params, many.params) <= 2e-6
 
-    @once
-    def test_what_a_loop_does_beside_its_numbers_it_does_once_where_what_it_carries_becomes_a_weight(self):
-        seen = []
-
-        def loss_fn(params, model_state, batch, rng):
-            def turn(carry, _):
-                weight, h = carry
-                jax.debug.callback(lambda first: seen.append(float(first)), h[0, 0])
-                return (params["v"] * (noise > 0), jnp.tanh(h @ weight)), None
-
-            noise = jnp.outer(batch.sum(0), batch.sum(0))
-            (_, h), _ = jax.lax.scan(turn, (params["w"] + noise, batch), None, length=3)
-            return jnp.mean(h**2), model_state
-
-        params = {name: jnp.ones((WIDTH, WIDTH)) for name in "wv"}
-        steps, states = pair(lambda: params, loss_fn, mesh_of(), {name: P("fsdp") for name in params})
-        for step, state in zip(steps, states, strict=True):
-            seen.append("step")
-            jax.block_until_ready(step(state, np.ones((BATCH, WIDTH), np.float32)))
-            jax.effects_barrier()
-        assert [each for each in seen if each == "step"] == ["step"] * 2 and len(seen) == 2 + 2 * 3
-
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
     def test_weights_that_are_named_and_printed_and_carries_that_begin_with_zeros(self, kind, capfd):
         def loss_fn(params, model_state, batch, rng):

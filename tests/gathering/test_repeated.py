@@ -9,11 +9,9 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from mesh_steps import BATCH, WIDTH, mesh_of, tx_of, untyped
+from mesh_steps import mesh_of, untyped
 
 import jaxmp
-from jaxmp import _gathering
-from jaxmp._jaxpr import invariant
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -90,90 +88,3 @@ def test_the_gradient_of_a_repeated_weight_is_exact(kind, steps, reduce):
     for name, leaf in state.params.items():
         np.testing.assert_array_equal(1 - np.asarray(leaf), exact[name], err_msg=name)
         assert exact[name].max() * steps > 257, name
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("rows", [16, 32])
-def test_a_param_of_the_shape_of_the_activations_trains_whatever_the_batch(rows, kind):
-    """With 16 rows nothing tells its product with them from a masked weight."""
-
-    def loss_in(dtype):
-        def loss_fn(params, model_state, batch, rng):
-            m, w = params["m"].astype(dtype), params["w"].astype(dtype)
-            x = jnp.asarray(batch, dtype) * (m if rows == 16 else jnp.concatenate([m, m]))
-            return jnp.sum((x @ w).astype(jnp.float32)), model_state
-
-        return loss_fn
-
-    params = {name: jnp.ones((16, 16)) for name in "mw"}
-    batch = np.random.default_rng(0).integers(100, 255, (rows, 16)).astype(np.float32)
-    exact = jax.jit(jax.grad(lambda params: loss_in(np.float32)(params, None, batch, None)[0]))(params)
-    mesh, specs = mesh_of(kind), {name: P("fsdp") for name in params}
-    state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), Sharding(mesh, specs))
-    state, _ = jaxmp.make_train_step(loss_in(jnp.bfloat16), sharding=Sharding(mesh, specs))(state, batch)
-    np.testing.assert_array_equal(1 - np.asarray(state.params["w"]), exact["w"])
-    np.testing.assert_allclose(1 - np.asarray(state.params["m"]), exact["m"], rtol=2**-8)
-
-
-def test_activations_taken_for_a_weight_are_an_error_that_says_so_where_code_of_its_own_reads_them():
-    def loss_fn(params, model_state, batch, rng):
-        x = batch.astype("bfloat16") * params["m"].astype("bfloat16")
-        return jnp.mean(jax.nn.relu(x).astype("float32")), model_state
-
-    state = jaxmp.TrainState.create(params={"m": jnp.ones((16, 16))}, tx=tx_of())
-    step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh_of(), {"m": P("fsdp")}))
-    message = (
-        r"of 'm' cannot be reduced in float32: it goes in bfloat16 into custom_jvp_call at .* computes it in bfloat16; "
-        r"compute in float32 there, .*; it may be activations of the shape \(16, 16\), which are taken for a weight, "
-        r"as one of that shape is in them: with another batch size they are not"
-    )
-    with pytest.raises(ValueError, match=message):
-        step(state, np.ones((16, 16), np.float32))
-
-
-@pytest.mark.parametrize("effects", [False, True])
-def test_loops_in_loops_whose_carry_becomes_a_weight_are_traced_a_number_of_times_that_grows_slowly(
-    effects, monkeypatch
-):
-    """One turn more for each loop that is found to carry a weight, not twice as many."""
-
-    def nested(depth, v):
-        def turn(carry, _):
-            if depth:
-                return jax.lax.scan(nested(depth - 1, v), carry, None, length=2)[0], None
-            w, h = carry
-            if effects:
-                jax.debug.callback(lambda first: None, h[0, 0])
-            return (v * (h.sum() > 0), jnp.tanh(h @ w)), None
-
-        return turn
-
-    seen = []
-    for function in ("_rewritten", "same_results"):
-        own = getattr(_gathering, function)
-
-        def counted(*args, own=own):
-            seen.append(own.__name__)
-            return own(*args)
-
-        monkeypatch.setattr(_gathering, function, counted)
-        if function == "same_results":
-            monkeypatch.setattr(invariant, function, counted)
-    mesh, specs = mesh_of(), {name: P("fsdp") for name in "wv"}
-    params = {name: jnp.ones((WIDTH, WIDTH)) for name in "wv"}
-    state = jaxmp.TrainState.create_sharded(lambda: params, tx_of(), Sharding(mesh, specs))
-    counts = []
-    for depth in (1, 5):
-
-        def loss_fn(params, model_state, batch, rng, depth=depth):
-            start = params["w"] + jnp.outer(batch.sum(0), batch.sum(0))
-            (_, h), _ = jax.lax.scan(nested(depth, params["v"]), (start, batch), None, length=2)
-            return jnp.mean(h**2), model_state
-
-        seen.clear()
-        with jax.set_mesh(mesh):
-            jax.make_jaxpr(jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs))._step)(
-                state, np.ones((BATCH, WIDTH), np.float32)
-            )
-        counts.append([seen.count("_rewritten"), seen.count("same_results")])
-    assert all(5 * few >= many >= few for few, many in zip(*counts, strict=True)), counts

@@ -1,0 +1,128 @@
+"""Values that mix weights with arrays of examples are activations; their gradients are those of one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from mesh_steps import mesh_of, untyped
+
+import jaxmp
+from jaxmp._jaxpr.walk import PRODUCTS, equations
+from jaxmp.sharding import Sharding
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+on_both_axes = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+def step_on(mesh, loss_fn, params):
+    """Return a train step and a state whose params are split over a mesh."""
+    specs = {name: P("fsdp") for name in params}
+    state = jaxmp.TrainState.create_sharded(lambda: params, optax.sgd(1.0), Sharding(mesh, specs), rng=0)
+    return jaxmp.make_train_step(untyped(loss_fn), sharding=Sharding(mesh, specs), donate=False), state
+
+
+def gradients_of(step, state, batch):
+    new, _ = step(state, batch)
+    return {name: np.asarray(leaf) - np.asarray(new.params[name]) for name, leaf in state.params.items()}
+
+
+COMPUTED_WEIGHTS = {
+    "a matrix of the batch": lambda w, x: w + x.T @ x / 2**20,
+    "a product with the batch": lambda w, x: w @ (jnp.eye(4) + 0 * (x.T @ x)),
+    "drawn noise": lambda w, x, rng: w + 2.0**-20 * jax.random.normal(rng, w.shape),
+    "fast weights": lambda w, x: jax.lax.fori_loop(0, 2, lambda _, w: w + 0 * (x.T @ x), w),
+}
+SPELLINGS = {
+    "bare": lambda x, w: x @ w,
+    "in a call": jax.jit(lambda x, w: jnp.cos(0 * x) * (x @ w), inline=False),
+    "in a loop": lambda x, w: jax.lax.scan(lambda y, _: (y + x @ w, None), jnp.zeros_like(x), None, length=1)[0],
+    "in a branch": lambda x, w: jax.lax.cond(jnp.sum(x) > 0, lambda x, w: x @ w, lambda x, w: x, x, w),
+    "computed again": jax.checkpoint(lambda x, w: x @ w),
+}
+
+
+@on_both_axes
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("how", COMPUTED_WEIGHTS)
+def test_products_of_computed_weights_sum_in_float32_and_round_once(how, spelling, kind):
+    """Of integers: bfloat16 holds no sum of a device from 257 on, and float32 each of them."""
+
+    def loss_in(dtype):
+        def loss_fn(params, model_state, batch, rng):
+            more = (rng,) if how == "drawn noise" else ()
+            weight = COMPUTED_WEIGHTS[how](params["w"], batch, *more).astype(dtype)
+            return jnp.sum(SPELLINGS[spelling](batch.astype(dtype), weight).astype("float32")), model_state
+
+        return loss_fn
+
+    params = {"w": np.ones((4, 4), np.float32)}
+    batch = np.random.default_rng(0).integers(1, 10, (512, 4)).astype(np.float32)
+    exact = np.broadcast_to(batch.sum(0)[:, None], (4, 4))
+    once = exact.astype(jnp.bfloat16).astype(np.float32)
+    mesh = mesh_of(kind)
+    step, state = step_on(mesh, loss_in("bfloat16"), params)
+    with jax.set_mesh(mesh):  # in the program: a CPU widens half sums over devices
+        products = [
+            eqn for eqn in equations(jax.make_jaxpr(step._step)(state, batch)) if eqn.primitive.name in PRODUCTS
+        ]
+    assert {eqn.outvars[0].aval.dtype.name for eqn in products if eqn.outvars[0].aval.shape == (4, 4)} == {"float32"}
+    gradient = gradients_of(step, state, batch)["w"]
+    if how != "a matrix of the batch":
+        np.testing.assert_array_equal(gradient, once)
+    np.testing.assert_allclose(gradient, exact, rtol=2**-8)
+
+
+@on_both_axes
+@pytest.mark.parametrize("rows", [16, 32])
+def test_activations_of_the_shape_of_a_weight_are_activations_whatever_the_batch(rows, kind):
+    """A param for each example, in front of an activation that has a derivative of its own."""
+
+    def loss_in(dtype):
+        def loss_fn(params, model_state, batch, rng):
+            m, w = params["m"].astype(dtype), params["w"].astype(dtype)
+            x = jax.nn.relu(batch.astype(dtype) * (m if rows == 16 else jnp.concatenate([m, m])))
+            return jnp.sum((x @ w).astype("float32")), model_state
+
+        return loss_fn
+
+    params = {name: np.ones((16, 16), np.float32) for name in "mw"}
+    batch = np.random.default_rng(0).integers(100, 255, (rows, 16)).astype(np.float32)
+    exact = jax.grad(lambda params: loss_in("float32")(params, None, batch, None)[0])(params)
+    gradients = gradients_of(*step_on(mesh_of(kind), loss_in("bfloat16"), params), batch)
+    np.testing.assert_array_equal(gradients["w"], exact["w"])
+    np.testing.assert_allclose(gradients["m"], exact["m"], rtol=2**-8)
+
+
+@on_both_axes
+def test_a_learned_start_of_what_a_loop_changes_by_the_examples_trains(kind):
+    """A recurrent state, and weights that each turn learns."""
+
+    def loss_in(dtype):
+        def loss_fn(params, model_state, batch, rng):
+            x = batch.astype(dtype)
+
+            def turn(carry, _):
+                state, weight = carry
+                state = jnp.tanh(x @ params["w"].astype(dtype) + state @ weight.astype(dtype))
+                return (state, weight - 1e-3 * (batch.T @ state.astype("float32"))), None
+
+            start = jnp.broadcast_to(params["state"].astype(dtype), x.shape), params["weight"]
+            (state, _), _ = jax.lax.scan(turn, start, None, length=3)
+            return jnp.mean(state.astype("float32") ** 2), model_state
+
+        return loss_fn
+
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 8), "weight": (8, 8), "state": (8,)}
+    params = {name: rng.normal(size=size).astype(np.float32) / 4 for name, size in shapes.items()}
+    batch = rng.normal(size=(32, 8)).astype(np.float32)
+    exact = jax.grad(lambda params: loss_in("float32")(params, None, batch, None)[0])(params)
+    gradients = gradients_of(*step_on(mesh_of(kind), loss_in("bfloat16"), params), batch)
+    for name, gradient in exact.items():
+        assert np.linalg.norm(gradients[name] - gradient) <= 0.02 * np.linalg.norm(gradient), name
