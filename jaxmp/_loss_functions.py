@@ -83,21 +83,6 @@ def noting_none(**arguments: Any) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def noting_types() -> Iterator[None]:
-    """Notes what helps on an error of JAX about types that say where arrays lie: Dropout of Flax ends in one."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
-            error.add_note(
-                "jaxmp: the mesh has axes of type Explicit, where JAX wants to be told where some results lie; write "
-                "out_sharding= there, or jax.sharding.auto_axes around the model, or make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,)"
-            )
-        raise
-
-
 def require_metrics(metrics: Mapping[Any, Any]) -> None:
     """Raises if a name of ``metrics`` is no string, or a value no array or number, or tree of them."""
     rule = "a loss function's metrics must be arrays or numbers by names that are strings"

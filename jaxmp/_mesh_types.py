@@ -8,9 +8,10 @@ array lies somewhere, the rebuilt program has a constraint.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +23,9 @@ from jaxmp._jaxpr.program import Program, arrays_in, is_array
 from jaxmp._jaxpr.rebind import in_place_of
 from jaxmp._jaxpr.rebuild import Rule, bound, rebuilt
 from jaxmp._jaxpr.walk import interpreted, is_jaxpr
-from jaxmp._loss_functions import LossFn, noting_types
 from jaxmp._specs import Mesh
 
+LossFn = Callable[..., Any]
 _SHARDING_PARAMS = ("out_sharding", "sharding")
 
 
@@ -35,6 +36,21 @@ def explicit_mesh_of(tree: Any) -> jax.sharding.AbstractMesh | None:
         if mesh.explicit_axes:
             return mesh
     return None
+
+
+@contextlib.contextmanager
+def noting_types() -> Iterator[None]:
+    """Add a note to JAX's error about the sharding of a type, as Flax's Dropout raises on Explicit axes."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
+            error.add_note(
+                "jaxmp: the mesh has axes of type Explicit, where JAX wants to be told where some results lie; write "
+                "out_sharding= there, or jax.sharding.auto_axes around the model, or make the mesh with "
+                "axis_types=(jax.sharding.AxisType.Auto,)"
+            )
+        raise
 
 
 def typed(loss_fn: LossFn, mesh: Mesh, batch_axes: Sequence[str]) -> LossFn:

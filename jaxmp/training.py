@@ -30,13 +30,12 @@ from jaxmp._loss_functions import (
     LossFn,
     as_key,
     noting_none,
-    noting_types,
     require_same_structure,
     under_policy,
     with_remat,
 )
 from jaxmp._mesh_plan import Sharding, on_auto_axes
-from jaxmp._mesh_types import typed
+from jaxmp._mesh_types import noting_types, typed
 from jaxmp._placement import (
     at,
     at_home,

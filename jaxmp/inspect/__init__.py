@@ -3,6 +3,7 @@
 Nothing else of jaxmp depends on it, and ``import jaxmp`` does not load it: ``import jaxmp.inspect``.
 """
 
+from jaxmp.formats import formats
 from jaxmp.inspect.auditing import Audit, AuditError, Product, audit
 from jaxmp.inspect.blame import Blame, first_nonfinite
 from jaxmp.inspect.comparing import Comparison, compare
@@ -28,6 +29,7 @@ __all__ = [
     "audit",
     "compare",
     "first_nonfinite",
+    "formats",
     "memory",
     "numerics",
     "roofline",
