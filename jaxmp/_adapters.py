@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,27 +63,10 @@ def described_model(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def adapter_of(library: str) -> Any:
-    """``jaxmp.linen`` or ``jaxmp.nnx``, loaded when a module of theirs is met in one of the other library.
-
-    Each may wrap modules of the other, so that neither can import the other.
-    """
-    return importlib.import_module(f"jaxmp.{library}")
-
-
 def is_running_in(library: str) -> bool:
     """Whether a run of ``jaxmp.linen`` or ``jaxmp.nnx`` is under way."""
     run = sys.modules.get(f"jaxmp.{library}.run")
     return run is not None and run.is_running()
-
-
-def policies_below(policies: PolicyMap, path: Path, classes: Mapping[Path, type]) -> PolicyMap:
-    """``policies`` for what a module at ``path`` wraps: without ``classes``, and so that what covers it covers that."""
-    policy, pattern = policies.resolve(path, classes)
-    if pattern is None:
-        return policies
-    before = policies.rules[: policies.patterns.index(pattern)]
-    return PolicyMap(policies.root, {**dict(before), "**": policy}, strict=False)
 
 
 # --- fields ---

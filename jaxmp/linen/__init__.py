@@ -37,9 +37,7 @@ from jaxmp._functions import require_order
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
 from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
-from jaxmp.linen.run import note_uncalled as note_uncalled
 from jaxmp.linen.variables import Variables
-from jaxmp.patterns import Path
 from jaxmp.policy import PolicyMap, is_o1
 
 M = TypeVar("M", bound=nn.Module)
@@ -88,8 +86,9 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
     Raises:
       TypeError: ``module`` is no instance of a Linen module.
       ValueError: an override of O1 computes neither in float32 nor in float16; or, when the module runs, for only then
-        its submodules exist: a pattern matched no module and no variable; every product stays float32 under a half
-        policy, by overrides or by what dtypes its modules were given (in a call that runs all of them).
+        its submodules exist: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps an NNX module without a
+        policy of its own; every product stays float32 under a half policy, by overrides or by the dtypes of its modules
+        (in a call that runs all of them).
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -140,18 +139,9 @@ def _under(module: M, root: Root, name: str) -> M:
             f"jaxmp.linen.{name} takes an instance of flax.linen.Module, got {described_model(module)}; make the "
             f"instance first (Model(...)), or use jaxmp.nnx.{name} for NNX modules"
         )
-    if not root.in_nnx:
-        root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
+    root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
     scope = module.scope.rewound() if module.scope else None
     return _with_root(module, root, scope)
-
-
-def in_nnx(module: M, policies: PolicyMap, prefix: Path, by_autocast: bool) -> M:
-    """``module``, that an NNX module at ``prefix`` wraps, under the policies of that; its own, if it has some."""
-    own = getattr(module, "jaxmp_root", None)
-    if own is not None and not own.in_nnx:
-        return module
-    return _under(module, Root(policies, prefix, by_autocast, in_nnx=True), "apply_policy")
 
 
 class _Policied(Hooks):
@@ -194,9 +184,6 @@ class _Policied(Hooks):
         if policies_off.value:
             return bare(variables, *args, rngs=rngs, **kwargs)
         check = ProductsCheck(self.jaxmp_root.policies.root)
-        if self.jaxmp_root.in_nnx and is_running_in("nnx"):
-            with _in_engine.turned(check):
-                return bare(variables, *args, rngs=rngs, **kwargs)
         if not variables.get("params"):  # they are made, if it has some
             return bare(variables, *args, rngs=rngs, **kwargs)
 

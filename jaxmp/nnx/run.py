@@ -13,7 +13,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,7 +25,6 @@ from jaxmp._adapters import (
     Kept,
     ProductsCheck,
     Treatment,
-    adapter_of,
     handed_out,
     is_running_in,
     like,
@@ -53,17 +52,15 @@ _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for
 
 @dataclasses.dataclass(frozen=True)
 class HalfPolicy:
-    """A half policy of a whole model, and what it leaves in another dtype.
+    """A half policy of a whole model, and the modules that it leaves in another dtype.
 
     Attributes:
       policy: the policy.
-      kept: the modules that it leaves.
-      linen: the paths of others that wrap Linen modules, some of which it may leave too: they are known when they run.
+      kept: the modules.
     """
 
     policy: Policy
     kept: tuple[Kept, ...]
-    linen: tuple[Path, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +75,6 @@ class Decision(Treatment):
       level: how many modules of the same class are around it for which the same was decided, so that one that is nested
         in another is told from a copy that a transform has made.
       operations: the exceptions of operations from autocast.
-      in_linen: the path of the Linen module that wraps it, in the trace of which it runs.
       half: of a root under a half policy, what that leaves in another dtype; None if nothing.
     """
 
@@ -86,7 +82,6 @@ class Decision(Treatment):
     given: tuple[tuple[str, Any], ...]
     level: int = 0
     operations: tuple[tuple[str, str], ...] = ()
-    in_linen: Path | None = None
     half: HalfPolicy | None = None
 
 
@@ -187,27 +182,16 @@ class _Run:
     paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which live as long as this has them
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     called: set[int] = dataclasses.field(default_factory=set)  # the ids of modules
-    linen: dict[Path, Sequence[Kept]] = dataclasses.field(default_factory=dict)  # of wrapped modules, all run
 
-    def uncalled(self, modules: Mapping[int, tuple[Any, Path]]) -> list[Path]:
-        """The paths of those of ``modules`` that have Params and were not called, nor was a copy that a transform made.
-
-        A Linen module that one wraps tells by itself what was called in it.
-        """
+    def called_all(self, modules: Mapping[int, tuple[Any, Path]]) -> bool:
+        """Return whether every module with Params was called, itself or a copy that a transform made."""
         copies = {type(self.paths[key][0]) for key in self.called - modules.keys()}
-        return [
-            path
-            for key, (module, path) in modules.items()
-            if not (key in self.called or type(module) in copies or isinstance(module, nnx.bridge.ToNNX))
-            and is_module(module)
-            and any(isinstance(var, nnx.Param) for var in own_variables(module))
-        ]
-
-    def kept_by(self, half: HalfPolicy, modules: Mapping[int, tuple[Any, Path]]) -> list[Kept]:
-        """What a half policy of ``modules`` keeps; nothing if not all of them were called."""
-        if self.uncalled(modules) or not self.linen.keys() >= {*half.linen}:
-            return []
-        return [*half.kept, *(kept for path in half.linen for kept in self.linen[path])]
+        for key, (module, _) in modules.items():
+            if key in self.called or type(module) in copies or not is_module(module):
+                continue
+            if any(isinstance(var, nnx.Param) for var in own_variables(module)):
+                return False
+        return True
 
     def find(self, module: Any, path: Path) -> None:
         """Notes the paths of a module and of those below it."""
@@ -245,12 +229,6 @@ _innermost: ContextVar[_Frame | None] = ContextVar("jaxmp_nnx_frame", default=No
 def is_running() -> bool:
     """Whether a method of a module under a policy runs."""
     return _innermost.get() is not None
-
-
-def note_kept(path: Path, kept: Sequence[Kept]) -> None:
-    """Notes what is kept in the Linen module that the one at ``path`` wraps, all of which has run."""
-    if (frame := _innermost.get()) is not None:
-        frame.run.linen[path] = kept
 
 
 def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
@@ -292,14 +270,10 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         modules = dict(run.paths)
         with keeping_carries(), _half_params_widened([node for node, _ in modules.values()]):
             result = _run(run, module, method, args, kwargs)
-        if decision.in_linen is not None:
-            adapter_of("linen").note_uncalled([decision.in_linen + path for path in run.uncalled(modules)])
         if half and check:
-            check.ran(run.kept_by(half, modules))
+            check.ran(half.kept if run.called_all(modules) else ())
         return result
 
-    if decision.in_linen is not None:
-        return fun(module, args, kwargs)
     if decision.mode == "autocast":
         check_backend(policy := decision.policy)
         rules = Rules(policy.compute_dtype, dict(decision.operations), matmul=policy.matmul, decided=decided)
@@ -347,7 +321,7 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
 
     if decision.mode == "autocast":
         return result
-    if here is None and decision.is_root and not decision.in_linen:
+    if here is None and decision.is_root:
         return _arrays(decision.policy.cast_to_output, result)
     return handed_out(result, decision, here.decision if here else None, given, _arrays)
 
