@@ -23,14 +23,11 @@ from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
 from jaxmp._adapters import (
-    NothingInHalfError,
     ProductsCheck,
-    Treatment,
     autocast_map,
-    described_model,
     is_running_in,
-    noting_half,
     remembered,
+    wrong_model,
 )
 from jaxmp._contexts import policies_off
 from jaxmp._functions import require_order
@@ -135,10 +132,7 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
 
 def _under(module: M, root: Root, name: str) -> M:
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"jaxmp.linen.{name} takes an instance of flax.linen.Module, got {described_model(module)}; make the "
-            f"instance first (Model(...)), or use jaxmp.nnx.{name} for NNX modules"
-        )
+        raise wrong_model(module, "linen", name)
     root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
     scope = module.scope.rewound() if module.scope else None
     return _with_root(module, root, scope)
@@ -160,18 +154,15 @@ class _Policied(Hooks):
             return call()
         check, _in_engine.is_on = _in_engine.is_on, None
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
-        again = _again(self, method, args, kwargs) if creates and name != "setup" else None
+        bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
         if not (creates or check or name == "setup"):
             check = ProductsCheck(self.jaxmp_root.policies.root)
             lifted = functools.partial(_through_engine, self.jaxmp_root, check)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
-        bare_variables = again and functools.partial(again, _base(type(self)), {"initializing": True})
-        with _noting(self), running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
+        with running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
             result = run.cast_output(call())
         if check:
-            check.ran(run.kept)
-        elif run.kept and again:
-            _check_products(again, type(self), self.variables)
+            check.ran(run.not_half)
         return result
 
     def jaxmp_register(self) -> None:
@@ -194,24 +185,12 @@ class _Policied(Hooks):
         call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules(check.decided)
         if is_watched():
             return computed(pure, rules, call, {})
-        with _noting(self):
-            key = self, method, is_running() or is_running_in("nnx")
-            return remembered(type(self).jaxmp_programs, key, pure, rules, call)
+        key = self, method, is_running() or is_running_in("nnx")
+        return remembered(type(self).jaxmp_programs, key, pure, rules, call)
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
-
-    @functools.wraps(nn.Module.init)
-    def init(self, *args: Any, **kwargs: Any) -> Any:
-        make = functools.partial(super().init, *args, **kwargs)
-        try:
-            return make()
-        except NotImplementedError as error:  # LAPACK's operations take no half operands
-            try:
-                return jax.jit(make)()  # variables do not often need them
-            except NotImplementedError:
-                raise error from None  # which says where
 
     def clone(self, **kwargs: Any) -> Any:
         with _views.turned(False):
@@ -234,14 +213,6 @@ class _Policied(Hooks):
 
     def __reduce__(self) -> Any:
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
-
-
-def _noting(module: Any) -> contextlib.AbstractContextManager[None]:
-    """Notes on errors of a whole call of ``module``, which come when none of its methods runs any more."""
-    root = module.jaxmp_root
-    policy, _ = root.policies.resolve(root.prefix)
-    own = Treatment(policy=policy, mode="autocast" if root.autocast else None)
-    return noting_half(root.prefix, _base(type(module)), own, "linen")
 
 
 def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,31 +307,18 @@ def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
     return _rebuild(_base(type(module)), _fields(module), root, module.name, parent)
 
 
-def _again(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Variables]:
-    """Calls ``method`` of a module of some class with the fields of ``module``, in the same place, on some variables.
-
-    It returns the variables after that.
-    """
-    given = module.scope
+def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
+    """Return a function that makes the variables of ``module`` in the same place, without policies."""
+    scope = module.scope
     fields = _fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
 
-    def call(cls: Any, flags: Mapping[str, Any], variables: Any = ()) -> Variables:
-        scope = Scope(dict(variables), rngs=given.rngs, mutable=given.mutable, path=given.path, flags=flags)
+    def make() -> Variables:
+        bare = Scope({}, rngs=scope.rngs, mutable=scope.mutable, path=scope.path, flags={"initializing": True})
         with unlisted():
-            method(cls(**fields, parent=scope), *args, **kwargs)
-        return scope.variables()
+            method(_base(type(module))(**fields, parent=bare), *args, **kwargs)
+        return bare.variables()
 
-    return call
-
-
-def _check_products(again: Callable[..., Variables], cls: Any, variables: Variables) -> None:
-    """Raises if a half policy will change no product: the engine, which decides that, did not see them made."""
-    try:
-        jax.eval_shape(functools.partial(again, cls, {}), variables)
-    except NothingInHalfError:
-        raise
-    except Exception:  # what made variables may not run on them: a cache takes one token at a time
-        pass
+    return make
 
 
 class _Switch(threading.local):

@@ -27,15 +27,15 @@ from flax.core import Scope
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import (
-    Kept,
     Mode,
+    NotHalf,
+    Reason,
     Treatment,
     handed_out,
     is_default,
     is_floating,
     is_running_in,
-    kept_from_half,
-    noting_half,
+    reason_not_half,
     widen,
 )
 from jaxmp._jaxpr.stand_ins import keeping_carries
@@ -196,8 +196,8 @@ class Run:
         self.decisions: dict[Path, _Decision] = {}
         self.shapes: dict[Any, Any] = {}  # of what initializers make
         self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # of fields, by the ids of classes, with these
-        self.called: dict[Path, str | None] = {}  # why they are kept from half, if they are
-        self.kept: list[Kept] = []  # in the end those that are, if no other run is around this one and all were called
+        self.called: dict[Path, Reason | None] = {}  # why they are not half, if they are not
+        self.not_half: list[NotHalf] = []  # set at the end, if no run is around this one and every module was called
         self.nested: list[Path] = []
         config: Any = jax.config
         self.ambient_precision = config.jax_default_matmul_precision
@@ -260,14 +260,14 @@ class Run:
                 self.nested.append(path)
                 _require_policy_in_bridge(module, self.prefix + path)
         _read_params(module, self.shapes, is_wide=mode == "float32")
-        is_made = self.autocast or _is_bridge(type(module))
+        keeps_params = self.autocast or _is_bridge(type(module))
         return _Decision(
             policy=policy,
             mode=mode,
             asked=level_of(policy, self.policies.root.matmul) if self.autocast and pattern is not None else None,
-            kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
+            not_half=reason_not_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
-            param_dtype=None if is_made else dtypes.get("param_dtype", policy.param_dtype),
+            param_dtype=None if keeps_params else dtypes.get("param_dtype", policy.param_dtype),
         )
 
     def _classes_around(self, module: Any, path: Path) -> Mapping[Path, type | tuple[type, ...]]:
@@ -302,7 +302,7 @@ class Run:
             return self._decide_children(module)
         self._decide_children(module)
         path = module.path[len(self.path) :]
-        self.called.setdefault(path, decision.kept)
+        self.called.setdefault(path, decision.not_half)
 
         if self.autocast:
             with decision.mark():
@@ -316,7 +316,6 @@ class Run:
         _running.frames.append(_Frame(self, module, module.path, own))
         try:
             with (
-                noting_half(self.prefix + path, type(module), own, "linen"),
                 decision.mark(),
                 decision.products(caller.decision if caller else None, self.ambient_precision),
             ):
@@ -377,17 +376,12 @@ class Run:
             return
         params = leaves(variables.get(PARAMS, {}))
         matrices = {_outside(bridges, path)[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
-        kept = [
-            Kept(
-                "/".join(path) or type(self.module).__name__,
-                reason,
-                path in matrices and not issubclass(self.classes[path], nn.Embed),
-            )
-            for path, reason in self.called.items()
-            if reason is not None
-        ]
-        if len(_running.runs) == 1 and not is_running_in("nnx"):
-            self.kept = kept
+        if len(_running.runs) > 1 or is_running_in("nnx"):
+            return
+        for path, reason in self.called.items():
+            if reason is not None:
+                has_matrix = path in matrices and not issubclass(self.classes[path], nn.Embed)
+                self.not_half.append(NotHalf("/".join(path) or type(self.module).__name__, reason, has_matrix))
 
 
 def _outside(bridges: Iterable[Path], path: Path) -> Path:
@@ -482,10 +476,15 @@ def _require_policy_in_bridge(module: Any, path: Path) -> None:
 
 
 def _read_params(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
-    """Makes ``module.param`` return half params widened, for a module that is traced in float32 and so ``is_wide``.
+    """Replace ``module.param`` by a function that traces equal initializers once.
 
-    Of a param that is there Flax asks what its initializer would make, to compare shapes: a third of the time to trace
-    a transformer. Here it traces equal initializers once; ``shapes`` has what they make.
+    Flax traces the initializer of every param that exists, to compare shapes: a third of the time to trace a
+    transformer.
+
+    Args:
+      module: a module that is bound to a scope.
+      shapes: the shapes of the params so far, by initializer and arguments.
+      is_wide: whether half params are widened, for a module that is traced in float32.
     """
     make = type(module).param
     reference = weakref.ref(module)  # a cycle would keep tracers alive
@@ -493,55 +492,48 @@ def _read_params(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
     def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
         own: Any = reference()
         is_there = own.has_variable(PARAMS, name)
-        made = functools.partial(_made_by, shapes, init_fn) if is_there else functools.partial(_made, init_fn)
-        value = make(own, name, made, *args, **kwargs)
+        init = functools.partial(_init_once, shapes, init_fn) if is_there else functools.partial(_init, init_fn)
+        value = make(own, name, init, *args, **kwargs)
         return jax.tree.map(widen, value) if is_wide else value
 
     object.__setattr__(module, "param", param)
 
 
-def _made_by(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an initializer makes; or, where an equal one made it before, arrays of the same shapes."""
-    known = init_fn, args, (*kwargs.items(),)
+def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an initializer; if an equal one ran before, return uninitialised arrays of the same shapes."""
+    call = init_fn, args, (*kwargs.items(),)
     try:
-        made = shapes.get(known)
+        avals = shapes.get(call)
     except TypeError:  # an argument has no hash
-        return _made(init_fn, key, *args, **kwargs)
-    if made is None:
-        made = _made(init_fn, key, *args, **kwargs)
-        shapes[known] = jax.tree.map(jax.typeof, made)
-        return made
-    return jax.tree.map(lambda aval: jax.lax.empty(aval.shape, aval.dtype), made)
+        return _init(init_fn, key, *args, **kwargs)
+    if avals is not None:
+        return jax.tree.map(lambda aval: jax.lax.empty(aval.shape, aval.dtype), avals)
+    value = _init(init_fn, key, *args, **kwargs)
+    shapes[call] = jax.tree.map(jax.typeof, value)
+    return value
 
 
-def _made(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an initializer makes; in float32, and then cast, where it needs an operation that takes no half operands."""
+def _init(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an initializer; in float32, with a cast of the result, if it factorises, which JAX cannot do in half."""
     half = next((np.dtype(arg) for arg in jax.tree.leaves((args, kwargs)) if _is_half_dtype(arg)), None)
-    if half is None or not _is_refused(lambda key: init_fn(key, *args, **kwargs), key, half):
+    if half is None:
         return init_fn(key, *args, **kwargs)
-    wide, named = jax.tree.map(lambda arg: np.float32 if _is_half_dtype(arg) else arg, (args, kwargs))
-    return _tree.cast(init_fn(key, *wide, **named), half)
+    wide_args, wide_kwargs = jax.tree.map(lambda arg: np.float32 if _is_half_dtype(arg) else arg, (args, kwargs))
+
+    def make_wide(key: Any) -> Any:
+        return init_fn(key, *wide_args, **wide_kwargs)
+
+    return _tree.cast(make_wide(key), half) if _factorises(make_wide, key) else init_fn(key, *args, **kwargs)
 
 
 def _is_half_dtype(arg: Any) -> bool:
     return isinstance(arg, (type, np.dtype)) and is_half(arg)
 
 
-def _is_refused(make: Callable[[Any], Any], key: Any, half: np.dtype) -> bool:
-    """Whether JAX has no program of ``make`` in ``half``, as of a factorisation, which makes an orthogonal matrix.
-
-    It says so while it traces from 0.12 on, and before that when it lowers the program.
-    """
+def _factorises(make: Callable[[Any], Any], key: Any) -> bool:
+    """Whether the program of ``make`` has a factorisation, such as the QR of an orthogonal initializer."""
     try:
         program = jax.make_jaxpr(make)(key)
-    except (TypeError, ValueError) as error:
-        return half.name in str(error) and not isinstance(error, jax.errors.JAXTypeError)
-    except Exception:  # the user's own, which comes again
+    except Exception:  # an initializer that cannot be traced, or fails: calling it raises its own error
         return False
-    operands = [
-        atom.aval.dtype
-        for eqn in equations(program)
-        if classify(eqn.primitive.name) is Class.LINALG
-        for atom in eqn.invars
-    ]
-    return half in operands
+    return any(classify(eqn.primitive.name) is Class.LINALG for eqn in equations(program))

@@ -17,13 +17,13 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._adapters import (
-    Kept,
     Mode,
+    NotHalf,
     autocast_map,
-    described_model,
     is_default,
     is_floating,
-    kept_from_half,
+    reason_not_half,
+    wrong_model,
 )
 from jaxmp._functions import require_order
 from jaxmp.dtypes import is_half
@@ -142,10 +142,7 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping[str, str] | None = None) -> M:
     name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"jaxmp.nnx.{name} takes an instance of flax.nnx.Module, got {described_model(model)}; make the "
-            f"instance first (Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
-        )
+        raise wrong_model(model, "nnx", name)
     copy = nnx.clone(model, variables=False, graph=True)
     graph = _read_graph(copy)
     if not by_autocast:
@@ -204,7 +201,7 @@ def _decide(
         policy=policies.root if by_autocast else policy,
         mode=mode,
         asked=level_of(policy, policies.root.matmul) if by_autocast and overridden else None,
-        kept=kept_from_half(policy, computes, pattern, operations),
+        not_half=reason_not_half(policy, computes, pattern, operations),
         is_root=node is graph.nodes[0],
         given=tuple((name, node.given[name]) for name in filled),
         operations=operations,
@@ -219,12 +216,12 @@ def _deciding_path(policies: PolicyMap, node: _Node, graph: _Graph) -> Path:
 
 def _half_policy(policies: PolicyMap, graph: _Graph, decisions: list[Decision]) -> HalfPolicy | None:
     """Return the policy and the modules that it leaves in another dtype; None if there are none."""
-    kept = []
+    not_half = []
     for node, decision in zip(graph.nodes, decisions, strict=True):
-        if decision.kept is not None:
+        if decision.not_half is not None:
             name = "/".join(node.paths[0]) or bare_class(node.module).__name__
-            kept.append(Kept(name, decision.kept, node.has_matrix()))
-    return HalfPolicy(policies.root, tuple(kept)) if kept else None
+            not_half.append(NotHalf(name, decision.not_half, node.has_matrix()))
+    return HalfPolicy(policies.root, tuple(not_half)) if not_half else None
 
 
 def _set_up(

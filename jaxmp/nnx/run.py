@@ -22,14 +22,13 @@ from flax import nnx
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import (
-    Kept,
+    NotHalf,
     ProductsCheck,
     Treatment,
     handed_out,
     is_running_in,
     like,
     narrow,
-    noting_half,
     remembered,
     widen,
 )
@@ -56,11 +55,11 @@ class HalfPolicy:
 
     Attributes:
       policy: the policy.
-      kept: the modules.
+      not_half: the modules.
     """
 
     policy: Policy
-    kept: tuple[Kept, ...]
+    not_half: tuple[NotHalf, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,19 +153,6 @@ def _entrance(name: str, method: Any) -> Callable[..., Any]:
 def _dtype_of_cache(module: Any) -> Any:
     """The dtype that a module which computes as it is written computes in; None if it has none."""
     return vars(module).get("dtype") if type(module).jaxmp_decision.mode == "written" else None
-
-
-def _remedy_of_cache(module: Any) -> str:
-    """What helps a module whose cache has another dtype than it computes in; nothing if it has no such cache."""
-    dtype = _dtype_of_cache(module)
-    caches = [var.get_raw_value() for var in own_variables(module) if isinstance(var, nnx.Cache)]
-    if dtype is None or all(value.dtype == dtype for value in filter(_tree.is_float_array, caches)):
-        return ""
-    return (
-        "Its cache was made in another dtype, before the policy or by init_cache(..., dtype=...): make it anew by "
-        "init_cache without a dtype, called on the model under the policy; an init_cache of your own passes "
-        "dtype=self.dtype on"
-    )
 
 
 numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", default=None)
@@ -271,7 +257,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         with keeping_carries(), _half_params_widened([node for node, _ in modules.values()]):
             result = _run(run, module, method, args, kwargs)
         if half and check:
-            check.ran(half.kept if run.called_all(modules) else ())
+            check.ran(half.not_half if run.called_all(modules) else ())
         return result
 
     if decision.mode == "autocast":
@@ -280,8 +266,7 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         return computed(fun, rules, (module, args, kwargs), {}, policy)
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
     key = method, call.key, numbers.get() is None, check is None
-    with noting_half((), bare_class(module), decision, "nnx"):
-        result = call.write(*remembered(programs, key, call.pure, Rules(None, decided=decided), call.arguments))
+    result = call.write(*remembered(programs, key, call.pure, Rules(None, decided=decided), call.arguments))
     return _arrays(widen, result) if caller is not None and caller.decision.is_float32 else result
 
 
@@ -315,7 +300,6 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         decision.mark(),
         decision.products(caller.decision if caller else None, run.ambient_precision),
         _dtypes_kept(module, decision),
-        noting_half(path, bare_class(module), own, "nnx", functools.partial(_remedy_of_cache, module)),
     ):
         result = bound(*args, **kwargs)
 
