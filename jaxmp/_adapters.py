@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,7 +29,7 @@ from jaxmp.engine.graph import Graph, Step
 from jaxmp.engine.rules import Rules
 from jaxmp.marks import computing, widened
 from jaxmp.overrides import levels_of
-from jaxmp.patterns import EVERY, OPERATIONS, Path, Pattern, pairs_of, pattern_text
+from jaxmp.patterns import EVERY, OPERATIONS, Pattern, pairs_of, pattern_text
 from jaxmp.policy import Policy, PolicyMap
 
 Mode = Literal["written", "float32", "autocast"] | None
@@ -46,45 +45,37 @@ def autocast_map(policy: Any, overrides: Mapping[Any, Any] | None) -> tuple[Poli
     half = policies.compute_dtype
     if half not in CASTABLE or not is_half(half):
         raise ValueError(
-            f"a model under autocast needs a policy with a half compute dtype, got {half.name}; use 'mixed_bfloat16' "
-            "or 'mixed_float16'"
+            f"autocast needs a policy with a half compute dtype, got {half.name}; use 'mixed_bfloat16' or "
+            "'mixed_float16'"
         )
     for pattern, exception in policies.rules:
         if exception.compute_dtype not in (np.float32, half):
             raise ValueError(
-                f"under autocast a model computes in its policy's {half.name}, and in float32 where an override says "
-                f"so, but the one for {pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write "
-                "'float32' or 'half' there"
+                f"an override of autocast is 'float32' or 'half', here {half.name}, but the one for "
+                f"{pattern_text(pattern)!r} computes in {exception.compute_dtype.name}; write 'float32' or 'half'"
             )
     return policies, levels_of(operations, half, policies.root.float8)
 
 
-def described_model(value: Any) -> str:
-    """What came in the place of a model, for an error: its class, for what it prints may be all of its arrays."""
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+def wrong_model(value: Any, library: str, function: str) -> TypeError:
+    """Return the error for a ``value`` that is no module instance, in a call of ``jaxmp.<library>.<function>``."""
+    other = "nnx" if library == "linen" else "linen"
+    if isinstance(value, type):
+        came, remedy = f"the class {value.__name__}", f"make an instance: {value.__name__}(...)"
+    else:
+        came, remedy = full_class_name(value), f"jaxmp.{other}.{function} takes modules of flax.{other}"
+    return TypeError(f"jaxmp.{library}.{function} takes a flax.{library}.Module, got {came}; {remedy}")
 
 
-def adapter_of(library: str) -> Any:
-    """``jaxmp.linen`` or ``jaxmp.nnx``, loaded when a module of theirs is met in one of the other library.
-
-    Each may wrap modules of the other, so that neither can import the other.
-    """
-    return importlib.import_module(f"jaxmp.{library}")
+def full_class_name(value: Any) -> str:
+    """Return the class of ``value`` with its module: the value may print all of its arrays."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def is_running_in(library: str) -> bool:
     """Whether a run of ``jaxmp.linen`` or ``jaxmp.nnx`` is under way."""
     run = sys.modules.get(f"jaxmp.{library}.run")
     return run is not None and run.is_running()
-
-
-def policies_below(policies: PolicyMap, path: Path, classes: Mapping[Path, type]) -> PolicyMap:
-    """``policies`` for what a module at ``path`` wraps: without ``classes``, and so that what covers it covers that."""
-    policy, pattern = policies.resolve(path, classes)
-    if pattern is None:
-        return policies
-    before = policies.rules[: policies.patterns.index(pattern)]
-    return PolicyMap(policies.root, {**dict(before), "**": policy}, strict=False)
 
 
 # --- fields ---
@@ -105,59 +96,75 @@ def is_default(dtype: Any, default: Any) -> bool:
     return np.dtype(dtype) == np.dtype(default)
 
 
-def kept_from_half(
-    policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, str]] = ()
-) -> str | None:
-    """Why a module that ``computes`` in some dtype is not in half; None if it is.
+class Reason(NamedTuple):
+    """The reason why a module does not compute in half.
 
-    Its ``policy`` is that of ``pattern``, and the dtype another one where that is its author's word. Without a pattern
-    the overrides of ``operations`` count, where they name all products.
+    Attributes:
+      override: the key of the override that says so; None if it is the module's own dtype.
+      dtype: the dtype in which it computes.
     """
-    if is_half(computes):
-        asked = {} if pattern is not None else dict(operations)
-        keys = (key for key in (f"class:{Class.HALF}", EVERY) if asked.get(key, "half") in ("float32", "tensorfloat32"))
-        return next((f"{_OVERRIDE}{key!r}" for key in keys), None)
-    is_own = computes != policy.compute_dtype
-    return f"its own dtype={computes.name}" if is_own else f"{_OVERRIDE}{pattern_text(pattern or '**')!r}"
+
+    override: str | None
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"its own dtype={self.dtype.name}" if self.override is None else f"override {self.override!r}"
 
 
-class NothingInHalfError(ValueError):
-    """A half policy that changes no product of a model."""
+def reason_not_half(
+    policy: Policy, computes: np.dtype, pattern: Pattern | None, operations: Iterable[tuple[str, str]] = ()
+) -> Reason | None:
+    """Return the reason why a module that ``computes`` in some dtype is not half; None if it is.
+
+    Args:
+      policy: the policy of the module.
+      computes: its compute dtype, or the dtype that its author wrote.
+      pattern: the override that the policy comes from, if any.
+      operations: the overrides of operations; without a pattern they count if they name every product.
+    """
+    if not is_half(computes):
+        is_written = computes != policy.compute_dtype
+        return Reason(None if is_written else pattern_text(pattern or "**"), computes)
+    if pattern is not None:
+        return None
+    for key, level in operations:
+        if key in (f"class:{Class.HALF}", EVERY) and level in ("float32", "tensorfloat32"):
+            return Reason(key, np.dtype("float32"))
+    return None
 
 
-class Kept(NamedTuple):
+class NotHalf(NamedTuple):
     """A module that a half policy leaves in another dtype.
 
     Attributes:
       name: its path; of a root its class.
-      reason: the override, or the dtype of its author's, that keeps it.
-      has_matrix: whether it has Params such as products take.
+      reason: the override, or the dtype that its author wrote.
+      has_matrix: whether it has params with two axes or more, as products take them.
     """
 
     name: str
-    reason: str
+    reason: Reason
     has_matrix: bool
 
 
 class ProductsCheck:
-    """Raises where a half policy changes no product of a call of a whole model.
+    """Raise a ValueError if a half policy changes no product of a call of a whole model.
 
-    Two say what they know of the call, in either order: the engine, which products are half, and the run of the model,
-    which modules are kept.
+    The engine reports the program of the call, the run of the model the modules that are not half, in either order.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._graph: Graph | None = None
-        self._modules: Sequence[Kept] | None = None
+        self._modules: Sequence[NotHalf] | None = None
 
     def decided(self, graph: Graph) -> None:
-        """Takes the program of the call, once the engine has decided it."""
+        """Take the program of the call, once the engine has decided it."""
         self._graph = graph
         self._check()
 
-    def ran(self, modules: Sequence[Kept]) -> None:
-        """Takes the modules that are kept; none if others of the model were not called."""
+    def ran(self, modules: Sequence[NotHalf]) -> None:
+        """Take the modules that are not half; none if a part of the model was not called."""
         self._modules = modules
         self._check()
 
@@ -165,13 +172,13 @@ class ProductsCheck:
         if self._graph is None or self._modules is None:
             return
         graph, self._graph = self._graph, None  # derivative rules, which keep the rules of the call, keep this too
-        if self._modules and _are_kept(graph):
-            kept = [module for module in self._modules if module.has_matrix] or self._modules
-            raise NothingInHalfError(_unchanged(self._policy, kept))
+        if self._modules and _has_no_half_product(graph):
+            modules = [module for module in self._modules if module.has_matrix] or self._modules
+            raise ValueError(_unchanged(self._policy, modules))
 
 
-def _are_kept(graph: Graph) -> bool:
-    """Whether a decided program has products that a module or an override keeps, and none in half."""
+def _has_no_half_product(graph: Graph) -> bool:
+    """Whether a decided program has products under a module or an override, and none of all its products is half."""
     products = [(step, step.eqn) for step in graph.steps if step.eqn.primitive.name in PRODUCTS]
     if any(_is_half(*product) for product in products):
         return False
@@ -203,81 +210,15 @@ def _is_narrow(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
 
 
-def _unchanged(policy: Policy, kept: Sequence[Kept]) -> str:
-    shown = ", ".join([f"{each.name} ({each.reason})" for each in kept][:8]) + (", …" if len(kept) > 8 else "")
-    reasons = [*dict.fromkeys(each.reason for each in kept)]
-    overrides = [reason for reason in reasons if reason.startswith(_OVERRIDE)]
-    remedies = [f"drop or narrow the {' and the '.join(overrides)}"] if overrides else []
-    if len(overrides) < len(reasons):
-        remedies += [
-            "to overrule a dtype that a module was given, name the module in overrides, e.g. "
-            f"overrides={{'**': '{policy}'}}"
-        ]
-    return (
-        f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was: {shown}; "
-        f"{'; or, '.join(remedies)}"
-    )
-
-
-_OVERRIDE = "override "
-
-
-@contextlib.contextmanager
-def noting_half(path: Path, cls: type, own: Treatment, adapter: str, remedy: Callable[[], str] = str) -> Iterator[None]:
-    """Notes on an error that names a half dtype, once, which module and policy brought it there and what helps.
-
-    Fourier transforms and factorisations take no half operands, and a module that has no ``dtype`` field gets them from
-    those that have. Some are told so while the module is traced, others when the program of a whole call runs. If
-    the module itself has a ``remedy``, that is what helps. An array that a step has deleted has its own note.
-    """
-    try:
-        yield
-    except NothingInHalfError:
-        raise
-    except (RuntimeError, TypeError, ValueError) as error:  # NotImplementedErrors are the first
-        if "has been deleted" in str(error):  # of either class: it depends on what JAX has cached
-            _note_deleted(error, adapter)
-        elif isinstance(error, (NotImplementedError, TypeError, ValueError)):
-            _note_half(error, path, cls, own, adapter, remedy)
-        raise
-
-
-TO_COPY = {
-    "linen": "copy before the step what is used after it, jax.tree.map(jnp.copy, state.params), say",
-    "nnx": "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))",
-}
-"""What helps where a step deletes what is used after it."""
-
-
-def _note_deleted(error: Exception, adapter: str) -> None:
-    if not _is_noted(error):
-        error.add_note(
-            f"jaxmp: a donating train step deletes the arrays that it is given; {TO_COPY[adapter]}, or make the step "
-            "with make_train_step(..., donate=False)"
-        )
-
-
-def _is_noted(error: Exception) -> bool:
-    return any(note.startswith("jaxmp: ") for note in getattr(error, "__notes__", ()))
-
-
-def _note_half(
-    error: Exception, path: Path, cls: type, own: Treatment, adapter: str, remedy: Callable[[], str]
-) -> None:
-    half = own.policy.compute_dtype
-    if _is_noted(error) or own.mode == "autocast" or not is_half(half) or half.name not in str(error):
-        return
-    name = "/".join(path)
-    where = f"the module {name!r} ({cls.__name__})" if path else f"the root ({cls.__name__})"
-    override = f"overrides={{{name!r}: 'float32'}} computes the module in float32; " if path else ""
-    helps = remedy() or (
-        f"An operation that takes no {half.name} needs float32: {override}jaxmp.{adapter}.autocast(model, "
-        f"'mixed_{half.name}') in place of apply_policy computes such operations in float32 by itself; so does "
-        ".astype(jnp.float32) before them"
-    )
-    error.add_note(
-        f"jaxmp: {where} runs under the policy {own.policy}, where what modules return is {half.name}. {helps}"
-    )
+def _unchanged(policy: Policy, modules: Sequence[NotHalf]) -> str:
+    shown = ", ".join(f"{module.name} ({module.reason})" for module in modules[:8])
+    more = ", …" if len(modules) > 8 else ""
+    if any(module.reason.override is not None for module in modules):
+        remedy = "Drop the override, or narrow its pattern."
+    else:
+        remedy = f"To overrule the dtype of a module, override it: overrides={{'**': '{policy}'}}."
+    rule = f"the policy computes in {policy.compute_dtype.name}, but every product stays as it was"
+    return f"{rule}: {shown}{more}.\n{remedy}"
 
 
 # --- borders ---
@@ -293,13 +234,13 @@ class Treatment:
         float32, and hands out what the engine decides; ``"autocast"`` if autocast decides on the whole model; None if
         it is traced on the dtypes that come in, and decided on the graph.
       asked: what an override asks of autocast.
-      kept: why it is not in half; None if it is.
+      not_half: the reason why it is not half; None if it is.
     """
 
     policy: Policy
     mode: Mode
     asked: str | None = None
-    kept: str | None = dataclasses.field(default=None, compare=False)
+    not_half: Reason | None = dataclasses.field(default=None, compare=False)
 
     @property
     def is_float32(self) -> bool:
@@ -387,6 +328,7 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
     operands = arrays_in(leaves)
     if reading.is_tracing() or any(isinstance(leaf, jax.core.Tracer) for leaf in operands):
         return computed(fun, rules, args, {})
+    _require_not_deleted(operands)
     statics = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
     whole = (key, tree, statics, tuple(map(jax.typeof, operands)), reading.context())
     try:
@@ -401,6 +343,16 @@ def remembered(programs: dict[Any, Any], key: Any, fun: Callable[..., Any], rule
             del programs[next(iter(programs))]
     jaxpr, consts = program.jaxpr
     return program.unflatten(reading.evaluate(jaxpr, consts, operands))
+
+
+def _require_not_deleted(operands: Sequence[Any]) -> None:
+    """Raise a RuntimeError if an array was deleted, as a donating train step deletes those of its state."""
+    for array in operands:
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise RuntimeError(
+                f"a model cannot use an array that a train step has deleted, got {array.dtype}{[*array.shape]}.\n"
+                "Use what the step returned, copy shared arrays before it, or make_train_step(..., donate=False)."
+            )
 
 
 _REMEMBERED = 64

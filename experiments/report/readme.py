@@ -1,15 +1,18 @@
-"""Copies what was measured from experiments/results into the README and four pages of docs, between two markers.
+"""Copies what was measured from experiments/results into the README and five pages of docs, between two markers.
 
 python -m experiments.report.readme
 
 The README has a few of them: the sums of gradients, the filled rows of :mod:`experiments.report.headline`, and a
 sentence on the cost of loss scaling. docs/measured.md has all, with the facts of each run, results/demo/compare.md and
 every results/loss_scaling*/loss_scaling.md among them; docs/gradient_sums.md those on the sums; docs/sharding.md what
-was compiled for many GPUs; docs/inspect.md the times that the roofline predicts beside those on record.
+was compiled for many GPUs; docs/inspect.md the times that the roofline predicts beside those on record;
+docs/real_libraries.md the errors of autocast in programs of real libraries.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -132,6 +135,30 @@ def sharding_block(root: Path = ROOT) -> str:
     )
 
 
+def real_libraries_block(root: Path = ROOT) -> str:
+    """The table of docs/real_libraries.md: the errors of gradients under autocast, by program."""
+    file = root / "experiments" / "results" / "real_libraries" / "real_libraries.json"
+    programs: dict[str, dict[str, dict]] = {}
+    for row in json.loads(file.read_text())["programs"]:
+        programs.setdefault(f"{row['library']}: {row['program']}", {})[row["half"]] = row
+    lines = [
+        "| program | bfloat16 | T | N | float16 | T | N | FLOPs in half |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for title, rows in programs.items():
+        errors = [_percent(rows[half][way][1]) for half in ("bfloat16", "float16") for way in ("autocast", "T", "N")]
+        share = f"{100 * rows['bfloat16']['half_share']:.0f} %"
+        notes = ", ".join(sorted({row["verdict"] for row in rows.values()} - {""}))
+        lines.append(f"| {title}{f' ({notes})' if notes else ''} | {' | '.join(errors)} | {share} |")
+    record = file.with_suffix(".md")
+    link = f"[With the errors of the values](../{record.relative_to(root)})"
+    return "\n".join([*lines, "", f"{link}: {facts(record.read_text())}", ""])
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.2g} %" if math.isfinite(error) else "fails"
+
+
 def roofline_block(root: Path = ROOT) -> str:
     """The part of docs/inspect.md on predicted times, of the newest steps compiled for an H200 below ``root``."""
     source = headline.newest(
@@ -163,5 +190,6 @@ if __name__ == "__main__":
         write(ROOT / "docs" / "gradient_sums.md", gradient_sums_block())
         write(ROOT / "docs" / "sharding.md", sharding_block())
         write(ROOT / "docs" / "inspect.md", roofline_block())
+        write(ROOT / "docs" / "real_libraries.md", real_libraries_block())
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -75,8 +75,8 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any, rules: Rules) -> tup
     """The program of one call, on the dtypes that the author wrote, and the arrays of the call."""
     pure, arguments, write = lambda *call: (fun(*call[0], **call[1]), ()), (args, kwargs), lambda results, _: results
     if "flax.nnx" in sys.modules:  # there may be NNX objects, which change as by NNX's own transforms
-        from jaxmp.nnx.objects import of_arrays, with_remedy
+        from jaxmp.nnx.objects import of_arrays
 
-        pure, arguments, write, _ = of_arrays(with_remedy(fun), args, kwargs)
+        pure, arguments, write, _ = of_arrays(fun, args, kwargs)
     with tracing(rules):
         return Program(pure, arguments, write), arrays_in(jax.tree.leaves(arguments))

@@ -23,23 +23,18 @@ from flax.core import Scope, lift
 from flax.linen.transforms import decorator_lift_transform
 
 from jaxmp._adapters import (
-    NothingInHalfError,
     ProductsCheck,
-    Treatment,
     autocast_map,
-    described_model,
     is_running_in,
-    noting_half,
     remembered,
+    wrong_model,
 )
 from jaxmp._contexts import policies_off
 from jaxmp._functions import require_order
 from jaxmp.engine.autocast import computed
 from jaxmp.linen.internals import Hooks, is_checked, is_watched, unlisted
 from jaxmp.linen.run import Root, Run, given_fields, is_running, run_with_root, running
-from jaxmp.linen.run import note_uncalled as note_uncalled
 from jaxmp.linen.variables import Variables
-from jaxmp.patterns import Path
 from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nn.Module)
@@ -83,9 +78,9 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
     Raises:
       TypeError: ``module`` is no instance of a Linen module.
-      ValueError: when the module runs, for only then
-        its submodules exist: a pattern matched no module and no variable; every product stays float32 under a half
-        policy, by overrides or by what dtypes its modules were given (in a call that runs all of them).
+      ValueError: when the module runs, for only then its submodules exist: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps an NNX module without a
+        policy of its own; every product stays float32 under a half policy, by overrides or by the dtypes of its modules
+        (in a call that runs all of them).
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
@@ -129,22 +124,10 @@ def autocast(module: M, policy: Any, overrides: Mapping[Any, Any] | None = None)
 
 def _under(module: M, root: Root, name: str) -> M:
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"jaxmp.linen.{name} takes an instance of flax.linen.Module, got {described_model(module)}; make the "
-            f"instance first (Model(...)), or use jaxmp.nnx.{name} for NNX modules"
-        )
-    if not root.in_nnx:
-        root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
+        raise wrong_model(module, "linen", name)
+    root = dataclasses.replace(root, policies=root.policies.below(module.name or type(module).__name__))
     scope = module.scope.rewound() if module.scope else None
     return _with_root(module, root, scope)
-
-
-def in_nnx(module: M, policies: PolicyMap, prefix: Path, by_autocast: bool) -> M:
-    """``module``, that an NNX module at ``prefix`` wraps, under the policies of that; its own, if it has some."""
-    own = getattr(module, "jaxmp_root", None)
-    if own is not None and not own.in_nnx:
-        return module
-    return _under(module, Root(policies, prefix, by_autocast, in_nnx=True), "apply_policy")
 
 
 class _Policied(Hooks):
@@ -163,18 +146,15 @@ class _Policied(Hooks):
             return call()
         check, _in_engine.is_on = _in_engine.is_on, None
         creates = self.is_initializing() or (self.is_mutable_collection("params") and not self.variables.get("params"))
-        again = _again(self, method, args, kwargs) if creates and name != "setup" else None
+        bare_variables = _bare_variables(self, method, args, kwargs) if creates and name != "setup" else None
         if not (creates or check or name == "setup"):
             check = ProductsCheck(self.jaxmp_root.policies.root)
             lifted = functools.partial(_through_engine, self.jaxmp_root, check)
             call = functools.partial(decorator_lift_transform(lifted, method), self, *args, **kwargs)
-        bare_variables = again and functools.partial(again, _base(type(self)), {"initializing": True})
-        with _noting(self), running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
+        with running(Run(self, self.jaxmp_root, bare_variables, name)) as run:
             result = run.cast_output(call())
         if check:
-            check.ran(run.kept)
-        elif run.kept and again:
-            _check_products(again, type(self), self.variables)
+            check.ran(run.not_half)
         return result
 
     def jaxmp_register(self) -> None:
@@ -187,9 +167,6 @@ class _Policied(Hooks):
         if policies_off.value:
             return bare(variables, *args, rngs=rngs, **kwargs)
         check = ProductsCheck(self.jaxmp_root.policies.root)
-        if self.jaxmp_root.in_nnx and is_running_in("nnx"):
-            with _in_engine.turned(check):
-                return bare(variables, *args, rngs=rngs, **kwargs)
         if not variables.get("params"):  # they are made, if it has some
             return bare(variables, *args, rngs=rngs, **kwargs)
 
@@ -200,24 +177,12 @@ class _Policied(Hooks):
         call, rules = (variables, args, rngs, kwargs), self.jaxmp_root.rules(check.decided)
         if is_watched():
             return computed(pure, rules, call, {})
-        with _noting(self):
-            key = self, method, is_running() or is_running_in("nnx")
-            return remembered(type(self).jaxmp_programs, key, pure, rules, call)
+        key = self, method, is_running() or is_running_in("nnx")
+        return remembered(type(self).jaxmp_programs, key, pure, rules, call)
 
     @functools.wraps(nn.Module.init_with_output)
     def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().init_with_output(*args, method=_as_one_run(method), **kwargs)
-
-    @functools.wraps(nn.Module.init)
-    def init(self, *args: Any, **kwargs: Any) -> Any:
-        make = functools.partial(super().init, *args, **kwargs)
-        try:
-            return make()
-        except NotImplementedError as error:  # LAPACK's operations take no half operands
-            try:
-                return jax.jit(make)()  # variables do not often need them
-            except NotImplementedError:
-                raise error from None  # which says where
 
     def clone(self, **kwargs: Any) -> Any:
         with _views.turned(False):
@@ -240,14 +205,6 @@ class _Policied(Hooks):
 
     def __reduce__(self) -> Any:
         return _rebuild, (_base(type(self)), _fields(self), self.jaxmp_root, self.name)
-
-
-def _noting(module: Any) -> contextlib.AbstractContextManager[None]:
-    """Notes on errors of a whole call of ``module``, which come when none of its methods runs any more."""
-    root = module.jaxmp_root
-    policy, _ = root.policies.resolve(root.prefix)
-    own = Treatment(policy=policy, mode="autocast" if root.autocast else None)
-    return noting_half(root.prefix, _base(type(module)), own, "linen")
 
 
 def _through_engine(root: Root, check: ProductsCheck, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -342,31 +299,18 @@ def _with_root(module: Any, root: Root, parent: Scope | None) -> Any:
     return _rebuild(_base(type(module)), _fields(module), root, module.name, parent)
 
 
-def _again(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Variables]:
-    """Calls ``method`` of a module of some class with the fields of ``module``, in the same place, on some variables.
-
-    It returns the variables after that.
-    """
-    given = module.scope
+def _bare_variables(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Variables]:
+    """Return a function that makes the variables of ``module`` in the same place, without policies."""
+    scope = module.scope
     fields = _fields(module.clone(_deep_clone=True, _reset_names=True, name=None))  # as they are before the run
 
-    def call(cls: Any, flags: Mapping[str, Any], variables: Any = ()) -> Variables:
-        scope = Scope(dict(variables), rngs=given.rngs, mutable=given.mutable, path=given.path, flags=flags)
+    def make() -> Variables:
+        bare = Scope({}, rngs=scope.rngs, mutable=scope.mutable, path=scope.path, flags={"initializing": True})
         with unlisted():
-            method(cls(**fields, parent=scope), *args, **kwargs)
-        return scope.variables()
+            method(_base(type(module))(**fields, parent=bare), *args, **kwargs)
+        return bare.variables()
 
-    return call
-
-
-def _check_products(again: Callable[..., Variables], cls: Any, variables: Variables) -> None:
-    """Raises if a half policy will change no product: the engine, which decides that, did not see them made."""
-    try:
-        jax.eval_shape(functools.partial(again, cls, {}), variables)
-    except NothingInHalfError:
-        raise
-    except Exception:  # what made variables may not run on them: a cache takes one token at a time
-        pass
+    return make
 
 
 class _Switch(threading.local):

@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import flax.linen as nn
 import jax
@@ -27,17 +27,15 @@ from flax.core import Scope
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import (
-    Kept,
     Mode,
+    NotHalf,
+    Reason,
     Treatment,
-    adapter_of,
     handed_out,
     is_default,
     is_floating,
     is_running_in,
-    kept_from_half,
-    noting_half,
-    policies_below,
+    reason_not_half,
     widen,
 )
 from jaxmp._jaxpr.stand_ins import keeping_carries
@@ -68,15 +66,13 @@ _ROOT_FLAG, _OUTER_FLAG, _POLICY_FLAG, _DECISION = "jaxmp_root", "jaxmp_outer", 
 class Root:
     """What a module under policies knows: the policies, and its own path if it was reached through a bound parent.
 
-    Under autocast the policies say where it makes an exception, and no field and no param is touched. A module
-    ``in_nnx``, which an ``nnx.bridge.ToNNX`` wraps, runs in the trace of the model around it, by whose path it goes.
+    Under autocast the policies say where it makes an exception, and no field and no param is touched.
     """
 
     policies: PolicyMap
     prefix: Path = ()
     autocast: bool = False
     operations: tuple[tuple[str, str], ...] = ()
-    in_nnx: bool = False
 
     def rules(self, decided: Callable[[Any], object]) -> Rules:
         """What is asked of the engine; each module has its own half dtype but under autocast."""
@@ -142,13 +138,6 @@ def is_running() -> bool:
     return bool(_running.runs)
 
 
-def note_uncalled(paths: Iterable[Path]) -> None:
-    """Notes the modules that a call of an NNX module, which one of the innermost run wraps, did not call."""
-    for run in _running.runs[-1:]:
-        for path in paths:
-            run.called.pop(path[len(run.prefix) :], None)
-
-
 def run_with_root(module: nn.Module) -> Run | None:
     """The run of ``module`` as the root, if it is under way."""
     run = _running.run_of(module)
@@ -201,14 +190,14 @@ class Run:
         self.module, self.path, self.token, self.method = module, module.path, hash(root), method
         self.copy: Any = lambda: None  # a weak reference to the module's copy in the engine's trace, which ends first
         self.policies, self.prefix, self.make_variables = root.policies, root.prefix, make_variables
-        self.autocast, self.operations, self.in_nnx = root.autocast, root.operations, root.in_nnx
+        self.autocast, self.operations = root.autocast, root.operations
         self.variables = self._foresee() if make_variables else module.variables
         self.classes: dict[Path, type] = {}
         self.decisions: dict[Path, _Decision] = {}
         self.shapes: dict[Any, Any] = {}  # of what initializers make
         self.defaults: dict[int, tuple[type, dict[str, Any]]] = {}  # of fields, by the ids of classes, with these
-        self.called: dict[Path, str | None] = {}  # why they are kept from half, if they are
-        self.kept: list[Kept] = []  # in the end those that are, if no other run is around this one and all were called
+        self.called: dict[Path, Reason | None] = {}  # why they are not half, if they are not
+        self.not_half: list[NotHalf] = []  # set at the end, if no run is around this one and every module was called
         self.nested: list[Path] = []
         config: Any = jax.config
         self.ambient_precision = config.jax_default_matmul_precision
@@ -265,17 +254,20 @@ class Run:
             dtypes = _fill_dtypes(module, defaults, policy, pattern is not None, container)
             is_float32 = owns_params or (pattern is not None and not is_parent)
             says_dtype = "dtype" in defaults and is_floating(module.dtype)
-            is_written = says_dtype or _wraps_nnx(module)
-            mode = "written" if is_written else "float32" if is_float32 else None
+            is_bridge = _is_bridge(type(module))
+            mode = "written" if says_dtype or is_bridge else "float32" if is_float32 else None
+            if is_bridge:
+                self.nested.append(path)
+                _require_policy_in_bridge(module, self.prefix + path)
         _read_params(module, self.shapes, is_wide=mode == "float32")
-        is_made = self.autocast or _wraps_nnx(module)
+        keeps_params = self.autocast or _is_bridge(type(module))
         return _Decision(
             policy=policy,
             mode=mode,
             asked=level_of(policy, self.policies.root.float8) if self.autocast and pattern is not None else None,
-            kept=kept_from_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
+            not_half=reason_not_half(policy, dtypes.get("dtype", policy.compute_dtype), pattern, self.operations),
             key=hash((policy, pattern, self.prefix + path if self.by_path else None)),
-            param_dtype=None if is_made else dtypes.get("param_dtype", policy.param_dtype),
+            param_dtype=None if keeps_params else dtypes.get("param_dtype", policy.param_dtype),
         )
 
     def _classes_around(self, module: Any, path: Path) -> Mapping[Path, type | tuple[type, ...]]:
@@ -310,9 +302,7 @@ class Run:
             return self._decide_children(module)
         self._decide_children(module)
         path = module.path[len(self.path) :]
-        self.called.setdefault(path, decision.kept)
-        if _wraps_nnx(module) and method == "__call__":
-            next_fun = functools.partial(self._call_nnx, module, path, next_fun)
+        self.called.setdefault(path, decision.not_half)
 
         if self.autocast:
             with decision.mark():
@@ -326,7 +316,6 @@ class Run:
         _running.frames.append(_Frame(self, module, module.path, own))
         try:
             with (
-                noting_half(self.prefix + path, type(module), own, "linen"),
                 decision.mark(),
                 decision.products(caller.decision if caller else None, self.ambient_precision),
             ):
@@ -342,28 +331,6 @@ class Run:
             result = handed_out(result, own, None, given) if self.prefix else result
             result = self.cast_output(result)  # before Linen captures it as an intermediate
         return result
-
-    def _call_nnx(
-        self, module: Any, path: Path, next_fun: Callable[..., Any], *args: Any, nnx_method: Any = None, **kwargs: Any
-    ) -> Any:
-        """Calls an ``nnx.bridge.ToLinen``, which makes its NNX module anew each time, under its policies."""
-        bare, policies = module.nnx_class, policies_below(self.policies, self.prefix + path, self.classes)
-
-        def make(*args: Any, **kwargs: Any) -> Any:
-            made, met = adapter_of("nnx").in_linen(bare(*args, **kwargs), policies, self.prefix + path, self.autocast)
-            for where, (cls, kept) in met.items():
-                at = where[len(self.prefix) :]
-                self.classes.setdefault(where if at != path else (*where, "nnx_class"), cls)
-                self.called[at] = self.called[path] or kept
-            return made
-
-        if getattr(bare, getattr(nnx_method, "__name__", ""), None) is nnx_method:
-            nnx_method = nnx_method and nnx_method.__name__  # that of the class under the policies
-        object.__setattr__(module, "nnx_class", make)
-        try:
-            return next_fun(*args, nnx_method=nnx_method, **kwargs)
-        finally:
-            object.__setattr__(module, "nnx_class", bare)
 
     def cast_output(self, result: Any) -> Any:
         """What the root returns, in the policy's output dtype."""
@@ -387,7 +354,7 @@ class Run:
             store_params(self.module, self._param_dtype, self.variables or {}, self.make_variables)
             if self.method != "__call__":
                 return  # a part of the variables was made, and what matches the others is not known
-        if self.method != "setup" and (self.in_nnx or not self.prefix):
+        if self.method != "setup" and not self.prefix:
             self._check()
 
     def _param_dtype(self, path: Path) -> np.dtype | None:
@@ -395,31 +362,34 @@ class Run:
         return None if owner is None else self.decisions[owner].param_dtype
 
     def _check(self) -> None:
-        """Raises if a pattern matched nothing; of a whole model, notes what a half policy leaves in another dtype."""
+        """Raise if a pattern matched nothing; of a whole model, note what a half policy leaves in another dtype."""
         variables = {name: nn.unbox(collection) for name, collection in self.module.variables.items()}
-        paths = {name: [path for path, _ in leaves(collection)] for name, collection in variables.items()}
+        bridges = [path for path, cls in self.classes.items() if _is_bridge(cls)]
+        paths = {}
+        for name, collection in variables.items():
+            paths[name] = [_outside(bridges, path) for path, _ in leaves(collection)]
         owners = {path[:-1] for path in paths.get(PARAMS, ())}
         owners = {path for path in owners if not any(path[: len(nested)] == nested for nested in self.nested)}
-        if not self.prefix:
-            self.policies.check(self.classes, [*itertools.chain(*paths.values())], owners <= self.classes.keys())
+        self.policies.check(self.classes, [*itertools.chain(*paths.values())], owners <= self.classes.keys())
         half = self.policies.root.compute_dtype
         if not is_half(half) or self.nested or not owners <= self.called.keys():
             return
         params = leaves(variables.get(PARAMS, {}))
-        matrices = {path[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
-        kept = [
-            Kept(
-                "/".join(self.prefix + path) or type(self.module).__name__,
-                reason,
-                path in matrices and not issubclass(self.classes[self.prefix + path], nn.Embed),
-            )
-            for path, reason in self.called.items()
-            if reason is not None
-        ]
-        if self.in_nnx:
-            adapter_of("nnx").note_kept(self.prefix, kept)  # for the check of the whole model
-        elif len(_running.runs) == 1 and not is_running_in("nnx"):
-            self.kept = kept
+        matrices = {_outside(bridges, path)[:-1] for path, leaf in params if len(getattr(leaf, "shape", ())) >= 2}
+        if len(_running.runs) > 1 or is_running_in("nnx"):
+            return
+        for path, reason in self.called.items():
+            if reason is not None:
+                has_matrix = path in matrices and not issubclass(self.classes[path], nn.Embed)
+                self.not_half.append(NotHalf("/".join(path) or type(self.module).__name__, reason, has_matrix))
+
+
+def _outside(bridges: Iterable[Path], path: Path) -> Path:
+    """Return the path of a variable, without the modules inside the ``nnx.bridge.ToLinen`` that it belongs to."""
+    for bridge in bridges:
+        if path[: len(bridge)] == bridge:
+            return (*bridge, path[-1])
+    return path
 
 
 def _push(scope: Any, module: Any, name: Any = None, *args: Any, **kwargs: Any) -> Scope:
@@ -465,15 +435,56 @@ def _fill_dtypes(
     return dtypes
 
 
-def _wraps_nnx(module: nn.Module) -> bool:
-    return "flax.nnx" in sys.modules and isinstance(module, sys.modules["flax.nnx"].bridge.ToLinen)
+def _is_bridge(cls: type) -> bool:
+    return "flax.nnx" in sys.modules and issubclass(cls, sys.modules["flax.nnx"].bridge.ToLinen)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithPolicy:
+    """Makes an NNX module for an ``nnx.bridge.ToLinen``, and raises if it has no policy of its own.
+
+    Flax makes the module anew in each call, so that only then its policy is known.
+    """
+
+    make: Callable[..., Any]
+    path: Path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.make(*args, **kwargs)
+        if not hasattr(module, "jaxmp_decision"):
+            self.fail(type(module).__name__)
+        return module
+
+    def fail(self, name: str) -> NoReturn:
+        at = f"{'/'.join(self.path)!r}, " if self.path else ""
+        raise ValueError(
+            f"a policy does not reach into nnx.bridge.ToLinen, got {at}ToLinen of {name}.\n"
+            "Apply the policy to the inner module, where it is made, then wrap that:\n"
+            f"nnx.bridge.ToLinen(lambda *args, **kw: jaxmp.nnx.apply_policy({name}(*args, **kw), policy), ...)"
+        )
+
+
+def _require_policy_in_bridge(module: Any, path: Path) -> None:
+    """Raise a ValueError, now or in the call, if the NNX module that a ``ToLinen`` wraps has no policy of its own."""
+    make = module.nnx_class
+    checked = _WithPolicy(make, path)
+    if isinstance(make, type):
+        checked.fail(make.__name__)
+    if not isinstance(make, _WithPolicy):
+        vars(module).setdefault(_GIVEN, {})["nnx_class"] = make
+        object.__setattr__(module, "nnx_class", checked)
 
 
 def _read_params(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
-    """Makes ``module.param`` return half params widened, for a module that is traced in float32 and so ``is_wide``.
+    """Replace ``module.param`` by a function that traces equal initializers once.
 
-    Of a param that is there Flax asks what its initializer would make, to compare shapes: a third of the time to trace
-    a transformer. Here it traces equal initializers once; ``shapes`` has what they make.
+    Flax traces the initializer of every param that exists, to compare shapes: a third of the time to trace a
+    transformer.
+
+    Args:
+      module: a module that is bound to a scope.
+      shapes: the shapes of the params so far, by initializer and arguments.
+      is_wide: whether half params are widened, for a module that is traced in float32.
     """
     make = type(module).param
     reference = weakref.ref(module)  # a cycle would keep tracers alive
@@ -481,55 +492,48 @@ def _read_params(module: Any, shapes: dict[Any, Any], is_wide: bool) -> None:
     def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
         own: Any = reference()
         is_there = own.has_variable(PARAMS, name)
-        made = functools.partial(_made_by, shapes, init_fn) if is_there else functools.partial(_made, init_fn)
-        value = make(own, name, made, *args, **kwargs)
+        init = functools.partial(_init_once, shapes, init_fn) if is_there else functools.partial(_init, init_fn)
+        value = make(own, name, init, *args, **kwargs)
         return jax.tree.map(widen, value) if is_wide else value
 
     object.__setattr__(module, "param", param)
 
 
-def _made_by(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an initializer makes; or, where an equal one made it before, arrays of the same shapes."""
-    known = init_fn, args, (*kwargs.items(),)
+def _init_once(shapes: dict[Any, Any], init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an initializer; if an equal one ran before, return uninitialised arrays of the same shapes."""
+    call = init_fn, args, (*kwargs.items(),)
     try:
-        made = shapes.get(known)
+        avals = shapes.get(call)
     except TypeError:  # an argument has no hash
-        return _made(init_fn, key, *args, **kwargs)
-    if made is None:
-        made = _made(init_fn, key, *args, **kwargs)
-        shapes[known] = jax.tree.map(jax.typeof, made)
-        return made
-    return jax.tree.map(lambda aval: jax.lax.empty(aval.shape, aval.dtype), made)
+        return _init(init_fn, key, *args, **kwargs)
+    if avals is not None:
+        return jax.tree.map(lambda aval: jax.lax.empty(aval.shape, aval.dtype), avals)
+    value = _init(init_fn, key, *args, **kwargs)
+    shapes[call] = jax.tree.map(jax.typeof, value)
+    return value
 
 
-def _made(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an initializer makes; in float32, and then cast, where it needs an operation that takes no half operands."""
+def _init(init_fn: Callable[..., Any], key: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an initializer; in float32, with a cast of the result, if it factorises, which JAX cannot do in half."""
     half = next((np.dtype(arg) for arg in jax.tree.leaves((args, kwargs)) if _is_half_dtype(arg)), None)
-    if half is None or not _is_refused(lambda key: init_fn(key, *args, **kwargs), key, half):
+    if half is None:
         return init_fn(key, *args, **kwargs)
-    wide, named = jax.tree.map(lambda arg: np.float32 if _is_half_dtype(arg) else arg, (args, kwargs))
-    return _tree.cast(init_fn(key, *wide, **named), half)
+    wide_args, wide_kwargs = jax.tree.map(lambda arg: np.float32 if _is_half_dtype(arg) else arg, (args, kwargs))
+
+    def make_wide(key: Any) -> Any:
+        return init_fn(key, *wide_args, **wide_kwargs)
+
+    return _tree.cast(make_wide(key), half) if _factorises(make_wide, key) else init_fn(key, *args, **kwargs)
 
 
 def _is_half_dtype(arg: Any) -> bool:
     return isinstance(arg, (type, np.dtype)) and is_half(arg)
 
 
-def _is_refused(make: Callable[[Any], Any], key: Any, half: np.dtype) -> bool:
-    """Whether JAX has no program of ``make`` in ``half``, as of a factorisation, which makes an orthogonal matrix.
-
-    It says so while it traces from 0.12 on, and before that when it lowers the program.
-    """
+def _factorises(make: Callable[[Any], Any], key: Any) -> bool:
+    """Whether the program of ``make`` has a factorisation, such as the QR of an orthogonal initializer."""
     try:
         program = jax.make_jaxpr(make)(key)
-    except (TypeError, ValueError) as error:
-        return half.name in str(error) and not isinstance(error, jax.errors.JAXTypeError)
-    except Exception:  # the user's own, which comes again
+    except Exception:  # an initializer that cannot be traced, or fails: calling it raises its own error
         return False
-    operands = [
-        atom.aval.dtype
-        for eqn in equations(program)
-        if classify(eqn.primitive.name) is Class.LINALG
-        for atom in eqn.invars
-    ]
-    return half in operands
+    return any(classify(eqn.primitive.name) is Class.LINALG for eqn in equations(program))

@@ -17,15 +17,13 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._adapters import (
-    Kept,
     Mode,
-    adapter_of,
+    NotHalf,
     autocast_map,
-    described_model,
     is_default,
     is_floating,
-    kept_from_half,
-    policies_below,
+    reason_not_half,
+    wrong_model,
 )
 from jaxmp._functions import require_order
 from jaxmp.dtypes import is_half
@@ -33,11 +31,10 @@ from jaxmp.nnx.optimizer import Optimizer as Optimizer
 from jaxmp.nnx.optimizer import value_and_grad as value_and_grad
 from jaxmp.nnx.policy_check import note_copy
 from jaxmp.nnx.run import Decision, HalfPolicy, bare_class, decision_of, policied_class
-from jaxmp.nnx.run import note_kept as note_kept
 from jaxmp.nnx.training import make_train_step as make_train_step
 from jaxmp.nnx.variables import cast_variable, change_own, is_module, items, own_variables, submodules
 from jaxmp.overrides import level_of
-from jaxmp.patterns import Path, is_class_pattern, pattern_text
+from jaxmp.patterns import Path
 from jaxmp.policy import PolicyMap
 
 M = TypeVar("M", bound=nnx.Module)
@@ -91,8 +88,9 @@ def apply_policy(model: M, policy: Any, overrides: Mapping[Any, Any] | None = No
 
     Raises:
       TypeError: ``model`` is not an NNX module.
-      ValueError: a pattern matched no module and no Variable; or, in the first call that runs all of the model, every
-        product stays float32 under a half policy, by overrides or by what dtypes its modules were given.
+      ValueError: a pattern matched no module; an ``nnx.bridge.ToNNX`` in the model wraps a Linen module without a
+        policy of its own; or, in the first call that runs all of the model, every product stays float32 under a half
+        policy, by overrides or by the dtypes of its modules.
 
     >>> model = apply_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "mixed_float16")
     >>> model.kernel[...].dtype, model(jnp.ones((1, 3))).dtype
@@ -140,34 +138,29 @@ def autocast(model: M, policy: Any, overrides: Mapping[Any, Any] | None = None) 
 def _under(model: M, policies: PolicyMap, by_autocast: bool, operations: Mapping[str, str] | None = None) -> M:
     name = "autocast" if by_autocast else "apply_policy"
     if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"jaxmp.nnx.{name} takes an instance of flax.nnx.Module, got {described_model(model)}; make the "
-            f"instance first (Model(..., rngs=nnx.Rngs(0))), or use jaxmp.linen.{name} for Linen modules"
-        )
+        raise wrong_model(model, "nnx", name)
     copy = nnx.clone(model, variables=False, graph=True)
-    graph = _read_graph(copy, ())
-    wrappers = [node for node in graph.nodes if node.wraps_linen]
-    if all(node.has_variables() for node in wrappers):  # else their paths are not known yet
-        policies.check(graph.classes, graph.variables, complete=not wrappers)
+    graph = _read_graph(copy)
+    if not by_autocast:
+        _require_policies_in_bridges(graph)
+    policies.check(graph.classes, graph.variables)
     is_checked = is_half(policies.root.compute_dtype) and not graph.nested
     _put_under(graph, policies, by_autocast, is_checked, operations=tuple((operations or {}).items()))
     note_copy(model)
     return copy
 
 
-def in_linen(
-    model: M, policies: PolicyMap, prefix: Path, by_autocast: bool
-) -> tuple[M, dict[Path, tuple[type, str | None]]]:
-    """``model``, made by the Linen module at ``prefix`` that wraps it, under its policies, unless it has its own.
-
-    Also the class of each module by its path, and why it is kept from half if it is.
-    """
-    if decision_of(model) is not None:
-        return model, {}
-    graph = _read_graph(model, prefix)
-    decisions = _put_under(graph, policies, by_autocast, False, in_linen=prefix)
-    met = zip(graph.nodes, decisions, strict=True)
-    return model, {path: (bare_class(node.module), decision.kept) for node, decision in met for path in node.paths}
+def _require_policies_in_bridges(graph: _Graph) -> None:
+    """Raise a ValueError if an ``nnx.bridge.ToNNX`` wraps a Linen module without a policy of its own."""
+    for node in graph.nodes:
+        if not node.wraps_linen or node.has_linen_policy():
+            continue
+        name, linen = "/".join(node.paths[0]), type(node.module.to_nnx__module).__name__
+        raise ValueError(
+            f"a policy does not reach into nnx.bridge.ToNNX, got {f'{name!r}, ' if name else ''}ToNNX({linen}(...)).\n"
+            "Apply the policy to the inner module, then wrap it:\n"
+            f"nnx.bridge.ToNNX(jaxmp.linen.apply_policy({linen}(...), policy), rngs=rngs)"
+        )
 
 
 def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked: bool, **asked: Any) -> list[Decision]:
@@ -177,8 +170,7 @@ def _put_under(graph: _Graph, policies: PolicyMap, by_autocast: bool, is_checked
         decisions[0] = dataclasses.replace(decisions[0], half=_half_policy(policies, graph, decisions))
     casts: dict[int, nnx.Variable[Any]] = {}
     for node, decision in zip(graph.nodes, decisions, strict=True):
-        param_dtypes = _set_up_linen(node, policies, by_autocast, graph) if node.wraps_linen else None
-        _set_up(node, decision, graph, casts, param_dtypes)
+        _set_up(node, decision, graph, casts)
     return decisions
 
 
@@ -188,7 +180,6 @@ def _decide(
     node: _Node,
     graph: _Graph,
     operations: tuple[tuple[str, str], ...] = (),
-    in_linen: Path | None = None,
 ) -> Decision:
     policy, pattern = policies.resolve(_deciding_path(policies, node, graph), graph.classes)
     overridden = pattern is not None
@@ -206,11 +197,10 @@ def _decide(
         policy=policies.root if by_autocast else policy,
         mode=mode,
         asked=level_of(policy, policies.root.float8) if by_autocast and overridden else None,
-        kept=kept_from_half(policy, computes, pattern, operations),
+        not_half=reason_not_half(policy, computes, pattern, operations),
         is_root=node is graph.nodes[0],
         given=tuple((name, node.given[name]) for name in filled),
         operations=operations,
-        in_linen=in_linen,
     )
 
 
@@ -221,15 +211,13 @@ def _deciding_path(policies: PolicyMap, node: _Node, graph: _Graph) -> Path:
 
 
 def _half_policy(policies: PolicyMap, graph: _Graph, decisions: list[Decision]) -> HalfPolicy | None:
-    """What may leave no product of the model in half; None if nothing does."""
-    kept, linen = list[Kept](), list[Path]()
+    """Return the policy and the modules that it leaves in another dtype; None if there are none."""
+    not_half = []
     for node, decision in zip(graph.nodes, decisions, strict=True):
-        if decision.kept is not None:
+        if decision.not_half is not None:
             name = "/".join(node.paths[0]) or bare_class(node.module).__name__
-            kept.append(Kept(name, decision.kept, node.has_matrix()))
-        elif node.wraps_linen:
-            linen.append(_deciding_path(policies, node, graph))
-    return HalfPolicy(policies.root, tuple(kept), tuple(linen)) if kept or linen else None
+            not_half.append(NotHalf(name, decision.not_half, node.has_matrix()))
+    return HalfPolicy(policies.root, tuple(not_half)) if not_half else None
 
 
 def _set_up(
@@ -237,24 +225,21 @@ def _set_up(
     decision: Decision,
     graph: _Graph,
     casts: dict[int, nnx.Variable[Any]],
-    param_dtypes: Mapping[int, np.dtype] | None,
 ) -> None:
-    """Does to a module what was decided.
-
-    ``casts`` has those of Params that were met, and ``param_dtypes`` the dtypes of some, by the ids of the Params.
-    """
+    """Put a module under its decision; ``casts`` holds the casts of Params so far, by the ids of the Params."""
     policy, bare = decision.policy, bare_class(node.module)
     dtypes = {"param_dtype": policy.param_dtype, "dtype": policy.compute_dtype}
     fills = {name: dtypes[name] for name, _ in decision.given}
 
     def stored(var: nnx.Variable[Any]) -> nnx.Variable[Any]:
-        if not isinstance(var, nnx.Param) or (param_dtypes is not None and id(var) not in param_dtypes):
+        if not isinstance(var, nnx.Param):
             return var
         if id(var) not in casts:
-            casts[id(var)] = cast_variable(var, (param_dtypes or {}).get(id(var), policy.param_dtype))
+            casts[id(var)] = cast_variable(var, policy.param_dtype)
         return casts[id(var)]
 
-    if decision.mode != "autocast" and ("param_dtype" in fills or "param_dtype" not in node.given):
+    has_param_dtype = "param_dtype" in fills or "param_dtype" not in node.given
+    if decision.mode != "autocast" and has_param_dtype and not node.wraps_linen:
         change_own(node.module, stored)
     # Those around it are set up already; roots inside are from an earlier call.
     related = graph.nested if decision.is_root else [other.module for other in node.around]
@@ -263,26 +248,6 @@ def _set_up(
     decision = dataclasses.replace(decision, level=1 + max(levels, default=-1))
     vars(node.module).update(node.given | fills)
     object.__setattr__(node.module, "__class__", policied_class(bare, decision))
-
-
-def _set_up_linen(node: _Node, policies: PolicyMap, by_autocast: bool, graph: _Graph) -> dict[int, np.dtype]:
-    """Puts what an ``nnx.bridge.ToNNX`` wraps under its policies; returns the dtypes for its Params, by their ids."""
-    path = _deciding_path(policies, node, graph)
-    below, wrapped = policies_below(policies, path, graph.classes), node.module.to_nnx__module
-    node.module.to_nnx__module = adapter_of("linen").in_nnx(wrapped, below, path, by_autocast)
-    if by_autocast or node.module.to_nnx__module is wrapped:
-        return {}
-    params = [(names, var) for names, var in nnx.iter_graph(node.module, graph=True) if isinstance(var, nnx.Param)]
-    for pattern, rule in below.rules if params else ():
-        of_nnx = isinstance(pattern, type) and issubclass(pattern, nnx.Module)
-        if is_class_pattern(pattern) and not of_nnx and rule.param_dtype != below.param_dtype:
-            raise ValueError(
-                f"the classes in a Linen module that nnx.bridge.ToNNX wraps are known when it runs, and its params are "
-                f"made already, got {pattern_text(pattern)!r} in overrides, whose policy stores params in "
-                f"{rule.param_dtype.name} and not in {below.param_dtype.name}; write patterns on paths, or call "
-                "apply_policy first and lazy_init on what it returns"
-            )
-    return {id(var): below.resolve((*path, *map(str, names[:-1])))[0].param_dtype for names, var in params}
 
 
 # --- the modules of a model, before a policy is put on them ---
@@ -330,12 +295,12 @@ class _Node:
 
     @property
     def wraps_linen(self) -> bool:
-        """Whether a Linen module computes for it."""
+        """Whether the module is an ``nnx.bridge.ToNNX``."""
         return isinstance(self.module, nnx.bridge.ToNNX)
 
-    def has_variables(self) -> bool:
-        """Whether the module itself has Variables other than the state of random number generators."""
-        return any(not isinstance(var, nnx.RngState) for var in own_variables(self.module))
+    def has_linen_policy(self) -> bool:
+        """Whether the Linen module that this one wraps has a policy of its own."""
+        return hasattr(self.module.to_nnx__module, "jaxmp_root")
 
     def is_parent(self) -> bool:
         """Whether a submodule has Variables other than the state of random number generators."""
@@ -349,12 +314,12 @@ class _Graph:
 
     nodes: list[_Node]  # those that get a policy
     classes: dict[Path, type]  # of all modules
-    variables: list[Path]  # of all Variables
+    variables: list[Path]  # of all Variables, except those of Linen modules
     nested: list[nnx.Module]  # those that have policies of their own
 
 
-def _read_graph(model: nnx.Module, prefix: Path) -> _Graph:
-    """The modules of ``model``, which lies at ``prefix``, parents before children."""
+def _read_graph(model: nnx.Module) -> _Graph:
+    """Return the modules of ``model``, parents before children."""
     nodes: dict[int, _Node] = {}
     graph = _Graph([], {}, [], [])
 
@@ -372,11 +337,15 @@ def _read_graph(model: nnx.Module, prefix: Path) -> _Graph:
                 return
             node = nodes.setdefault(id(value), _Node(value, [], around, _given(value)))
             node.paths.append(path)
+            if node.wraps_linen:  # no pattern reaches into it
+                if node.has_linen_policy():
+                    graph.nested.append(value)
+                return
             around = [*around, node]
         for name, item in items(value):
             visit(item, (*path, name), around)
 
-    visit(model, prefix, [])
+    visit(model, (), [])
     graph.nodes.extend(nodes.values())
     return graph
 

@@ -70,27 +70,6 @@ def of_arrays(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return ArrayCall(pure, (plain, [value_of(leaf) for leaf in leaves]), write, (tree, graphdef))
 
 
-_REMEDY = (
-    "jaxmp: a function under autocast is traced, and what it writes to NNX objects (statistics, counts of random "
-    "numbers) is written only to its arguments; pass the model, jaxmp.autocast(lambda model, x: model(x), policy)"
-    "(model, x), or put the whole model under autocast, jaxmp.nnx.autocast(model, policy)(x)"
-)
-
-
-def with_remedy(fun: Callable[..., Any], remedy: str = _REMEDY) -> Callable[..., Any]:
-    """``fun`` for a trace, where what NNX says of an object that may not be written to has a note of what helps."""
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fun(*args, **kwargs)
-        except TraceContextError as error:
-            if remedy not in getattr(error, "__notes__", ()):  # one trace may run in another
-                error.add_note(remedy)
-            raise
-
-    return noted
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Changes:
     """What a traced function did to its objects, apart from arrays."""

@@ -15,7 +15,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from jaxmp import tree as _tree
-from jaxmp._adapters import described_model
+from jaxmp._adapters import full_class_name
 from jaxmp._functions import require_flag
 from jaxmp._placement import copied_if_seen
 from jaxmp.loss_scale import LossScale, NoOpLossScale
@@ -95,10 +95,7 @@ class Optimizer(_Object):
         require_one_tree(shapes, "a jaxmp.nnx.Optimizer")
         has_one = has_loss_scale(shapes)
         if has_one and loss_scale is not None:
-            raise ValueError(
-                "one loss has one scale, but the optimizer given has a loss scale and loss_scale= names another; drop "
-                "one of them"
-            )
+            raise ValueError("one loss has one scale, but tx has one and loss_scale= names another; drop one of them")
         if not has_one:
             tx = loss_scaling(tx, NoOpLossScale() if loss_scale is None else loss_scale)
         super().__init__(model, tx, wrt=wrt, **kwargs)
@@ -164,8 +161,8 @@ class Optimizer(_Object):
         require_policy(model, self)
         if self.ema is not None:
             raise ValueError(
-                "update would leave the moving average as it is, but this optimizer was made with ema=True; train with "
-                "jaxmp.nnx.make_train_step(loss_fn, ema_decay=0.999), say, or leave ema=True out"
+                "optimizer.update does not update a moving average, got an optimizer with ema=True; train with "
+                "jaxmp.nnx.make_train_step(loss_fn, ema_decay=0.999), or leave ema=True out"
             )
         params = nnx.as_pure(nnx.state(model, self.wrt))
         grads, opt_state, kwargs = map(nnx.as_pure, (nnx.state(grads, self.wrt), self.opt_state, kwargs))
@@ -195,42 +192,41 @@ def _set(variables: Any, values: Any) -> None:
 
 
 def require_optimizer(optimizer: Any, who: str) -> None:
-    """Raises unless ``optimizer`` is one of this module."""
+    """Raise a TypeError unless ``optimizer`` is an :class:`Optimizer` of this module."""
     if not isinstance(optimizer, Optimizer):
-        of_flax = "flax.nnx's " if isinstance(optimizer, nnx.Optimizer) else ""
         raise TypeError(
-            f"{who} takes the loss scale from a jaxmp.nnx.Optimizer, got {of_flax}{type(optimizer).__name__}; "
-            "make it with jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale())"
+            f"{who} takes a jaxmp.nnx.Optimizer, got {full_class_name(optimizer)}; "
+            "write jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale())"
         )
 
 
 def require_model(model: Any, call: str, arguments: str) -> None:
-    """Raises unless ``model``, the first of the ``arguments`` of a ``call``, is an NNX model or a tree of such.
+    """Raise a TypeError unless ``model``, the first of a call's ``arguments``, is an NNX model or a tree of Variables.
 
-    A tree of Variables is a model too.
+    Args:
+      model: the first argument of the call.
+      call: the name of what is called.
+      arguments: its arguments, as the message shows them.
     """
     if is_module(model):
         return
     others = nnx.Optimizer, nnx.State, nnx.Rngs, nnx.Variable
     if isinstance(model, others) or not any(map(is_node, jax.tree.leaves(model, is_leaf=is_object))):
+        came = f"the class {model.__name__}" if isinstance(model, type) else full_class_name(model)
         raise TypeError(
-            f"{call} takes {arguments}, but {described_model(model)} came in the place of an NNX model; write "
-            f"{call}{arguments} with the model itself, or train a Linen module by jaxmp.TrainState and "
-            "jaxmp.make_train_step"
+            f"{call} takes {arguments} with an NNX model, got {came}; "
+            "for Linen write jaxmp.TrainState and jaxmp.make_train_step"
         )
 
 
 def _require_some(params: Any, model: Any, wrt: Any) -> None:
-    """Raises if ``params``, the Variables of ``model`` that ``wrt`` matches, are none."""
+    """Raise a ValueError if ``wrt`` matches no Variable of ``model``: nothing would be trained."""
     if jax.tree.leaves(params):
         return
-    variables = (node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Variable))
-    kinds = ", ".join(sorted({type(var).__name__ for var in variables}))
-    got, has = getattr(wrt, "__name__", repr(wrt)), f"has those of the kinds {kinds}" if kinds else "has none at all"
-    raise ValueError(
-        f"wrt names the Variables that are trained, got {got}, which matches none in the model; it {has}: name one "
-        "that is there, or give the model those that are meant first"
-    )
+    variables = [node for _, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Variable)]
+    kinds = ", ".join(sorted({type(variable).__name__ for variable in variables})) or "none"
+    got = getattr(wrt, "__name__", repr(wrt))
+    raise ValueError(f"wrt={got} matches no Variable of the model; its kinds of Variables: {kinds}")
 
 
 def _values(model: Any) -> dict[str, Any]:

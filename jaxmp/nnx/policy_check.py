@@ -38,7 +38,6 @@ def require_policy(model: Any, optimizer: Any) -> None:
         return
     name = type(model).__name__
     raise ValueError(
-        f"training needs the model that apply_policy or autocast returned, got a {name} under no policy; "
-        "write model = jaxmp.nnx.apply_policy(model, policy) and pass that, or "
-        "apply_policy(model, 'float32') to train in float32"
+        f"training needs the model that apply_policy or autocast returned, got a {name} under no policy;\n"
+        "write model = jaxmp.nnx.apply_policy(model, policy), with 'float32' to train in float32"
     )

@@ -13,7 +13,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,15 +22,13 @@ from flax import nnx
 
 from jaxmp import tree as _tree
 from jaxmp._adapters import (
-    Kept,
+    NotHalf,
     ProductsCheck,
     Treatment,
-    adapter_of,
     handed_out,
     is_running_in,
     like,
     narrow,
-    noting_half,
     remembered,
     widen,
 )
@@ -53,17 +51,15 @@ _SPECIAL_METHODS = {"__call__", "__getitem__", "__neg__", *(f"__{r}{name}__" for
 
 @dataclasses.dataclass(frozen=True)
 class HalfPolicy:
-    """A half policy of a whole model, and what it leaves in another dtype.
+    """A half policy of a whole model, and the modules that it leaves in another dtype.
 
     Attributes:
       policy: the policy.
-      kept: the modules that it leaves.
-      linen: the paths of others that wrap Linen modules, some of which it may leave too: they are known when they run.
+      not_half: the modules.
     """
 
     policy: Policy
-    kept: tuple[Kept, ...]
-    linen: tuple[Path, ...]
+    not_half: tuple[NotHalf, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +74,6 @@ class Decision(Treatment):
       level: how many modules of the same class are around it for which the same was decided, so that one that is nested
         in another is told from a copy that a transform has made.
       operations: the exceptions of operations from autocast.
-      in_linen: the path of the Linen module that wraps it, in the trace of which it runs.
       half: of a root under a half policy, what that leaves in another dtype; None if nothing.
     """
 
@@ -86,7 +81,6 @@ class Decision(Treatment):
     given: tuple[tuple[str, Any], ...]
     level: int = 0
     operations: tuple[tuple[str, str], ...] = ()
-    in_linen: Path | None = None
     half: HalfPolicy | None = None
 
 
@@ -161,19 +155,6 @@ def _dtype_of_cache(module: Any) -> Any:
     return vars(module).get("dtype") if type(module).jaxmp_decision.mode == "written" else None
 
 
-def _remedy_of_cache(module: Any) -> str:
-    """What helps a module whose cache has another dtype than it computes in; nothing if it has no such cache."""
-    dtype = _dtype_of_cache(module)
-    caches = [var.get_raw_value() for var in own_variables(module) if isinstance(var, nnx.Cache)]
-    if dtype is None or all(value.dtype == dtype for value in filter(_tree.is_float_array, caches)):
-        return ""
-    return (
-        "Its cache was made in another dtype, before the policy or by init_cache(..., dtype=...): make it anew by "
-        "init_cache without a dtype, called on the model under the policy; an init_cache of your own passes "
-        "dtype=self.dtype on"
-    )
-
-
 numbers: ContextVar[Iterator[int] | None] = ContextVar("jaxmp_nnx_numbers", default=None)
 """While a program is inspected, the numbers of runs: each then, and each call in it, stands in a scope of its own."""
 
@@ -187,27 +168,16 @@ class _Run:
     paths: dict[int, tuple[Any, Path]]  # by the ids of the modules, which live as long as this has them
     calls: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     called: set[int] = dataclasses.field(default_factory=set)  # the ids of modules
-    linen: dict[Path, Sequence[Kept]] = dataclasses.field(default_factory=dict)  # of wrapped modules, all run
 
-    def uncalled(self, modules: Mapping[int, tuple[Any, Path]]) -> list[Path]:
-        """The paths of those of ``modules`` that have Params and were not called, nor was a copy that a transform made.
-
-        A Linen module that one wraps tells by itself what was called in it.
-        """
+    def called_all(self, modules: Mapping[int, tuple[Any, Path]]) -> bool:
+        """Return whether every module with Params was called, itself or a copy that a transform made."""
         copies = {type(self.paths[key][0]) for key in self.called - modules.keys()}
-        return [
-            path
-            for key, (module, path) in modules.items()
-            if not (key in self.called or type(module) in copies or isinstance(module, nnx.bridge.ToNNX))
-            and is_module(module)
-            and any(isinstance(var, nnx.Param) for var in own_variables(module))
-        ]
-
-    def kept_by(self, half: HalfPolicy, modules: Mapping[int, tuple[Any, Path]]) -> list[Kept]:
-        """What a half policy of ``modules`` keeps; nothing if not all of them were called."""
-        if self.uncalled(modules) or not self.linen.keys() >= {*half.linen}:
-            return []
-        return [*half.kept, *(kept for path in half.linen for kept in self.linen[path])]
+        for key, (module, _) in modules.items():
+            if key in self.called or type(module) in copies or not is_module(module):
+                continue
+            if any(isinstance(var, nnx.Param) for var in own_variables(module)):
+                return False
+        return True
 
     def find(self, module: Any, path: Path) -> None:
         """Notes the paths of a module and of those below it."""
@@ -245,12 +215,6 @@ _innermost: ContextVar[_Frame | None] = ContextVar("jaxmp_nnx_frame", default=No
 def is_running() -> bool:
     """Whether a method of a module under a policy runs."""
     return _innermost.get() is not None
-
-
-def note_kept(path: Path, kept: Sequence[Kept]) -> None:
-    """Notes what is kept in the Linen module that the one at ``path`` wraps, all of which has run."""
-    if (frame := _innermost.get()) is not None:
-        frame.run.linen[path] = kept
 
 
 def _call(module: Any, method: Any, args: Any, kwargs: Any) -> Any:
@@ -292,22 +256,17 @@ def _outermost(module: Any, method: Any, args: Any, kwargs: Any, caller: _Frame 
         modules = dict(run.paths)
         with keeping_carries(), _half_params_widened([node for node, _ in modules.values()]):
             result = _run(run, module, method, args, kwargs)
-        if decision.in_linen is not None:
-            adapter_of("linen").note_uncalled([decision.in_linen + path for path in run.uncalled(modules)])
         if half and check:
-            check.ran(run.kept_by(half, modules))
+            check.ran(half.not_half if run.called_all(modules) else ())
         return result
 
-    if decision.in_linen is not None:
-        return fun(module, args, kwargs)
     if decision.mode == "autocast":
         check_backend(policy := decision.policy)
         rules = Rules(policy.compute_dtype, dict(decision.operations), float8=policy.float8, decided=decided)
         return computed(fun, rules, (module, args, kwargs), {}, policy)
     call, programs = of_arrays(fun, (module, args, kwargs), {}), type(module).jaxmp_programs
     key = method, call.key, numbers.get() is None, check is None
-    with noting_half((), bare_class(module), decision, "nnx"):
-        result = call.write(*remembered(programs, key, call.pure, Rules(None, decided=decided), call.arguments))
+    result = call.write(*remembered(programs, key, call.pure, Rules(None, decided=decided), call.arguments))
     return _arrays(widen, result) if caller is not None and caller.decision.is_float32 else result
 
 
@@ -341,13 +300,12 @@ def _run(run: _Run, module: Any, method: Any, args: Any, kwargs: Any) -> Any:
         decision.mark(),
         decision.products(caller.decision if caller else None, run.ambient_precision),
         _dtypes_kept(module, decision),
-        noting_half(path, bare_class(module), own, "nnx", functools.partial(_remedy_of_cache, module)),
     ):
         result = bound(*args, **kwargs)
 
     if decision.mode == "autocast":
         return result
-    if here is None and decision.is_root and not decision.in_linen:
+    if here is None and decision.is_root:
         return _arrays(decision.policy.cast_to_output, result)
     return handed_out(result, decision, here.decision if here else None, given, _arrays)
 

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmp import _loss_functions, training
-from jaxmp._adapters import TO_COPY
 from jaxmp._jaxpr.invariant import passed_on
 from jaxmp._mesh_plan import Sharding
-from jaxmp.nnx.objects import with_remedy
 from jaxmp.nnx.optimizer import Optimizer, require_model, require_optimizer
 from jaxmp.nnx.policy_check import require_policy
 from jaxmp.nnx.variables import PLAIN, items, modules_in
@@ -42,9 +40,9 @@ def make_train_step(
     microbatch and from step to step, so that no two share a dropout mask.
 
     Another model, a teacher, goes into the batch (``{"x": x, "teacher": teacher}``); one that the loss function closes
-    over stays as it was when the step was compiled. With ``accumulate_steps`` or ``sharding``, which split the
-    batch, let one module hold both, and train one of them:
-    ``Optimizer(both, tx, wrt=nnx.All(nnx.Param, nnx.PathContains("student")))``.
+    over stays as it was when the step was compiled. Other NNX objects in the batch (Rngs, metrics) are only read. With
+    ``accumulate_steps`` or ``sharding``, which split the batch, let one module hold both, and an
+    ``Optimizer(both, tx, wrt=nnx.All(nnx.Param, nnx.PathContains("student")))`` train one.
 
     Args:
       loss_fn: ``loss_fn(model, batch)`` returning the loss, a float32 scalar, or ``(loss, metrics)``, ``metrics`` a
@@ -141,10 +139,11 @@ class _State(training.TrainState):
     """
 
     _may_be_none = ()
-    _to_copy = TO_COPY["nnx"]
+    _to_copy = (
+        "copy before the step what two models share, nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))"
+    )
 
     def _given_to(self, gradients: Callable[[Any], Any]) -> Any:
-        gradients = with_remedy(gradients, _REMEDY)
         try:
             return gradients(self)
         except _TrainedWritten as found:  # which only a trace can tell; most loss functions write to none
@@ -211,13 +210,6 @@ def state_of(model: Any, optimizer: Optimizer) -> _State:
     )
 
 
-_REMEDY = (
-    "jaxmp: in a train step the loss function may write to its model, and other objects of NNX are only read, in the "
-    "batch as well: keep Rngs in the model, call teacher.eval() on another model, and update a metric after the step, "
-    "with what the loss function returns for it, return loss, {'accuracy': …}"
-)
-
-
 def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
     """``loss_fn`` of a model as one of its params and its other arrays."""
     _loss_functions.require_arguments(loss_fn, "model, batch")
@@ -254,16 +246,16 @@ def _of_arrays(loss_fn: Callable[[Any, Any], Any]) -> training.LossFn:
 
 
 def _changed_form(before: Any, after: Any) -> ValueError:
-    """Says what a loss function has added to a model, removed or changed, apart from the values of Variables."""
+    """Return the error for a loss function that adds, removes or changes more than the values of Variables."""
     old, new = ({*_names(nnx.as_pure(nnx.state(model, graph=True)))} for model in (before, after))
     was, now = _attributes(before), _attributes(after)
     changed = {name for name in was.keys() | now.keys() if was.get(name, ...) != now.get(name, ...)}
     names = sorted((old ^ new) | changed)
+    shown = ", ".join(map(repr, names[:4])) or "an attribute that is no array"
     return ValueError(
-        "a loss function must leave a model with the Variables and attributes that it had, but added, removed or "
-        f"changed {', '.join(map(repr, names[:4])) or 'an attribute that is no array'}{', …' if names[4:] else ''}; "
-        "call model.train() or model.eval() before the step and not in it, remove what it adds at its end, "
-        "nnx.pop(model, nnx.Intermediate), say, and keep what changes in a Variable"
+        "a loss function may change only the values of a model's Variables, but added, removed or changed\n"
+        f"{shown}{', …' if names[4:] else ''}. Call model.train() or model.eval() before the step,\n"
+        "keep what changes in a Variable, and pop what the loss adds: nnx.pop(model, nnx.Intermediate)."
     )
 
 

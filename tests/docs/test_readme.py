@@ -16,7 +16,7 @@ def _blocks(page: str) -> list[str]:
 def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = _blocks("README.md")
     blocks = _blocks("docs/guide.md")
-    own_step, with_statistics, in_nnx, nnx_step_of_jaxmp, decoding, unedited, less, float8, assumed = blocks
+    own_step, with_statistics, in_nnx, nnx_step_of_jaxmp, bridged, decoding, unedited, less, float8, assumed = blocks
     scope: dict[str, object] = {}
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam is not strict about dtypes
         exec(example, scope)
@@ -31,6 +31,10 @@ def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsy
         exec(nnx_step_of_jaxmp, scope)
         assert float(scope["metrics"]["loss"]) < float(nnx_losses[2]) and int(optimizer.step[...]) == 4
         assert re.fullmatch(r"loss 0\.0\d+, loss scale 32768, skipped 0\n", capsys.readouterr().out)
+        exec(bridged, scope)
+        variables = scope["model"].init(jax.random.key(0), jax.numpy.ones((1, 784)))
+        assert variables["params"]["kernel"].shape == (784, 256)
+        assert scope["wrapped"].kernel.shape == (784, 256)
         exec(decoding, scope)
         assert capsys.readouterr().out == "bfloat16 float32\n"
         exec(unedited, scope)

@@ -262,10 +262,10 @@ def test_a_step_with_a_mesh_is_refused_with_what_to_compare():
 class ScannedNet(nnx.Module):
     """Layers in a scan, whose modules are copies, and a Linen layer."""
 
-    def __init__(self):
+    def __init__(self, linen):
         make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
         self.layers = make(jax.random.split(jax.random.key(3), 3))
-        self.wrapped = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(1)).lazy_init(X)
+        self.wrapped = nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(1)).lazy_init(X)
 
     def __call__(self, x):
         scan = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -293,8 +293,9 @@ def test_transformed_modules_are_without_policies_too(library):
         model = jaxmp.linen.apply_policy(bare, "mixed_bfloat16")
         fun, args, exact = model.apply, (params, X), bare.apply(params, X)
     else:
-        bare = ScannedNet()
-        model = jaxmp.nnx.apply_policy(bare, "mixed_bfloat16")
+        bare = ScannedNet(nn.Dense(4))
+        half = ScannedNet(jaxmp.linen.apply_policy(nn.Dense(4), "mixed_bfloat16"))
+        model = jaxmp.nnx.apply_policy(half, "mixed_bfloat16")
         fun, args, exact = (lambda model, x: model(x)), (model, X), bare(X)
     found = compare(fun, grad=False)(*args)
     (result,) = [row for row in found.rows if row.path == ""]

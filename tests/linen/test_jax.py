@@ -166,7 +166,7 @@ FACTORS = {
 
 
 @pytest.mark.parametrize(("factor", "policy"), in_turn(FACTORS))
-def test_a_model_with_a_factorisation_behind_a_layer_is_made_where_it_is_applied(factor, policy):
+def test_a_model_with_a_factorisation_behind_a_layer_is_made_under_jit(factor, policy):
     class Factored(nn.Module):
         @nn.compact
         def __call__(self, x, scale):
@@ -180,7 +180,7 @@ def test_a_model_with_a_factorisation_behind_a_layer_is_made_where_it_is_applied
         with pytest.raises(TypeError, match="does not accept"):
             model.init(jax.random.key(0), x, scale=2)
         return
-    made = model.init(jax.random.key(0), x, scale=2)
+    made = jax.jit(model.init)(jax.random.key(0), x, scale=2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), made, variables)
 
 
@@ -210,9 +210,8 @@ def test_a_solver_behind_a_layer_is_float32_with_its_derivative_and_under_vmap(s
         return model.apply({"params": {"layer": {"kernel": weights}}}, x)
 
     if solver != "cg" and not _is_traced_in_half(jnp.linalg.inv):  # as from JAX 0.12 on
-        with pytest.raises(TypeError, match="lu does not accept") as error:
+        with pytest.raises(TypeError, match="lu does not accept"):
             run(weights)
-        assert "jaxmp.linen.autocast" in error.value.__notes__[0]
         return
     with standard_promotion():
         found, expected = (jax.jit(jax.value_and_grad(lambda w, f=f: f(w).sum()))(weights) for f in (run, by_hand))

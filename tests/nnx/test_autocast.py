@@ -228,7 +228,7 @@ def test_a_model_from_outside_of_a_transformation_is_read_there_and_not_changed(
     ("overrides", "text"),
     [
         ({"heda": "float32"}, r"'heda' matched none; nearest paths: 'head'"),
-        ({"head": "bfloat16"}, r"computes in its policy's float16, .* 'head' computes in bfloat16; write 'float32' or"),
+        ({"head": "bfloat16"}, r"here float16, but the one for 'head' computes in bfloat16; write 'float32' or"),
     ],
 )
 def test_overrides_that_cannot_be_are_errors_at_once(overrides, text):
@@ -259,7 +259,7 @@ def test_overrides_that_leave_no_product_half_are_errors_when_it_is_called(overr
 
 
 def test_what_autocast_cannot_take_is_refused():
-    with pytest.raises(TypeError, match=r"jaxmp\.nnx\.autocast takes an instance .* use jaxmp\.linen\.autocast"):
+    with pytest.raises(TypeError, match=r"jaxmp\.nnx\.autocast takes a flax\.nnx\.Module, got the class Linear"):
         autocast(nnx.Linear, "mixed_bfloat16")
     with pytest.raises(ValueError, match="a half compute dtype, got float64; use 'mixed_bfloat16' or 'mixed_float16'"):
         autocast(Mlp(rngs()), "p=f32, c=f64")

@@ -360,10 +360,8 @@ def test_a_module_that_is_no_pytree_and_a_reference_are_written_too():
 def test_a_model_that_is_closed_over_raises_where_it_keeps_state_and_runs_where_it_keeps_none():
     model = Net(rngs())
     for run in (half(lambda x: model(x)), half(model), nnx.jit(half(half(lambda x: model(x))))):
-        with pytest.raises(TraceContextError, match="different trace level") as raised:
+        with pytest.raises(TraceContextError, match="different trace level"):
             run(X)
-        notes = [note for note in raised.value.__notes__ if note.startswith("jaxmp: ")]
-        assert len(notes) == 1 and "pass the model, jaxmp.autocast(lambda model, x: model(x), policy)" in notes[0]
     layers = nnx.Sequential(model.first, nnx.BatchNorm(8, use_running_average=True, rngs=rngs()), model.head)
     for run in (half(lambda x: layers(x)), half(layers)):
         np.testing.assert_allclose(run(X), layers(X), rtol=0.02, atol=0.02)

@@ -254,9 +254,9 @@ def test_lookahead_is_refused_where_the_optimizer_is_made(options):
 
 def test_bad_input_is_refused():
     model = Net(rngs())
-    with pytest.raises(ValueError, match="one loss has one scale, but the optimizer given has a loss scale"):
+    with pytest.raises(ValueError, match="one loss has one scale, but tx has one and loss_scale= names another"):
         Optimizer(model, jaxmp.loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()), loss_scale=jaxmp.NoOpLossScale())
-    with pytest.raises(TypeError, match=r"from a jaxmp\.nnx\.Optimizer, got flax.nnx's Optimizer; make it with"):
+    with pytest.raises(TypeError, match=r"takes a jaxmp\.nnx\.Optimizer, got flax\.nnx\..*\.Optimizer; write jaxmp"):
         value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
     optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale())
     with pytest.raises(TypeError, match=r"ema is True or False, got 0\.99; pass ema=True, and the decay"):
@@ -275,8 +275,7 @@ def test_an_optimizer_of_what_is_no_nnx_model_says_what_came():
     model, tx = nnx.Linear(2, 2, rngs=rngs()), optax.sgd(0.1)
     for wrong in (tx, nn.Dense(2), None, nnx.state(model), jnp.ones(3)):
         text = (
-            rf"jaxmp\.nnx\.Optimizer takes \(model, tx\), but {type(wrong).__name__} came in the place of an NNX "
-            r"model; write jaxmp\.nnx\.Optimizer\(model, tx\) with the model itself, or train a Linen module by jaxmp"
+            rf"jaxmp\.nnx\.Optimizer takes \(model, tx\) with an NNX model, got \S*\.{type(wrong).__name__}; for Linen"
         )
         with pytest.raises(TypeError, match=text):
             Optimizer(wrong, tx)
@@ -294,10 +293,7 @@ def test_an_update_whose_arguments_are_swapped_is_refused(wrap):
         _, grads = value_and_grad(lambda model: loss_fn(model, IMAGE), optimizer)(model)
         return optimizer.update(*(grads, model) if swap is None else (model, grads))
 
-    text = (
-        r"optimizer\.update takes \(model, grads\), but State came in the place of an NNX model; write "
-        r"optimizer\.update\(model, grads\) with the model itself"
-    )
+    text = r"optimizer\.update takes \(model, grads\) with an NNX model, got flax\.nnx\.statelib\.State; "
     with pytest.raises(TypeError, match=text):
         step(model, optimizer, None)
     assert int(optimizer.step[...]) == 0
@@ -311,12 +307,12 @@ def test_an_optimizer_that_would_train_nothing_is_refused_with_the_kinds_of_vari
     kinds = ", ".join(sorted({type(var).__name__ for _, var in nnx.to_flat_state(nnx.state(model))}))
     assert "BatchStat, " in kinds
     for given in (model, {"first": [model]}):
-        text = rf"are trained, got LoRAParam, which matches none in the model; it has those of the kinds {kinds}: name"
+        text = f"wrt=LoRAParam matches no Variable of the model; its kinds of Variables: {kinds}$"
         with pytest.raises(ValueError, match=text):
             Optimizer(given, optax.adam(0.1), wrt=nnx.LoRAParam)
-    with pytest.raises(ValueError, match=r"got PathContains\(.*'hed'.*\), which matches none"):
+    with pytest.raises(ValueError, match=r"wrt=PathContains\(.*'hed'.*\) matches no Variable"):
         Optimizer(model, optax.adam(0.1), wrt=nnx.PathContains("hed"))
-    with pytest.raises(ValueError, match="got Param, which matches none in the model; it has none at all"):
+    with pytest.raises(ValueError, match="wrt=Param matches no Variable of the model; its kinds of Variables: none"):
         Optimizer(nnx.Module(), optax.adam(0.1))
     layer = nnx.LoRALinear(3, 2, lora_rank=1, rngs=rngs())
     Optimizer(layer, optax.adam(0.1), wrt=nnx.LoRAParam)

@@ -198,8 +198,8 @@ def test_a_half_policy_that_changes_no_product_raises_and_names_the_modules_and_
             jax.numpy_dtype_promotion("standard"),
             pytest.raises(
                 ValueError,
-                match=r"computes in float16, but every product stays as it was: layers/0 \(its own dtype=float32\); .*"
-                r"overrides=\{'\*\*': 'params=float32,compute=float16,output=float32'\}",
+                match=r"computes in float16, but every product stays as it was: layers/0 \(its own dtype=float32\)\.\n"
+                r"To overrule .*: overrides=\{'\*\*': 'params=float32,compute=float16,output=float32'\}",
             ),
         ):
             call()
@@ -287,10 +287,10 @@ def test_whether_a_half_policy_changes_a_product_is_seen_on_the_program(under):
         return layers["linear"](x)
 
     model = under(Layers(rngs(), project, nnx.Linear), "mixed_bfloat16", {nnx.Linear: "float32"})
-    text = r"stays as it was: layers/linear \(override 'type:Linear'\); drop or narrow"
+    text = r"stays as it was: layers/linear \(override 'type:Linear'\)\.\nDrop the override, or narrow"
     with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=text):
         model(VECTORS)
-    with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\); drop or narrow"):
+    with pytest.raises(ValueError, match=r"every product stays as it was: l \(override 'l'\)\.\nDrop the override"):
         under(Scaled(rngs()), "mixed_bfloat16", {"l": "float32"})(VECTORS)
 
 
@@ -326,15 +326,16 @@ def test_a_call_of_only_the_float32_part_is_let_pass_and_so_is_a_model_that_is_a
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("given", "error", "text"),
+    ("model", "text"),
     [
-        (nn.Dense(2), TypeError, r"takes an instance of flax\.nnx\.Module, got Dense.*jaxmp\.linen\.apply_policy"),
-        (nnx.Linear, TypeError, "make the instance first"),
+        (nn.Dense(2), "got flax.linen.linear.Dense; jaxmp.linen.apply_policy takes modules of flax.linen"),
+        (nnx.Linear, "got the class Linear; make an instance: Linear(...)"),
     ],
 )
-def test_what_is_no_nnx_module_is_refused(given, error, text):
-    with pytest.raises(error, match=f"(?s){text}"):
-        apply_policy(given, "mixed_float16")
+def test_only_an_instance_of_an_nnx_module_takes_a_policy(model, text):
+    with pytest.raises(TypeError) as error:
+        apply_policy(model, "mixed_float16")
+    assert str(error.value) == f"jaxmp.nnx.apply_policy takes a flax.nnx.Module, {text}"
 
 
 class Student(nnx.Module):
@@ -382,22 +383,6 @@ def test_modules_of_one_class_inside_each_other_compute_as_those_of_several_do()
     same_bits(same(VECTORS), several(VECTORS))
 
 
-def test_an_operation_that_is_refused_only_when_it_runs_is_noted_with_module_policy_and_remedy():
-    class Roots(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.dense = nnx.Linear(4, 4, rngs=rngs)
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return jnp.abs(jnp.linalg.eigvals(self.dense(x)))
-
-    with pytest.raises((NotImplementedError, TypeError), match="float16") as raised:
-        apply_policy(Roots(rngs()), "mixed_float16")(jnp.eye(4))
-    (note,) = [note for note in raised.value.__notes__ if note.startswith("jaxmp: ")]
-    assert note.startswith("jaxmp: the root (Roots) runs under the policy params=float32,compute=float16")
-    assert "jaxmp.nnx.autocast(model, 'mixed_float16')" in note
-    jaxmp.nnx.autocast(Roots(rngs()), "mixed_float16")(jnp.eye(4))
-
-
 class Spectrum(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense = nnx.Linear(4, 4, rngs=rngs)
@@ -414,17 +399,15 @@ class WithSpectrum(nnx.Module):
         return self.head(self.spectrum(x))
 
 
-def test_jaxs_error_for_a_half_fourier_transform_notes_the_module_the_policy_and_what_mends_it():
+def test_a_fourier_transform_runs_under_autocast_or_a_float32_override():
     bare, x = WithSpectrum(nnx.Rngs(0)), jnp.ones((2, 4))
     model = apply_policy(bare, "mixed_float16")
     for run in (lambda model, x: model(x), nnx.jit(lambda model, x: model(x))):
-        with pytest.raises(ValueError, match="RFFT input must be float32 or float64, got float16") as raised:
+        with pytest.raises(ValueError, match="RFFT input must be float32 or float64, got float16"):  # JAX's own
             run(model, x)
-        (note,) = [note for note in raised.value.__notes__ if note.startswith("jaxmp: ")]
-        assert "the module 'spectrum' (Spectrum) runs under the policy params=float32,compute=float16" in note
-        assert "overrides={'spectrum': 'float32'}" in note and "jaxmp.nnx.autocast(model, 'mixed_float16')" in note
-    apply_policy(bare, "mixed_float16", {"spectrum": "float32"})(x)
-    jaxmp.nnx.autocast(bare, "mixed_float16")(x)
+    want = bare(x)
+    np.testing.assert_allclose(apply_policy(bare, "mixed_float16", {"spectrum": "float32"})(x), want, atol=1e-2)
+    np.testing.assert_allclose(jaxmp.nnx.autocast(bare, "mixed_float16")(x), want, atol=1e-2)
 
 
 class Decoder(nnx.Module):
@@ -475,20 +458,3 @@ def test_without_a_half_dtype_a_cache_is_made_as_it_is_without_a_policy():
         model.init_cache(2, 4)
         assert [layer.cached_value.dtype.name for layer in model.layers] == ["float32"] * 2
         decoded(model, x)
-
-
-def test_a_cache_of_another_dtype_is_noted_with_how_to_make_it_anew():
-    bare, x = Decoder(rngs()), jnp.ones((2, 4, 8))
-    bare.init_cache(2, 4)
-    model = apply_policy(bare, "mixed_bfloat16")
-    with pytest.raises(TypeError, match="requires arguments to have the same dtypes, got float32, bfloat16") as raised:
-        decoded(model, x)
-    (note,) = [note for note in raised.value.__notes__ if note.startswith("jaxmp: ")]
-    assert note.startswith("jaxmp: the module 'layers/0' (MultiHeadAttention) runs under the policy params=float32")
-    assert note.endswith(
-        "Its cache was made in another dtype, before the policy or by init_cache(..., dtype=...): make it anew by "
-        "init_cache without a dtype, called on the model under the policy; an init_cache of your own passes "
-        "dtype=self.dtype on"
-    )
-    model.init_cache(2, 4)
-    decoded(model, x)

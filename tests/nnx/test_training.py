@@ -472,23 +472,21 @@ def test_arguments_that_do_not_fit_are_told():
     with pytest.raises(ValueError, match="accumulate_steps must be a whole number"):
         make_train_step(loss_fn, accumulate_steps=0)
     model, _ = setup(mlp())
-    with pytest.raises(
-        TypeError, match=r"a train step takes the loss scale from a jaxmp.nnx.Optimizer, got flax.nnx's Optimizer; "
-    ):
+    with pytest.raises(TypeError, match=r"a train step takes a jaxmp\.nnx\.Optimizer, got flax\.nnx\.\S*Optimizer; "):
         make_train_step(loss_fn)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), ROWS)
     model, optimizer = setup(mlp())
     state, variable = nnx.state(model), nnx.Param(jnp.ones(2))
     plain = nnx.to_pure_dict(state), nnx.split(model), jnp.ones(2), {"a": state}, [], nnx.Rngs(0), variable
     for wrong in (optimizer, nn.Dense(2), None, state, *plain):
-        rule = rf"{type(wrong).__name__} came in the place of an NNX model; write "
-        with pytest.raises(TypeError, match=rule + r"step\(model, optimizer, "):
+        came = rf"with an NNX model, got \S*\.{type(wrong).__name__}; "
+        with pytest.raises(TypeError, match=rf"step takes \(model, optimizer, batch\) {came}"):
             make_train_step(loss_fn)(wrong, optimizer, ROWS)
-        with pytest.raises(TypeError, match=rule + r"jaxmp.nnx.Optimizer\(model, tx"):
+        with pytest.raises(TypeError, match=rf"jaxmp\.nnx\.Optimizer takes \(model, tx\) {came}"):
             jaxmp.nnx.Optimizer(wrong, optax.sgd(0.1))
         for put in (jaxmp.nnx.apply_policy, jaxmp.nnx.autocast):
-            with pytest.raises(TypeError, match=rf"takes an instance of flax.nnx.Module, got {type(wrong).__name__}; "):
+            with pytest.raises(TypeError, match=rf"takes a flax\.nnx\.Module, got \S*\.{type(wrong).__name__}; "):
                 put(wrong, "mixed_bfloat16")
-    with pytest.raises(TypeError, match="but the class Linear came in the place of an NNX model"):
+    with pytest.raises(TypeError, match="with an NNX model, got the class Linear; "):
         jaxmp.nnx.Optimizer(nnx.Linear, optax.sgd(0.1))
 
 
@@ -623,7 +621,7 @@ def test_a_moving_average_without_a_decay_and_the_other_way_round_are_refused():
         make_train_step(loss_fn)(model, optimizer, ROWS)
     _, grads = value_and_grad(loss_fn, optimizer)(model, ROWS)
     with pytest.raises(
-        ValueError, match=r"update would leave the moving average .*make_train_step\(loss_fn, ema_decay"
+        ValueError, match=r"update does not update a moving average.*make_train_step\(loss_fn, ema_decay"
     ):
         optimizer.update(model, grads)
 
@@ -652,12 +650,14 @@ def test_what_a_loss_function_does_to_the_model_beside_writing_variables_is_told
         return loss
 
     model, optimizer = setup(mlp())
-    with pytest.raises(ValueError, match=r"added, removed or changed 'seen'; .*remove what it adds .*nnx.pop\(model"):
+    with pytest.raises(
+        ValueError, match=r"added, removed or changed\n'seen'\. Call .*\n.*pop what the loss adds: nnx.pop\(model"
+    ):
         make_train_step(sows)(model, optimizer, ROWS)
     make_train_step(pops)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"changed 'calls'; .*keep what changes in a Variable"):
+    with pytest.raises(ValueError, match=r"changed\n'calls'\. .*\nkeep what changes in a Variable"):
         make_train_step(counts)(model, optimizer, ROWS)
-    with pytest.raises(ValueError, match=r"an attribute that is no array; .*keep what changes in a Variable"):
+    with pytest.raises(ValueError, match=r"an attribute that is no array\. .*\nkeep what changes in a Variable"):
         make_train_step(lists)(model, optimizer, ROWS)
     with pytest.raises(ValueError, match=r"'3/layers/0/bias' had \(5,\) and has \(1,\); make it the same"):
         make_train_step(reshapes)(model, optimizer, ROWS)
@@ -681,11 +681,10 @@ def test_arrays_that_a_step_deletes_under_another_model_are_told_with_the_copy_t
         follow(model, optimizer, batch)
     with pytest.raises(RuntimeError, match=re.escape(f"or another state of the same arrays; {helps}")):
         step(target, other, ROWS)
-    for call in (target, lambda x: nnx.grad(lambda target: jnp.mean(target(x)))(target)):
-        with pytest.raises((RuntimeError, ValueError), match="has been deleted") as caught:
-            call(ROWS["x"])
-        (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
-        assert note == f"jaxmp: a donating train step deletes the arrays that it is given; {helps}"
+    with pytest.raises(RuntimeError, match=r"a model cannot use an array that a train step has deleted, got float32\["):
+        target(ROWS["x"])
+    with pytest.raises((RuntimeError, ValueError), match="has been deleted"):  # JAX's own
+        nnx.grad(lambda target: jnp.mean(target(ROWS["x"])))(target)
     nnx.update(target, jax.tree.map(jnp.copy, nnx.state(model)))
     follow(model, optimizer, batch)
     assert np.all(np.isfinite(target(ROWS["x"])))
@@ -701,14 +700,14 @@ def test_the_mode_of_a_model_is_chosen_before_the_step(put):
     optimizer, step = Optimizer(model, optax.sgd(0.1)), make_train_step(trains)
     model.eval()
     with pytest.raises(
-        ValueError, match=r"changed 'layers/1/deterministic'; call model.train\(\) or model.eval\(\) before the step "
+        ValueError, match=r"changed\n'layers/1/deterministic'\. Call model.train\(\) or model.eval\(\) before the step,"
     ):
         step(model, optimizer, ROWS)
     model.train()
     assert np.isfinite(step(model, optimizer, ROWS)["loss"])
 
 
-def test_what_is_written_to_beside_the_model_has_a_note_of_what_helps():
+def test_a_loss_function_cannot_write_to_objects_in_the_batch():
     def updates(model: Any, batch: Any) -> jax.Array:
         loss = loss_fn(model, batch)
         batch["metric"].update(values=loss)
@@ -720,10 +719,8 @@ def test_what_is_written_to_beside_the_model_has_a_note_of_what_helps():
     batch = {**ROWS, "metric": nnx.metrics.Average(), "rngs": nnx.Rngs(0)}
     for loss, options in ((updates, {}), (draws, {}), (updates, {"policy": "mixed_bfloat16"})):
         model = mlp() if options else apply_policy(mlp(), "mixed_bfloat16")
-        with pytest.raises(TraceContextError, match="Cannot mutate") as caught:
+        with pytest.raises(TraceContextError, match="Cannot mutate"):
             make_train_step(loss, **options)(model, Optimizer(model, optax.sgd(0.1)), batch)
-        (note,) = [note for note in caught.value.__notes__ if note.startswith("jaxmp: ")]
-        assert "keep Rngs in the model" in note and "update a metric after the step" in note
 
 
 def test_the_products_of_a_model_under_a_policy_are_the_policys():
