@@ -155,8 +155,8 @@ def real_libraries_block(root: Path = ROOT) -> str:
     return "\n".join([*lines, "", f"{link}: {facts(record.read_text())}", ""])
 
 
-def _percent(error: float) -> str:
-    return f"{100 * error:.2g} %" if math.isfinite(error) else "fails"
+def _percent(error: float | str) -> str:
+    return f"{100 * float(error):.2g} %" if math.isfinite(float(error)) else "fails"
 
 
 def roofline_block(root: Path = ROOT) -> str:

@@ -78,9 +78,9 @@ def apply_policy(module: M, policy: Any, overrides: Mapping[Any, Any] | None = N
 
     Raises:
       TypeError: ``module`` is no instance of a Linen module.
-      ValueError: when the module runs, for only then its submodules exist: a pattern matched no module; an ``nnx.bridge.ToLinen`` wraps an NNX module without a
-        policy of its own; every product stays float32 under a half policy, by overrides or by the dtypes of its modules
-        (in a call that runs all of them).
+      ValueError: when the module runs, for only then its submodules exist: a pattern matched no module; an
+        ``nnx.bridge.ToLinen`` wraps an NNX module without a policy of its own; every product stays float32 under a half
+        policy, by overrides or by the dtypes of its modules (in a call that runs all of them).
 
     >>> model = apply_policy(nn.Dense(2), "mixed_float16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))

@@ -43,7 +43,7 @@ def test_the_examples_of_the_readme_and_the_guide_run_as_printed_and_learn(capsy
         assert "nu/w: bfloat16, rounded stochastically" in capsys.readouterr().out
         exec(float8, scope)
         exec(assumed, scope)
-        assert capsys.readouterr().out == "float8(accumulate=precise,min_dim=1024)\nnative\n"
+        assert capsys.readouterr().out == "float8(accumulate=precise,min_dim=1024)\nTrue\n"
     assert plan.count("\ndot_general") == 2 and "cross-entropy" in plan
     assert {leaf.dtype.name for leaf in jax.tree.leaves(scope["grads"])} == {"float32"}
     assert jax.tree.structure(params) == jax.tree.structure(state.params)
